@@ -1,0 +1,60 @@
+# Everything runs in one virtual environment, .venv, which the first target that needs it creates.
+VENV ?= .venv
+PY := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+BENCH_STAMP := $(VENV)/.installed-bench
+
+# The first interpreter that starts and is supported; or say `make PYTHON=/path/to/python`.
+SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
+PYTHON ?= $(shell for candidate in python3 python3.12 python3.11 python3.10; do \
+	if $$candidate -c '$(SUPPORTED)' 2>/dev/null; then echo $$candidate; break; fi; done)
+
+# One thread for each process: the tests and the demo run several processes, often more than there are cores.
+export OMP_NUM_THREADS ?= 1
+export RAY_USAGE_STATS_ENABLED ?= 0
+
+.DEFAULT_GOAL := help
+.PHONY: demo test soak lint typecheck format bench clean help
+
+demo: $(STAMP) ## train a small model on two workers, lose one, and go on
+	$(PY) examples/quickstart.py
+
+test: $(STAMP) ## run all tests but the soak tests
+	$(PY) -m pytest tests -q
+
+soak: $(STAMP) ## run the long tests, which repeat failures for minutes to hours
+	$(PY) -m pytest tests -q -m soak --timeout=7200
+
+lint: $(STAMP) ## check style, format and spelling
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(VENV)/bin/codespell
+
+typecheck: $(STAMP) ## check types
+	$(PY) -m mypy
+
+format: $(STAMP) ## format the code and apply safe fixes
+	$(PY) -m ruff format .
+	$(PY) -m ruff check --fix .
+
+bench: $(BENCH_STAMP) ## run the benchmarks against the libraries they compare with
+	set -e; for script in examples/benchmarks/[!_]*.py; do $(PY) $$script; done
+
+clean: ## remove build results and caches, but not the environment
+	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	find raysgd operators examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# PyTorch goes first and pinned: left to a range, pip may fetch builds with gigabytes of libraries for GPUs.
+$(STAMP): setup.py constraints-dev.txt
+	@test -n "$(PYTHON)" || { echo "no Python 3.10, 3.11 or 3.12 found: install one, or set PYTHON=..." >&2; exit 1; }
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install $(shell grep '^torch==' constraints-dev.txt)
+	$(PY) -m pip install -c constraints-dev.txt -e ".[dev]"
+	touch $@
+
+$(BENCH_STAMP): $(STAMP)
+	$(PY) -m pip install -c constraints-dev.txt -e ".[dev,bench]"
+	touch $@

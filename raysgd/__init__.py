@@ -1,0 +1,57 @@
+"""Elastic, fault-tolerant training of PyTorch and TensorFlow models on Ray.
+
+What this package promises: write the training of one process, name a number of workers, and get the numbers
+that one process would have got. A worker that dies takes no finished training with it; the group carries on
+with what is left and grows again when there is room.
+
+What it leaves to others: placing processes on machines is Ray's work, and the models, the gradients and their
+exchange belong to the framework in use. Importing `raysgd` loads neither Ray nor a framework; each public
+name brings in what it needs when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from raysgd._version import __version__
+
+if TYPE_CHECKING:
+    from raysgd.torch.torch_trainer import TorchTrainer
+    from raysgd.torch.training_operator import CreatorOperator, TrainingOperator
+
+__all__ = ["CreatorOperator", "PyTorchTrainer", "TorchTrainer", "TrainingOperator", "__version__"]
+
+_LAZY_MODULES: dict[str, str] = {
+    "TorchTrainer": "raysgd.torch.torch_trainer",
+    "TrainingOperator": "raysgd.torch.training_operator",
+    "CreatorOperator": "raysgd.torch.training_operator",
+}
+
+# A library must stay silent until its user configures logging.
+logging.getLogger("raysgd").addHandler(logging.NullHandler())
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module behind a public name when that name is first used."""
+    module = _LAZY_MODULES.get(name)
+    if module is None:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    value = getattr(importlib.import_module(module), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the lazy names too, so that completion shows them before their first use."""
+    return sorted({*globals(), *__all__})
+
+
+def PyTorchTrainer(*args: Any, **kwargs: Any) -> NoReturn:
+    """Refuse to run: this is the former name of `TorchTrainer`.
+
+    Raises:
+        DeprecationWarning: Always.
+    """
+    raise DeprecationWarning("`raysgd.PyTorchTrainer` was renamed: use `raysgd.TorchTrainer` instead.")

@@ -1,0 +1,360 @@
+"""Averages over the batches of one pass, kept so that they can be merged across workers without loss.
+
+What this module promises: a mean is a float64 sum divided once by its weight, a value that is not a number
+never passes silently, and a tensor is not read on the batch that produced it, because reading it makes the
+host wait for the device. A summary is a plain dict to whoever looks at it; beside the means it carries the
+sums and weights they came from.
+
+What it leaves to others: how tensors become floats and how a metric object is captured are two functions
+given by the framework's side. Nothing here imports a framework.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+logger = logging.getLogger(__name__)
+
+BATCH_COUNT = "batch_count"
+NUM_SAMPLES = "num_samples"
+
+# Tensors that may wait to be read, for each metric: reading waits for the device, keeping takes its memory.
+MAX_PENDING = 256
+
+_PLAIN_NUMBERS = frozenset({float, int, bool})
+_UNREAD = object()
+_ABSENT = object()
+
+ToFloats = Callable[[list[Any]], list[float]]
+
+
+class CapturedMetric(Protocol):
+    """What a metric object leaves behind: its state, apart from the object that goes on counting."""
+
+    def value(self) -> Any:
+        """Compute the metric from this state alone."""
+        ...
+
+    def merged_with(self, others: Sequence[Any], /) -> Any:
+        """Return the state of one metric that saw everything these states saw."""
+        ...
+
+
+CaptureObject = Callable[[Any], CapturedMetric]
+
+
+class AverageMeter:
+    """A running weighted mean of numbers.
+
+    >>> meter = AverageMeter()
+    >>> meter.update(5)
+    >>> meter.update(10, n=4)
+    >>> meter.val, meter.avg, meter.sum, meter.count
+    (10, 9.0, 45, 5)
+
+    Attributes:
+        val: The latest value.
+        avg: The weighted mean; 0 as long as nothing with a weight was seen.
+        sum: Sum of value times weight.
+        count: Sum of the weights.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Set all four attributes to 0."""
+        self.val: Any = 0
+        self.avg: Any = 0
+        self.sum: Any = 0
+        self.count: Any = 0
+
+    def update(self, val: Any, n: Any = 1) -> None:
+        """Count a value with weight `n`; a weight of 0 changes `val` only."""
+        self.val = val
+        self.sum += val * n
+        self.count += n
+        if self.count:
+            self.avg = self.sum / self.count
+
+
+class MetricSummary(dict[str, Any]):
+    """The result of one pass: a plain dict, which also knows what its means were made of.
+
+    User code may edit the dict. An edited or removed value loses its sum and count, so that merging uses what
+    the user put there and never resurrects what was replaced. Copies (`copy.copy`) and pickles keep
+    everything; `dict.copy` and `dict(...)` give a bare dict.
+
+    >>> summary = MetricSummary(
+    ...     {"loss": 0.5, "accuracy": 1.0}, totals={"loss": (2.0, 4.0), "accuracy": (4.0, 4.0)}
+    ... )
+    >>> summary["accuracy"] = 0.75
+    >>> summary.totals
+    {'loss': (2.0, 4.0)}
+
+    Args:
+        values: What the user sees.
+        totals: Sum and count by metric name.
+        objects: Captured metric objects by metric name.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any] | Iterable[tuple[str, Any]] = (),
+        totals: Mapping[str, tuple[float, float]] | None = None,
+        objects: Mapping[str, CapturedMetric] | None = None,
+    ) -> None:
+        super().__init__(values)
+        self._totals = dict(totals or {})
+        self._objects = dict(objects or {})
+        self._reported = {name: self.get(name, _ABSENT) for name in (*self._totals, *self._objects)}
+
+    @property
+    def totals(self) -> dict[str, tuple[float, float]]:
+        """Float sum and count of each mean that still stands as it was computed."""
+        return {name: total for name, total in self._totals.items() if self._stands(name)}
+
+    @property
+    def objects(self) -> dict[str, CapturedMetric]:
+        """Captured state of each metric object whose value still stands as it was computed."""
+        return {name: state for name, state in self._objects.items() if self._stands(name)}
+
+    def _stands(self, name: str) -> bool:
+        # By text: NaN equals itself then, also in a list, and also once a pickle made a new object of it.
+        return name in self and repr(self[name]) == repr(self._reported[name])
+
+
+class AverageMeterCollection:
+    """Weighted means of named metrics over the batches of one pass.
+
+    >>> meters = AverageMeterCollection()
+    >>> meters.update({"loss": 0.5}, n=32)
+    >>> meters.update({"loss": 0.2}, n=64)
+    >>> meters.summary()
+    {'batch_count': 2, 'num_samples': 96, 'loss': 0.3, 'last_loss': 0.2}
+
+    Values may be numbers (also numpy scalars), tensors with one element, and, if `capture_object` is given,
+    metric objects (anything with `merge_state` and `compute`). Tensors are copied on their device and read
+    later, all in one go. A metric object counts by itself: the last one given under a name is captured when
+    the summary is made.
+
+    Args:
+        to_floats: Reads a list of tensors; called once for each summary. Default: `float` of each.
+        capture_object: Takes the state out of a metric object and resets the object. Default: metric objects
+            are refused.
+
+    Attributes:
+        n: Sum of the weights of all updates.
+    """
+
+    def __init__(
+        self,
+        to_floats: ToFloats | None = None,
+        capture_object: CaptureObject | None = None,
+    ) -> None:
+        self._to_floats = to_floats or _float_each
+        self._capture_object = capture_object
+        self._meters: dict[str, _NumberMeter | _ObjectMeter] = {}
+        self._num_batches = 0
+        self.n: int | float = 0
+
+    def update(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
+        """Count the metrics of one batch.
+
+        Args:
+            metrics: Value by metric name. Names may differ from batch to batch: each metric is averaged over
+                the batches that had it.
+            n: Weight of the batch, usually its number of samples. With weight 0 a value is remembered as the
+                last one and left out of the mean, whatever it is.
+
+        Raises:
+            TypeError: If a value is of a kind that cannot be averaged.
+            ValueError: If a tensor or array has more or less than one element.
+        """
+        weight = n if type(n) is int else float(n)
+        meters = self._meters
+        for name, value in metrics.items():
+            meter = meters.get(name) or self._new_meter(name, value)
+            meter.add(value, weight)
+            meters[name] = meter
+        self._num_batches += 1
+        self.n += weight
+
+    def summary(self) -> MetricSummary:
+        """Return batch count, number of samples, and for each metric its mean and its last value.
+
+        NaN is not skipped: one NaN batch makes the mean NaN. A metric that was never seen with a weight has
+        no mean, which is NaN too. Metric objects appear under their name only, with the value on this
+        process's share.
+
+        May be called again after further updates; it then covers all of them.
+        """
+        self._read_pending()
+        values: dict[str, Any] = {BATCH_COUNT: self._num_batches, NUM_SAMPLES: self.n}
+        totals: dict[str, tuple[float, float]] = {}
+        objects: dict[str, CapturedMetric] = {}
+        captured: dict[int, CapturedMetric] = {}
+        for name, meter in self._meters.items():
+            if isinstance(meter, _ObjectMeter):
+                objects[name] = meter.captured(captured)
+                values[name] = _local_value(name, objects[name])
+            else:
+                totals[name] = meter.total, float(meter.count)
+                values[name] = meter.mean
+                values[f"last_{name}"] = meter.last
+        return MetricSummary(values, totals, objects)
+
+    def _new_meter(self, name: str, value: Any) -> _NumberMeter | _ObjectMeter:
+        if self._capture_object is not None and _is_metric_object(type(value)):
+            return _ObjectMeter(name, self._capture_object)
+        return _NumberMeter(name, self._to_floats)
+
+    def _read_pending(self) -> None:
+        """Read the tensors of all metrics with one call, hence with one wait for the device."""
+        meters = [
+            meter for meter in self._meters.values() if isinstance(meter, _NumberMeter) and meter.pending
+        ]
+        if not meters:
+            return
+        floats = iter(self._to_floats([tensor for meter in meters for tensor in meter.pending]))
+        for meter in meters:
+            meter.fold([next(floats) for _ in meter.pending])
+
+
+class _NumberMeter:
+    """Sum, weight and last value of one metric, with the tensors that were not read yet."""
+
+    __slots__ = ("_last", "_name", "_to_floats", "_weights", "count", "pending", "total")
+
+    def __init__(self, name: str, to_floats: ToFloats) -> None:
+        self._name = name
+        self._to_floats = to_floats
+        self._last: Any = _UNREAD
+        self._weights: list[int | float] = []
+        self.pending: list[Any] = []
+        self.total = 0.0
+        self.count: int | float = 0
+
+    def add(self, value: Any, weight: int | float) -> None:
+        kind = type(value)
+        if kind in _PLAIN_NUMBERS:
+            number = value
+        elif _is_tensor(kind):
+            self._defer(value, weight)
+            return
+        else:
+            number = _as_float(self._name, value)
+        self._last = number
+        self._count(number, weight)
+
+    def fold(self, floats: list[float]) -> None:
+        """Replace the pending tensors by their values."""
+        for number, weight in zip(floats, self._weights, strict=True):
+            self._count(number, weight)
+        if self._last is _UNREAD:
+            self._last = floats[-1]
+        self.pending.clear()
+        self._weights.clear()
+
+    @property
+    def mean(self) -> float:
+        return self.total / self.count if self.count else float("nan")
+
+    @property
+    def last(self) -> Any:
+        return self._last
+
+    def _count(self, number: float, weight: int | float) -> None:
+        if weight:  # a padding batch may well hold NaN, and 0 * NaN is NaN
+            self.total += number * weight
+            self.count += weight
+
+    def _defer(self, tensor: Any, weight: int | float) -> None:
+        if tensor.numel() != 1:
+            raise ValueError(_not_one_element(self._name, tuple(tensor.shape)))
+        # A copy, not an alias: user code may go on accumulating in place, and a replayed CUDA graph writes
+        # each batch's loss to the same memory.
+        self.pending.append(tensor.detach().clone())
+        self._weights.append(weight)
+        self._last = _UNREAD
+        if len(self.pending) >= MAX_PENDING:
+            self.fold(self._to_floats(self.pending))
+
+
+class _ObjectMeter:
+    """The metric object last seen under one name, and what was captured of it so far."""
+
+    __slots__ = ("_capture", "_captured", "_live", "_name")
+
+    def __init__(self, name: str, capture: CaptureObject) -> None:
+        self._name = name
+        self._capture = capture
+        self._live: Any = None
+        self._captured: CapturedMetric | None = None
+
+    def add(self, value: Any, weight: int | float) -> None:
+        if not _is_metric_object(type(value)):
+            raise TypeError(
+                f"metric `{self._name}` was a metric object in an earlier batch and is a "
+                f"`{type(value).__name__}` now: give the object in every batch, or use two names."
+            )
+        self._live = value
+
+    def captured(self, already: dict[int, CapturedMetric]) -> CapturedMetric:
+        """Capture the object if it was seen since the last time.
+
+        Args:
+            already: What this summary captured, by the object's id: capturing resets the object, so an object
+                that is known by two names must be captured once.
+        """
+        if self._live is not None:
+            state = already.get(id(self._live)) or already.setdefault(
+                id(self._live), self._capture(self._live)
+            )
+            self._captured = state if self._captured is None else self._captured.merged_with([state])
+            self._live = None
+        assert self._captured is not None
+        return self._captured
+
+
+def _is_tensor(kind: type) -> bool:
+    return hasattr(kind, "detach")
+
+
+def _is_metric_object(kind: type) -> bool:
+    return hasattr(kind, "merge_state") and hasattr(kind, "compute")
+
+
+def _float_each(tensors: list[Any]) -> list[float]:
+    return [float(tensor) for tensor in tensors]
+
+
+def _as_float(name: str, value: Any) -> float:
+    if not hasattr(type(value), "__float__"):
+        raise TypeError(
+            f"metric `{name}` is a `{type(value).__name__}`: allowed are numbers, tensors with one element, "
+            "and metric objects of torchmetrics where the operator supports them. Reduce it to one number, "
+            "or leave it out."
+        )
+    try:
+        return float(value.item() if hasattr(value, "item") else value)
+    except (TypeError, ValueError) as error:
+        raise ValueError(_not_one_element(name, getattr(value, "shape", ()))) from error
+
+
+def _not_one_element(name: str, shape: Any) -> str:
+    return (
+        f"metric `{name}` has shape `{tuple(shape)}`: a metric is one number for each batch, so exactly one "
+        "element is allowed. Reduce it first, for example with `.mean()`, or report its parts one by one."
+    )
+
+
+def _local_value(name: str, state: CapturedMetric) -> Any:
+    """Compute a metric on this process's share, which may be too small for it."""
+    try:
+        return state.value()
+    except Exception as error:  # the merged metric is what counts, and computing that one raises
+        logger.warning("metric `%s` has no value on the share of this worker alone: %s", name, error)
+        return float("nan")

@@ -1,0 +1,93 @@
+"""Small helpers that user code imports: the names of special metrics, meters, timers, and three functions.
+
+The meters and timers live in modules of their own; this one keeps their public address.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from typing import Any, TypeVar
+
+from raysgd._meters import BATCH_COUNT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
+from raysgd._timers import TimerCollection, TimerStat
+
+__all__ = [
+    "BATCH_COUNT",
+    "BATCH_SIZE",
+    "NUM_SAMPLES",
+    "AverageMeter",
+    "AverageMeterCollection",
+    "TimerCollection",
+    "TimerStat",
+    "check_for_failure",
+    "find_free_port",
+    "override",
+]
+
+logger = logging.getLogger(__name__)
+
+# Key of a trainer's config that holds the batch size of the whole group. The asterisk keeps it apart from
+# user keys.
+BATCH_SIZE = "*batch_size"
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def check_for_failure(remote_values: Iterable[Any]) -> bool:
+    """Wait for results of Ray actors and say whether all workers lived.
+
+    Args:
+        remote_values: Object references, looked at in the order in which they get ready.
+
+    Returns:
+        True once all succeeded, False as soon as one shows that its worker or node died (which is logged).
+
+    Raises:
+        Exception: Whatever else a task raised, unchanged.
+    """
+    import ray
+    from ray.exceptions import NodeDiedError, RayActorError, WorkerCrashedError
+
+    waiting = list(remote_values)
+    try:
+        while waiting:
+            ready, waiting = ray.wait(waiting)
+            ray.get(ready)
+    except (RayActorError, WorkerCrashedError, NodeDiedError) as error:
+        logger.exception("a worker died: %s", error)
+        return False
+    return True
+
+
+def override(interface_class: type) -> Callable[[FunctionT], FunctionT]:
+    """Mark a method as one that overrides a method of a class or interface.
+
+    >>> class Greeter:
+    ...     @override(object)
+    ...     def __str__(self) -> str:
+    ...         return "hello"
+
+    Raises:
+        AssertionError: When the method is defined, if the class has no attribute of that name.
+    """
+
+    def check(method: FunctionT) -> FunctionT:
+        if not hasattr(interface_class, method.__name__):
+            raise AssertionError(
+                f"`{method.__name__}` overrides nothing: `{interface_class.__name__}` has no such attribute. "
+                "Correct the name, or remove the decorator."
+            )
+        return method
+
+    return check
+
+
+def find_free_port() -> int:
+    """Return a TCP port that no one listens on at the moment, on any interface of this machine."""
+    with closing(socket.socket(socket.AF_INET, socket.SOCK_STREAM)) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])

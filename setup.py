@@ -1,0 +1,114 @@
+"""Packaging of raysgd: what is shipped, and which packages each feature needs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).resolve().parent
+
+
+def read_version() -> str:
+    """Read the version without importing the package, whose dependencies may not be installed yet."""
+    source = (ROOT / "raysgd" / "_version.py").read_text(encoding="utf-8")
+    found = re.search(r'^__version__ = "([^"]+)"$', source, flags=re.MULTILINE)
+    if found is None:
+        raise RuntimeError('`raysgd/_version.py` must contain a line like `__version__ = "0.1.0"`.')
+    return found.group(1)
+
+
+def read_description() -> str:
+    """Return the README, which is the project page; empty where only the sources were copied."""
+    readme = ROOT / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+
+
+def union(*groups: list[str]) -> list[str]:
+    """Join lists of requirements, each requirement once, sorted."""
+    return sorted({requirement for group in groups for requirement in group})
+
+
+TORCH = ["torch>=2.2"]
+
+EXTRAS = {
+    "torch": TORCH,
+    "tf": ["tensorflow>=2.15", "tf_keras>=2.15"],
+    # Horovod itself is absent: its last release does not build against today's PyTorch as it is. These are
+    # what building it (`raysgd.horovod.install`) and running it need.
+    "horovod": union(
+        TORCH,
+        [
+            "cffi>=1.4",
+            "cmake>=3.13,<4",
+            "cloudpickle>=2.2",
+            "packaging>=21",
+            "psutil>=5.9",
+            "pyyaml>=6",
+            "setuptools>=65",
+        ],
+    ),
+    "tune": ["ray[tune]>=2.9"],
+    "data": ["ray[data]>=2.9"],
+    "lightning": union(TORCH, ["lightning>=2.1"]),
+    "metrics": union(TORCH, ["torchmetrics>=1.4"]),
+    "tensorboard": ["tensorboardX>=2.6"],
+    "mlflow": ["mlflow-skinny>=2.9"],
+    "codemod": ["libcst>=1.1"],
+    "progress": ["tqdm>=4.60"],
+}
+# Every extra above in one environment.
+EXTRAS["all"] = union(*EXTRAS.values())
+
+# What the tests, the demo and the checks use. TensorFlow, Horovod and MLflow are left to those who work on
+# them.
+EXTRAS["dev"] = union(
+    *(EXTRAS[name] for name in ("torch", "tune", "data", "metrics", "tensorboard", "codemod", "progress")),
+    [
+        "codespell>=2.2",
+        "mypy>=1.10",
+        "psutil>=5.9",
+        "pytest>=8.2",
+        "pytest-timeout>=2.2",
+        "ruff>=0.6",
+        "scikit-learn>=1.3",
+        "setuptools>=77",
+    ],
+)
+# What the benchmarks compare with.
+EXTRAS["bench"] = union(EXTRAS["lightning"], ["accelerate>=0.30"])
+EXTRAS["docs"] = ["mkdocs>=1.5", "mkdocstrings[python]>=0.24"]
+
+setup(
+    name="raysgd",
+    version=read_version(),
+    description="Elastic, fault-tolerant training of PyTorch and TensorFlow models on Ray",
+    long_description=read_description(),
+    long_description_content_type="text/markdown",
+    author="The raysgd authors",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    keywords=["ray", "pytorch", "tensorflow", "distributed training", "elastic training", "fault tolerance"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.10",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Typing :: Typed",
+    ],
+    # The ready-made operators stand at the top of the repository, beside the examples, because they are code
+    # to read and copy from. Users import them from within the package.
+    package_dir={"raysgd.operators": "operators"},
+    packages=[*find_packages(include=["raysgd", "raysgd.*"]), "raysgd.operators"],
+    package_data={"raysgd": ["py.typed"]},
+    zip_safe=False,
+    python_requires=">=3.10,<3.13",
+    install_requires=["cloudpickle>=2.2", "numpy>=1.23", "ray>=2.9"],
+    extras_require=EXTRAS,
+)

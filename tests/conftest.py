@@ -1,0 +1,65 @@
+"""Fixtures for all tests: a clean desk before and after each one, and one small Ray cluster shared by all."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.hygiene import RaySurroundings, Surroundings
+
+# Before anything loads a numeric library: many processes share few cores here.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+NUM_CPUS = 4
+OBJECT_STORE_BYTES = 256 * 1024 * 1024
+
+
+@pytest.fixture(scope="session", autouse=True)
+def private_temp_dir() -> Iterator[Path]:
+    """Keep temporary files of this run, also of its child processes, apart from those of anyone else."""
+    # pytest's own folders stay where they are always found, for a look after a failure.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+    before = os.environ.get("TMPDIR")
+    path = Path(tempfile.mkdtemp(prefix="t-"))  # short: Ray puts sockets into it, whose paths have a limit
+    os.environ["TMPDIR"], tempfile.tempdir = str(path), None
+    yield path
+    os.environ.pop("TMPDIR")
+    if before is not None:
+        os.environ["TMPDIR"] = before
+    tempfile.tempdir = None
+    shutil.rmtree(path, ignore_errors=True)
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(private_temp_dir: Path) -> Iterator[None]:
+    """Connect to a Ray cluster of one node with four CPUs, started when the first test asks for it."""
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=NUM_CPUS,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        object_store_memory=OBJECT_STORE_BYTES,
+    )
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def leaves_nothing_behind(request: pytest.FixtureRequest, private_temp_dir: Path) -> Iterator[None]:
+    """Fail a test that leaves variables, threads, process groups, files, actors or reservations behind."""
+    before = Surroundings.now()
+    ray_before = RaySurroundings.now() if "ray_cluster" in request.fixturenames else None
+    yield
+    leaks = before.leaks() + (ray_before.leaks() if ray_before is not None else [])
+    if leaks:
+        pytest.fail("the test left behind:\n" + "\n".join(f"- {leak}" for leak in leaks), pytrace=False)

@@ -1,0 +1,95 @@
+"""What importing the package does, and does not do, in an interpreter that has imported nothing else."""
+
+from __future__ import annotations
+
+import logging
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import raysgd
+
+ROOT = Path(raysgd.__file__).parent
+FRAMEWORKS = {"torch", "tensorflow", "keras", "ray", "numpy", "horovod"}
+NUM_TRIES = 5
+IMPORT_BUDGET_S = 0.3
+
+
+def run_fresh(source: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, cwd=ROOT.parent)
+
+
+def public_modules() -> list[str]:
+    """Name every module of the package that has no underscore in its dotted name."""
+    names = []
+    for path in ROOT.rglob("*.py"):
+        parts = path.relative_to(ROOT.parent).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if not any(part.startswith("_") for part in parts):
+            names.append(".".join(parts))
+    return sorted(names)
+
+
+def best_time_s(source: str) -> float:
+    times = []
+    for _ in range(NUM_TRIES):
+        start = time.perf_counter()
+        run_fresh(source).check_returncode()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def test_importing_the_package_loads_no_framework() -> None:
+    loaded = run_fresh("import sys, raysgd; print(*{name.partition('.')[0] for name in sys.modules})")
+    loaded.check_returncode()
+    assert FRAMEWORKS & set(loaded.stdout.split()) == set()
+
+
+def test_importing_the_package_is_quick() -> None:
+    assert best_time_s("import raysgd") - best_time_s("pass") < IMPORT_BUDGET_S
+
+
+@pytest.mark.parametrize("module", public_modules())
+def test_a_public_module_imports_alone(module: str) -> None:
+    result = run_fresh(f"import {module}")
+    if result.returncode == 0:
+        return
+    last_line = result.stderr.strip().splitlines()[-1]
+    missing = re.search(
+        r"ImportError: .* needs `(\w+)`, which is not installed\. Run: pip install", last_line
+    )
+    # A leaf may need an optional package; then it has to say so, and the package has to be missing indeed.
+    assert missing, result.stderr
+    assert run_fresh(f"import {missing[1]}").returncode != 0
+
+
+def test_public_names_load_from_where_they_are_defined() -> None:
+    source = "import raysgd; print(raysgd.TrainingOperator.__module__, 'TrainingOperator' in vars(raysgd))"
+    result = run_fresh(source)
+    assert result.stdout.split() == ["raysgd.torch.training_operator", "True"], result.stderr
+
+
+def test_completion_shows_the_lazy_names() -> None:
+    assert set(raysgd.__all__) <= set(dir(raysgd))
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module `raysgd` has no attribute `TorchTrianer`"):
+        _ = raysgd.TorchTrianer
+
+
+def test_the_former_name_of_the_trainer_refuses_and_names_the_new_one() -> None:
+    with pytest.raises(DeprecationWarning, match=r"use `raysgd\.TorchTrainer`"):
+        raysgd.PyTorchTrainer(model_creator=None)
+
+
+def test_the_version_is_a_version() -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+", raysgd.__version__)
+
+
+def test_the_package_is_silent_until_logging_is_configured() -> None:
+    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("raysgd").handlers)

@@ -1,0 +1,64 @@
+from __future__ import annotations
+
+import json.decoder
+from pathlib import Path
+
+import pytest
+
+from raysgd._optional import require
+
+
+@pytest.fixture
+def packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose packages can be imported while the test runs."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+def test_returns_the_module() -> None:
+    assert require("json", extra="data") is json
+
+
+def test_returns_the_innermost_module_of_a_dotted_name() -> None:
+    assert require("json.decoder", extra="data") is json.decoder
+
+
+def test_a_missing_package_names_the_extra_and_who_needs_it() -> None:
+    with pytest.raises(ImportError) as caught:
+        require("no_such_package.tracking", extra="mlflow", purpose="`MLflowLogger`")
+    assert str(caught.value) == (
+        '`MLflowLogger` needs `no_such_package`, which is not installed. Run: pip install "raysgd[mlflow]"'
+    )
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+    assert caught.value.name == "no_such_package.tracking"
+
+
+def test_a_purpose_is_not_needed() -> None:
+    with pytest.raises(ImportError, match=r"^this feature needs `no_such_package`"):
+        require("no_such_package", extra="mlflow")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("import no_such_dependency", "ModuleNotFoundError: No module named 'no_such_dependency'"),
+        ("raise OSError('libmissing.so')", "OSError: libmissing.so"),
+        ("from json import nonsense", "ImportError: cannot import name 'nonsense'"),
+    ],
+)
+def test_a_package_that_is_broken_is_not_called_missing(packages: Path, source: str, reason: str) -> None:
+    (packages / "fragile_package.py").write_text(source)
+    with pytest.raises(ImportError) as caught:
+        require("fragile_package", extra="tf")
+    message = str(caught.value)
+    assert "is installed, but importing it failed with " + reason in message
+    assert "not installed. Run" not in message
+    assert message.endswith('pip install --upgrade --force-reinstall "raysgd[tf]"')
+    assert caught.value.__cause__ is not None
+
+
+def test_a_package_without_the_module_asked_for_is_not_called_missing(packages: Path) -> None:
+    (packages / "older_package").mkdir()
+    (packages / "older_package" / "__init__.py").touch()
+    with pytest.raises(ImportError, match="`older_package` is installed, but importing it failed"):
+        require("older_package.later_addition", extra="tf")

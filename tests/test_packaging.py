@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from email import message_from_string
+from email.message import Message
+from pathlib import Path
+
+import pytest
+
+import raysgd
+
+ROOT = Path(__file__).resolve().parent.parent
+USER_EXTRAS = {
+    "torch",
+    "tf",
+    "horovod",
+    "tune",
+    "data",
+    "lightning",
+    "metrics",
+    "tensorboard",
+    "mlflow",
+    "codemod",
+    "progress",
+}
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.ZipFile:
+    """A wheel built from a copy of the sources, because building leaves files beside them."""
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
+    source.mkdir()
+    for name in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("raysgd", "operators"):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "--no-index",
+        "-w",
+        str(folder),
+        str(source),
+    ]
+    subprocess.run(command, check=True, capture_output=True)
+    [path] = folder.glob("*.whl")
+    return zipfile.ZipFile(path)
+
+
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.ZipFile) -> Message:
+    [name] = [name for name in wheel.namelist() if name.endswith(".dist-info/METADATA")]
+    return message_from_string(wheel.read(name).decode())
+
+
+def requirements(metadata: Message, extra: str) -> set[str]:
+    """Return what an extra installs, without the condition that it was asked for."""
+    lines = [line.partition("; extra ==") for line in metadata.get_all("Requires-Dist", [])]
+    return {requirement.strip() for requirement, _, name in lines if name.strip(' "') == extra}
+
+
+def test_the_wheel_has_every_module_of_both_folders(wheel: zipfile.ZipFile) -> None:
+    ours = {str(path.relative_to(ROOT)) for path in (ROOT / "raysgd").rglob("*.py")}
+    ours |= {f"raysgd/{path.relative_to(ROOT)}" for path in (ROOT / "operators").rglob("*.py")}
+    assert {name for name in wheel.namelist() if name.endswith(".py")} == ours
+    assert "raysgd/operators/__init__.py" in ours
+
+
+def test_the_wheel_says_that_it_is_typed_and_carries_the_licence(wheel: zipfile.ZipFile) -> None:
+    assert "raysgd/py.typed" in wheel.namelist()
+    assert any(name.endswith("LICENSE") for name in wheel.namelist())
+
+
+def test_the_version_is_that_of_the_package(metadata: Message) -> None:
+    assert (metadata["Name"], metadata["Version"]) == ("raysgd", raysgd.__version__)
+
+
+def test_the_base_install_needs_three_packages(metadata: Message) -> None:
+    needed = {line for line in metadata.get_all("Requires-Dist", []) if "extra" not in line}
+    assert {re.split(r"[<>=]", line)[0] for line in needed} == {"ray", "numpy", "cloudpickle"}
+
+
+def test_every_extra_exists_and_installs_something(metadata: Message) -> None:
+    extras = set(metadata.get_all("Provides-Extra", []))
+    assert extras == USER_EXTRAS | {"all", "bench", "dev", "docs"}
+    assert [extra for extra in extras if not requirements(metadata, extra)] == []
+
+
+def test_all_is_every_extra_of_users(metadata: Message) -> None:
+    union = {requirement for extra in USER_EXTRAS for requirement in requirements(metadata, extra)}
+    assert requirements(metadata, "all") == union
+
+
+def test_every_extra_named_in_a_message_exists(metadata: Message) -> None:
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "raysgd").rglob("*.py"))
+    named = set(re.findall(r'require\(\s*"[\w.]+",\s*(?:extra=)?"(\w+)"', sources)) | set(
+        re.findall(r"raysgd\[(\w+)\]", sources)
+    )
+    assert named >= {"metrics"}
+    assert named <= set(metadata.get_all("Provides-Extra", []))
+
+
+def test_the_supported_versions_of_python_are_stated(metadata: Message) -> None:
+    assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.13"}
+
+
+def test_every_requirement_of_the_development_environment_is_pinned(metadata: Message) -> None:
+    lines = (ROOT / "constraints-dev.txt").read_text(encoding="utf-8").splitlines()
+    pins = dict(line.partition(" ;")[0].split("==") for line in lines if line and not line.startswith("#"))
+    pinned = {name.lower().replace("_", "-") for name in pins}
+    needed = requirements(metadata, "dev") | requirements(metadata, "bench")
+    assert {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in needed} - pinned == set()
