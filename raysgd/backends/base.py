@@ -1,0 +1,41 @@
+"""What every backend does."""
+
+from __future__ import annotations
+
+import os
+import sys
+from abc import ABC, abstractmethod
+
+from raysgd.engine.types import Rendezvous, World
+
+
+class Backend(ABC):
+    """Makes the workers of a group one communicating whole. All methods run in the worker."""
+
+    def limit_threads(self, num_threads: int) -> None:
+        """Tells numerical libraries how many threads to use, before they are imported where that is still possible."""
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = str(num_threads)
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(num_threads)
+
+    @abstractmethod
+    def load(self) -> None:
+        """Imports the framework, so that all workers pay for it at the same time."""
+
+    @abstractmethod
+    def open_rendezvous(self) -> int:
+        """On rank 0: opens the meeting point and returns its port."""
+
+    @abstractmethod
+    def join(self, rendezvous: Rendezvous, world: World) -> None:
+        """Joins the group; returns when all ranks did."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Leaves the group. Harmless when never joined or when the group is broken."""
+
+    @abstractmethod
+    def is_connection_error(self, error: BaseException) -> bool:
+        """Whether an exception raised in this process means that the group is broken, rather than the user's code."""

@@ -1,0 +1,125 @@
+"""`torch.distributed` process groups: gloo or NCCL."""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.backends.base import Backend
+from raysgd.engine.types import Rendezvous, World
+
+logger = logging.getLogger(__name__)
+
+# What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError raised by a collective.
+_BROKEN = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "socket timeout",
+    "wait timeout",
+    "nccl error",
+    "nccl communicator was aborted",
+    "gloo/transport",
+    "failed to recv",
+    "failed to send",
+    "application timeout caused pair closure",
+)
+
+
+@dataclass
+class TorchBackend(Backend):
+    """One default process group over all ranks; none for a single rank.
+
+    Attributes:
+        transport: "gloo" or "nccl".
+        timeout_s: How long a collective may wait for the other ranks before it raises.
+    """
+
+    transport: str = "gloo"
+    timeout_s: float = 1800.0
+    _store: Any = field(default=None, repr=False, compare=False)
+    _has_joined: bool = field(default=False, repr=False, compare=False)
+    _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
+
+    def load(self) -> None:
+        import torch.distributed  # noqa: F401
+
+    def open_rendezvous(self) -> int:
+        self._store = _store("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        return int(self._store.port)
+
+    def join(self, rendezvous: Rendezvous, world: World) -> None:
+        """Forms the default process group.
+
+        Raises:
+            RuntimeError: If this process has a default process group already, which then belongs to someone else.
+        """
+        if not world.is_distributed:
+            return
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            raise RuntimeError(
+                "`torch.distributed` is initialized in this process already. A trainer with `use_local=True` needs the "
+                "default process group of the driver for itself: destroy the other group or shut the other trainer down."
+            )
+        self._choose_interface(rendezvous)
+        if self._store is None:
+            self._store = _store(rendezvous.address, rendezvous.port, is_master=False, timeout=self._timeout)
+        self._has_joined = True
+        dist.init_process_group(
+            self.transport, store=self._store, rank=world.rank, world_size=world.size, timeout=self._timeout
+        )
+
+    def leave(self) -> None:
+        if self._has_joined:  # another group in this process is not ours to end
+            _destroy_process_group()
+        self._store, self._has_joined = None, False
+        while self._own_variables:
+            os.environ.pop(self._own_variables.pop(), None)
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        import torch.distributed as dist
+
+        if isinstance(error, dist.DistError):
+            return True
+        text = str(error).lower()
+        return isinstance(error, RuntimeError) and any(phrase in text for phrase in _BROKEN)
+
+    @property
+    def _timeout(self) -> datetime.timedelta:
+        return datetime.timedelta(seconds=self.timeout_s)
+
+    def _choose_interface(self, rendezvous: Rendezvous) -> None:
+        """Loopback for gloo on a single node, unless the user chose; waiting collectives for NCCL, likewise."""
+        if rendezvous.on_one_node and os.path.exists("/sys/class/net/lo"):
+            self._set_variable("GLOO_SOCKET_IFNAME", "lo")
+        if self.transport == "nccl":
+            self._set_variable("NCCL_BLOCKING_WAIT", "1")
+
+    def _set_variable(self, name: str, value: str) -> None:
+        if name not in os.environ:
+            os.environ[name] = value
+            self._own_variables.append(name)
+
+
+def _store(*args: Any, **options: Any) -> Any:
+    from torch import distributed
+
+    return vars(distributed)["TCPStore"](*args, **options)
+
+
+def _destroy_process_group() -> None:
+    import torch.distributed as dist
+
+    if not dist.is_initialized():  # forming the group failed
+        return
+    try:
+        dist.destroy_process_group()
+    except RuntimeError as error:  # a broken group cannot say goodbye
+        logger.debug("leaving a broken group: %s", error)

@@ -1,0 +1,12 @@
+"""The framework-free core: it keeps N replicas alive and runs functions on all of them.
+
+What it guarantees:
+
+* A call either returns one value per rank, in rank order, or raises once; remote faults never surface half-way.
+* Worker and node loss is answered in one place, `controller.py`; nothing else retries.
+* After `stop` no actor, placement group or thread of the engine is left.
+
+What it leaves to others: frameworks (a `Replica` brings its own), communication (a `Backend`), words for users (a front end).
+Nothing in here imports a training framework, and the modules that only decide (`types`, `replica`, `ranks`, `policies`,
+`failures`, `results`) do not import Ray either.
+"""

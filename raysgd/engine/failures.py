@@ -1,0 +1,48 @@
+"""Pure: what went wrong in a call, seen over all ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from raysgd.engine.types import Failure, FailureKind, GroupReport
+from raysgd.exceptions import WorkerFault
+
+
+_BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """The one cause that a failed call is put down to.
+
+    Attributes:
+        kind: "died" (a process or node is gone), "disconnected" (the group lost its connection although nobody is known to
+            be dead) or "user" (an exception in user code).
+        faults: The faults of that kind, in rank order.
+    """
+
+    kind: FailureKind
+    faults: tuple[WorkerFault, ...]
+
+    @property
+    def ranks(self) -> list[int]:
+        return [fault.rank for fault in self.faults]
+
+
+def classify(report: GroupReport) -> Diagnosis:
+    """Names the cause of a failed call.
+
+    A death outranks everything, because the survivors' errors follow from it. A user exception outranks lost connections,
+    which follow from the rank that stopped. Lost connections alone mean a peer that could not be reached.
+    """
+    failures = [outcome.failure for outcome in report.outcomes if outcome.failure is not None]
+    assert failures, "classify() needs a report with at least one failure"
+    for kind in _BY_WEIGHT:
+        faults = _of_kind(failures, kind)
+        if faults:
+            return Diagnosis(kind, faults)
+    raise AssertionError("unreachable: every failure has a known kind")
+
+
+def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:
+    return tuple(failure.fault for failure in failures if failure.kind == kind)

@@ -1,0 +1,118 @@
+"""Pure: facts in, decision out. Nothing here sleeps, asks Ray, or touches a worker."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from raysgd.engine.failures import Diagnosis
+from raysgd.engine.types import ClusterView, Resources
+
+_TOLERANCE = 1e-6  # Ray counts resources in 1/10000; sums of floats may be off by less
+
+
+@dataclass(frozen=True)
+class Resize:
+    """Start a group of `num_workers`."""
+
+    num_workers: int
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Nothing fits now; look again in `delay_s`."""
+
+    delay_s: float
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Nothing fits and the attempts are spent."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Keep:
+    """Leave the group as it is."""
+
+
+@dataclass(frozen=True)
+class Rebuild:
+    """Start new workers, restore the last snapshot, and run the call again."""
+
+
+@dataclass(frozen=True)
+class Raise:
+    """Nothing more can be tried. `lost` tells a loss of workers (True) from an error in user code (False)."""
+
+    lost: bool
+
+
+def num_fitting(amounts: Mapping[str, float], need: Resources) -> int:
+    """How many workers fit into one node's `amounts`."""
+    bundle = need.bundle()
+    if not bundle:
+        return 10**6
+    return min(int((amounts.get(name, 0.0) + _TOLERANCE) / amount) for name, amount in bundle.items())
+
+
+def capacity(view: ClusterView, need: Resources, *, free_only: bool = True) -> int:
+    """How many workers the cluster holds, node by node: of what is free, or of all there is."""
+    return sum(num_fitting(node.available if free_only else node.total, need) for node in view.nodes)
+
+
+@dataclass(frozen=True)
+class ScalingPolicy:
+    """Decides how many workers to run.
+
+    Attributes:
+        max_workers: Never more than this.
+        min_workers: Never fewer than this.
+        num_attempts: How often to look for resources before giving up.
+        first_delay_s: The first wait; each further one is twice as long.
+        max_delay_s: No wait is longer.
+        jitter: Each wait is lengthened by up to this share, so that many trainers do not look at once.
+        draw: Source of the jitter, a number in [0, 1).
+        num_local: Workers that run in the driver, reserved or not.
+    """
+
+    max_workers: int
+    min_workers: int = 1
+    num_attempts: int = 10
+    first_delay_s: float = 1.0
+    max_delay_s: float = 60.0
+    jitter: float = 0.1
+    draw: Callable[[], float] = random.random
+    num_local: int = 0
+
+    def decide(self, view: ClusterView, need: Resources, attempt: int) -> Resize | Wait | GiveUp:
+        """What to do in `attempt` (from 0) to get a new group out of what is free."""
+        fitting = max(self.num_local, min(self.max_workers, capacity(view, need)))
+        if fitting >= self.min_workers:
+            return Resize(fitting)
+        if attempt + 1 >= self.num_attempts:
+            return GiveUp(f"{fitting} of at least {self.min_workers} workers fit after {attempt + 1} attempts")
+        return Wait(self.delay_s(attempt))
+
+    def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> Resize | Keep:
+        """Whether a running group of `num_workers`, which gives `num_reserved` back, gains from what is free beside it."""
+        target = min(self.max_workers, num_reserved + capacity(view, need))
+        return Resize(target) if target > num_workers else Keep()
+
+    def delay_s(self, attempt: int) -> float:
+        """Exponential back-off: 1, 2, 4, ... seconds, capped and jittered."""
+        delay = min(self.max_delay_s, self.first_delay_s * 2.0**attempt)
+        return delay * (1.0 + self.jitter * self.draw())
+
+
+@dataclass(frozen=True)
+class FailurePolicy:
+    """Decides what follows a failed call. Only the loss of workers is ever retried, never an error in user code."""
+
+    def decide(self, diagnosis: Diagnosis, num_restarts: int, max_restarts: int) -> Rebuild | Raise:
+        """What to do when `num_restarts` of the `max_restarts` of this call are used up already."""
+        if diagnosis.kind == "user":
+            return Raise(lost=False)
+        return Rebuild() if num_restarts < max_restarts else Raise(lost=True)

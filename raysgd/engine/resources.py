@@ -1,0 +1,170 @@
+"""The only module that asks Ray what is free, and the only one that creates and removes placement groups."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.engine.types import ClusterView, Holder, NodeView, Resources
+from raysgd.exceptions import ReservationTimeoutError
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.01
+
+
+def _ray() -> Any:
+    """Ray. Its own annotations are incomplete, which is nothing to trouble every caller with."""
+    import ray
+
+    return ray
+
+
+def ensure_ray() -> None:
+    """Connects to Ray; starts a local single-node one when nothing is running."""
+    ray = _ray()
+    if not ray.is_initialized():
+        logger.info("Ray is not initialized: starting it. Call `ray.init(address=...)` first to use a cluster.")
+        ray.init(include_dashboard=False)
+
+
+def is_ray_client() -> bool:
+    """Whether this process drives a cluster through a Ray Client connection."""
+    return bool(_ray().util.client.ray.is_connected())
+
+
+def cluster_view() -> ClusterView:
+    """The live nodes with their total and free resources, and the placement groups that hold or want some.
+
+    Inside an existing placement group that group is all there is: each bundle counts as a node.
+    """
+    ray = _ray()
+    outer = ray.util.get_current_placement_group()
+    if outer is not None:
+        bundles = enumerate(outer.bundle_specs)
+        return ClusterView(
+            tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles)
+        )
+    free = _free_by_node()
+    nodes = tuple(
+        NodeView(
+            node["NodeID"], node["NodeManagerAddress"], _plain(node["Resources"]), _plain(free.get(node["NodeID"], {}))
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    )
+    return ClusterView(nodes, _holders())
+
+
+def _free_by_node() -> Mapping[str, Mapping[str, float]]:
+    """Free resources node by node; Ray's public interface has only the sum, which serves when there is a single node."""
+    ray = _ray()
+    try:
+        return dict(importlib.import_module("ray._private.state").available_resources_per_node())
+    except (ImportError, AttributeError):
+        alive = [node["NodeID"] for node in ray.nodes() if node["Alive"]]
+        return {alive[0]: ray.available_resources()} if len(alive) == 1 else {}
+
+
+def _holders() -> tuple[Holder, ...]:
+    table = _ray().util.placement_group_table()
+    return tuple(
+        Holder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
+        for identity, entry in table.items()
+        if entry["state"] not in ("REMOVED",)
+    )
+
+
+def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
+    """Without the bookkeeping entries that Ray keeps beside the real resources."""
+    hidden = ("node:", "object_store_memory", "memory")
+    return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
+
+
+def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
+    """The table for error messages: what was asked, what the cluster has, and what holds it."""
+    lines = [f"  asked for:  {num_workers} x {need.bundle()}"]
+    for node in view.nodes:
+        lines.append(f"  node {node.address}:  free {dict(node.available)} of {dict(node.total)}")
+    for holder in view.holders:
+        how = "held" if holder.state == "CREATED" else "waited for"
+        lines.append(f"  {how} by placement group {holder.name} ({holder.state}):  {[dict(b) for b in holder.bundles]}")
+    held = sum(bundle.get("CPU", 0.0) for h in view.holders if h.state == "CREATED" for bundle in h.bundles)
+    used = sum(n.total.get("CPU", 0.0) - n.available.get("CPU", 0.0) for n in view.nodes)
+    if used - held > 1e-6:
+        lines.append(f"  held by other tasks and actors:  {used - held:g} CPU")
+    return "\n".join(lines)
+
+
+class Reservation:
+    """Resources for all workers at once, all or none.
+
+    Inside an existing placement group (a Tune trial, say) that one is used, and left alone on release.
+    """
+
+    def __init__(self, need: Resources, num_workers: int) -> None:
+        ray = _ray()
+        self._need, self._num_workers = need, num_workers
+        self._outer = ray.util.get_current_placement_group()
+        self._own: Any = None
+        bundle = need.bundle()
+        if self._outer is None and bundle and num_workers:
+            self._own = ray.util.placement_group([bundle] * num_workers, strategy="SPREAD", name="raysgd")
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it holds resources itself, so that the actors of the workers find their place at once."""
+        return self._own is not None
+
+    def wait(self, timeout_s: float) -> None:
+        """Blocks until the resources are granted.
+
+        Raises:
+            ReservationTimeoutError: After `timeout_s`; nothing stays reserved.
+        """
+        if self._own is None or self._own.wait(timeout_s):
+            return
+        view = cluster_view()
+        self.release(timeout_s=5.0)
+        raise ReservationTimeoutError(
+            f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n"
+            f"{explain(self._need, self._num_workers, view)}\n"
+            "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
+            "environment variable SGD_PLACEMENT_GROUP_TIMEOUT_S."
+        )
+
+    def actor_options(self, index: int) -> dict[str, Any]:
+        """Options that place the actor number `index` into this reservation."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        options: dict[str, Any] = {"num_cpus": self._need.num_cpus, "num_gpus": self._need.num_gpus}
+        if self._need.custom:
+            options["resources"] = dict(self._need.custom)
+        group = self._own or self._outer
+        if group is not None:
+            options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
+                placement_group=group,
+                placement_group_bundle_index=index if self._own is not None else -1,
+                placement_group_capture_child_tasks=True,
+            )
+        return options
+
+    def release(self, timeout_s: float) -> None:
+        """Gives the resources back and waits until Ray says so; after `timeout_s` only a warning is logged."""
+        if self._own is None:
+            return
+        ray = _ray()
+        group, self._own = self._own, None
+        if not ray.is_initialized():
+            return
+        ray.util.remove_placement_group(group)
+        deadline = time.monotonic() + timeout_s
+        while ray.util.placement_group_table(group).get("state", "REMOVED") != "REMOVED":
+            if time.monotonic() > deadline:
+                logger.warning(
+                    "the reservation of %s workers was not removed within %s s", self._num_workers, timeout_s
+                )
+                return
+            time.sleep(_POLL_S)

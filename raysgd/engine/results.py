@@ -1,0 +1,97 @@
+"""Pure: the metrics of all workers -> one result.
+
+Metrics are merged by name. What the library averaged itself arrives as sum and count and is divided once, here, so that N
+workers report what one process over the same samples would. What a user computed counts by the `num_samples` beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+NUM_SAMPLES = "num_samples"
+_PER_WORKER = ("epoch", "batch_count")  # counters that mean "per worker": the plain mean over workers
+_LAST = "last_"
+
+
+@dataclass(frozen=True)
+class WorkerMetrics:
+    """One worker's result of one epoch.
+
+    Attributes:
+        values: What the operator returned, as the user sees it with `reduce_results=False`.
+        totals: Sum and count behind those values that the library averaged over batches.
+        objects: Metric objects by name; each has `merged_with(others)` and `value()`.
+    """
+
+    values: Mapping[str, Any]
+    totals: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    objects: Mapping[str, Any] = field(default_factory=dict)
+
+
+def merge(workers: Sequence[WorkerMetrics]) -> dict[str, Any]:
+    """Merges the workers' metrics, `num_samples` first, then in the order in which names are first met."""
+    merged: dict[str, Any] = {NUM_SAMPLES: _total_samples(workers)}
+    for name in dict.fromkeys(name for worker in workers for name in worker.values):
+        if name != NUM_SAMPLES:
+            merged[name] = _merge_one(name, [worker for worker in workers if name in worker.values])
+    return merged
+
+
+def _total_samples(workers: Sequence[WorkerMetrics]) -> Any:
+    counts = [as_number(worker.values.get(NUM_SAMPLES, math.nan)) for worker in workers]
+    return sum(math.nan if count is None else count for count in counts)
+
+
+def _merge_one(name: str, workers: Sequence[WorkerMetrics]) -> Any:
+    objects = [worker.objects[name] for worker in workers if name in worker.objects]
+    if objects:
+        return objects[0].merged_with(objects[1:]).value()
+    values = [as_number(worker.values[name]) for worker in workers]
+    present = [value for value in values if value is not None]
+    if len(present) < len(values):  # not a number: one worker's value stands for all
+        return workers[0].values[name]
+    if name in _PER_WORKER or name.startswith(_LAST):
+        return _plain_mean(present)
+    return _weighted_mean(_sum_and_count(name, worker) for worker in workers)
+
+
+def _sum_and_count(name: str, worker: WorkerMetrics) -> tuple[float, float]:
+    """The exact total where the library averaged and the user left the value alone; else value times samples."""
+    value = as_number(worker.values[name])
+    assert value is not None
+    total = worker.totals.get(name)
+    if total is not None and total[1] and _same(total[0] / total[1], value):
+        return total
+    samples = as_number(worker.values.get(NUM_SAMPLES))
+    weight = 1.0 if samples is None or math.isnan(samples) else float(samples)
+    return value * weight, weight
+
+
+def _weighted_mean(totals: Iterable[tuple[float, float]]) -> float:
+    pairs = list(totals)
+    count = math.fsum(count for _, count in pairs)
+    if not count:
+        return math.nan
+    return sum(total for total, weight in pairs if weight) / count
+
+
+def _plain_mean(values: Sequence[Any]) -> Any:
+    """The mean; equal integers (an epoch, say) stay the integer that they are."""
+    return values[0] if all(value == values[0] for value in values) else sum(values) / len(values)
+
+
+def _same(left: float, right: float) -> bool:
+    return left == right or (math.isnan(left) and math.isnan(right))
+
+
+def as_number(value: Any) -> Any:
+    """`value` as a Python number; None when it is none. 0-d tensors and arrays count as numbers."""
+    if isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, numbers.Number) or (hasattr(value, "item") and getattr(value, "ndim", None) == 0):
+        return value.item() if hasattr(value, "item") else value
+    return None

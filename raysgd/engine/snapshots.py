@@ -1,0 +1,126 @@
+"""The retry point: the state to which a group that lost workers goes back.
+
+The bytes are held by the driver, because a value that an actor returned may exist only on the node that was just lost. A
+snapshot is copied once in the worker, at the end of a call, and travels while the group already works on the next one. Until
+it has landed, the calls that it covers are remembered, so that they can be run again from the snapshot before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeVar
+
+from raysgd.engine.replica import Capture
+
+CallT = TypeVar("CallT")
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state that the driver holds: what all ranks share, and what each rank had for itself."""
+
+    shared_state: Any
+    rank_states: tuple[Any, ...]
+
+
+class Transfer(Protocol):
+    """A shared state on its way from a worker to the driver."""
+
+    def result(self, timeout_s: float | None) -> Any:
+        """The state; raises `TimeoutError` while it is on its way, anything else when it is lost."""
+
+
+@dataclass(frozen=True)
+class _OnItsWay:
+    transfer: Transfer
+    token: int
+    rank_states: tuple[Any, ...]
+
+
+class SnapshotKeeper(Generic[CallT]):
+    """Keeps the newest snapshot that has landed, and the calls completed since it was taken."""
+
+    def __init__(self) -> None:
+        self.landed: Snapshot | None = None
+        self.landed_token: int | None = None
+        self._coming: _OnItsWay | None = None
+        self._num_covered = 0
+        self._calls: list[CallT] = []
+        self._is_stale = False
+
+    @property
+    def calls_since(self) -> tuple[CallT, ...]:
+        """The calls to run again after `landed` was restored, oldest first."""
+        return tuple(self._calls)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the newest state is covered by a snapshot, landed or coming."""
+        return self.has_any and not self._is_stale
+
+    @property
+    def has_any(self) -> bool:
+        """Whether there is a snapshot at all, landed or coming."""
+        return self.landed is not None or self._coming is not None
+
+    def completed(self, call: CallT | None) -> None:
+        """Notes that a call changed the state; None for one that will never have to be run again."""
+        self._is_stale = True
+        if call is not None:
+            self._calls.append(call)
+
+    def touch(self) -> None:
+        """Notes that the state may have changed in a way that no call explains."""
+        self._is_stale = True
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether a snapshot is on its way. Another one would overtake it, and under haste none would ever land."""
+        return self._coming is not None
+
+    def take(self, captures: Sequence[Capture], fetch: Callable[[int], Transfer], *, is_first: bool = False) -> None:
+        """Takes over what the ranks captured after the last completed call; `fetch` starts a transfer from rank 0.
+
+        `is_first` says that the ranks have just been set up: what they captured covers no call at all.
+        """
+        self.poll()
+        num_covered = 0 if is_first else len(self._calls)
+        self._is_stale = len(self._calls) > num_covered
+        rank_states = tuple(capture.rank_state for capture in captures)
+        source = captures[0]
+        if source.token is None:
+            self._land(Snapshot(source.shared_state, rank_states), None, num_covered)
+        else:
+            self._coming = _OnItsWay(fetch(source.token), source.token, rank_states)
+            self._num_covered = num_covered
+
+    def poll(self, timeout_s: float | None = 0.0) -> None:
+        """Lets a snapshot land that has arrived, waiting for it up to `timeout_s` (None: as long as it takes)."""
+        if self._coming is None:
+            return
+        try:
+            state = self._coming.transfer.result(timeout_s)
+        except TimeoutError:
+            return
+        except Exception:  # lost with its worker: the one before it, and the calls since, still stand
+            self._coming = None
+            self._is_stale = True
+            return
+        self._land(Snapshot(state, self._coming.rank_states), self._coming.token, self._num_covered)
+
+    def leave_group(self) -> None:
+        """Notes that the workers are gone: what is still on its way will not come, and new workers count tokens anew."""
+        if self._coming is not None:
+            self._coming, self._is_stale = None, True
+        self.landed_token = None
+
+    def forget(self) -> None:
+        """Lets go of everything."""
+        self.landed, self._coming = None, None
+        self._calls.clear()
+
+    def _land(self, snapshot: Snapshot, token: int | None, num_covered: int) -> None:
+        self.landed, self._coming = snapshot, None
+        self.landed_token = token
+        del self._calls[:num_covered]

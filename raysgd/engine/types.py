@@ -1,0 +1,137 @@
+"""The data that passes between the parts of the engine. Everything is frozen; results are new objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from raysgd.exceptions import WorkerFault
+
+FailureKind = Literal["died", "disconnected", "user"]
+
+
+@dataclass(frozen=True)
+class WorkerInfo:
+    """Where a worker process lives."""
+
+    node_id: str
+    node_ip: str
+    pid: int
+
+
+@dataclass(frozen=True)
+class Rendezvous:
+    """Where the ranks of a group meet.
+
+    On a single node that is the loopback address, because the node's public address may be unreachable from itself.
+    """
+
+    address: str
+    port: int
+    on_one_node: bool
+
+    @staticmethod
+    def at(port: int, infos: Sequence[WorkerInfo]) -> Rendezvous:
+        """The meeting point that rank 0 opened at `port`, as seen by the workers that `infos` describe."""
+        on_one_node = len({info.node_id for info in infos}) == 1
+        return Rendezvous("127.0.0.1" if on_one_node else infos[0].node_ip, port, on_one_node)
+
+
+@dataclass(frozen=True)
+class World:
+    """One worker's place among all workers."""
+
+    rank: int
+    size: int
+    local_rank: int = 0
+    local_size: int = 1
+    node_rank: int = 0
+    num_nodes: int = 1
+
+    @property
+    def is_distributed(self) -> bool:
+        return self.size > 1
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one worker needs."""
+
+    num_cpus: float = 1
+    num_gpus: float = 0
+    custom: Mapping[str, float] = field(default_factory=dict)
+
+    def bundle(self) -> dict[str, float]:
+        """The same as a mapping for Ray, without the zeros (Ray refuses bundles of zeros)."""
+        amounts = {"CPU": float(self.num_cpus), "GPU": float(self.num_gpus), **self.custom}
+        return {name: amount for name, amount in amounts.items() if amount > 0}
+
+
+@dataclass(frozen=True)
+class NodeView:
+    """One live node: what it has in all and what of it is free."""
+
+    node_id: str
+    address: str
+    total: Mapping[str, float]
+    available: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A placement group that holds or waits for resources."""
+
+    name: str
+    state: str
+    bundles: tuple[Mapping[str, float], ...]
+
+
+@dataclass(frozen=True)
+class ClusterView:
+    """What the cluster looked like at one moment."""
+
+    nodes: tuple[NodeView, ...]
+    holders: tuple[Holder, ...] = ()
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why one worker's call did not return a value."""
+
+    kind: FailureKind
+    fault: WorkerFault
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one worker's call: a value, a failure, or no answer before we stopped listening."""
+
+    rank: int
+    value: Any = None
+    failure: Failure | None = None
+    answered: bool = True
+
+    @property
+    def ok(self) -> bool:
+        return self.answered and self.failure is None
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """The outcomes of one call, in rank order."""
+
+    outcomes: tuple[Outcome, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(outcome.ok for outcome in self.outcomes)
+
+    @property
+    def values(self) -> list[Any]:
+        return [outcome.value for outcome in self.outcomes]
+
+    @property
+    def all_answered(self) -> bool:
+        """Whether every worker answered, lives and is connected, so that the group can take another call."""
+        return all(o.answered and (o.failure is None or o.failure.kind == "user") for o in self.outcomes)

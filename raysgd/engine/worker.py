@@ -1,0 +1,229 @@
+"""What runs inside one worker process, and the driver's handle on a remote one."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import sysconfig
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from raysgd.engine.replica import Capture, Replica, ReplicaFactory
+from raysgd.engine.types import Failure, FailureKind, Rendezvous, WorkerInfo, World
+from raysgd.exceptions import WorkerFault
+
+if TYPE_CHECKING:
+    from raysgd.backends.base import Backend
+
+ValueT = TypeVar("ValueT")
+_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_LIBRARY_FOLDERS = (_PACKAGE, sysconfig.get_path("stdlib") + os.sep)
+_LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+class WorkerFailed(Exception):
+    """Carries a worker's failure across the process boundary, as a raised exception so that Ray ends the wait at once."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:  # brief: Ray puts it into the text of its own exception once more
+        return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a worker answers once its process is ready to join a group."""
+
+    info: WorkerInfo
+    port: int | None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A call's value and, when asked for, this rank's part of a snapshot."""
+
+    value: Any
+    capture: Capture | None = None
+
+
+class WorkerHandle(Protocol):
+    """The driver's end of a worker. `submit` starts a call; the group gathers."""
+
+    is_local: bool
+
+    def submit(self, method: str, *args: Any) -> Any: ...
+
+
+class WorkerProcess:
+    """Hosts one replica. It lives in a Ray actor, or in the driver itself for the local worker."""
+
+    def __init__(self, backend: Backend, num_threads: int | None, is_remote: bool = True) -> None:
+        self._backend = backend
+        self._num_threads = num_threads
+        self._is_remote = is_remote
+        self._world = World(rank=-1, size=0)
+        self._replica: Replica | None = None
+
+    def describe(self) -> WorkerInfo:
+        """Where this worker lives."""
+        return WorkerInfo(*_node(), os.getpid())
+
+    def prepare(self, initialization_hook: Callable[[], Any] | None, is_first: bool) -> Prepared:
+        """Runs the user's hook, then loads the framework; the first rank also opens the meeting point."""
+
+        def body() -> Prepared:
+            if self._num_threads is not None:
+                self._backend.limit_threads(self._num_threads)
+            if initialization_hook is not None:
+                initialization_hook()
+            self._backend.load()
+            return Prepared(self.describe(), self._backend.open_rendezvous() if is_first else None)
+
+        return self._guarded(body)
+
+    def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> Answer:
+        """Joins the group and builds the replica in it."""
+
+        def body() -> Answer:
+            self._world = world
+            self._backend.join(rendezvous, world)
+            self._replica = make_replica(world)
+            facts = self._replica.setup()
+            return Answer(facts, self._replica.capture(None) if capture else None)
+
+        return self._guarded(body)
+
+    def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> Answer:
+        """Runs `function(replica, *args)`, and copies the state right behind it when `capture` is set."""
+
+        def body() -> Answer:
+            value = function(self.replica, *args)
+            return Answer(value, self.replica.capture(landed) if capture else None)
+
+        return self._guarded(body)
+
+    def beside(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Runs `function(replica, *args)` in a second thread, while the replica may be busy."""
+        return function(self.replica, *args)
+
+    def close(self) -> None:
+        """Lets the replica and the group go; errors of a broken group do not matter any more."""
+        replica, self._replica = self._replica, None
+        try:
+            if replica is not None:
+                replica.shutdown()
+        finally:
+            self._backend.leave()
+
+    @property
+    def replica(self) -> Replica:
+        assert self._replica is not None, "the worker has no replica yet"
+        return self._replica
+
+    def _guarded(self, body: Callable[[], ValueT]) -> ValueT:
+        try:
+            return body()
+        except (Exception, SystemExit) as error:
+            kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
+            fault = describe_fault(error, self._world.rank, portable=self._is_remote)
+            failure = Failure(kind, fault)
+        raise WorkerFailed(failure)
+
+    def _has_lost_its_group(self, error: BaseException) -> bool:
+        """A worker without others has no group to lose: any connection it speaks of is the user's own."""
+        return self._world.is_distributed and self._backend.is_connection_error(error)
+
+
+class RemoteWorker:
+    """The driver's handle on a worker that is a Ray actor."""
+
+    is_local = False
+
+    def __init__(self, options: dict[str, Any], backend: Backend, num_threads: int | None) -> None:
+        self.actor = _actor_class().options(**options).remote(backend, num_threads)
+
+    def submit(self, method: str, *args: Any) -> Any:
+        """Starts a call and returns Ray's reference to its result."""
+        return getattr(self.actor, method).remote(*args)
+
+    def kill(self) -> None:
+        import ray
+
+        if ray.is_initialized():
+            ray.kill(self.actor, no_restart=True)
+
+
+def _actor_class() -> Any:
+    """The actor class, made on first use because Ray is imported no earlier than needed."""
+    global _ACTOR_CLASS
+    if _ACTOR_CLASS is None:
+        import ray
+
+        members = {"beside": ray.method(concurrency_group="beside")(_beside)}
+        hosted = type("RaySGDWorker", (WorkerProcess,), members)
+        options: dict[str, Any] = {"concurrency_groups": {"beside": 1}, "max_restarts": 0, "max_task_retries": 0}
+        _ACTOR_CLASS = ray.remote(**options)(hosted)
+    return _ACTOR_CLASS
+
+
+def _beside(self: WorkerProcess, function: Callable[..., Any], *args: Any) -> Any:
+    return WorkerProcess.beside(self, function, *args)
+
+
+_ACTOR_CLASS: Any = None
+
+
+def describe_fault(error: BaseException, rank: int, *, portable: bool) -> WorkerFault:
+    """Puts an exception into words where it was raised; `portable` drops it when it could not leave the process."""
+    return WorkerFault(
+        rank=rank,
+        node=_node()[1],
+        error=_picklable(error) if portable else error,
+        type_name=type(error).__name__,
+        message=str(error),
+        location=_user_location(error),
+        traceback_text="".join(traceback.format_exception(type(error), error, error.__traceback__)),
+    )
+
+
+def _user_location(error: BaseException) -> str:
+    """The innermost line that is neither ours nor a library's; the innermost line at all when there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames:
+        return "an unknown place"
+    own = [frame for frame in frames if not _is_library(frame.filename)]
+    frame = (own or list(frames))[-1]
+    line = f": {frame.line}" if frame.line else ""
+    return f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
+
+
+def _is_library(filename: str) -> bool:
+    return filename.startswith(_LIBRARY_FOLDERS) or any(part in filename for part in _LIBRARY_PARTS)
+
+
+def _picklable(error: BaseException) -> BaseException | None:
+    """The exception if it survives pickling inside a fault, else None."""
+    import cloudpickle
+
+    try:
+        copy = pickle.loads(cloudpickle.dumps(WorkerFault(-1, "", error, "", "", "", ""))).error
+    except Exception:
+        return None
+    return error if type(copy).__name__ == type(error).__name__ else None
+
+
+def _node() -> tuple[str, str]:
+    """Node id and address of this process; the host's name stands in for both where Ray is not running."""
+    import sys
+
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        context = ray.get_runtime_context()
+        return context.get_node_id(), ray.util.get_node_ip_address()
+    host = socket.gethostname()
+    return host, "127.0.0.1"

@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from raysgd.engine.failures import classify
+from raysgd.engine.types import FailureKind, GroupReport, Outcome
+from tests.fakes import failure
+
+
+def report(*kinds: FailureKind | None) -> GroupReport:
+    return GroupReport(
+        tuple(
+            Outcome(rank, failure=failure(kind, rank) if kind else None) for rank, kind in enumerate(kinds)
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected", "ranks"),
+    [
+        ((None, "died"), "died", [1]),
+        (("died", "died", None), "died", [0, 1]),
+        (("disconnected", "died"), "died", [1]),
+        (("user", "died", "disconnected"), "died", [1]),
+        (("user", None), "user", [0]),
+        (("disconnected", "user", "user"), "user", [1, 2]),
+        (("disconnected", None, "disconnected"), "disconnected", [0, 2]),
+    ],
+)
+def test_a_death_outranks_an_exception_and_that_a_lost_connection(
+    kinds: tuple[FailureKind | None, ...], expected: FailureKind, ranks: list[int]
+) -> None:
+    diagnosis = classify(report(*kinds))
+    assert (diagnosis.kind, diagnosis.ranks) == (expected, ranks)
+
+
+def test_silence_is_no_cause() -> None:
+    silent = Outcome(0, answered=False)
+    diagnosis = classify(GroupReport((silent, Outcome(1, failure=failure("user", 1)))))
+    assert diagnosis.ranks == [1]
+
+
+def test_a_report_without_failures_cannot_be_classified() -> None:
+    with pytest.raises(AssertionError, match="at least one failure"):
+        classify(report(None, None))

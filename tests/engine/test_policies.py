@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+import pytest
+
+from raysgd.engine.failures import Diagnosis
+from raysgd.engine.policies import (
+    FailurePolicy,
+    GiveUp,
+    Keep,
+    Raise,
+    Rebuild,
+    Resize,
+    ScalingPolicy,
+    Wait,
+    capacity,
+    num_fitting,
+)
+from raysgd.engine.types import ClusterView, FailureKind, NodeView, Resources
+from tests.fakes import fault
+
+
+def view(*free_cpus: float, total: float = 8, **more: float) -> ClusterView:
+    """A cluster with so many free CPUs on each node, of `total`, and `more` of other things."""
+    return ClusterView(
+        tuple(
+            NodeView(f"node{index}", f"10.0.0.{index}", {"CPU": total, **more}, {"CPU": cpus, **more})
+            for index, cpus in enumerate(free_cpus)
+        )
+    )
+
+
+def policy(max_workers: int = 4, **options: float) -> ScalingPolicy:
+    return ScalingPolicy(max_workers, **{"draw": lambda: 0.0, **options})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("free", "need", "expected"),
+    [
+        ({"CPU": 4}, Resources(), 4),
+        ({"CPU": 4}, Resources(num_cpus=3), 1),
+        ({"CPU": 2.5}, Resources(), 2),
+        ({"CPU": 0.5}, Resources(), 0),
+        ({"CPU": 0.5}, Resources(num_cpus=0.25), 2),
+        ({"CPU": 0.3}, Resources(num_cpus=0.1), 3),  # 0.3 / 0.1 is a little less than 3
+        ({"CPU": 8, "GPU": 1}, Resources(num_gpus=1), 1),
+        ({"CPU": 8}, Resources(num_gpus=1), 0),
+        ({"CPU": 8, "tpu": 3}, Resources(custom={"tpu": 2}), 1),
+        ({"CPU": 1, "GPU": 8}, Resources(num_gpus=1), 1),
+        ({}, Resources(), 0),
+    ],
+)
+def test_the_scarcest_resource_decides_how_many_fit(
+    free: dict[str, float], need: Resources, expected: int
+) -> None:
+    assert num_fitting(free, need) == expected
+
+
+def test_workers_that_need_nothing_fit_in_any_number() -> None:
+    assert num_fitting({}, Resources(num_cpus=0)) >= 1000
+
+
+@pytest.mark.parametrize(
+    ("free_cpus", "num_cpus", "expected"),
+    [((2, 2), 1, 4), ((1, 1), 2, 0), ((3, 3), 2, 2), ((0.5, 0.5), 1, 0), ((), 1, 0)],
+)
+def test_what_is_left_over_on_two_nodes_does_not_make_a_worker(
+    free_cpus: tuple[float, ...], num_cpus: float, expected: int
+) -> None:
+    assert capacity(view(*free_cpus), Resources(num_cpus)) == expected
+
+
+def test_capacity_counts_all_there_is_when_asked_to() -> None:
+    assert capacity(view(1, 0, total=4), Resources(2), free_only=False) == 4
+
+
+@pytest.mark.parametrize(
+    ("scaling", "free_cpus", "attempt", "expected"),
+    [
+        (policy(4), 8, 0, Resize(4)),
+        (policy(4), 3, 0, Resize(3)),
+        (policy(4), 1.9, 0, Resize(1)),
+        (policy(4), 0, 0, Wait(1.0)),
+        (policy(4), 0, 3, Wait(8.0)),
+        (policy(4), 0.5, 0, Wait(1.0)),
+        (policy(4, min_workers=3), 2, 0, Wait(1.0)),
+        (policy(4, min_workers=3), 3, 0, Resize(3)),
+        (policy(4, num_attempts=3), 0, 1, Wait(2.0)),
+        (policy(4), 2, 9, Resize(2)),
+        (policy(4, num_local=1), 0, 0, Resize(1)),
+        (policy(4, num_local=1), 3, 0, Resize(3)),
+        (policy(4, num_local=1, min_workers=2), 0, 0, Wait(1.0)),
+    ],
+)
+def test_a_new_group_is_as_large_as_fits_and_never_larger_than_asked_for(
+    scaling: ScalingPolicy, free_cpus: float, attempt: int, expected: Resize | Wait
+) -> None:
+    assert scaling.decide(view(free_cpus), Resources(), attempt) == expected
+
+
+@pytest.mark.parametrize(("num_attempts", "last"), [(10, 9), (3, 2), (1, 0)])
+def test_the_last_attempt_gives_up_and_says_what_would_fit(num_attempts: int, last: int) -> None:
+    decision = policy(4, num_attempts=num_attempts, min_workers=2).decide(view(1), Resources(), last)
+    assert isinstance(decision, GiveUp)
+    assert f"1 of at least 2 workers fit after {num_attempts} attempts" in decision.reason
+
+
+def test_waits_double_up_to_a_cap() -> None:
+    waits = [policy().delay_s(attempt) for attempt in range(10)]
+    assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+
+
+@pytest.mark.parametrize(("drawn", "expected"), [(0.0, 4.0), (0.5, 4.2), (0.999, 4.3996)])
+def test_jitter_lengthens_a_wait_by_a_tenth_at_most(drawn: float, expected: float) -> None:
+    assert ScalingPolicy(1, draw=lambda: drawn).delay_s(2) == pytest.approx(expected)
+
+
+def test_waits_of_two_trainers_differ_by_default() -> None:
+    assert ScalingPolicy(1).delay_s(3) != ScalingPolicy(1).delay_s(3)
+
+
+@pytest.mark.parametrize(
+    ("free_cpus", "num_workers", "num_reserved", "expected"),
+    [
+        (1, 2, 2, Resize(3)),
+        (8, 2, 2, Resize(4)),
+        (0, 2, 2, Keep()),
+        (0.5, 2, 2, Keep()),  # free, but not enough for another one
+        (8, 4, 4, Keep()),
+        (1, 1, 0, Keep()),  # the driver alone holds nothing: one free CPU would be for itself
+        (2, 1, 0, Resize(2)),
+    ],
+)
+def test_a_running_group_grows_only_when_it_gains_a_worker(
+    free_cpus: float, num_workers: int, num_reserved: int, expected: Resize | Keep
+) -> None:
+    assert policy(4).grow(view(free_cpus), Resources(), num_workers, num_reserved) == expected
+
+
+def test_free_pieces_on_two_nodes_are_no_reason_to_grow() -> None:
+    assert policy(4).grow(view(1, 1), Resources(num_cpus=2), 2, 2) == Keep()
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_restarts", "max_restarts", "expected"),
+    [
+        ("died", 0, 3, Rebuild()),
+        ("died", 2, 3, Rebuild()),
+        ("died", 3, 3, Raise(lost=True)),
+        ("died", 0, 0, Raise(lost=True)),
+        ("disconnected", 0, 1, Rebuild()),
+        ("disconnected", 1, 1, Raise(lost=True)),
+        ("user", 0, 3, Raise(lost=False)),
+        ("user", 3, 3, Raise(lost=False)),
+    ],
+)
+def test_only_losses_are_retried_and_only_within_the_budget(
+    kind: FailureKind, num_restarts: int, max_restarts: int, expected: Rebuild | Raise
+) -> None:
+    assert FailurePolicy().decide(Diagnosis(kind, (fault(),)), num_restarts, max_restarts) == expected

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from raysgd.engine.replica import Capture
+from raysgd.engine.snapshots import Snapshot, SnapshotKeeper
+
+
+@dataclass
+class Transfer:
+    """A transfer that a test lets arrive or be lost."""
+
+    token: int
+    outcome: Any = TimeoutError("on its way")
+    waits: list[float | None] = field(default_factory=list)
+
+    def result(self, timeout_s: float | None) -> Any:
+        self.waits.append(timeout_s)
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return self.outcome
+
+
+class Wire:
+    """Starts transfers and keeps them."""
+
+    def __init__(self) -> None:
+        self.transfers: list[Transfer] = []
+
+    def fetch(self, token: int) -> Transfer:
+        self.transfers.append(Transfer(token))
+        return self.transfers[-1]
+
+
+def never(token: int) -> Transfer:
+    raise AssertionError("nothing to fetch")
+
+
+def inline(state: Any, *others: Any) -> list[Capture]:
+    return [Capture("own 0", shared_state=state), *(Capture(other) for other in others)]
+
+
+def keeper_with_landed_state() -> SnapshotKeeper[str]:
+    keeper: SnapshotKeeper[str] = SnapshotKeeper()
+    keeper.take(inline("start"), never, is_first=True)
+    return keeper
+
+
+def test_starts_with_nothing() -> None:
+    keeper: SnapshotKeeper[str] = SnapshotKeeper()
+    assert (keeper.landed, keeper.has_any, keeper.is_current, keeper.calls_since) == (None, False, False, ())
+
+
+def test_a_small_state_lands_at_once_with_what_each_rank_had() -> None:
+    keeper: SnapshotKeeper[str] = SnapshotKeeper()
+    keeper.completed("call")
+    keeper.take(inline("state", "own 1"), never)
+    assert keeper.landed == Snapshot("state", ("own 0", "own 1"))
+    assert keeper.is_current
+    assert keeper.calls_since == ()
+
+
+def test_a_call_makes_the_snapshot_old_until_the_next_one() -> None:
+    keeper = keeper_with_landed_state()
+    assert keeper.is_current
+    keeper.completed("call")
+    assert not keeper.is_current
+    keeper.take(inline("next"), never)
+    assert keeper.is_current
+
+
+def test_touching_makes_the_snapshot_old_without_a_call() -> None:
+    keeper = keeper_with_landed_state()
+    keeper.touch()
+    assert not keeper.is_current
+    assert keeper.calls_since == ()
+
+
+def test_calls_that_never_have_to_be_run_again_are_not_kept() -> None:
+    keeper = keeper_with_landed_state()
+    keeper.completed(None)
+    assert keeper.calls_since == ()
+    assert not keeper.is_current
+
+
+def test_until_a_large_state_has_landed_its_calls_are_kept() -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.completed("first")
+    keeper.take([Capture("own", token=5)], wire.fetch)
+    assert keeper.is_coming
+    assert keeper.is_current
+    keeper.completed("second")
+    assert keeper.calls_since == ("first", "second")
+    assert keeper.landed == Snapshot("start", ("own 0",))
+    wire.transfers[0].outcome = "large"
+    keeper.poll()
+    assert keeper.landed == Snapshot("large", ("own",))
+    assert keeper.landed_token == 5
+    assert keeper.calls_since == ("second",)
+    assert not keeper.is_current
+
+
+def test_looking_does_not_wait_unless_told_to() -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.take([Capture(token=1)], wire.fetch)
+    keeper.poll()
+    keeper.poll(2.5)
+    keeper.poll(None)
+    assert wire.transfers[0].waits == [0.0, 2.5, None]
+
+
+def test_a_lost_transfer_leaves_the_state_before_it_and_its_calls() -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.completed("call")
+    keeper.take([Capture(token=1)], wire.fetch)
+    wire.transfers[0].outcome = ConnectionError("gone")
+    keeper.poll()
+    assert keeper.landed == Snapshot("start", ("own 0",))
+    assert keeper.calls_since == ("call",)
+    assert not keeper.is_current
+    assert not keeper.is_coming
+
+
+def test_what_new_workers_captured_before_calls_were_run_again_covers_none_of_them() -> None:
+    keeper, wire = SnapshotKeeper[str](), Wire()
+    keeper.completed("call")
+    keeper.take([Capture(token=1)], wire.fetch, is_first=True)
+    wire.transfers[0].outcome = "as set up"
+    keeper.poll()
+    assert keeper.landed == Snapshot("as set up", (None,))
+    assert keeper.calls_since == ("call",)
+    assert not keeper.is_current
+
+
+def test_leaving_a_group_forgets_its_tokens_but_not_what_landed() -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.completed("call")
+    keeper.take([Capture(token=7)], wire.fetch)
+    wire.transfers[0].outcome = "state"
+    keeper.poll()
+    keeper.leave_group()
+    assert keeper.landed_token is None
+    assert keeper.landed == Snapshot("state", (None,))
+    assert keeper.is_current
+
+
+def test_leaving_a_group_gives_up_what_is_on_its_way() -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.completed("call")
+    keeper.take([Capture(token=1)], wire.fetch)
+    keeper.leave_group()
+    wire.transfers[0].outcome = "too late"
+    keeper.poll(None)
+    assert keeper.landed == Snapshot("start", ("own 0",))
+    assert keeper.calls_since == ("call",)
+    assert not keeper.is_current
+
+
+def forget(keeper: SnapshotKeeper[str]) -> None:
+    keeper.forget()
+
+
+def leave_and_forget(keeper: SnapshotKeeper[str]) -> None:
+    keeper.leave_group()
+    keeper.forget()
+
+
+@pytest.mark.parametrize("let_go", [forget, leave_and_forget])
+def test_forgetting_lets_go_of_everything(let_go: Callable[[SnapshotKeeper[str]], None]) -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.completed("call")
+    keeper.take([Capture(token=1)], wire.fetch)
+    let_go(keeper)
+    assert (keeper.landed, keeper.has_any, keeper.is_current, keeper.calls_since) == (None, False, False, ())
