@@ -1,0 +1,439 @@
+"""What all benchmarks share: arguments, isolated processes, statistics, and the report.
+
+Every contender runs in processes of its own, started for one measurement and gone afterwards, and the contenders take
+turns, so that a slow minute of the machine hits all of them. A script starts itself again for that: `--job` says, as
+JSON, which of its functions to call and with what; the function's value comes back through a file.
+
+Figures are medians with the 95 % interval that bootstrapping gives. The last line of the output is the whole result as
+JSON, for programs; everything before it is Markdown, for people.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import logging
+import math
+import os
+import platform
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_worker_niceness": "0",  # else Ray's workers, and only those, give way to whatever else runs
+}
+"""Set for every contender, so that all have the same threads, network and priority."""
+
+RAY_TRAIN_FAST_POLL = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1"}
+"""Lets Ray Train's controller look at its workers ten times a second instead of every two seconds."""
+
+OWN = "raysgd"
+MIB = 2**20
+_JOB_TIMEOUT_S = 900.0
+_BUSY_LOAD = 0.3  # for each core
+
+
+# ------------------------------------------------------------------------------------------------------ arguments
+
+
+@dataclass(frozen=True)
+class Peers:
+    """Which of the contenders beside raysgd take part, by name.
+
+    Attributes:
+        selected: Those to run.
+        absent: Those that were asked for, with what to install for them.
+        left_out: Those that were not asked for.
+    """
+
+    selected: tuple[str, ...]
+    absent: Mapping[str, str]
+    left_out: tuple[str, ...]
+
+    def status(self) -> dict[str, str]:
+        """What becomes of each, in words."""
+        return {
+            **dict.fromkeys(self.selected, "run"),
+            **{name: f"not installed (needs `{package}`)" for name, package in self.absent.items()},
+            **dict.fromkeys(self.left_out, "not selected"),
+        }
+
+
+def make_parser(description: str, *, repetitions: int, peers: Mapping[str, str]) -> argparse.ArgumentParser:
+    """The arguments that every benchmark takes.
+
+    Args:
+        description: What is measured.
+        repetitions: The default of `--repetitions`.
+        peers: Name of each other contender, and the package it needs.
+    """
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser.add_argument("--smoke-test", action="store_true", help="tiny sizes, no peers: only whether it runs")
+    parser.add_argument("--num-workers", type=_positive, default=2, help="worker processes")
+    parser.add_argument("--repetitions", type=_positive, default=repetitions, help="measurements of each figure")
+    parser.add_argument(
+        "--peers",
+        type=lambda text: _peer_names(text, peers),
+        default=None,
+        help=f'"all", "none", or some of {",".join(peers)}; default: all, or none with --smoke-test',
+    )
+    return parser
+
+
+def choose_peers(arguments: argparse.Namespace, known: Mapping[str, str]) -> Peers:
+    """Those peers that were asked for, sorted by whether they can run here."""
+    asked = arguments.peers
+    if asked is None:
+        asked = () if arguments.smoke_test else tuple(known)
+    absent = {name: known[name] for name in asked if not _is_installed(known[name])}
+    return Peers(
+        selected=tuple(name for name in asked if name not in absent),
+        absent=absent,
+        left_out=tuple(name for name in known if name not in asked),
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"`{text}`: need 1 or more")
+    return value
+
+
+def _peer_names(text: str, known: Mapping[str, str]) -> tuple[str, ...]:
+    if text in ("all", "none"):
+        return tuple(known) if text == "all" else ()
+    names = tuple(text.split(","))
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"`{','.join(unknown)}`: known are {', '.join(known)}, all, none")
+    return names
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+# ------------------------------------------------------------------------------------------------------ isolation
+
+
+class JobError(RuntimeError):
+    """A measurement in another process failed; the message has the end of what it wrote."""
+
+
+def run_job(
+    script: str,
+    role: str,
+    *,
+    processes: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    timeout_s: float = _JOB_TIMEOUT_S,
+    **parameters: Any,
+) -> Any:
+    """Calls the function that `script` has for `role` in a fresh process and returns its value.
+
+    Args:
+        script: The path of the benchmark.
+        role: Name of the function, as the script's `dispatch` knows it.
+        processes: Start as many under torchrun, which tells each its rank; rank 0's value counts.
+        environment: Variables beside `ENVIRONMENT`.
+        timeout_s: Seconds until the processes are ended.
+        parameters: Arguments of the function; anything that JSON has.
+
+    Raises:
+        JobError: A process failed or took too long.
+    """
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        output = Path(folder) / "result.json"
+        job = {"role": role, "output": str(output), "processes": processes, "began": time.monotonic()}
+        launcher = [sys.executable]
+        if processes is not None:
+            launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        command = [*launcher, script, "--job", json.dumps({**job, "parameters": parameters})]
+        log = _run(command, {**os.environ, **ENVIRONMENT, **(environment or {})}, timeout_s)
+        if not output.exists():
+            raise JobError(f"`{role}` gave no result. It wrote:\n{log}")
+        return json.loads(output.read_text())
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], timeout_s: float) -> str:
+    """Runs a command to its end and returns the end of what it wrote; nothing of it is left running."""
+    with tempfile.TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            command, env=dict(environment), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            log.write(f"\n[ended after {timeout_s:g} s]")
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        log.seek(0)
+        return log.read()[-4000:]
+
+
+def dispatch(roles: Mapping[str, Callable[..., Any]]) -> None:
+    """In a process that `run_job` started: calls the function and ends the program. Elsewhere it does nothing."""
+    if "--job" not in sys.argv:
+        return
+    job = json.loads(sys.argv[sys.argv.index("--job") + 1])
+    value = roles[job["role"]](**job["parameters"])
+    if int(os.environ.get("RANK", "0")) == 0:
+        partial = Path(job["output"]).with_suffix(".part")
+        partial.write_text(json.dumps(value))
+        partial.replace(job["output"])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if job["processes"] is not None:
+        os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
+    sys.exit(0)
+
+
+def job_began() -> float:
+    """When `run_job` started this process, on the machine's monotonic clock."""
+    return float(json.loads(sys.argv[sys.argv.index("--job") + 1])["began"])
+
+
+@contextlib.contextmanager
+def ray_cluster(num_cpus: int, object_store_mib: int = 256) -> Iterator[None]:
+    """A Ray cluster of this process alone."""
+    os.environ.update(ENVIRONMENT)
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.WARNING,
+        object_store_memory=object_store_mib * MIB,
+    )
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def take_turns(
+    contenders: Mapping[str, Callable[[], Any]], num_repetitions: int, report: Report
+) -> dict[str, list[Any]]:
+    """Runs every contender, then every one again, and so on; returns what the runs of each returned.
+
+    A peer that fails is noted in the report and left out from then on.
+
+    Raises:
+        JobError: raysgd itself failed.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in contenders}
+    for _ in range(num_repetitions):
+        for name in list(found):
+            try:
+                found[name].append(contenders[name]())
+            except JobError as error:
+                if name.startswith(OWN):
+                    raise
+                report.failed(name, error)
+                del found[name]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ statistics
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A median and the interval in which it lies with 95 % confidence, by bootstrapping.
+
+    Attributes:
+        median: Of the samples.
+        low: Lower end of the interval.
+        high: Upper end.
+        count: How many samples there are.
+    """
+
+    median: float
+    low: float
+    high: float
+    count: int
+
+    def text(self, digits: int = 3) -> str:
+        """`median [low..high]`, with so many significant digits."""
+        return f"{significant(self.median, digits)} [{significant(self.low, digits)}..{significant(self.high, digits)}]"
+
+
+def estimate(samples: Sequence[float], num_resamples: int = 2000) -> Estimate:
+    """The median of `samples` with its interval.
+
+    Raises:
+        ValueError: There are no samples.
+    """
+    if not samples:
+        raise ValueError("`samples=[]`: need at least one measurement.")
+    draw = random.Random(0).choices
+    medians = sorted(statistics.median(draw(samples, k=len(samples))) for _ in range(num_resamples))
+    cut = int(0.025 * num_resamples)
+    return Estimate(statistics.median(samples), medians[cut], medians[-1 - cut], len(samples))
+
+
+def scaled(samples: Sequence[float], factor: float) -> list[float]:
+    """Each sample times `factor`: another unit."""
+    return [sample * factor for sample in samples]
+
+
+def significant(value: float, digits: int = 3) -> str:
+    """`value` with so many significant digits, without an exponent."""
+    if value == 0 or not math.isfinite(value):
+        return str(value)
+    decimals = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    return f"{value:.{decimals}f}"
+
+
+# ------------------------------------------------------------------------------------------------------ report
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that we want to reach.
+
+    Attributes:
+        name: What is compared with what, and the unit.
+        bound: The limit, inclusive.
+        is_upper: Whether the figure may not be larger; else it may not be smaller.
+        measured: The figure; None where nothing was measured.
+    """
+
+    name: str
+    bound: float
+    is_upper: bool
+    measured: float | None
+
+    @property
+    def met(self) -> bool | None:
+        if self.measured is None:
+            return None
+        return self.measured <= self.bound if self.is_upper else self.measured >= self.bound
+
+    def as_dict(self) -> dict[str, Any]:
+        """For the JSON line."""
+        return {**asdict(self), "met": self.met}
+
+
+class Report:
+    """Prints as it goes, and ends with everything in one line of JSON.
+
+    Args:
+        benchmark: Its name.
+        arguments: What the user asked for.
+        peers: The other contenders.
+    """
+
+    def __init__(self, benchmark: str, arguments: argparse.Namespace, peers: Peers) -> None:
+        self._facts: dict[str, Any] = {
+            "benchmark": benchmark,
+            "smoke_test": arguments.smoke_test,
+            "num_workers": arguments.num_workers,
+            "repetitions": arguments.repetitions,
+            "machine": machine(),
+            "peers": peers.status(),
+            "results": [],
+            "targets": [],
+        }
+        print(f"# {benchmark}\n\n{_machine_line(self._facts['machine'])}\n", flush=True)
+        for name, status in self._facts["peers"].items():
+            if status != "run":
+                print(f"* {name}: {status}", flush=True)
+
+    def failed(self, peer: str, error: JobError) -> None:
+        """Notes that a peer could not be measured."""
+        self._facts["peers"][peer] = "failed"
+        print(f"\n* {peer}: failed\n\n```\n{error}\n```", flush=True)
+
+    def table(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+        """Prints a table."""
+        print(f"\n## {title}\n\n{markdown_table(headers, rows)}", flush=True)
+
+    def result(self, contender: str, figure: str, value: Estimate | float, **labels: Any) -> None:
+        """Adds one figure to the JSON line; the figure's name ends in its unit."""
+        amount = asdict(value) if isinstance(value, Estimate) else value
+        self._facts["results"].append({"contender": contender, "figure": figure, **labels, "value": amount})
+
+    def finish(self, targets: Sequence[Target]) -> None:
+        """Prints the targets and the JSON line. Of a smoke test nothing is compared with a target."""
+        if self._facts["smoke_test"]:
+            targets = [replace(target, measured=None) for target in targets]
+        rows = [
+            [
+                target.name,
+                f"{'<=' if target.is_upper else '>='} {target.bound:g}",
+                "-" if target.measured is None else significant(target.measured),
+                {None: "not measured", True: "yes", False: "no"}[target.met],
+            ]
+            for target in targets
+        ]
+        self.table("Targets", ["figure", "target", "measured", "met"], rows)
+        self._facts["targets"] = [target.as_dict() for target in targets]
+        self._facts["machine"]["load_after"] = os.getloadavg()[0]
+        print("\n" + json.dumps(self._facts), flush=True)
+
+
+def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table whose columns are as wide as what is in them."""
+    widths = [max(len(row[column]) for row in (headers, *rows)) for column in range(len(headers))]
+    lines = [headers, ["-" * width for width in widths], *rows]
+    return "\n".join(
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
+    )
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on, and how busy it was before."""
+    return {
+        "cpu": _cpu_name(),
+        "num_cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "python": platform.python_version(),
+        "versions": {name: _version(name) for name in ("torch", "ray", "lightning", "accelerate")},
+        "load_before": os.getloadavg()[0],
+    }
+
+
+def _machine_line(facts: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
+    busy = facts["load_before"] > _BUSY_LOAD * facts["num_cores"]
+    return (
+        f"{facts['num_cores']} cores of {facts['cpu']}, {facts['memory_gib']} GiB; Python {facts['python']}, {versions}; "
+        f"one thread for each process, gloo over loopback; load {facts['load_before']:.2f}"
+        + (" - **other programs are running: do not trust these figures**" if busy else "")
+    )
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

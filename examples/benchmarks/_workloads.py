@@ -1,0 +1,261 @@
+"""The models and data of the benchmarks, the training loop that anyone would write by hand, and an operator for each.
+
+All data is random and made on the spot. The sizes span what matters: a step of `mlp_tiny` is little more than the cost
+of its Python calls and of one exchange between processes; a step of `mlp_large` is arithmetic and 10 MB of gradients.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from raysgd import TrainingOperator
+from raysgd.engine.replica import Capture
+from raysgd.torch.torch_runner import TorchRunner
+
+NUM_CLASSES = 10
+LEARNING_RATE = 0.01
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A model and how much of what it is trained on.
+
+    Attributes:
+        name: How it is called in the tables.
+        make_model: Makes the model.
+        input_shape: Shape of one sample.
+        batch_size: Samples of one worker in one step.
+        num_steps: Steps of one epoch.
+    """
+
+    name: str
+    make_model: Callable[[], nn.Module]
+    input_shape: tuple[int, ...]
+    batch_size: int
+    num_steps: int
+
+    def with_steps(self, num_steps: int) -> Workload:
+        """The same with epochs of another length."""
+        return replace(self, num_steps=num_steps)
+
+    def model(self) -> nn.Module:
+        """The model, with the same weights in every process."""
+        with torch.random.fork_rng(devices=()):
+            torch.manual_seed(0)
+            return self.make_model()
+
+    def dataset(self, world_size: int) -> TensorDataset:
+        """Samples for one epoch of all workers, the same in every process."""
+        generator = torch.Generator().manual_seed(1)
+        num_samples = self.batch_size * self.num_steps * world_size
+        features = torch.randn(num_samples, *self.input_shape, generator=generator)
+        return TensorDataset(features, torch.randint(NUM_CLASSES, (num_samples,), generator=generator))
+
+    def num_samples(self, world_size: int) -> int:
+        """Samples of one epoch of all workers."""
+        return self.batch_size * self.num_steps * world_size
+
+
+def _mlp_tiny() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES))
+
+
+def _mlp_large() -> nn.Module:
+    hidden = [layer for _ in range(2) for layer in (nn.Linear(1024, 1024), nn.ReLU())]
+    return nn.Sequential(nn.Linear(512, 1024), nn.ReLU(), *hidden, nn.Linear(1024, NUM_CLASSES))
+
+
+def _cnn_tiny() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 3), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(8, 16, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, NUM_CLASSES),
+    )  # fmt: skip
+
+
+def _cnn_large() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(64, 64, 3, padding=1), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, NUM_CLASSES),
+    )  # fmt: skip
+
+
+WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("mlp_tiny", _mlp_tiny, (32,), batch_size=32, num_steps=200),
+        Workload("cnn_tiny", _cnn_tiny, (1, 12, 12), batch_size=16, num_steps=150),
+        Workload("mlp_large", _mlp_large, (512,), batch_size=256, num_steps=12),
+        Workload("cnn_large", _cnn_large, (3, 32, 32), batch_size=64, num_steps=10),
+    )
+}
+
+
+def _square_layers(width: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(4)))
+
+
+STATES = {
+    workload.name: workload
+    for workload in (
+        # 100 MiB of weights; the optimizer's momentum is as large again.
+        Workload("large_state", functools.partial(_square_layers, 2560), (2560,), batch_size=1, num_steps=4),
+        Workload("small_state", functools.partial(_square_layers, 64), (64,), batch_size=1, num_steps=4),
+    )
+}
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """The optimizer of all contenders."""
+    return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM)
+
+
+class HandWritten:
+    """Distributed training without any library but PyTorch.
+
+    Args:
+        workload: What to train.
+        rank: Place of this process in the default process group.
+        world_size: Size of the group.
+        model: Train a copy of this one; else a new one.
+    """
+
+    def __init__(self, workload: Workload, rank: int, world_size: int, model: nn.Module | None = None) -> None:
+        model = workload.model() if model is None else copy.deepcopy(model)
+        self.model = DistributedDataParallel(model) if world_size > 1 else model
+        self.optimizer = sgd(self.model)
+        self.criterion = nn.CrossEntropyLoss()
+        dataset = workload.dataset(world_size)
+        self.sampler: DistributedSampler[Any] = DistributedSampler(dataset, world_size, rank, shuffle=True)
+        self.loader = DataLoader(dataset, batch_size=workload.batch_size, sampler=self.sampler)
+        self.epoch = 0
+
+    def train_epoch(self) -> torch.Tensor:
+        """One pass over the data; returns the sum of the losses of this rank's samples, and how many these are."""
+        self.model.train()
+        self.sampler.set_epoch(self.epoch)
+        self.epoch += 1
+        loss_sum, num_samples = torch.zeros(()), 0
+        for features, target in self.loader:
+            loss = self.criterion(self.model(features), target)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            loss_sum += loss.detach() * len(target)
+            num_samples += len(target)
+        return torch.stack([loss_sum, torch.tensor(float(num_samples))])
+
+    def train_epoch_of_all(self) -> float:
+        """The same; returns the mean loss over all ranks' samples, which costs one small exchange."""
+        totals = self.train_epoch()
+        if dist.is_initialized():
+            dist.all_reduce(totals)
+        loss_sum, num_samples = totals.tolist()
+        return float(loss_sum / num_samples)
+
+
+class StockOperator(TrainingOperator):
+    """The same training with the loop that raysgd brings."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        workload = workload_of(config)
+        model = workload.model()
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=sgd(model), criterion=nn.CrossEntropyLoss()
+        )
+        dataset = workload.dataset(config["world_size"])
+        self.register_data(train_loader=DataLoader(dataset, batch_size=workload.batch_size, shuffle=True))
+
+
+class TimedOperator(StockOperator):
+    """Also says, under `loop_s`, how many seconds the loop took, from its first instruction to its last."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        # On the object and not as an override in the class: raysgd looks for overrides to decide whether gradients need
+        # a communication hook, and the stock loop has none.
+        self.train_epoch = self._timed(self.train_epoch)  # type: ignore[method-assign]
+
+    def before_loop(self) -> None:
+        """Runs right before the stopwatch."""
+
+    def _timed(self, loop: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Any]]:
+        @functools.wraps(loop)
+        def timed(*args: Any, **keywords: Any) -> dict[str, Any]:
+            self.before_loop()
+            began = time.perf_counter()
+            result = loop(*args, **keywords)
+            result["loop_s"] = time.perf_counter() - began
+            return result
+
+        return timed
+
+
+class StampedOperator(StockOperator):
+    """Also says when its first step ended. It overrides the last rung of the ladder, which changes nothing else."""
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        if not self.global_step:
+            stamp(Path(self.config["stamps"]), self.world_rank)
+
+
+def workload_of(config: Mapping[str, Any]) -> Workload:
+    """The workload that a trainer's config names."""
+    workload = {**WORKLOADS, **STATES}[config["workload"]]
+    return workload.with_steps(config["num_steps"]) if config.get("num_steps") else workload
+
+
+def config_of(workload: Workload, world_size: int, **more: Any) -> dict[str, Any]:
+    """A trainer's config that names `workload`."""
+    return {"workload": workload.name, "num_steps": workload.num_steps, "world_size": world_size, **more}
+
+
+_captures_s: list[float] = []
+
+
+def watch_captures() -> None:
+    """In this process, lets `captures_s` know how long every copy of the state takes that is made after a call."""
+    original = TorchRunner.capture
+
+    @functools.wraps(original)
+    def timed(self: TorchRunner, landed_token: int | None) -> Capture:
+        began = time.perf_counter()
+        capture = original(self, landed_token)
+        _captures_s.append(time.perf_counter() - began)
+        return capture
+
+    TorchRunner.capture = timed  # type: ignore[method-assign]
+
+
+def captures_s() -> list[float]:
+    """Seconds of each copy since the last time that this was asked."""
+    found = list(_captures_s)
+    _captures_s.clear()
+    return found
+
+
+def stamp(folder: Path, rank: int) -> None:
+    """Leaves the time of the machine's monotonic clock under this rank's name."""
+    now = time.monotonic()
+    (folder / f"rank-{rank}").write_text(repr(now))
+
+
+def last_stamp(folder: Path, world_size: int) -> float:
+    """When the last of all ranks left its stamp."""
+    return max(float((folder / f"rank-{rank}").read_text()) for rank in range(world_size))

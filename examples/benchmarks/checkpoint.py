@@ -1,0 +1,435 @@
+"""Saving and loading 200 MiB of training state: how long training stands still, and how much memory it takes.
+
+    python examples/benchmarks/checkpoint.py [--smoke-test] [--repetitions 7] [--peers torch_save,dcp_async]
+
+The state is 100 MiB of weights and 100 MiB of momentum. For raysgd it lives in the driver (`use_local=True`), in one
+remote worker, or in each of `--num-workers` remote workers; every repetition measures, in this order,
+
+* a call of `train(num_steps=1)`: its time beyond the loop itself, and of that the copy of the state that the worker makes;
+* right after another such call, `save(path, blocking=False)`: how long it takes to return, how much longer than usual the
+  next call of `train` takes, and when the file is complete (on the disk, with its checksum);
+* `save(path)`, and `load(path)` against `torch.load` with `load_state_dict` of the same content.
+
+Memory is what the driver has to itself at most, beyond what it had before, as a multiple of the state.
+
+The peers save the same state from a single process: `torch.save`, `torch.distributed.checkpoint` waiting or not, and Ray
+Train, whose worker writes the file and reports it. Files are in the page cache when they are loaded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import json
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from _common import (
+    MIB,
+    OWN,
+    Report,
+    Target,
+    choose_peers,
+    dispatch,
+    estimate,
+    make_parser,
+    ray_cluster,
+    run_job,
+    take_turns,
+)
+from _workloads import STATES, TimedOperator, captures_s, config_of, sgd, watch_captures
+from torch import nn
+
+from raysgd import TorchTrainer
+
+PEERS = {"torch_save": "torch", "dcp_save": "torch", "dcp_async": "torch", "ray_train": "ray.train"}
+NUM_WARM_UP_ROUNDS = 1
+LOCAL = "raysgd, local"
+_FIGURES = {
+    "call_beyond_loop_s": ("train() beyond its loop", 1e3),
+    "capture_s": ("of it the copy", 1e3),
+    "stall_s": ("save returns", 1e3),
+    "next_train_delay_s": ("next train() delayed by", 1e3),
+    "complete_s": ("file complete", 1e3),
+    "blocking_save_s": ("save and wait", 1e3),
+    "load_s": ("load", 1e3),
+    "torch_load_s": ("torch.load", 1e3),
+}
+_MEMORY = {"save_copies": "save", "load_copies": "load", "torch_load_copies": "torch.load"}
+Figures = dict[str, list[float]]
+
+
+# ------------------------------------------------------------------------------------------------------ measuring
+
+
+def _seconds(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def _until_exists(path: Path) -> None:
+    """raysgd gives a file its name only when all of it is on the disk."""
+    while not path.exists():
+        time.sleep(0.0005)
+
+
+class PeakMemory:
+    """The most memory that this process has to itself while a block runs, beyond what it had before, in bytes."""
+
+    def __init__(self) -> None:
+        self.growth = 0
+        self._is_over = threading.Event()
+
+    @contextlib.contextmanager
+    def watch(self) -> Iterator[PeakMemory]:
+        gc.collect()
+        before = _private_bytes()
+        thread = threading.Thread(target=self._sample, args=(before,), daemon=True)
+        thread.start()
+        try:
+            yield self
+        finally:
+            self._is_over.set()
+            thread.join()
+
+    def _sample(self, before: int) -> None:
+        while not self._is_over.wait(0.001):
+            self.growth = max(self.growth, _private_bytes() - before)
+
+
+def _private_bytes() -> int:
+    """Memory that no other process shares; objects in Ray's store are shared."""
+    import psutil
+
+    info = psutil.Process().memory_info()
+    return int(info.rss - info.shared)
+
+
+def _copies(call: Callable[[], Any], num_bytes: int) -> float:
+    """Growth of the memory while `call` runs, as a multiple of the state."""
+    peak = PeakMemory()
+    with peak.watch():
+        call()
+    return peak.growth / num_bytes
+
+
+class PlainTraining:
+    """A model and an optimizer that hold the state, without any library."""
+
+    def __init__(self, state: str) -> None:
+        workload = STATES[state]
+        self.model = workload.model()
+        self.optimizer = sgd(self.model)
+        self._features = torch.randn(1, *workload.input_shape)
+
+    def step(self) -> None:
+        """One step, which also makes the momentum."""
+        loss = nn.CrossEntropyLoss()(self.model(self._features), torch.zeros(1, dtype=torch.long))
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+
+    def save(self, path: Path) -> None:
+        torch.save({"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}, path)
+
+    def load(self, path: Path) -> None:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    @property
+    def num_bytes(self) -> int:
+        """Weights and momentum."""
+        return 2 * sum(parameter.nbytes for parameter in self.model.parameters())
+
+
+# ------------------------------------------------------------------------------------------------------ raysgd
+
+
+def run_raysgd(state: str, num_workers: int, use_local: bool, num_repetitions: int) -> Figures:
+    """All figures of one arrangement of workers."""
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-")))
+        if not use_local:
+            stack.enter_context(ray_cluster(num_workers, object_store_mib=256 if state == "small_state" else 2048))
+        trainer = stack.enter_context(
+            TorchTrainer(
+                training_operator_cls=TimedOperator,
+                config=config_of(STATES[state], num_workers),
+                num_workers=num_workers,
+                use_local=use_local,
+            )
+        )
+        trainer.apply_all_workers(watch_captures)
+        arrangement = Arrangement(trainer, PlainTraining(state), folder)
+        rounds = [arrangement.measure() for _ in range(NUM_WARM_UP_ROUNDS + num_repetitions)][NUM_WARM_UP_ROUNDS:]
+        figures = {name: [measured[name] for measured in rounds if name in measured] for name in rounds[0]}
+        return {**figures, **{name: [value] for name, value in arrangement.memory().items()}}
+
+
+class Arrangement:
+    """A trainer, and beside it the same state without raysgd.
+
+    Args:
+        trainer: What is measured.
+        plain: What it is compared with.
+        folder: Where files may be written.
+    """
+
+    def __init__(self, trainer: TorchTrainer, plain: PlainTraining, folder: Path) -> None:
+        self._trainer = trainer
+        self._plain = plain
+        self._file, self._plain_file = folder / "raysgd.pt", folder / "plain.pt"
+        plain.step()
+        plain.save(self._plain_file)
+        self._train()
+
+    def measure(self) -> dict[str, float]:
+        """One repetition."""
+        return {**self._snapshot(), **self._save(), **self._load()}
+
+    def memory(self) -> dict[str, float]:
+        """The memory that saving and loading take in the driver, as multiples of the state."""
+        num_bytes = self._plain.num_bytes
+        self._settle()
+        save = _copies(lambda: (self._train(), self._save_in_background(), _until_exists(self._file)), num_bytes)
+        load = _copies(lambda: self._trainer.load(self._file), num_bytes)
+        plain_load = _copies(lambda: self._plain.load(self._plain_file), num_bytes)
+        return {"save_copies": save, "load_copies": load, "torch_load_copies": plain_load}
+
+    def _train(self) -> float:
+        """One step; returns the seconds of the loop alone."""
+        return float(self._trainer.train(num_steps=1)["loop_s"])
+
+    def _settle(self) -> None:
+        """Waits until no snapshot is under way any more."""
+        self._trainer.state_dict()
+
+    def _save_in_background(self) -> None:
+        self._file.unlink(missing_ok=True)
+        self._trainer.save(self._file, blocking=False)
+
+    def _snapshot(self) -> dict[str, float]:
+        self._settle()
+        self._trainer.apply_all_workers(captures_s)
+        began = time.perf_counter()
+        loop_s = self._train()
+        beyond_s = time.perf_counter() - began - loop_s
+        captures = self._trainer.apply_all_workers(captures_s)[0]
+        return {"call_beyond_loop_s": beyond_s, **({"capture_s": captures[0]} if captures else {})}
+
+    def _save(self) -> dict[str, float]:
+        self._settle()
+        self._train()
+        usual_s = _seconds(self._train)
+        self._settle()
+        self._train()
+        self._file.unlink(missing_ok=True)
+        began = time.perf_counter()
+        stall_s = _seconds(lambda: self._trainer.save(self._file, blocking=False))
+        delayed_s = _seconds(self._train)
+        _until_exists(self._file)
+        complete_s = time.perf_counter() - began
+        self._settle()
+        return {
+            "stall_s": stall_s,
+            "next_train_delay_s": delayed_s - usual_s,
+            "complete_s": complete_s,
+            "blocking_save_s": _seconds(lambda: self._trainer.save(self._file)),
+        }
+
+    def _load(self) -> dict[str, float]:
+        return {
+            "torch_load_s": _seconds(lambda: self._plain.load(self._plain_file)),
+            "load_s": _seconds(lambda: self._trainer.load(self._file)),
+        }
+
+
+# ------------------------------------------------------------------------------------------------------ peers
+
+
+def run_torch_save(state: str, num_repetitions: int) -> Figures:
+    """`torch.save`; the file is complete when it returns, though not on the disk."""
+    plain = PlainTraining(state)
+    plain.step()
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        path = Path(folder) / "plain.pt"
+        saves, loads = [], []
+        for _ in range(NUM_WARM_UP_ROUNDS + num_repetitions):
+            plain.step()
+            path.unlink(missing_ok=True)
+            saves.append(_seconds(lambda: plain.save(path)))
+            loads.append(_seconds(lambda: plain.load(path)))
+    saves, loads = saves[NUM_WARM_UP_ROUNDS:], loads[NUM_WARM_UP_ROUNDS:]
+    return {"stall_s": saves, "complete_s": saves, "load_s": loads}
+
+
+def run_dcp(state: str, num_repetitions: int, is_async: bool) -> Figures:
+    """`torch.distributed.checkpoint`."""
+    import torch.distributed as dist
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    plain = PlainTraining(state)
+    plain.step()
+
+    def current() -> dict[str, Any]:
+        model, optimizer = get_state_dict(plain.model, plain.optimizer)
+        return {"model": model, "optimizer": optimizer}
+
+    def load(path: Path) -> None:
+        content = current()
+        dcp.load(content, checkpoint_id=path)
+        set_state_dict(
+            plain.model,
+            plain.optimizer,
+            model_state_dict=content["model"],
+            optim_state_dict=content["optimizer"],
+        )
+
+    figures: Figures = {"stall_s": [], "complete_s": [], "load_s": []}
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        for index in range(NUM_WARM_UP_ROUNDS + num_repetitions):
+            plain.step()
+            path = Path(folder) / str(index)
+            began = time.perf_counter()
+            pending: Any = (dcp.async_save if is_async else dcp.save)(current(), checkpoint_id=path)
+            figures["stall_s"].append(time.perf_counter() - began)
+            if is_async:
+                pending.result()
+            figures["complete_s"].append(time.perf_counter() - began)
+            figures["load_s"].append(_seconds(functools.partial(load, path)))
+            shutil.rmtree(path)
+    dist.destroy_process_group()
+    return {name: values[NUM_WARM_UP_ROUNDS:] for name, values in figures.items()}
+
+
+def run_ray_train(state: str, num_repetitions: int) -> Figures:
+    """One worker of Ray Train that writes a file and reports it, as the documentation shows."""
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer as RayTrainer
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(2):
+        output = Path(folder) / "seconds.json"
+        RayTrainer(
+            _ray_train_loop,
+            train_loop_config={
+                "state": state,
+                "num_rounds": NUM_WARM_UP_ROUNDS + num_repetitions,
+                "output": str(output),
+            },
+            scaling_config=ScalingConfig(num_workers=1),
+            run_config=RunConfig(storage_path=folder, name="checkpoint"),
+        ).fit()
+        seconds = json.loads(output.read_text())[NUM_WARM_UP_ROUNDS:]
+    return {"stall_s": seconds, "complete_s": seconds}
+
+
+def _ray_train_loop(config: dict[str, Any]) -> None:
+    import ray.train
+
+    plain = PlainTraining(config["state"])
+    seconds = []
+    for _ in range(config["num_rounds"]):
+        plain.step()
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            plain.save(Path(folder) / "state.pt")
+            ray.train.report({"step": len(seconds)}, checkpoint=ray.train.Checkpoint.from_directory(folder))
+        seconds.append(time.perf_counter() - began)
+    Path(config["output"]).write_text(json.dumps(seconds))
+
+
+ROLES = {
+    OWN: run_raysgd,
+    "torch_save": run_torch_save,
+    "dcp_save": functools.partial(run_dcp, is_async=False),
+    "dcp_async": functools.partial(run_dcp, is_async=True),
+    "ray_train": run_ray_train,
+}
+
+
+# ------------------------------------------------------------------------------------------------------ the whole
+
+
+def report_times(report: Report, runs: dict[str, Figures]) -> None:
+    """Notes and prints all durations."""
+    rows = []
+    for name, figures in runs.items():
+        cells = []
+        for figure, (_, factor) in _FIGURES.items():
+            samples = figures.get(figure)
+            if samples:
+                value = estimate([sample * factor for sample in samples])
+                report.result(name, figure.removesuffix("_s") + "_ms", value)
+            cells.append(value.text() if samples else "-")
+        rows.append([name, *cells])
+    report.table("Milliseconds", ["contender", *(title for title, _ in _FIGURES.values())], rows)
+
+
+def report_memory(report: Report, runs: dict[str, Figures]) -> None:
+    """Notes and prints the memory of the driver."""
+    rows = []
+    for name, figures in runs.items():
+        if "save_copies" not in figures:
+            continue
+        for figure in _MEMORY:
+            report.result(name, figure, figures[figure][0])
+        rows.append([name, *(f"{figures[figure][0]:.2f}" for figure in _MEMORY)])
+    report.table("Memory of the driver, in copies of the state", ["contender", *_MEMORY.values()], rows)
+
+
+def targets_of(runs: dict[str, Figures]) -> list[Target]:
+    """What we aim at."""
+
+    def median_ms(contender: str, figure: str) -> float | None:
+        samples = runs.get(contender, {}).get(figure)
+        return estimate(samples).median * 1e3 if samples else None
+
+    load_ms, torch_ms = median_ms(LOCAL, "load_s"), median_ms(LOCAL, "torch_load_s")
+    targets = [
+        Target(f"{name}: save returns, ms", 30.0, True, median_ms(name, "stall_s")) for name in runs if OWN in name
+    ]
+    targets += [
+        Target(f"{name}: copy after a call, ms", 30.0, True, median_ms(name, "capture_s"))
+        for name in runs
+        if OWN in name and name != LOCAL
+    ]
+    ratio = load_ms / torch_ms if load_ms and torch_ms else None
+    return [*targets, Target(f"{LOCAL}: load / torch.load", 1.0, True, ratio)]
+
+
+def main() -> None:
+    dispatch(ROLES)
+    arguments = make_parser(__doc__.partition("\n")[0], repetitions=7, peers=PEERS).parse_args()
+    peers = choose_peers(arguments, PEERS)
+    state = "large_state"
+    if arguments.smoke_test:
+        state, arguments.repetitions = "small_state", 1
+    report = Report("checkpoint", arguments, peers)
+
+    run = functools.partial(run_job, __file__, state=state, num_repetitions=arguments.repetitions)
+    sizes = {arguments.num_workers} if arguments.smoke_test else {1, arguments.num_workers}
+    remote = {
+        f"raysgd, {size} remote": functools.partial(run, OWN, num_workers=size, use_local=False) for size in sorted(sizes)
+    }
+    own = {LOCAL: functools.partial(run, OWN, num_workers=1, use_local=True), **remote}
+    jobs: dict[str, Callable[[], Figures]] = {**own, **{name: functools.partial(run, name) for name in peers.selected}}
+    runs = {name: found[0] for name, found in take_turns(jobs, 1, report).items()}
+    print(f"\nThe state has {2 * sum(p.nbytes for p in STATES[state].model().parameters()) / MIB:.3g} MiB.", flush=True)
+    report_times(report, runs)
+    report_memory(report, runs)
+    report.finish(targets_of(runs))
+
+
+if __name__ == "__main__":
+    main()

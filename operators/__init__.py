@@ -1,0 +1,43 @@
+"""Ready-made training operators, each built on the public interface alone.
+
+What it guarantees:
+
+* Every operator here trains on one or many workers, on CPUs or GPUs, in full or in mixed precision, and can be saved,
+  resumed and resized like one that you wrote yourself: it uses nothing that you could not use.
+* A config that makes no sense is refused in `setup` with a `ValueError` that says what is allowed.
+
+What it leaves to others: the networks and the data are yours. Override the `build_...` methods of an operator to give
+them, subclass it further, or copy it: nothing in `raysgd` depends on this package.
+
+Import it as `raysgd.operators`; the folder at the top of the repository is only where the package is kept.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd.operators.classification import ClassificationOperator
+    from raysgd.operators.gan import GANOperator
+
+__all__ = ["ClassificationOperator", "GANOperator"]
+
+_LAZY_MODULES = {
+    "ClassificationOperator": "raysgd.operators.classification",
+    "GANOperator": "raysgd.operators.gan",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import an operator, and with it its framework, when its name is first used."""
+    if name not in _LAZY_MODULES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    value = getattr(importlib.import_module(_LAZY_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the lazy names too, so that completion shows them before their first use."""
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,223 @@
+"""`GANOperator`: trains a generator against a discriminator."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.operators import options
+from raysgd.operators.loaders import make_loaders
+from raysgd.torch import TrainingOperator
+from raysgd.utils import NUM_SAMPLES
+
+
+class GANOperator(TrainingOperator):
+    """Trains a generative adversarial network; you give both networks and the data.
+
+    Override `build_discriminator`, `build_generator` and `build_data`. The generator maps noise of shape
+    `(num_samples, noise_dim)` to samples, the discriminator maps samples to one score each, without a sigmoid. A
+    batch is a tensor of real samples, or a sequence whose first element is one (labels are left alone).
+
+    `train` reports `loss_d` and `loss_g`. `validate` reports `val_loss_d` and `val_loss_g`, which say little about
+    how good the samples are; override `score_samples` to add what does. `TorchTrainer.get_model()` returns
+    `[discriminator, generator]`.
+
+    More rungs that may be overridden alone: `build_optimizers`, `sample_noise`, `discriminator_loss`, `generator_loss`,
+    `real_samples`. `setup` calls the `build_...` methods; leave it, or call `super().setup(config)`.
+
+    Keys of the config, all optional; others are yours:
+
+    * `noise_dim`: numbers that the generator makes a sample of, 64.
+    * `lr`: learning rate of both, 0.0002; `lr_discriminator` and `lr_generator` go before it.
+    * `raysgd.utils.BATCH_SIZE`: samples in a step of all workers together; or `batch_size`: of each worker, 32.
+    * `seed`: fixes the first weights, the order of the data, and the noise, for PyTorch's generators.
+
+    Example:
+        >>> import torch
+        >>> from raysgd import TorchTrainer
+        >>> class Bell(GANOperator):
+        ...     def build_discriminator(self, config):
+        ...         return torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        ...
+        ...     def build_generator(self, config):
+        ...         return torch.nn.Linear(config["noise_dim"], 1)
+        ...
+        ...     def build_data(self, config):
+        ...         return torch.randn(100, 1), None
+        >>> config = {"noise_dim": 2, "batch_size": 25}
+        >>> with TorchTrainer(training_operator_cls=Bell, config=config, use_local=True) as trainer:
+        ...     result = trainer.train()
+        >>> sorted(name for name in result if name.startswith("loss"))
+        ['loss_d', 'loss_g']
+
+    Attributes:
+        discriminator: The registered discriminator.
+        generator: The registered generator.
+        noise_dim: Numbers that the generator makes a sample of.
+    """
+
+    discriminator: torch.nn.Module
+    generator: torch.nn.Module
+    noise_dim: int
+
+    # ------------------------------------------------------------------------------------ to override
+
+    def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
+        """Create the discriminator: samples -> one score each. Override this."""
+        raise NotImplementedError(f"Override `{type(self).__name__}.build_discriminator` to return the discriminator.")
+
+    def build_generator(self, config: dict[str, Any]) -> torch.nn.Module:
+        """Create the generator: noise -> samples. Override this."""
+        raise NotImplementedError(f"Override `{type(self).__name__}.build_generator` to return the generator.")
+
+    def build_data(self, config: dict[str, Any]) -> Any:
+        """Create the data. Override this.
+
+        Returns:
+            `(train, validation)`: datasets, which are put into loaders, or loaders; None for what there is not.
+        """
+        raise NotImplementedError(f"Override `{type(self).__name__}.build_data` to return `(train, validation)`.")
+
+    def build_optimizers(
+        self, discriminator: torch.nn.Module, generator: torch.nn.Module, config: dict[str, Any]
+    ) -> Sequence[torch.optim.Optimizer]:
+        """Create the optimizers, the discriminator's first: Adam with the momentum that is usual for such training."""
+        lr = options.number(config, "lr", default=2e-4, positive=True)
+        lr_d = options.number(config, "lr_discriminator", default=lr, positive=True)
+        lr_g = options.number(config, "lr_generator", default=lr, positive=True)
+        return (
+            torch.optim.Adam(discriminator.parameters(), lr=lr_d, betas=(0.5, 0.999)),
+            torch.optim.Adam(generator.parameters(), lr=lr_g, betas=(0.5, 0.999)),
+        )
+
+    def sample_noise(self, num_samples: int, rng: torch.Generator | None = None) -> torch.Tensor:
+        """Draw what the generator starts from.
+
+        Args:
+            num_samples: How many samples it is for.
+            rng: Where to draw from; None in training, for PyTorch's own generator.
+        """
+        return torch.randn(num_samples, self.noise_dim, device=self.device, generator=rng)
+
+    def discriminator_loss(self, real: torch.Tensor, generated: torch.Tensor) -> torch.Tensor:
+        """Return what the discriminator minimizes; `generated` carries no gradient."""
+        return self._loss(self.discriminator(real), 1.0) + self._loss(self.discriminator(generated), 0.0)
+
+    def generator_loss(self, generated: torch.Tensor) -> torch.Tensor:
+        """Return what the generator minimizes: that the discriminator takes its samples for real ones."""
+        return self._loss(self.discriminator(generated), 1.0)
+
+    def score_samples(self, real: torch.Tensor, generated: torch.Tensor) -> dict[str, Any]:
+        """Return metrics of a batch of generated samples, for `validate`: the hook for scores of your own.
+
+        Both networks are in evaluation mode and there are as many generated samples as real ones. Ranks may have
+        different numbers of batches, so nothing in here may be a collective.
+        """
+        return {}
+
+    def real_samples(self, batch: Any) -> torch.Tensor:
+        """Return the real samples of a batch, on the device."""
+        samples: torch.Tensor = batch[0] if isinstance(batch, list | tuple) else batch
+        return samples.to(self.device, non_blocking=True)
+
+    # ------------------------------------------------------------------------------------ by the library
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build everything and register it. If you override this, call it.
+
+        Raises:
+            ValueError: An option in the config makes no sense.
+            NotImplementedError: A `build_...` method that must be overridden is not.
+            TypeError: A `build_...` method returned something of the wrong kind.
+        """
+        seed, batch_size = options.seed(config), options.batch_size(config)
+        self.noise_dim = options.count(config, "noise_dim", default=64)
+        if seed is not None:
+            torch.manual_seed(seed)  # the same on all ranks: they must agree on the order of the data
+        self._register_parts(config)
+        train, validation = make_loaders(self.build_data(config), batch_size)
+        self.register_data(train_loader=train, validation_loader=validation)
+        if seed is not None:
+            torch.manual_seed(seed + 1 + self.world_rank)  # but each rank its own noise
+
+    def _register_parts(self, config: dict[str, Any]) -> None:
+        discriminator, generator = self.build_discriminator(config), self.build_generator(config)
+        optimizers = tuple(self.build_optimizers(discriminator, generator, config))
+        if len(optimizers) != 2:
+            raise TypeError(
+                f"`build_optimizers` returned {len(optimizers)} optimizers: return two, the discriminator's first."
+            )
+        models, self._pair_of_optimizers, self.criterion = self.register(
+            models=(discriminator, generator),
+            optimizers=optimizers,
+            criterion=torch.nn.BCEWithLogitsLoss(),
+            # The discriminator runs twice before its backward pass. Sending buffers (of batch normalization) around
+            # before each run would change what the first run has noted down. Rank 0's buffers count either way.
+            ddp_args={"broadcast_buffers": False},
+        )
+        self.discriminator, self.generator = models
+        # The stock loops switch `self.model` between training and evaluation: both networks.
+        self.model = torch.nn.ModuleList(models)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Take one step of the discriminator, then one of the generator, against the discriminator as it is then."""
+        real = self.real_samples(batch)
+        optimizer_d, optimizer_g = self._pair_of_optimizers
+        with self.timers.record("generate"), self._autocast():
+            generated = self.generator(self.sample_noise(len(real)))
+        with self.timers.record("discriminator"):
+            with self._autocast():
+                loss_d = self.discriminator_loss(real, generated.detach())
+            self._minimize(loss_d, optimizer_d)
+        with self.timers.record("generator"), frozen(self.discriminator):
+            with self._autocast():
+                loss_g = self.generator_loss(generated)
+            self._minimize(loss_g, optimizer_g)
+        return {"loss_d": loss_d.detach(), "loss_g": loss_g.detach(), NUM_SAMPLES: len(real)}
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate both losses and `score_samples` on as many generated samples as there are real ones.
+
+        The noise depends on the rank and the batch alone, so an unchanged generator is always judged by the same
+        samples, and validation leaves the random numbers of the training where they are.
+        """
+        real = self.real_samples(batch)
+        rng = torch.Generator(self.device).manual_seed(batch_info["batch_idx"] * 2**16 + self.world_rank)
+        with self._autocast():
+            generated = self.generator(self.sample_noise(len(real), rng))
+            loss_d, loss_g = self.discriminator_loss(real, generated), self.generator_loss(generated)
+        scores = self.score_samples(real, generated)
+        return {"val_loss_d": loss_d, "val_loss_g": loss_g, **scores, NUM_SAMPLES: len(real)}
+
+    def _loss(self, scores: torch.Tensor, target: float) -> torch.Tensor:
+        loss: torch.Tensor = self.criterion(scores, torch.full_like(scores, target))
+        return loss
+
+    def _minimize(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
+        """Step one optimizer by the rungs of the base class, which act on `self.optimizer` and know about precision."""
+        self.optimizer = optimizer
+        self.backward(loss)
+        self.optimizer_step()
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        context: AbstractContextManager[Any] = self._amp.autocast() if self.use_fp16_native else nullcontext()
+        return context
+
+
+@contextmanager
+def frozen(model: torch.nn.Module) -> Iterator[None]:
+    """Let gradients pass through a model without computing, or exchanging, those of its own parameters."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    # Without `no_sync`, the wrapper would wait for gradients that never come.
+    with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+        for parameter in trained:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in trained:
+                parameter.requires_grad_(True)

@@ -1,0 +1,60 @@
+"""Turns what a `build_data` method returned into loaders."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+_ALLOWED = "return `(train, validation)`, each a dataset or a `DataLoader`, with None for `validation` if there is none"
+
+
+def make_loaders(data: Any, batch_size: int) -> tuple[Any, Any]:
+    """Return a train and a validation loader, None for one that there is not.
+
+    Datasets are put into a `DataLoader`, that of the train data shuffled; what is a loader already, or any other
+    iterable, stays what it is. The samples are not divided here: `register_data` does that.
+
+    Args:
+        data: `(train, validation)`, or train data alone.
+        batch_size: Samples in a batch of one worker.
+
+    Raises:
+        TypeError: `data` is neither.
+
+    Example:
+        >>> train, validation = make_loaders((range(10), range(4)), batch_size=2)
+        >>> len(train), list(validation)
+        (5, [tensor([0, 1]), tensor([2, 3])])
+    """
+    train, validation = _pair(data)
+    return _loader(train, batch_size, shuffle=True), _loader(validation, batch_size, shuffle=False)
+
+
+def _pair(data: Any) -> tuple[Any, Any]:
+    if not isinstance(data, tuple | list):
+        if not _is_data(data):
+            raise TypeError(f"`build_data` returned {data!r}: {_ALLOWED}.")
+        return data, None
+    if len(data) != 2:
+        raise TypeError(f"`build_data` returned a {type(data).__name__} of {len(data)}: {_ALLOWED}.")
+    for part in data:
+        if part is not None and not _is_data(part):
+            raise TypeError(f"`build_data` returned {part!r} as one of its parts: {_ALLOWED}.")
+    return data[0], data[1]
+
+
+def _loader(data: Any, batch_size: int, *, shuffle: bool) -> Any:
+    if isinstance(data, IterableDataset):
+        return DataLoader(data, batch_size=batch_size)  # an iterable dataset has an order of its own
+    if data is None or isinstance(data, DataLoader) or not _is_indexed(data):
+        return data
+    return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
+
+
+def _is_data(value: Any) -> bool:
+    return not isinstance(value, str | bytes | dict) and (hasattr(value, "__iter__") or _is_indexed(value))
+
+
+def _is_indexed(value: Any) -> bool:
+    return hasattr(value, "__getitem__") and hasattr(value, "__len__")

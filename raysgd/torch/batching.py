@@ -1,0 +1,83 @@
+"""How a global batch size is divided over a group of workers.
+
+The user names one batch size for the whole group; each worker gets an equal part. Everything here derives
+from the value the user *asked for*: a group that shrinks from 4 to 3 workers and grows back to 4 has lost
+nothing to rounding on the way. Pure functions: nobody's config is changed, nothing is logged.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.utils import BATCH_SIZE
+
+
+@dataclass(frozen=True)
+class BatchSplit:
+    """A global batch size and what becomes of it in a group of a given size.
+
+    Attributes:
+        requested: Samples per step the user asked for, over all workers.
+        effective: Samples per step the group really takes: the largest multiple of its size within
+            `requested`.
+        per_worker: Samples per step of each worker.
+    """
+
+    requested: int
+    effective: int
+    per_worker: int
+
+
+def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
+    """Divide a global batch size evenly over the workers, rounding down where it does not divide.
+
+    Args:
+        requested: Samples per step over all workers. Any integer type is fine (a search algorithm may hand
+            out numpy's).
+        num_workers: Size of the group, at least 1.
+
+    Raises:
+        ValueError: A value is not an integer, is below 1, or there are more workers than samples in a step.
+
+    Example:
+        >>> split_batch_size(21, num_workers=2)
+        BatchSplit(requested=21, effective=20, per_worker=10)
+    """
+    num_samples = _positive_int(f"config[{BATCH_SIZE!r}]", requested)
+    size = _positive_int("num_workers", num_workers)
+    per_worker = num_samples // size
+    if per_worker == 0:
+        raise ValueError(
+            f"`config[{BATCH_SIZE!r}]={num_samples}` with `num_workers={size}`: this batch size is that of "
+            f"all workers together, so at least their number. Raise it to {size} or more, or take fewer."
+        )
+    return BatchSplit(requested=num_samples, effective=per_worker * size, per_worker=per_worker)
+
+
+def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
+    """Return a copy of the user's config in which the global batch size is one worker's part of it.
+
+    Only the key `raysgd.utils.BATCH_SIZE` is touched, and only if it is there; a plain `"batch_size"` already
+    means one worker's. The copy is shallow: the values are the user's own objects.
+
+    Raises:
+        ValueError: The batch size cannot be divided over this many workers, see `split_batch_size`.
+
+    Example:
+        >>> config_for_worker({"*batch_size": 64, "lr": 0.1}, num_workers=4)
+        {'*batch_size': 16, 'lr': 0.1}
+    """
+    worker_config = dict(config)
+    if BATCH_SIZE in worker_config:
+        worker_config[BATCH_SIZE] = split_batch_size(worker_config[BATCH_SIZE], num_workers).per_worker
+    return worker_config
+
+
+def _positive_int(name: str, value: Any) -> int:
+    # True and False are integers to Python, but as a count they are always a mistake.
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(f"`{name}={value!r}`: need an integer of at least 1. Pass a plain `int`.")
+    return int(value)

@@ -1,0 +1,530 @@
+"""The checkpoint file: written whole or not at all, and read only if it is what was written.
+
+The file is an ordinary `torch.save` archive, so a plain `torch.load(path)` reads it, also on a machine
+without raysgd. (One that holds numpy arrays needs `weights_only=False` there.) Two things are added. The
+state carries its format's version under `raysgd_format`; and the comment at the end of the archive, which
+torch and zip tools skip, holds a checksum of all before it, because torch itself loads a file with flipped
+bits without complaint.
+
+A write goes to a temporary file beside the target, which takes the target's name only when all of it is on
+the disk. A process killed in the middle leaves the earlier checkpoint intact, and a file `.raysgd-*.tmp` that
+may be deleted.
+
+Reading computes the checksum of the bytes on their way into the tensors: what was checked is what is
+returned. This takes about 8 ms for 200 MiB. The file is not mapped into memory, which would let a network
+file system that fails, or whoever shortens the file meanwhile, kill the process. So the tensors do not depend
+on the file afterwards.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import enum
+import errno
+import io
+import logging
+import os
+import pickle
+import re
+import secrets
+import stat
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import TracebackType
+from typing import IO, Any
+
+import torch
+
+from raysgd.torch._body_digest import BodyDigest
+from raysgd.torch._loadable import check_loadable as check_loadable
+from raysgd.torch._loadable import data_allowed
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+"""The newest format that this version of raysgd reads, and the one that it writes."""
+
+FORMAT_KEY = "raysgd_format"
+"""Where a file's state says in which format it is: its last key."""
+
+REQUIRED_KEYS = ("epoch", "operator", "models", "optimizers")
+"""What makes a dict a training state."""
+
+_ZIP_START = b"PK\x03\x04"
+_ZIP_END = b"PK\x05\x06"
+_ZIP_END_BYTES = 22
+_COMMENT_LENGTH_BYTES = 2
+_OLD_TORCH_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+"""How `torch.save` began its files before it wrote zip archives: a pickled magic number."""
+
+_SEAL_PREFIX = f"raysgd:1:{BodyDigest.NAME}:".encode()
+_SEAL_BYTES = len(_SEAL_PREFIX) + BodyDigest.NUM_HEX_DIGITS
+_SEAL = re.compile(re.escape(_SEAL_PREFIX) + rb"[0-9a-f]+")
+
+_REFUSED_GLOBAL = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
+_REFUSAL = re.compile(
+    r"(?:uns|Uns)upported (?:GLOBAL|global)|unrecognized function|Can only (?:create|build)|must be imported"
+)
+
+
+class CheckpointCorruptedError(ValueError, RuntimeError):
+    """The file is not what was written: cut short, altered, or no checkpoint at all."""
+
+
+class UnsafeCheckpointError(ValueError):
+    """The file needs more than plain data to be loaded, and was not declared trustworthy."""
+
+
+def write(
+    path: str | os.PathLike[str], state: dict[str, Any], *, format_version: int = FORMAT_VERSION
+) -> None:
+    """Write `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
+
+    Args:
+        path: Where to write. Its folder must exist. A symbolic link is followed.
+        state: The state, with at least the keys in `REQUIRED_KEYS`. Pass it through `check_loadable` first.
+        format_version: Stored in the file's state under its last key, `raysgd_format`.
+
+    Raises:
+        ValueError: `state` lacks keys that `read` insists on.
+        OSError: The file could not be written, for instance for lack of space. `path` is as it was before.
+    """
+    missing = _missing_keys(state)
+    if missing:
+        raise ValueError(
+            f"`write({os.fspath(path)!r}, state)`: `state` lacks {missing}; {_REQUIRED_KEYS_HINT}"
+        )
+    content = {key: value for key, value in state.items() if key != FORMAT_KEY}
+    content[FORMAT_KEY] = format_version
+    with _replacing(os.path.realpath(path)) as file:
+        stream = _ChecksummedStream(file)
+        stream.save(content)
+        _append_seal(file, stream.hexdigest())
+
+
+def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str, Any]:
+    """Read a checkpoint, make sure that it is undamaged, and return the state that was written, on the CPU.
+
+    Files of the former library, and those that `torch.save` itself wrote, are read too; they have no
+    checksum.
+
+    Args:
+        path: The file.
+        weights_only: Refuse everything but tensors, numpy arrays, plain values and containers of them. With
+            False a file can run any code: only for files from a source that you trust.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointCorruptedError: The file is damaged or no checkpoint. Both a `ValueError` and a
+            `RuntimeError`.
+        UnsafeCheckpointError: The file needs `weights_only=False`. A `ValueError`.
+        ValueError: The content is not a training state, or in the format of a newer version of raysgd.
+    """
+    name = os.fspath(path)
+    with _CheckedFile(name) as file:
+        kind = file.recognise()
+        if not weights_only:
+            file.check()  # Damaged code must not run.
+        try:
+            loaded = _load(file if kind is _FileKind.SEALED else name, weights_only)
+        except Exception as error:
+            file.check()  # Damage is what to report, not what it led to.
+            raise _explained(error, name, kind, weights_only) from error
+        file.check()
+    return _training_state(loaded, name)
+
+
+class AsyncWriter:
+    """Writes checkpoint files in a background thread, one after the other, in the order of their submission.
+
+    The thread lives only while there is something to write. It is not a daemon: a program that ends still
+    finishes its writes. A failed write is logged at once and raised once, by the next call of `submit`,
+    `wait` or `close`. When several failed, each of these calls raises one, the oldest first.
+
+    Example:
+        >>> import os, tempfile
+        >>> state = {"epoch": 1, "operator": None, "models": [], "optimizers": []}
+        >>> with tempfile.TemporaryDirectory() as folder, AsyncWriter() as writer:
+        ...     path = os.path.join(folder, "last.pt")
+        ...     writer.submit(path, lambda: state)
+        ...     writer.wait()
+        ...     read(path) == state
+        True
+    """
+
+    def __init__(self) -> None:
+        self._jobs: collections.deque[_Job] = collections.deque()
+        self._failures: collections.deque[BaseException] = collections.deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, path: str | os.PathLike[str], produce: Callable[[], dict[str, Any]]) -> None:
+        """Queue the write of what `produce()` returns to `path`. `produce` runs in the background thread.
+
+        Raises:
+            ValueError: The writer is closed.
+            BaseException: An earlier write failed. Nothing was queued; call again to queue this one.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise ValueError("`submit` on a closed `AsyncWriter`: make a new one.")
+            self._raise_failure()
+            self._jobs.append(_Job(os.fspath(path), produce))
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="raysgd-checkpoint-writer", daemon=False
+                )
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Block until everything that was submitted is on the disk.
+
+        Raises:
+            BaseException: What made a write fail, as its own class.
+        """
+        with self._changed:
+            thread = self._thread
+            self._changed.wait_for(lambda: self._thread is not thread or thread is None)
+        if thread is not None:
+            thread.join()
+        with self._changed:
+            self._raise_failure()
+
+    def close(self) -> None:
+        """Finish all writes and accept no more. May be called again, to learn of further failures.
+
+        Raises:
+            BaseException: What made a write fail, as its own class.
+        """
+        with self._changed:
+            self._is_closed = True
+        self.wait()
+
+    def __enter__(self) -> AsyncWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What the block raised matters more than a failed write, which is in the log.
+        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+            self.close()
+
+    def _raise_failure(self) -> None:
+        if self._failures:
+            raise self._failures.popleft()
+
+    def _work(self) -> None:
+        """Write until the queue is empty."""
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                job = self._jobs.popleft()
+            failure = job.run()
+            del job  # What it refers to may be large.
+            if failure is not None:
+                with self._changed:
+                    self._failures.append(failure)
+                del failure
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One file to write."""
+
+    path: str
+    produce: Callable[[], dict[str, Any]]
+
+    def run(self) -> BaseException | None:
+        """Write the file; return what went wrong."""
+        try:
+            write(self.path, self.produce())
+        except BaseException as error:
+            logger.error("could not write checkpoint %s: %r", self.path, error)
+            _forget_variables(error)
+            return error
+        logger.info("wrote checkpoint %s", self.path)
+        return None
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    """Clear the frames that an error and its causes remember: some of them hold the whole state."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+class _FileKind(enum.Enum):
+    """What kind of file a checkpoint may be."""
+
+    SEALED = "written by raysgd, with a checksum"
+    PLAIN_ZIP = "written by torch.save"
+    OLD_TORCH = "written by torch.save before torch 1.6"
+
+
+class _ChecksummedStream:
+    """The file as `torch.save` sees it: writes through, and computes the checksum on the way.
+
+    Given a stream instead of a path, torch lets other threads run while it writes.
+    """
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._digest = BodyDigest()
+        self._failure: BaseException | None = None
+
+    def save(self, content: dict[str, Any]) -> None:
+        """Write the archive.
+
+        Raises:
+            OSError: A write failed. torch alone would report an unexpected position instead.
+        """
+        try:
+            torch.save(content, self)  # type: ignore[arg-type]
+        except Exception:
+            if self._failure is None:
+                raise
+            raise self._failure from None
+
+    def write(self, content: memoryview | bytes) -> int:
+        """Write bytes; called by torch."""
+        try:
+            num_written = self._file.write(content)
+        except BaseException as error:
+            self._failure = error
+            raise
+        self._digest.update(content)
+        return num_written
+
+    def flush(self) -> None:
+        """Hand what is buffered to the operating system; called by torch."""
+        self._file.flush()
+
+    def hexdigest(self) -> str:
+        """Return the checksum of all that was written."""
+        return self._digest.hexdigest()
+
+
+@contextlib.contextmanager
+def _replacing(target: str) -> Iterator[IO[bytes]]:
+    """Open a new file that becomes `target` when the block ends well, and vanishes when it does not."""
+    folder = os.path.dirname(target)
+    if not os.path.isdir(folder):
+        raise FileNotFoundError(
+            errno.ENOENT, "the checkpoint's folder does not exist: create it first", folder
+        )
+    if os.path.isdir(target):
+        raise IsADirectoryError(errno.EISDIR, "the checkpoint's path is a folder: add a file name", target)
+    temporary = os.path.join(folder, f".raysgd-{secrets.token_hex(8)}.tmp")
+    file = open(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "w+b")  # noqa: SIM115
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+        os.replace(temporary, target)
+    except BaseException:
+        with contextlib.suppress(OSError):  # Closing tries once more to write what could not be written.
+            file.close()
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(folder)
+
+
+def _sync_folder(folder: str) -> None:
+    """Put a renaming on the disk. Some file systems cannot do that for a folder, and need not."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+            raise
+    finally:
+        os.close(descriptor)
+
+
+def _append_seal(file: IO[bytes], digest: str) -> None:
+    """Make the checksum of the archive its comment. It is that of the archive as it was without a comment."""
+    file.seek(-_ZIP_END_BYTES, os.SEEK_END)
+    assert _is_zip_end(file.read()), "torch.save did not end its archive as zip archives without a comment do"
+    file.seek(-_COMMENT_LENGTH_BYTES, os.SEEK_END)
+    file.write(_SEAL_BYTES.to_bytes(_COMMENT_LENGTH_BYTES, "little"))
+    file.write(_SEAL_PREFIX + digest.encode())
+
+
+def _is_zip_end(tail: bytes) -> bool:
+    """Whether these last bytes of a file end a zip archive that has no comment."""
+    return tail.startswith(_ZIP_END) and tail.endswith(bytes(_COMMENT_LENGTH_BYTES))
+
+
+def _is_sealed(tail: bytes) -> bool:
+    """Whether these last bytes of a file end a zip archive whose comment is a checksum."""
+    comment_length = tail[-_SEAL_BYTES - _COMMENT_LENGTH_BYTES : -_SEAL_BYTES]
+    return (
+        bool(_SEAL.fullmatch(tail[-_SEAL_BYTES:])) and int.from_bytes(comment_length, "little") == _SEAL_BYTES
+    )
+
+
+class _CheckedFile(io.FileIO):
+    """A file that computes its checksum while torch reads it, so that its content passes through memory once.
+
+    torch reads most of the file in large pieces and in order. These count as they come; what lies between
+    them is read for the checksum alone; smaller reads, which jump about, do not count.
+    """
+
+    _LARGE_BYTES = 2**16
+    _CHUNK_BYTES = 2**20
+
+    def __init__(self, path: str) -> None:
+        super().__init__(path, "rb")
+        self._path = path
+        self._digest = BodyDigest()
+        self._num_counted = 0
+        self._num_to_count = 0
+        self._expected: str | None = None
+
+    def recognise(self) -> _FileKind:
+        """Tell what kind of file this is by its first and last bytes.
+
+        Raises:
+            CheckpointCorruptedError: It is none that is known, or its end is missing.
+        """
+        start = self.read(len(_OLD_TORCH_START)) or b""
+        size = os.fstat(self.fileno()).st_size
+        self.seek(max(0, size - _SEAL_BYTES - _ZIP_END_BYTES))
+        tail = self.readall() or b""
+        self.seek(0)
+        if _is_sealed(tail):
+            self._num_to_count = size - _SEAL_BYTES - _COMMENT_LENGTH_BYTES
+            self._expected = tail[-BodyDigest.NUM_HEX_DIGITS :].decode()
+            return _FileKind.SEALED
+        if start == _OLD_TORCH_START:
+            return _FileKind.OLD_TORCH
+        if not start.startswith(_ZIP_START):
+            raise _corrupted(self._path, "it does not begin as a checkpoint does" if start else "it is empty")
+        if _is_zip_end(tail[-_ZIP_END_BYTES:]):
+            return _FileKind.PLAIN_ZIP
+        raise _corrupted(self._path, "its end is missing or altered, or a newer version of raysgd wrote it")
+
+    def readinto(self, target: Any) -> int:
+        """Fill `target` from the current position, as far as the file goes; large pieces are checked."""
+        view = memoryview(target).cast("B")
+        start = self.tell()
+        counts = len(view) >= self._LARGE_BYTES and self._num_counted <= start <= self._num_to_count - len(
+            view
+        )
+        if counts:
+            self._count_up_to(start)
+            self.seek(start)
+        while view:
+            num_read = super().readinto(view[: self._CHUNK_BYTES])
+            if not num_read:
+                break
+            if counts:
+                self._count(view[:num_read])
+            view = view[num_read:]
+        return self.tell() - start
+
+    def check(self) -> None:
+        """Read what was not read yet, and compare the checksums. Does nothing for a file that has none.
+
+        Raises:
+            CheckpointCorruptedError: They differ.
+        """
+        if self._expected is None:
+            return
+        expected, self._expected = self._expected, None
+        self._count_up_to(self._num_to_count)
+        self._digest.update(bytes(_COMMENT_LENGTH_BYTES))
+        self._num_to_count = 0  # What is read from now on does not count.
+        self.seek(0)
+        if self._digest.hexdigest() != expected:
+            raise _corrupted(self._path, "its checksum does not match its content")
+
+    def _count_up_to(self, end: int) -> None:
+        """Read from where the checksum has got to up to `end`."""
+        self.seek(self._num_counted)
+        chunk = memoryview(bytearray(min(self._CHUNK_BYTES, end - self._num_counted)))
+        while self._num_counted < end:
+            num_read = super().readinto(chunk[: end - self._num_counted])
+            if not num_read:
+                return
+            self._count(chunk[:num_read])
+
+    def _count(self, content: memoryview) -> None:
+        self._digest.update(content)
+        self._num_counted += len(content)
+
+
+def _load(source: str | _CheckedFile, weights_only: bool) -> Any:
+    with data_allowed() if weights_only else contextlib.nullcontext():
+        return torch.load(source, map_location="cpu", weights_only=weights_only)
+
+
+def _explained(error: Exception, name: str, kind: _FileKind, weights_only: bool) -> Exception:
+    """Tell a refusal from damage. Other errors, of a file that is what was written, stay as they are."""
+    is_intact = kind is _FileKind.SEALED
+    is_refusal = isinstance(error, pickle.UnpicklingError) and (is_intact or _REFUSAL.search(str(error)))
+    if weights_only and is_refusal:
+        return UnsafeCheckpointError(_refusal_message(name, str(error)))
+    may_come_of_user_code = not weights_only and isinstance(error, (AttributeError, ImportError))
+    if is_intact or may_come_of_user_code or isinstance(error, (OSError, MemoryError)):
+        return error
+    return _corrupted(name, f"torch cannot read it ({_first_line(error)})")
+
+
+def _refusal_message(name: str, message: str) -> str:
+    refused = _REFUSED_GLOBAL.search(message)
+    needed = f"`{refused[1]}`" if refused else "more than tensors and plain values"
+    return (
+        f"`{name}` needs {needed} to be loaded, which might run code. If you trust the source of the file, "
+        "pass `weights_only=False`, as in `load(path, weights_only=False)`; never do so for other files."
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+def _corrupted(name: str, finding: str) -> CheckpointCorruptedError:
+    return CheckpointCorruptedError(
+        f"`{name}` is no intact checkpoint: {finding}. It was damaged, or not copied to its end. Copy it "
+        "again from where it came from, or load an earlier checkpoint."
+    )
+
+
+def _training_state(loaded: Any, name: str) -> dict[str, Any]:
+    """Return the state without its version, having made sure that it is one."""
+    if not isinstance(loaded, dict):
+        raise ValueError(
+            f"`{name}` holds a `{type(loaded).__name__}`, no training state; {_REQUIRED_KEYS_HINT}"
+        )
+    version = loaded.pop(FORMAT_KEY, FORMAT_VERSION)
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise ValueError(
+            f"`{name}` is in checkpoint format {version!r}; this version of raysgd knows formats up to "
+            f"{FORMAT_VERSION}. Upgrade raysgd to read it."
+        )
+    missing = _missing_keys(loaded)
+    if missing:
+        raise ValueError(f"`{name}` holds no training state: it lacks {missing}; {_REQUIRED_KEYS_HINT}")
+    return loaded
+
+
+_REQUIRED_KEYS_HINT = (
+    f"a training state, as a trainer's `state_dict()` returns it, has {list(REQUIRED_KEYS)}."
+)
+
+
+def _missing_keys(state: dict[str, Any]) -> list[str]:
+    return [key for key in REQUIRED_KEYS if key not in state]

@@ -1,0 +1,36 @@
+"""Names and limits of the PyTorch front end that user code may import."""
+
+from __future__ import annotations
+
+import os
+
+USE_FP16 = "__use_fp16__"
+NUM_STEPS = "__num_steps__"
+
+SCHEDULER_STEP = "scheduler_step"
+SCHEDULER_STEP_BATCH = "batch"
+SCHEDULER_STEP_EPOCH = "epoch"
+SCHEDULER_STEP_MANUAL = "manual"
+VALID_SCHEDULER_STEP = {SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, SCHEDULER_STEP_MANUAL}
+
+
+def _seconds_from_environment(name: str, default: int) -> int:
+    """Read a whole number of seconds, once, when this module is imported.
+
+    Raises:
+        ValueError: If the variable is set to anything else.
+    """
+    text = os.environ.get(name, str(default))
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(
+            f"environment variable `{name}={text}`: need a whole number of seconds. Unset it for the "
+            f"default, {default}."
+        ) from None
+
+
+# How long a collective of a NCCL process group may take.
+NCCL_TIMEOUT_S = _seconds_from_environment("NCCL_TIMEOUT_S", 1800)
+# How long start-up waits until Ray has reserved the workers' resources.
+SGD_PLACEMENT_GROUP_TIMEOUT_S = _seconds_from_environment("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)

@@ -1,0 +1,80 @@
+"""What `register` is given: one object or several, in whatever container, and handed back in the same one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from raysgd.exceptions import InvalidRegistrationError
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects of one kind, and the kind of container that they came in.
+
+    Attributes:
+        items: The objects.
+        container: `tuple`, `list`, or None for a single object.
+    """
+
+    items: list[Any]
+    container: type | None
+
+    def mirror(self, items: Sequence[Any]) -> Any:
+        """`items` in the container that the user used."""
+        if self.container is None:
+            return items[0]
+        return tuple(items) if self.container is tuple else list(items)
+
+
+def models_of(given: Any) -> Parts:
+    """One module (iterable or not) or several.
+
+    Raises:
+        InvalidRegistrationError: If anything in it is no module, or there is none.
+    """
+    # A module before an iterable: `nn.Sequential` is both, and is one model.
+    parts = Parts([given], None) if isinstance(given, torch.nn.Module) else _several("models", given)
+    strangers = [item for item in parts.items if not isinstance(item, torch.nn.Module)]
+    if strangers or not parts.items:
+        found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
+        raise InvalidRegistrationError(
+            f"`register(models=...)` got {found}: pass a `torch.nn.Module`, or a list or tuple of them. Criteria go into "
+            "`criterion`, loaders into `register_data`."
+        )
+    return parts
+
+
+def optimizers_of(given: Any) -> Parts:
+    """One optimizer, also one that merely behaves like one, or several.
+
+    Raises:
+        InvalidRegistrationError: If anything in it cannot step.
+    """
+    single = isinstance(given, torch.optim.Optimizer) or not isinstance(given, Iterable)
+    parts = Parts([given], None) if single else _several("optimizers", given)
+    strangers = [item for item in parts.items if not hasattr(item, "step")]
+    if strangers:
+        raise InvalidRegistrationError(
+            f"`register(optimizers=...)` got `{type(strangers[0]).__name__}`, which has no `step`: pass an optimizer, or a "
+            "list or tuple of them."
+        )
+    return parts
+
+
+def schedulers_of(given: Any) -> Parts | None:
+    """One scheduler or several; None when none were given. An empty container counts as given."""
+    if given is None or given is False:
+        return None
+    return _several("schedulers", given) if isinstance(given, Iterable) else Parts([given], None)
+
+
+def _several(name: str, given: Any) -> Parts:
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | torch.Tensor):
+        raise InvalidRegistrationError(
+            f"`register({name}=...)` got `{type(given).__name__}`: pass one object, or a list or tuple of them."
+        )
+    return Parts(list(given), tuple if isinstance(given, tuple) else list)

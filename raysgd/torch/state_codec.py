@@ -1,0 +1,309 @@
+"""Moves a training state between processes with one copy.
+
+An encoded state is a small pickle in which every tensor is a number (the skeleton), and one flat array with
+the bytes of all tensors (the buffer). Pickle protocol 5 ships such an array out of band, so Ray places it in
+its object store with a single memory copy, and the receiver can use the tensors where they lie.
+
+What is kept: types and order of containers, classes of other objects (through cloudpickle), which tensors are
+one and the same, dtypes, strides of dense tensors, `requires_grad`. What is not: the device (everything
+arrives on the CPU), views that share part of another tensor's memory, and attributes that were hung on a
+tensor.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import warnings
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+from ray.cloudpickle import CloudPickler
+
+_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+_Sliceable = TypeVar("_Sliceable", _Bytes, torch.Tensor)
+
+_ALIGNMENT = 64
+"""Bytes to whose multiple every part starts: a cache line, and the widest vector register."""
+
+_INLINE_ARRAY_BYTES = 4096
+"""numpy arrays up to this size stay in the skeleton: their own part costs more than the copy it saves."""
+
+
+@dataclass(frozen=True, eq=False)
+class EncodedState:
+    """A state ready to travel: pickled with protocol 5, as by Ray, `buffer` moves without a further copy.
+
+    Attributes:
+        skeleton: The pickled structure, with a number in the place of each tensor.
+        buffer: The bytes of all tensors, each starting at a multiple of 64.
+    """
+
+    skeleton: bytes
+    buffer: _Bytes
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the tensors' bytes, padding included."""
+        return int(self.buffer.nbytes)
+
+
+class StateEncoder:
+    """Encodes states into a host buffer that is kept, so that its pages are already there the next time.
+
+    An encoded state's memory belongs to the caller until `release` is called for it, or for good when it
+    never is. Not safe for use from several threads at once.
+
+    Example:
+        >>> encoder = StateEncoder()
+        >>> encoded = encoder.encode({"weight": torch.ones(2), "epoch": 3})
+        >>> decode(encoded, copy=True)
+        {'weight': tensor([1., 1.]), 'epoch': 3}
+        >>> encoder.release(encoded)
+    """
+
+    def __init__(self) -> None:
+        self._spare: torch.Tensor | None = None
+        self._lent: WeakKeyDictionary[EncodedState, torch.Tensor] = WeakKeyDictionary()
+
+    def encode(self, state: Any) -> EncodedState:
+        """Copy `state` into host memory; later changes to its tensors do not show.
+
+        Tensors on a GPU are copied straight into the buffer, behind the work queued on the current stream.
+
+        Raises:
+            pickle.PicklingError: Something in the state cannot be pickled; many classes say so by a
+                `TypeError`.
+        """
+        parts = _Parts()
+        structure = io.BytesIO()
+        _SkeletonPickler(structure, parts).dump(state)
+        skeleton = pickle.dumps((parts.tensor_parts, parts.array_parts, structure.getvalue()), protocol=5)
+        memory = self._take(parts.num_bytes, pinned=parts.is_on_gpu)
+        parts.copy_into(memory)
+        encoded = EncodedState(skeleton, memory.numpy()[: parts.num_bytes])
+        self._lent[encoded] = memory
+        return encoded
+
+    def release(self, encoded: EncodedState) -> None:
+        """Give the memory of `encoded` back; the next `encode` may overwrite it.
+
+        Call it when the bytes have left the process, for instance after `ray.put`, and no view decoded with
+        `copy=False` is in use any more.
+
+        Raises:
+            ValueError: This encoder did not hand `encoded` out, or it was released before.
+        """
+        memory = self._lent.pop(encoded, None)
+        if memory is None:
+            raise ValueError(
+                "`release(encoded)`: this encoder has not handed out `encoded`, or it was released before. "
+                "Release the very object that `encode` returned, once, in the process that encoded it."
+            )
+        self._spare = memory
+
+    def _take(self, num_bytes: int, *, pinned: bool) -> torch.Tensor:
+        """Take the spare buffer if it fits, else a new one. A GPU writes into `pinned` memory directly."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.nbytes >= num_bytes and spare.is_pinned() == pinned:
+            return spare
+        del spare  # Before the new one is there, so that there are never both.
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+
+
+def decode(encoded: EncodedState, copy: bool) -> Any:
+    """Rebuild the state.
+
+    Args:
+        encoded: What `StateEncoder.encode` returned, here or in another process.
+        copy: True: the tensors own their memory. False: they are views of `encoded.buffer`, made without a
+            copy. Those are for reading only (out of Ray's object store, the memory is shared with other
+            processes), and they change when the buffer is released and used again. Either way each tensor has
+            a storage of its own, exactly over its bytes.
+    """
+    tensor_parts, array_parts, structure = pickle.loads(encoded.skeleton)
+    tensors = _build_tensors(tensor_parts, encoded.buffer, copy)
+    arrays = [_array(part, encoded.buffer, copy) for part in array_parts]
+    return _SkeletonUnpickler(structure, arrays, tensors).load()
+
+
+class _ArrayPart(NamedTuple):
+    """Where the bytes of a numpy array lie."""
+
+    start: int
+    num_bytes: int
+
+
+class _TensorPart(NamedTuple):
+    """Where a tensor's bytes lie, and how to read them."""
+
+    start: int
+    num_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...] | None
+    is_parameter: bool
+    requires_grad: bool
+
+
+class _Parts:
+    """Collects the tensors and arrays of a state, each once, and lays them out one behind the other.
+
+    It must not know the pickler: the two would form a cycle that keeps the tensors alive until a garbage
+    collection.
+    """
+
+    def __init__(self) -> None:
+        self.tensor_parts: list[_TensorPart] = []
+        self.array_parts: list[_ArrayPart] = []
+        self.num_bytes = 0
+        self._tensors: list[torch.Tensor] = []
+        self._arrays: list[memoryview] = []
+        self._index_of: dict[Hashable, int] = {}
+
+    @property
+    def is_on_gpu(self) -> bool:
+        """Whether any of the tensors is on a CUDA device."""
+        return any(tensor.is_cuda for tensor in self._tensors)
+
+    def add_tensor(self, tensor: torch.Tensor) -> int:
+        """Note a tensor and return its number; one that was seen before has the same number again."""
+        key = _identity(tensor)
+        index = self._index_of.get(key)
+        if index is None:
+            index = self._index_of[key] = len(self._tensors)
+            self._tensors.append(tensor)
+            self.tensor_parts.append(self._tensor_part(tensor))
+        return index
+
+    def add_array(self, buffer: pickle.PickleBuffer) -> bool:
+        """Note the memory of a large numpy array; return whether it should stay in the skeleton instead."""
+        content = buffer.raw()
+        if content.nbytes <= _INLINE_ARRAY_BYTES:
+            return True
+        self._arrays.append(content)
+        self.array_parts.append(_ArrayPart(self._reserve(content.nbytes), content.nbytes))
+        return False
+
+    def copy_into(self, memory: torch.Tensor) -> None:
+        """Fill the bytes `memory` with all that was noted."""
+        with torch.no_grad():
+            for tensor, part in zip(self._tensors, self.tensor_parts, strict=True):
+                if part.num_bytes:
+                    _copy_tensor(tensor, _slice(memory, part), part)
+        for content, array_part in zip(self._arrays, self.array_parts, strict=True):
+            _slice(memory, array_part).numpy()[:] = np.frombuffer(content, dtype=np.uint8)
+        for device in {tensor.device for tensor in self._tensors if tensor.is_cuda}:
+            torch.cuda.current_stream(device).synchronize()
+
+    def _tensor_part(self, tensor: torch.Tensor) -> _TensorPart:
+        num_bytes = tensor.numel() * tensor.element_size()
+        return _TensorPart(
+            start=self._reserve(num_bytes),
+            num_bytes=num_bytes,
+            dtype=tensor.dtype,
+            shape=tuple(tensor.shape),
+            stride=None if tensor.is_contiguous() else torch.empty_like(tensor, device="meta").stride(),
+            is_parameter=isinstance(tensor, torch.nn.Parameter),
+            requires_grad=tensor.requires_grad,
+        )
+
+    def _reserve(self, num_bytes: int) -> int:
+        start = self.num_bytes
+        self.num_bytes = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
+        return start
+
+
+class _SkeletonPickler(CloudPickler):
+    """Pickles everything but the contents of tensors and large arrays."""
+
+    def __init__(self, stream: io.BytesIO, parts: _Parts) -> None:
+        super().__init__(stream, protocol=5, buffer_callback=parts.add_array)
+        self._parts = parts
+
+    def persistent_id(self, obj: Any) -> int | None:
+        return self._parts.add_tensor(obj) if _is_plain_tensor(obj) else None
+
+
+class _SkeletonUnpickler(pickle.Unpickler):
+    """Puts the tensors back into the places where they were."""
+
+    def __init__(self, structure: bytes, arrays: list[_Bytes], tensors: list[torch.Tensor]) -> None:
+        super().__init__(io.BytesIO(structure), buffers=arrays)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> torch.Tensor:
+        return self._tensors[pid]
+
+
+def _is_plain_tensor(value: Any) -> bool:
+    """Whether `value` is a tensor whose contents are its elements in memory; others pickle themselves."""
+    if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
+        return False
+    return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
+
+
+def _identity(tensor: torch.Tensor) -> Hashable:
+    """What two mentions of one tensor share. Empty tensors have no address, so each stands for itself."""
+    if tensor.numel() == 0:
+        return id(tensor)
+    return (
+        type(tensor),
+        tensor.device,
+        tensor.data_ptr(),
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.requires_grad,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) -> None:
+    """Copy a tensor's elements into the bytes `target`; a copy from a GPU is only queued."""
+    source = tensor.detach().resolve_conj().resolve_neg()
+    if part.stride is None and source.is_contiguous():
+        source = source.reshape(-1).view(torch.uint8)  # Bytes: quick, and good for any dtype.
+    else:
+        target = _shaped(part, target)
+    target.copy_(source, non_blocking=source.is_cuda)
+
+
+def _build_tensors(parts: list[_TensorPart], buffer: _Bytes, copy: bool) -> list[torch.Tensor]:
+    """Make the tensors of their bytes. torch warns of read-only ones: that nobody writes is our promise."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        contents = [torch.from_numpy(_slice(buffer, part)) for part in parts]
+    return [
+        _build_tensor(part, content.clone() if copy else content)
+        for part, content in zip(parts, contents, strict=True)
+    ]
+
+
+def _build_tensor(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
+    """Make one tensor of its bytes, in the storage that these have."""
+    tensor = _shaped(part, content) if part.num_bytes else torch.empty(part.shape, dtype=part.dtype)
+    if part.is_parameter:
+        return torch.nn.Parameter(tensor, requires_grad=part.requires_grad)
+    return tensor.requires_grad_(part.requires_grad)
+
+
+def _shaped(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
+    """See the flat bytes `content` as a tensor of the part's dtype, shape and strides."""
+    elements = content.view(part.dtype)
+    return elements.view(part.shape) if part.stride is None else elements.as_strided(part.shape, part.stride)
+
+
+def _array(part: _ArrayPart, buffer: _Bytes, copy: bool) -> _Bytes:
+    """Get the bytes of one numpy array."""
+    content = _slice(buffer, part)
+    return content.copy() if copy else content
+
+
+def _slice(content: _Sliceable, part: _TensorPart | _ArrayPart) -> _Sliceable:
+    return content[part.start : part.start + part.num_bytes]

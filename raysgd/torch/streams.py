@@ -1,0 +1,244 @@
+"""Batches that come one after the other, across calls: the position in the data of one replica.
+
+A stream keeps a live iterator over its source between calls, so that `num_steps` goes on where the last call stopped. The
+sources differ in what is known beforehand: a loader that the library divides knows every rank's share of every step; any
+other loader does not, so the ranks agree step by step, one step ahead of the training and beside it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from raysgd.torch.parallel import Step
+from raysgd.torch.sampling import ShardedLoader, count_samples
+
+_END = object()
+
+
+class Source(Protocol):
+    """Where the batches of a pass come from."""
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[tuple[Any, float, int | None]]:
+        """Starts a pass after `consumed` samples. Yields batch, gradient weight, and number of real samples if known."""
+
+    def num_steps(self) -> int | None:
+        """Steps of the pass that was opened last, if known."""
+
+    def consumed_after(self, num_steps: int) -> int:
+        """Samples of the pass used up, by all ranks, after that many steps since it was opened; 0 if unknown."""
+
+
+class DividedSource:
+    """A loader that the library divides over the ranks.
+
+    A loader draws a seed for its processes whenever it is opened. Here it draws that from a generator of its own, so that a
+    pass that was interrupted and resumed leaves the model's random numbers as they would have been.
+
+    Args:
+        sharded: The rebuilt loader.
+        seed: Decides the order of every pass; the same on all ranks.
+    """
+
+    def __init__(self, sharded: ShardedLoader, seed: int) -> None:
+        self._sharded = sharded
+        self._generator = torch.Generator() if sharded.loader.generator is None else None
+        self.seed = seed
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[tuple[Any, float, int | None]]:
+        sampler = self._sharded.sampler
+        plan, rank = sampler.begin_pass(pass_index, self.seed, consumed), sampler.rank
+        if self._generator is not None:
+            self._generator.manual_seed(_mixed(self.seed, pass_index, consumed, rank))
+            self._sharded.loader.generator = self._generator
+        for step, batch in enumerate(self._sharded.loader):
+            share = plan.share(step, rank)
+            yield batch, share.weight, share.num_samples
+
+    def num_steps(self) -> int | None:
+        return len(self._sharded.sampler)
+
+    def consumed_after(self, num_steps: int) -> int:
+        plan = self._sharded.sampler.plan
+        return 0 if plan is None else plan.consumed_after(min(num_steps, plan.num_steps))
+
+
+class PlainSource:
+    """Any iterable, as it is: a single replica, an evaluation, or replicas that do not step together."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[tuple[Any, float, int | None]]:
+        tell_epoch(self._loader, pass_index)
+        for batch in self._loader:
+            yield batch, 1.0, None
+
+    def num_steps(self) -> int | None:
+        return length_of(self._loader)
+
+    def consumed_after(self, num_steps: int) -> int:
+        return 0
+
+
+class LockstepSource(PlainSource):
+    """Any iterable on ranks that step together, however many batches each of them has.
+
+    A rank that has run out repeats its last batch with weight 0 until all have run out, so no rank ever waits in vain.
+    """
+
+    def __init__(self, loader: Any, world_size: int) -> None:
+        super().__init__(loader)
+        self._world_size = world_size
+        self._agreement: _Agreement | None = None
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[tuple[Any, float, int | None]]:
+        tell_epoch(self._loader, pass_index)
+        self._agreement = self._agreement or _Agreement()
+        batches = iter(self._loader)
+        coming = next(batches, _END)
+        vote = self._agreement.ask(coming)
+        last = _END
+        while True:
+            num_ranks, num_samples = vote.result()
+            if not num_ranks:
+                return
+            has_own, last = coming is not _END, last if coming is _END else coming
+            if last is _END:
+                raise ValueError(
+                    "The train loader of this rank is empty while other ranks have data, so it has no batch to step with. "
+                    "Give every rank at least one batch."
+                )
+            own = count_samples(last) if has_own else 0
+            coming = next(batches, _END) if has_own else _END
+            vote = self._agreement.ask(coming)  # answered while this step is computed
+            yield last, own * self._world_size / num_samples if num_samples else 0.0, own
+
+
+class _Agreement:
+    """Tells every rank, ahead of a step, how many ranks have a batch and how many samples these hold together."""
+
+    def __init__(self) -> None:
+        # A group of its own: on the default one these calls could overtake those of the backward pass.
+        self._group = dist.new_group(backend="gloo")
+
+    def ask(self, batch: Any) -> _Vote:
+        mine = [0, 0] if batch is _END else [1, count_samples(batch)]
+        counts = torch.tensor(mine, dtype=torch.int64)
+        return _Vote(dist.all_reduce(counts, group=self._group, async_op=True), counts)
+
+
+class _Vote:
+    def __init__(self, work: Any, counts: torch.Tensor) -> None:
+        self._work, self._counts = work, counts
+
+    def result(self) -> tuple[int, int]:
+        self._work.wait()
+        num_ranks, num_samples = self._counts.tolist()
+        return num_ranks, num_samples
+
+
+class BatchStream:
+    """Hands out the batches of a source, pass after pass, and remembers where it is.
+
+    Args:
+        source: Where the batches come from.
+        step: Told about each step before its batch is handed out.
+        next_pass: Called whenever a new pass is opened; returns its index.
+    """
+
+    def __init__(self, source: Source, step: Step, next_pass: Callable[[], int]) -> None:
+        self.source = source
+        self._step = step
+        self._next_pass = next_pass
+        self._live: Iterator[tuple[Any, float, int | None]] | None = None
+        self._to_resume: tuple[int, int] | None = None
+        self._num_steps_in_pass = 0
+        self.pass_index = 0
+        self.num_steps_taken = 0
+
+    @property
+    def is_mid_pass(self) -> bool:
+        """Whether the next batch belongs to the pass that was begun last."""
+        return self._live is not None or self._to_resume is not None
+
+    @property
+    def consumed(self) -> int:
+        """Samples of the pass begun last that all ranks together have used; 0 where that is not known."""
+        if self._to_resume is not None:
+            return self._to_resume[1]
+        return self.source.consumed_after(self._num_steps_in_pass) if self._num_steps_in_pass else 0
+
+    def resume(self, pass_index: int, consumed: int) -> None:
+        """Goes on inside a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
+        self._live = None
+        self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
+
+    def rewind(self) -> None:
+        """Forgets the position: the next batch opens a new pass."""
+        self._live, self._to_resume, self._num_steps_in_pass = None, None, 0
+
+    def take(self, num_steps: int | None) -> Iterator[Any]:
+        """Yields `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
+
+        An empty source ends the iteration.
+        """
+        produced = 0
+        just_opened = False
+        while num_steps is None or produced < num_steps:
+            if self._live is None:
+                if num_steps is None and produced:
+                    return
+                self._live = self._open()
+                just_opened = True
+            item = next(self._live, None)
+            if item is None:
+                self._live = None
+                if just_opened:
+                    return
+                continue
+            just_opened = False
+            produced += 1
+            yield self._hand_out(*item)
+
+    def _open(self) -> Iterator[tuple[Any, float, int | None]]:
+        if self._to_resume is not None:
+            (self.pass_index, consumed), self._to_resume = self._to_resume, None
+        else:
+            self.pass_index, consumed = self._next_pass(), 0
+        self._num_steps_in_pass = 0
+        return iter(self.source.open(self.pass_index, consumed))
+
+    def _hand_out(self, batch: Any, weight: float, num_samples: int | None) -> Any:
+        self._step.weight, self._step.num_samples = weight, num_samples
+        self.num_steps_taken += 1
+        self._num_steps_in_pass += 1
+        if isinstance(self.source, DividedSource) and self._num_steps_in_pass == self.source.num_steps():
+            self._live = None  # known to be the last one: the next call begins with a fresh pass
+        return batch
+
+
+def tell_epoch(loader: Any, pass_index: int) -> None:
+    """Tells a sampler that wants to know which pass begins."""
+    for holder in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+        if holder is not None and hasattr(holder, "set_epoch"):
+            holder.set_epoch(pass_index)
+            return
+
+
+def _mixed(*numbers: int) -> int:
+    """A seed that differs when any of the numbers does."""
+    digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # 63 bits: a seed is a non-negative signed integer
+
+
+def length_of(loader: Any) -> int | None:
+    """`len(loader)`, or None if it has none."""
+    try:
+        return len(loader)
+    except TypeError:
+        return None

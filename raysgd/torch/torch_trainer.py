@@ -1,0 +1,600 @@
+"""`TorchTrainer`: the driver's handle on N replicas of a `TrainingOperator`.
+
+A front end: it checks arguments, turns calls into requests for the engine, and merges what comes back. Workers, Ray and
+failures are the engine's business.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any
+from weakref import finalize
+
+import torch
+
+from raysgd._optional import require
+from raysgd.backends.torch import TorchBackend
+from raysgd.engine import results
+from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.types import Resources, World
+from raysgd.engine.worker_group import GroupSpec
+from raysgd.exceptions import InvalidCountError, UnevenStepsError
+from raysgd.torch import checkpoint_file, constants
+from raysgd.torch.batching import split_batch_size
+from raysgd.torch.precision import choose_amp_backend
+from raysgd.torch.progress import ProgressBar
+from raysgd.torch.state_codec import StateEncoder, decode
+from raysgd.torch.torch_runner import RESUME, EpochAnswer, EpochRequest, RunnerFacts, RunnerSpec, TorchRunner
+from raysgd.torch.training_operator import TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_RETRIES = 3  # for calls other than `train`, which says so itself
+_RNG = "rng"
+
+
+class TorchTrainer:
+    """Trains a `TrainingOperator` on one or many workers.
+
+    Args:
+        training_operator_cls: The operator class, not an instance.
+        initialization_hook: Called without arguments in each worker process before anything else, to set environment
+            variables for instance.
+        config: Passed to the operator. Under the key `BATCH_SIZE` it may hold the batch size of all workers together.
+        num_workers: How many workers to train with. After losses there may be fewer for a while.
+        num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
+        use_gpu: True reserves one GPU for each worker; "auto" does so if the driver sees one.
+        backend: "nccl", "gloo", or "auto" (NCCL with GPUs, else gloo).
+        wrap_ddp: Whether registered models are wrapped in `DistributedDataParallel`.
+        timeout_s: Seconds that a collective may take. With NCCL the default comes from the environment variable
+            NCCL_TIMEOUT_S.
+        use_fp16: True for PyTorch's own mixed precision, "apex" for Apex.
+        use_tqdm: Whether to show a progress bar in `train`.
+        add_dist_sampler: Whether registered loaders over map-style datasets are divided over the workers.
+        scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for never.
+        use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong; nothing was started.
+        DeprecationWarning: An argument that older versions of the API had.
+        ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
+        WorkerError: The user's set-up failed; also of the class that it raised.
+
+    Example:
+        >>> from raysgd.operators import ClassificationOperator  # doctest: +SKIP
+        >>> trainer = TorchTrainer(training_operator_cls=MyOperator, num_workers=2)  # doctest: +SKIP
+        >>> for _ in range(5):  # doctest: +SKIP
+        ...     print(trainer.train(), trainer.validate())
+    """
+
+    def __init__(
+        self,
+        *,
+        training_operator_cls: type[TrainingOperator],
+        initialization_hook: Callable[[], Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        num_workers: int = 1,
+        num_cpus_per_worker: float = 1,
+        use_gpu: bool | str = "auto",
+        backend: str = "auto",
+        wrap_ddp: bool = True,
+        timeout_s: float | None = None,
+        use_fp16: bool | str = False,
+        use_tqdm: bool = False,
+        add_dist_sampler: bool = True,
+        scheduler_step_freq: str | None = None,
+        use_local: bool = False,
+        model_creator: Any = None,
+        data_creator: Any = None,
+        optimizer_creator: Any = None,
+        scheduler_creator: Any = None,
+        loss_creator: Any = None,
+        num_replicas: Any = None,
+        batch_size: Any = None,
+        apex_args: Any = None,
+        serialize_data_creation: Any = None,
+        data_loader_args: Any = None,
+        **unknown: Any,
+    ) -> None:
+        _check_count("num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`.")
+        _refuse_creators(model_creator, data_creator, optimizer_creator, scheduler_creator, loss_creator)
+        if use_local:
+            _check_use_local(num_workers)
+        if num_workers > 1 and not torch.distributed.is_available():
+            raise ValueError(f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`; it can use 1.")
+        _refuse_retired(num_replicas=num_replicas, batch_size=batch_size, apex_args=apex_args)
+        if serialize_data_creation is True:
+            logger.warning("`serialize_data_creation` of the trainer has no effect; `TrainingOperator.from_creators` has it")
+        _refuse_retired(data_loader_args=data_loader_args or None)
+        _validate_scheduler_step_freq(scheduler_step_freq)
+        _refuse_unknown(unknown)
+        _check_operator_class(training_operator_cls)
+        choose_amp_backend(use_fp16)
+        if use_tqdm:
+            _check_tqdm()
+
+        self.training_operator_cls = training_operator_cls
+        self.initialization_hook = initialization_hook
+        self.num_cpus_per_worker = num_cpus_per_worker
+        self.use_gpu = _resolve_use_gpu(use_gpu)
+        self.backend = _resolve_backend(backend, self.use_gpu)
+        self.max_replicas = num_workers
+        self.serialize_data_creation = serialize_data_creation
+        self.wrap_ddp = wrap_ddp
+        self.timeout_s = _resolve_timeout(timeout_s, self.backend)
+        self.use_fp16 = use_fp16
+        self.use_tqdm = use_tqdm
+        self.add_dist_sampler = add_dist_sampler
+        self.use_local = use_local
+        self.scheduler_step_freq = scheduler_step_freq
+        self._requested_config = dict(config or {})
+        self._check_batch_size()
+        self._writer = checkpoint_file.AsyncWriter()
+        self._controller = self._make_controller()
+        self._finalizer = finalize(self, _abandon, self._controller)
+        self._controller.start()
+        self._check_same_data()
+
+    def _make_controller(self) -> ElasticController:
+        spec = RunnerSpec(
+            operator_cls=self.training_operator_cls,
+            config=self._requested_config,
+            use_gpu=self.use_gpu,
+            use_fp16=self.use_fp16,
+            use_tqdm=self.use_tqdm,
+            wrap_ddp=self.wrap_ddp,
+            add_dist_sampler=self.add_dist_sampler,
+            scheduler_step_freq=self.scheduler_step_freq,
+        )
+        group = GroupSpec(
+            backend=TorchBackend(self.backend, self.timeout_s),
+            make_replica=partial(TorchRunner, spec),
+            resources=Resources(self.num_cpus_per_worker, int(self.use_gpu)),
+            use_local=self.use_local,
+            initialization_hook=self.initialization_hook,
+            reservation_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
+            captures=not (self.use_local and self.max_replicas == 1),
+        )
+        scaling = ScalingPolicy(max_workers=self.max_replicas, num_local=int(self.use_local))
+        return ElasticController(group, scaling, release_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S)
+
+    # ------------------------------------------------------------------------------------------------ epochs
+
+    def train(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        max_retries: int = 3,
+        info: Mapping[str, Any] | None = None,
+        dataset: Any = None,
+    ) -> Any:
+        """Trains for one pass over the data, or for `num_steps` batches per worker.
+
+        Args:
+            num_steps: Batches per worker. The next call goes on where this one stops; passes follow one another.
+            profile: Whether to add `profile`, the mean seconds of the phases of a single worker.
+            reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
+            max_retries: How many times this call is run again after a loss of workers.
+            info: Handed to the operator.
+            dataset: Trained on instead of the registered loader, for this call: has `set_num_shards(n)` and `get_shard(i)`.
+
+        Returns:
+            `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and its last value.
+
+        Raises:
+            InvalidCountError: `max_retries` is negative, or `num_steps` is no count.
+            WorkerError: The operator raised; also of the class that it raised. Never retried.
+            WorkersLostError: Workers were lost and the retries are used up.
+        """
+        if not isinstance(max_retries, int) or max_retries < 0:
+            raise InvalidCountError(f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more.")
+        _check_num_steps(num_steps)
+        requests = partial(self._requests, num_steps, profile, dict(info or {}), dataset)
+        with ExitStack() as stack:
+            bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
+            tick = (lambda: bar.show(self._progress())) if bar is not None else None
+            call = Call(TorchRunner.train_epoch, requests, changes_state=True, tick=tick)
+            answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
+            self._check_even_steps(answers)
+            result = _merged(answers, reduce_results)
+            if bar is not None:
+                bar.finish(answers[0].num_steps, _loss_of(answers))
+        return result
+
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Evaluates on the validation loader, every sample exactly once; arguments and result as in `train`, no `epoch`."""
+        _check_num_steps(num_steps)
+        requests = partial(self._requests, num_steps, profile, dict(info or {}), None)
+        call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
+        return _merged(self._controller.run(call, max_retries=_DEFAULT_RETRIES), reduce_results)
+
+    def _requests(
+        self, num_steps: int | None, profile: bool, info: dict[str, Any], dataset: Any, worlds: Sequence[World]
+    ) -> list[tuple[EpochRequest]]:
+        """One request for each rank. Made anew for every attempt, because the number of workers may have changed."""
+        if dataset is not None:
+            dataset.set_num_shards(len(worlds))
+        seed = self._facts.seed
+        return [
+            (EpochRequest(num_steps, info, profile, seed, dataset.get_shard(world.rank) if dataset is not None else None),)
+            for world in worlds
+        ]
+
+    def _progress(self) -> Any:
+        transfer = self._controller.group.beside(0, TorchRunner.progress)
+        try:
+            return transfer.result(1.0)
+        except Exception as error:  # a bar is not worth a failure; the call itself reports the loss of the worker
+            logger.debug("no news for the progress bar: %s", error)
+            return None
+
+    def _check_even_steps(self, answers: Sequence[EpochAnswer]) -> None:
+        """An epoch of replicas that step together counts only when all took the same steps."""
+        counts = [answer.num_steps for answer in answers]
+        if self._facts.is_synchronous and len(set(counts)) > 1:
+            raise UnevenStepsError(
+                f"The workers drew {counts} batches: replicas under `DistributedDataParallel` must take the same number of steps. "
+                "Let `train_epoch` consume its iterator alike on all ranks, or pass `wrap_ddp=False` and keep them equal yourself."
+            )
+
+    # ------------------------------------------------------------------------------------------------ functions
+
+    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
+        """Runs `fn()` once in each worker process; returns the results in rank order."""
+        call = Call(TorchRunner.execute, lambda worlds: [(fn,)] * len(worlds))
+        return self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+
+    def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
+        """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order."""
+        call = Call(TorchRunner.apply, lambda worlds: [(fn,)] * len(worlds), changes_state=True)
+        return self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+
+    def get_local_operator(self) -> TrainingOperator:
+        """The live operator of rank 0, with `use_local=True` only.
+
+        Raises:
+            NotImplementedError: All workers are remote.
+        """
+        runner = self._controller.group.local_replica
+        if runner is None:
+            raise NotImplementedError(
+                "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with `use_local=True`."
+            )
+        self._controller.touch()  # whoever asks for it may change it
+        operator: TrainingOperator = runner.operator
+        return operator
+
+    def update_scheduler(self, metric: Any) -> None:
+        """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""
+        call = Call(TorchRunner.update_schedulers, lambda worlds: [(metric,)] * len(worlds), changes_state=True)
+        self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def get_model(self, to_cpu: bool = False) -> Any:
+        """The trained model, or a list of models, without any wrapper.
+
+        From remote workers it is a copy; with `use_local=True` it is the live model, unless `to_cpu` asks for a copy.
+        """
+        is_local = self._controller.group.local_replica is not None
+        call = Call(TorchRunner.models, lambda worlds: [(to_cpu or not is_local,)] * len(worlds), rank=0)
+        models = self._controller.run(call, max_retries=_DEFAULT_RETRIES)[0]
+        if self.use_gpu and torch.cuda.is_available() and not to_cpu:
+            models = [model.cuda() for model in models]
+        return models[0] if len(models) == 1 else models
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
+        state = decode(self._controller.snapshot().shared_state, copy=True)
+        del state[RESUME]
+        return dict(state)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
+        """Loads such a state into all workers; returns when they have it.
+
+        Args:
+            state_dict: What `state_dict` returned, here or in another trainer with any number of workers.
+            blocking: Accepted for compatibility: loading always waits, so that an error is not lost.
+
+        Raises:
+            KeyError: A part is missing.
+            ValueError: A part does not fit what is registered; the workers are as they were.
+        """
+        self._load(dict(state_dict))
+
+    def save(self, checkpoint: Any, blocking: bool = True) -> Any:
+        """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
+
+        Args:
+            checkpoint: The path.
+            blocking: False returns once the state is copied and writes in the background; an error is raised by the next
+                `save` or by `shutdown`.
+
+        Returns:
+            `checkpoint`.
+
+        Raises:
+            ValueError: The operator's own state could not be loaded back; the message names the key.
+        """
+        snapshot = self._controller.snapshot()
+
+        def produce() -> dict[str, Any]:
+            state = decode(snapshot.shared_state, copy=False)
+            state[RESUME] = {**state[RESUME], _RNG: list(snapshot.rank_states)}
+            return dict(checkpoint_file.check_loadable(state))
+
+        if blocking:
+            self._writer.wait()
+            checkpoint_file.write(checkpoint, produce())
+        else:
+            self._writer.submit(checkpoint, produce)
+        return checkpoint
+
+    def load(self, checkpoint: Any, weights_only: bool = True) -> None:
+        """Loads a file that `save` wrote, or that the old library wrote, into all workers.
+
+        Args:
+            checkpoint: The path.
+            weights_only: False also unpickles arbitrary objects. Only for files that you trust.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            CheckpointCorruptedError: The file is truncated or was changed.
+            ValueError, KeyError: The file does not fit; the workers are as they were.
+        """
+        self._load(checkpoint_file.read(checkpoint, weights_only=weights_only))
+
+    def restore(self, *args: Any) -> None:
+        """Retired.
+
+        Raises:
+            DeprecationWarning: Always.
+        """
+        raise DeprecationWarning("`TorchTrainer.restore` was renamed: use `load`.")
+
+    def _load(self, state: dict[str, Any]) -> None:
+        facts = self._facts
+        _check_parts(state, facts)
+        resume = dict(state.get(RESUME) or {})
+        rank_states = tuple(resume.pop(_RNG, ()))
+        encoded = StateEncoder().encode({**state, RESUME: resume})
+        call = Call(
+            TorchRunner.restore,
+            lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(encoded)],
+            changes_state=True,
+        )
+        self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def shutdown(self, force: bool = False) -> None:
+        """Ends the workers and gives their resources back; a second time it does nothing.
+
+        Args:
+            force: End the processes at once instead of letting them close first.
+        """
+        self._finalizer.detach()
+        try:
+            self._controller.stop(force)
+        finally:
+            self._writer.close()
+
+    def __enter__(self) -> TorchTrainer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.shutdown(force=error is not None)
+
+    # ------------------------------------------------------------------------------------------------ to read
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, with the batch size under `BATCH_SIZE` that the present number of workers really takes."""
+        config = dict(self._requested_config)
+        if BATCH_SIZE in config:
+            config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self._controller.num_workers).effective
+        return config
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are now."""
+        return self._controller.num_workers
+
+    @property
+    def worker_group(self) -> Any:
+        """The running group; `RuntimeError` after `shutdown`."""
+        return self._controller.group
+
+    @property
+    def _num_failures(self) -> int:
+        return self._controller.num_failures
+
+    @property
+    def _last_resize(self) -> float:
+        return self._controller.last_resize
+
+    @property
+    def _facts(self) -> RunnerFacts:
+        facts: RunnerFacts = self._controller.facts[0]
+        return facts
+
+    # ------------------------------------------------------------------------------------------------ checks
+
+    def _check_batch_size(self) -> None:
+        if BATCH_SIZE not in self._requested_config:
+            return
+        split = split_batch_size(self._requested_config[BATCH_SIZE], self.max_replicas)
+        if split.effective != split.requested:
+            logger.warning(
+                "the batch size %s does not divide over %s workers: taking %s", split.requested, self.max_replicas, split.effective
+            )
+
+    def _check_same_data(self) -> None:
+        """All ranks must divide the same data; otherwise they would train on overlapping parts without anybody noticing."""
+        for name in ("train_data", "validation_data"):
+            found = [getattr(facts, name) for facts in self._controller.facts]
+            if len(set(found)) > 1:
+                self.shutdown(force=True)
+                raise ValueError(
+                    f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one dataset that "
+                    "all workers have alike. If each worker loads a part of its own, pass `add_dist_sampler=False`."
+                )
+
+
+def _merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
+    if not reduce_results:
+        return [dict(answer.metrics.values) if answer.metrics is not None else answer.returned for answer in answers]
+    metrics = [answer.metrics for answer in answers if answer.metrics is not None]
+    if len(metrics) < len(answers):
+        strange = next(answer.returned for answer in answers if answer.metrics is None)
+        raise TypeError(
+            f"The operator returned a `{type(strange).__name__}`, which cannot be merged over workers: return a dict of metrics, "
+            "or pass `reduce_results=False` to get every worker's own."
+        )
+    return results.merge(metrics)
+
+
+def _loss_of(answers: Sequence[EpochAnswer]) -> float | None:
+    metrics = answers[0].metrics
+    loss = results.as_number(metrics.values.get("last_train_loss")) if metrics is not None else None
+    return None if loss is None else float(loss)
+
+
+def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
+    """What the driver can know: whether a state has all its parts, in the right numbers."""
+    expected = {"models": facts.num_models, "optimizers": facts.num_optimizers}
+    if facts.num_schedulers is not None:
+        expected["schedulers"] = facts.num_schedulers
+    missing = [key for key in ("epoch", "operator", *expected) if key not in state]
+    if missing:
+        raise KeyError(f"The state has no {', '.join(repr(key) for key in missing)}; it has {sorted(map(str, state))}.")
+    for key, count in expected.items():
+        if len(state[key]) != count:
+            raise ValueError(
+                f"The state holds {len(state[key])} {key}, but the operator registered {count}. Nothing was loaded; load it with "
+                "the operator that saved it."
+            )
+
+
+def _check_count(name: str, value: Any, hint: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"`{name}={value!r}`: need at least 1, as an integer. {hint}")
+
+
+def _check_num_steps(num_steps: Any) -> None:
+    if num_steps is not None and (isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0):
+        raise InvalidCountError(f"`num_steps={num_steps!r}`: need a number of batches per worker, or None for one pass.")
+
+
+def _check_use_local(num_workers: int) -> None:
+    if num_workers > 1:
+        from raysgd.engine.resources import is_ray_client
+
+        if is_ray_client():
+            raise ValueError("`use_local=True` does not work through a Ray Client connection: this process is not in the cluster.")
+    _warn_local_once()
+
+
+_warned: set[str] = set()
+
+
+def _warn_local_once() -> None:
+    if "use_local" not in _warned and torch.cuda.is_available():
+        _warned.add("use_local")
+        logger.warning("`use_local=True`: rank 0 shares this process, and its view of CUDA devices, with your program")
+
+
+def _check_operator_class(operator_cls: Any) -> None:
+    if isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator):
+        return
+    found = f"an instance of `{type(operator_cls).__name__}`" if isinstance(operator_cls, TrainingOperator) else repr(operator_cls)
+    raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `TrainingOperator`, the class itself.")
+
+
+def _check_tqdm() -> None:
+    try:
+        require("tqdm.auto", extra="progress", purpose="`use_tqdm=True`")
+    except ImportError as error:
+        raise ValueError(str(error)) from error
+
+
+def _refuse_creators(*creators: Any) -> None:
+    if any(creators):
+        raise DeprecationWarning(
+            "Creator functions are not arguments of `TorchTrainer` any more: make an operator class of them with "
+            "`TrainingOperator.from_creators(...)` and pass it as `training_operator_cls`."
+        )
+
+
+_REPLACEMENTS = {
+    "num_replicas": "use `num_workers`",
+    "batch_size": f"put the batch size of all workers into `config` under `raysgd.utils.BATCH_SIZE` ({BATCH_SIZE!r})",
+    "apex_args": "pass it to `TrainingOperator.register`",
+    "data_loader_args": "make the `DataLoader` with these options in the operator's `setup`",
+}
+
+
+def _refuse_retired(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if value is not None:
+            raise DeprecationWarning(f"`{name}` is not an argument of `TorchTrainer` any more: {_REPLACEMENTS[name]}.")
+
+
+def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
+    for name in unknown:
+        known = [*TorchTrainer.__init__.__annotations__]
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f" Did you mean `{close[0]}`?" if close else ""
+        raise TypeError(f"`TorchTrainer` does not know `{name}`.{hint}")
+
+
+def _validate_scheduler_step_freq(scheduler_step_freq: Any) -> None:
+    if scheduler_step_freq and scheduler_step_freq not in constants.VALID_SCHEDULER_STEP:
+        allowed = ", ".join(repr(name) for name in sorted(constants.VALID_SCHEDULER_STEP))
+        raise ValueError(f"`scheduler_step_freq={scheduler_step_freq!r}`: allowed are None, {allowed}.")
+
+
+def _resolve_use_gpu(use_gpu: bool | str) -> bool:
+    available = torch.cuda.is_available()
+    if use_gpu == "auto":
+        return available
+    if not use_gpu and available:
+        logger.info("GPUs are there, but `use_gpu` is off: pass `use_gpu=True` to train on them")
+    return bool(use_gpu)
+
+
+def _resolve_backend(backend: str, use_gpu: bool) -> str:
+    if backend == "auto":
+        return "nccl" if use_gpu else "gloo"
+    if backend not in ("nccl", "gloo"):
+        raise ValueError(f'`backend={backend!r}`: allowed are "auto", "gloo" and "nccl".')
+    return backend
+
+
+def _resolve_timeout(timeout_s: float | None, backend: str) -> float:
+    if timeout_s is not None:
+        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
+            raise ValueError(f"`timeout_s={timeout_s!r}`: need a positive number of seconds.")
+        return timeout_s
+    return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
+
+
+def _abandon(controller: ElasticController) -> None:
+    """For a trainer that was never shut down: at its collection or at the end of the program."""
+    controller.stop(force=True)
+
+

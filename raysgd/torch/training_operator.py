@@ -1,0 +1,630 @@
+"""`TrainingOperator`: the class that users subclass to say what is trained, on what, and how.
+
+The methods form a ladder; each rung does one thing and calls the next one:
+
+    train_epoch -> train_batch -> prepare_batch, forward, backward, optimizer_step
+    validate    -> validate_batch -> prepare_batch, forward
+
+Override the lowest rung that changes what you want to change; the library keeps doing the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence, Sized
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raysgd._meters import AverageMeterCollection
+from raysgd._timers import TimerCollection
+from raysgd.engine.types import World
+from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
+from raysgd.torch import registry
+from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
+from raysgd.torch.metric_objects import capture
+from raysgd.torch.parallel import NoParallel
+from raysgd.torch.precision import Precision
+from raysgd.torch.sampling import ShardedLoader, Unsharded, count_samples, shard_loader
+from raysgd.utils import NUM_SAMPLES
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class OperatorContext:
+    """The place of one operator among its replicas, and the objects that it works with."""
+
+    world: World
+    device: torch.device
+    use_gpu: bool = False
+    use_tqdm: bool = False
+    wrap_ddp: bool = False
+    add_dist_sampler: bool = True
+    scheduler_step_freq: str | None = None
+    precision: Precision = field(default_factory=Precision)
+    parallel: NoParallel = field(default_factory=NoParallel)
+
+
+class TrainingOperator:
+    """Defines a training by subclassing; every worker has one instance.
+
+    Override `setup` (required): create models, optimizers and loaders there, and hand them to `register` and
+    `register_data`. With a single `self.model`, `self.optimizer` and `self.criterion` nothing else is needed. Do not override
+    `__init__`.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import DataLoader, TensorDataset
+        >>> class Line(TrainingOperator):
+        ...     def setup(self, config):
+        ...         model = torch.nn.Linear(1, 1)
+        ...         optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
+        ...         self.model, self.optimizer, self.criterion = self.register(
+        ...             models=model, optimizers=optimizer, criterion=torch.nn.MSELoss())
+        ...         x = torch.linspace(0, 1, 64).reshape(-1, 1)
+        ...         self.register_data(train_loader=DataLoader(TensorDataset(x, 2 * x), batch_size=8))
+        >>> from raysgd import TorchTrainer
+        >>> with TorchTrainer(training_operator_cls=Line, config={"lr": 0.1}, use_local=True) as trainer:
+        ...     result = trainer.train()
+        >>> result["num_samples"], result["epoch"]
+        (64, 1)
+
+    Attributes:
+        timers: Timers of the running call; `with self.timers.record("name"):` adds one to `profile=True`.
+        global_step: Batches trained on by the stock `train_epoch`.
+        train_loader: The registered train loader, as this worker iterates over it.
+        validation_loader: The registered validation loader, likewise.
+    """
+
+    def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
+        self._config = config
+        self._context = context
+        self._world_rank = context.world.rank
+        self._local_rank = context.world.local_rank
+        self._is_distributed = context.world.is_distributed
+        self._device = context.device
+        self._use_gpu = context.use_gpu
+        self._use_fp16: bool | str = False
+        self._use_tqdm = context.use_tqdm
+        self._wrap_ddp = context.wrap_ddp
+        self._add_dist_sampler = context.add_dist_sampler
+        self._scheduler_step_freq = context.scheduler_step_freq
+        self._precision = context.precision
+        self._parallel = context.parallel
+        self._amp: Any = None
+        self._amp_scaler: Any = None
+        self._latest_metrics: dict[str, Any] = {}
+        self.timers = TimerCollection()
+        self.global_step = 0
+        self.setup(config)
+
+    # ------------------------------------------------------------------------------------------------ to override
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Creates everything and registers it. Runs once in each worker, inside the process group.
+
+        Args:
+            config: The trainer's `config`, with the batch size under `BATCH_SIZE` already divided by the workers.
+        """
+        raise NotImplementedError("Override `setup` to create and register what is to be trained.")
+
+    def train_epoch(
+        self,
+        iterator: Iterable[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Trains on all batches of `iterator` and returns the averaged metrics.
+
+        Args:
+            iterator: This worker's batches. Draw one, train on it, draw the next.
+            info: What the caller passed as `info`, and the entries that the library adds.
+            num_steps: The caller's `num_steps`.
+            epoch_idx: Index of the pass over the data, from 0.
+
+        Returns:
+            `batch_count`, `num_samples`, and for each metric of `train_batch` its mean and `last_<metric>`.
+        """
+        self._require("model").train()
+        info = {**self._own_info(num_steps, epoch_idx), **(info or {})}
+        scheduler = getattr(self, "scheduler", None)
+        steps_scheduler = scheduler is not None and self.scheduler_step_freq == SCHEDULER_STEP_BATCH
+        meters = self._new_meters()
+        step = self._parallel.step
+        for batch_idx, batch in enumerate(iterator):
+            batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **info}
+            metrics = self.train_batch(batch, batch_info=batch_info)
+            if steps_scheduler:
+                scheduler.step()  # type: ignore[union-attr]
+            if not step.is_padding:
+                self._count(meters, metrics)
+            self.global_step += 1
+        if scheduler is not None and self.scheduler_step_freq == SCHEDULER_STEP_EPOCH:
+            scheduler.step()
+        return meters.summary()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Takes one optimizer step on one batch.
+
+        Args:
+            batch: A sequence whose last element is the target and whose others are the inputs of the model.
+            batch_info: `batch_idx`, `global_step` and the entries of `info`.
+
+        Returns:
+            Metrics of the batch: numbers, tensors of one element (these are not read before the epoch ends, so the host
+            never waits for the device), or torchmetrics objects. `num_samples` is the weight in the average.
+        """
+        features, target = self.prepare_batch(batch)
+        with self.timers.record("fwd"), self._precision.forward():
+            _, loss = self.forward(features, target)
+        with self.timers.record("grad"):
+            self.backward(self._parallel.weighted(loss))
+        with self.timers.record("apply"):
+            self.optimizer_step()
+        return {"train_loss": loss.detach(), NUM_SAMPLES: count_samples((target,))}
+
+    def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
+        """Splits a batch into inputs and target and brings them to the device."""
+        *features, target = batch
+        if self.use_gpu:
+            return tuple(to_device(feature, self.device) for feature in features), to_device(target, self.device)
+        return tuple(features), target
+
+    def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, torch.Tensor]:
+        """Returns the output of the model and the loss, the mean over the samples. Used in training and validation."""
+        output = self._require("model")(*features)
+        return output, self._require("criterion")(output, target)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Clears the gradients and computes new ones."""
+        optimizer = self._require("optimizer")
+        optimizer.zero_grad()
+        self._precision.backward(loss, optimizer)
+
+    def optimizer_step(self) -> None:
+        """Steps the optimizer with the gradients of this batch, the mean over all workers' samples by now."""
+        self._precision.step(self._require("optimizer"))
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Evaluates on all batches of `val_iterator` and returns the averaged metrics.
+
+        Ranks may have different numbers of batches, so nothing in here may be a collective.
+        """
+        self._require("model").eval()
+        meters = self._new_meters()
+        with torch.no_grad():
+            for batch_idx, batch in enumerate(val_iterator):
+                metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
+                self._count(meters, metrics)
+        return meters.summary()
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Evaluates one batch: `val_loss`, `val_accuracy` (share of samples whose largest output is the target) and weight."""
+        features, target = self.prepare_batch(batch)
+        with self.timers.record("eval_fwd"), self._precision.forward():
+            output, loss = self.forward(features, target)
+        num_samples = count_samples((target,))
+        return {"val_loss": loss.detach(), "val_accuracy": _accuracy(output, target, num_samples), NUM_SAMPLES: num_samples}
+
+    def state_dict(self) -> Any:
+        """State of your own for checkpoints and recovery; what is registered is taken care of. Return CPU data."""
+        return None
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Takes over what `state_dict` returned, which may be None."""
+
+    # ------------------------------------------------------------------------------------------------ to call in setup
+
+    def register(
+        self,
+        *,
+        models: Any,
+        optimizers: Any,
+        criterion: Any = None,
+        schedulers: Any = None,
+        ddp_args: dict[str, Any] | None = None,
+        apex_args: dict[str, Any] | None = None,
+        **unknown: Any,
+    ) -> Any:
+        """Hands models, optimizers, criterion and schedulers to the library: placed, prepared, and wrapped, in this order.
+
+        Args:
+            models: One module, or a list or tuple of them.
+            optimizers: One optimizer or several.
+            criterion: The loss, the mean over the samples of a batch; moved to the device if it can be.
+            schedulers: One learning-rate scheduler or several; needs the trainer's `scheduler_step_freq`.
+            ddp_args: Options for `DistributedDataParallel`.
+            apex_args: Options for `apex.amp.initialize`.
+
+        Returns:
+            `(models, optimizers[, criterion][, schedulers])`, each in the container it was given in.
+
+        Raises:
+            InvalidRegistrationError: Something is of the wrong kind.
+            ValueError: Options are no dict, or schedulers come without `scheduler_step_freq`.
+            TypeError: An unknown keyword.
+        """
+        _refuse_unknown(unknown)
+        ddp_args, apex_args = _options("ddp_args", ddp_args), _options("apex_args", apex_args)
+        model_parts, optimizer_parts = registry.models_of(models), registry.optimizers_of(optimizers)
+        scheduler_parts = registry.schedulers_of(schedulers)
+        if scheduler_parts is not None and self.scheduler_step_freq is None:
+            raise ValueError(
+                "`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass \"batch\" or \"epoch\" to have "
+                'the library step `self.scheduler`, or "manual" to step by yourself.'
+            )
+        placed = [self._place(model) for model in model_parts.items]
+        self._criterion = self._place(criterion) if criterion else None
+        prepared, self._optimizers = self._precision.prepare(
+            placed,
+            optimizer_parts.items,
+            lambda amp, models, optimizers: self._configure_apex_amp(amp, models, optimizers, apex_args),
+        )
+        self._original_models = prepared
+        self._use_fp16 = self._precision.flag
+        self._amp, self._amp_scaler = self._precision.namespace, self._precision.scaler
+        self._models = self._configure_ddp(prepared, self.device_ids, ddp_args) if self._wrap_ddp else prepared
+        self._schedulers = scheduler_parts.items if scheduler_parts is not None else []
+        result = [model_parts.mirror(self._models), optimizer_parts.mirror(self._optimizers)]
+        if self._criterion is not None:
+            result.append(self._criterion)
+        if scheduler_parts is not None:
+            result.append(scheduler_parts.mirror(self._schedulers))
+        return tuple(result)
+
+    def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
+        """Hands the loaders to the library.
+
+        A `DataLoader` over a map-style dataset is divided over the workers, in the order that it asks for itself; its
+        `batch_size` is that of one worker. Any other iterable is used as it is, by every worker.
+        """
+        self._train_loader, self._train_data = self._divide(train_loader, training=True)
+        self._validation_loader, self._validation_data = self._divide(validation_loader, training=False)
+        self.__dict__.setdefault("train_loader", self._train_loader)
+        self.__dict__.setdefault("validation_loader", self._validation_loader)
+
+    def _divide(self, loader: Any, *, training: bool) -> tuple[Any, ShardedLoader | Unsharded | None]:
+        if loader is None:
+            return None, None
+        if not self._add_dist_sampler:
+            return loader, Unsharded(loader, "`add_dist_sampler=False`", warn=False)
+        world = self._context.world
+        data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training)
+        if isinstance(data, Unsharded) and data.warn and world.is_distributed and world.rank == 0:
+            logger.warning(
+                "the %s loader is not divided over the workers (%s): every worker iterates over all of it",
+                "train" if training else "validation",
+                data.reason,
+            )
+        return data.loader, data
+
+    def _place(self, part: Any) -> Any:
+        return part.to(self.device) if self.use_gpu and hasattr(part, "to") else part
+
+    def _configure_ddp(
+        self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
+    ) -> list[torch.nn.Module]:
+        """Wraps the models; override to wrap them in another way."""
+        return [self._parallel.wrap(model, device_ids, ddp_args) for model in models]
+
+    def _configure_apex_amp(
+        self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Initialises Apex; override to do so in another way."""
+        models, optimizers = amp.initialize(models, optimizers, **apex_args)
+        return models, optimizers
+
+    # ------------------------------------------------------------------------------------------------ to read
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, with the batch size under `BATCH_SIZE` divided by the workers."""
+        return self._config
+
+    @property
+    def world_rank(self) -> int:
+        """Rank among all workers; 0 when alone."""
+        return self._world_rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the workers of this node."""
+        return self._local_rank
+
+    @property
+    def device(self) -> torch.device:
+        """Where the models are."""
+        return self._device
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """What `DistributedDataParallel` wants as `device_ids`: None on a CPU."""
+        return [self.device.index or 0] if self.device.type == "cuda" else None
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether a GPU was asked for and is there."""
+        return self._use_gpu
+
+    @property
+    def use_fp16(self) -> bool | str:
+        """Whether mixed precision is at work; False before `register`."""
+        return self._use_fp16
+
+    @property
+    def use_fp16_native(self) -> bool:
+        """Whether PyTorch's own mixed precision is at work."""
+        return self._use_fp16 is True
+
+    @property
+    def use_fp16_apex(self) -> bool:
+        """Whether Apex is at work."""
+        return self._use_fp16 == "apex"
+
+    @property
+    def use_tqdm(self) -> bool:
+        """Whether the trainer shows a progress bar."""
+        return self._use_tqdm
+
+    @property
+    def scheduler_step_freq(self) -> str | None:
+        """When the library steps `self.scheduler`."""
+        return self._scheduler_step_freq
+
+    # ------------------------------------------------------------------------------------------------ constructors
+
+    @classmethod
+    def from_creators(
+        cls,
+        model_creator: Callable[[dict[str, Any]], Any],
+        optimizer_creator: Callable[[Any, dict[str, Any]], Any],
+        data_creator: Callable[[dict[str, Any]], Any] | None = None,
+        loss_creator: Any = None,
+        scheduler_creator: Callable[[Any, dict[str, Any]], Any] | None = None,
+        serialize_data_creation: bool = True,
+    ) -> type[CreatorOperator]:
+        """Makes an operator class out of creator functions.
+
+        Args:
+            model_creator: `config` -> model or models.
+            optimizer_creator: What the model creator returned, `config` -> optimizer or optimizers.
+            data_creator: `config` -> train loader, or train and validation loader.
+            loss_creator: A loss class of PyTorch, or `config` -> loss.
+            scheduler_creator: What the optimizer creator returned, `config` -> scheduler or schedulers.
+            serialize_data_creation: Lets the workers of a node create their data one after the other, so that only the first
+                one downloads.
+
+        Raises:
+            ValueError: The model or optimizer creator is not callable.
+        """
+        for name, creator in (("model_creator", model_creator), ("optimizer_creator", optimizer_creator)):
+            if not callable(creator):
+                raise ValueError(f"`{name}={creator!r}`: need a function that takes the config (see `from_creators`).")
+        creators = {
+            "_model_creator": model_creator,
+            "_optimizer_creator": optimizer_creator,
+            "_data_creator": data_creator,
+            "_loss_creator": loss_creator,
+            "_scheduler_creator": scheduler_creator,
+        }
+        members = {name: staticmethod(creator) if creator else None for name, creator in creators.items()}
+        members["_serialize_data_creation"] = serialize_data_creation  # type: ignore[assignment]
+        return type("CustomCreatorOperator", (CreatorOperator,), members)
+
+    # ------------------------------------------------------------------------------------------------ for the library
+
+    def _require(self, name: str) -> Any:
+        try:
+            return getattr(self, name)
+        except AttributeError:
+            raise NotRegisteredError(
+                f"The stock methods need `self.{name}`: set it in `setup` from what `register` returns, or override the method "
+                f"that uses it (`{type(self).__name__}` does neither)."
+            ) from None
+
+    def _own_info(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
+        return {
+            NUM_STEPS: num_steps,
+            USE_FP16: bool(self.use_fp16),
+            "epoch_idx": epoch_idx,
+            SCHEDULER_STEP: self.scheduler_step_freq,
+        }
+
+    def _new_meters(self) -> AverageMeterCollection:
+        return AverageMeterCollection(to_floats=read_tensors, capture_object=capture)
+
+    def _count(self, meters: AverageMeterCollection, metrics: dict[str, Any]) -> None:
+        self._latest_metrics = metrics
+        values = {name: value for name, value in metrics.items() if name != NUM_SAMPLES}
+        meters.update(values, n=metrics.get(NUM_SAMPLES, 1))
+
+
+class CreatorOperator(TrainingOperator):
+    """An operator made of creator functions; see `TrainingOperator.from_creators`. Subclass it to override a rung."""
+
+    _model_creator: Callable[..., Any]
+    _optimizer_creator: Callable[..., Any]
+    _data_creator: Callable[..., Any] | None = None
+    _loss_creator: Any = None
+    _scheduler_creator: Callable[..., Any] | None = None
+    _serialize_data_creation = True
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Calls the creators and registers what they return."""
+        loaders = self._create_data(config)
+        models = self._model_creator(config)
+        optimizers = self._optimizer_creator(models, config)
+        schedulers = self._scheduler_creator(optimizers, config) if self._scheduler_creator else None
+        criterion = self._create_loss(config)
+        self._registered = self.register(models=models, optimizers=optimizers, criterion=criterion, schedulers=schedulers)
+        self._has_schedulers = schedulers is not None
+        if _is_multiple(models) or _is_multiple(optimizers):
+            logger.info("several models or optimizers: the stock loops use the first of each")
+        self.register_data(train_loader=loaders[0], validation_loader=loaders[1])
+
+    def _create_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
+        if self._data_creator is None:
+            return None, None
+        with _one_at_a_time() if self._serialize_data_creation else nullcontext():
+            loaders = self._data_creator(config)
+        if loaders is None or loaders is False or (isinstance(loaders, list | tuple) and not loaders):
+            raise InvalidRegistrationError(
+                "`data_creator` returned nothing: return a train loader, or train and validation loader."
+            )
+        if not isinstance(loaders, list | tuple):
+            return loaders, None
+        if len(loaders) > 2:
+            raise ValueError(f"`data_creator` returned {len(loaders)} loaders: return one (train) or two (train, validation).")
+        return loaders[0], loaders[1] if len(loaders) == 2 else None
+
+    def _create_loss(self, config: dict[str, Any]) -> Any:
+        creator = self._loss_creator
+        if isinstance(creator, type) and issubclass(creator, torch.nn.modules.loss._Loss):
+            return creator()
+        return creator(config) if creator else None
+
+    @property
+    def models(self) -> Any:
+        """The models as `model_creator` returned them, wrapped."""
+        return self._registered[0]
+
+    @property
+    def optimizers(self) -> Any:
+        """The optimizers as `optimizer_creator` returned them."""
+        return self._registered[1]
+
+    @property
+    def schedulers(self) -> Any:
+        """The schedulers as `scheduler_creator` returned them."""
+        return self._registered[-1] if self._has_schedulers else self._absent("schedulers")
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The first or only model."""
+        return self._models[0]
+
+    @property
+    def optimizer(self) -> Any:
+        """The first or only optimizer."""
+        return self._optimizers[0] if self._optimizers else self._absent("optimizer")
+
+    @property
+    def scheduler(self) -> Any:
+        """The first or only scheduler."""
+        return self._schedulers[0] if self._schedulers else self._absent("scheduler")
+
+    @property
+    def criterion(self) -> Any:
+        """The loss."""
+        return self._criterion if self._criterion is not None else self._absent("criterion")
+
+    def _absent(self, name: str) -> Any:
+        raise AttributeError(f"no `{name}`: no creator returned one")
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Copies tensors in nested tuples, lists and dicts to `device`, without waiting where memory is pinned."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, dict):
+        return type(value)((key, to_device(item, device)) for key, item in value.items())
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(to_device(item, device) for item in value)
+    return value.to(device) if hasattr(value, "to") else value
+
+
+def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
+    """The values of tensors with one element, with one wait for the device."""
+    if len({tensor.device for tensor in tensors}) > 1:
+        return [float(tensor) for tensor in tensors]
+    values: list[float] = torch.stack([tensor.reshape(()).double() for tensor in tensors]).tolist()
+    return values
+
+
+def _accuracy(output: Any, target: Any, num_samples: int) -> Any:
+    """Share of samples (of pixels, where each has a class) whose largest output is the target; NaN where there is no such."""
+    if not isinstance(output, torch.Tensor) or output.ndim < 2 or not isinstance(target, torch.Tensor):
+        return float("nan")
+    predicted = output.argmax(dim=1)
+    if predicted.numel() != target.numel() or not num_samples:
+        return float("nan")
+    return (predicted.reshape(-1) == target.reshape(-1)).sum() / predicted.numel()
+
+
+def _refuse_unknown(unknown: dict[str, Any]) -> None:
+    if not unknown:
+        return
+    hint = "Loaders go into `register_data(train_loader=..., validation_loader=...)`. " if "loader" in str(unknown) else ""
+    raise TypeError(
+        f"`register` does not know {', '.join(f'`{name}`' for name in unknown)}. {hint}"
+        "Allowed are models, optimizers, criterion, schedulers, ddp_args and apex_args."
+    )
+
+
+def _options(name: str, given: Any) -> dict[str, Any]:
+    if given and not isinstance(given, dict):
+        raise ValueError(f"`{name}={given!r}`: need a dict of keyword arguments.")
+    return dict(given or {})
+
+
+def _one_at_a_time() -> Any:
+    from filelock import FileLock
+
+    return FileLock(os.path.join(tempfile.gettempdir(), ".raydata.lock"))
+
+
+def _is_multiple(component: Any) -> bool:
+    """Whether `component` holds several objects."""
+    return isinstance(component, Iterable) and isinstance(component, Sized) and len(component) > 1
+
+
+def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
+    """An operator for tests whose epochs call `config["custom_func"](operator, iterator, info)`."""
+
+    class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
+        def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any], **kwargs: Any) -> Any:
+            function = self.config.get("custom_func")
+            return function(self, iterator, info) if callable(function) else {"done": 1}
+
+        def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> Any:
+            return self.train_epoch(val_iterator, info)
+
+    return _TestOperator
+
+
+def get_test_metrics_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
+    """An operator for tests that reports `config["scores"]` and `config["val_scores"]` under the name `config["key"]`."""
+
+    class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            self._train_scores = list(config["scores"])
+            self._val_scores = list(config["val_scores"])
+            self.key = config["key"]
+
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            metrics = super().train_batch(batch, batch_info)
+            return {**metrics, self.key: self._train_scores.pop(0) / metrics[NUM_SAMPLES]}
+
+        def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            metrics = super().validate_batch(batch, batch_info)
+            return {**metrics, self.key: self._val_scores.pop(0) / metrics[NUM_SAMPLES]}
+
+    return _TestMetricsOperator
+
+
+__all__ = [
+    "CreatorOperator",
+    "OperatorContext",
+    "TrainingOperator",
+    "get_test_metrics_operator",
+    "get_test_operator",
+]

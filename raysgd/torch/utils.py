@@ -1,0 +1,29 @@
+"""Helpers of the old library for code that makes process groups by itself."""
+
+from __future__ import annotations
+
+import datetime
+import os
+
+from raysgd.torch.precision import choose_amp_backend as choose_amp_backend
+from raysgd.utils import find_free_port
+
+__all__ = ["choose_amp_backend", "setup_address", "setup_process_group"]
+
+
+def setup_address() -> str:
+    """A fresh `tcp://` address on this node, for `setup_process_group`."""
+    import ray
+
+    return f"tcp://{ray.util.get_node_ip_address()}:{find_free_port()}"
+
+
+def setup_process_group(
+    url: str, world_rank: int, world_size: int, timeout: datetime.timedelta, backend: str = "gloo"
+) -> None:
+    """Joins a `torch.distributed` process group at `url`. Returns when all `world_size` ranks did."""
+    import torch.distributed as dist
+
+    if backend == "nccl":
+        os.environ.setdefault("NCCL_BLOCKING_WAIT", "1")
+    dist.init_process_group(backend, init_method=url, rank=world_rank, world_size=world_size, timeout=timeout)

@@ -1,0 +1,162 @@
+"""Operators that the tests train, small enough to be started by the dozen.
+
+All of them read the same config, every key of which has a default; see `setting`.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd.torch import TrainingOperator
+
+NUM_FEATURES = 3
+
+_DEFAULTS = {
+    "num_samples": 20,
+    "num_validation_samples": 13,
+    "batch_size": 4,
+    "shuffle": False,
+    "drop_last": False,
+    "optimizer": "sgd",
+    "lr": 0.05,
+    "seed": 0,
+}
+
+
+def setting(config: dict[str, Any], name: str) -> Any:
+    return config.get(name, _DEFAULTS[name])
+
+
+def dataset(num_samples: int, seed: int = 0) -> TensorDataset:
+    """Features, number of the sample, and target; the number travels along so that a test can tell who saw what."""
+    generator = torch.Generator().manual_seed(seed)
+    features = torch.randn(num_samples, NUM_FEATURES, generator=generator)
+    numbers = torch.arange(num_samples)
+    target = features.sum(dim=1, keepdim=True) + 0.1 * torch.randn(num_samples, 1, generator=generator)
+    return TensorDataset(features, numbers, target)
+
+
+class LinearOperator(TrainingOperator):
+    """A linear model on random samples, the stock loops, and a record of the samples seen."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(setting(config, "seed"))
+        model = self.make_model()
+        optimizer_cls = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[setting(config, "optimizer")]
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=optimizer_cls(model.parameters(), lr=setting(config, "lr")),
+            criterion=torch.nn.MSELoss(),
+        )
+        self.seen: list[list[int]] = []
+        self.register_data(
+            train_loader=self.make_loader(
+                dataset(setting(config, "num_samples")), shuffle=setting(config, "shuffle")
+            ),
+            validation_loader=self.make_loader(dataset(setting(config, "num_validation_samples"), seed=1)),
+        )
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Linear(NUM_FEATURES, 1)
+
+    def make_loader(self, data: TensorDataset, shuffle: bool = False) -> Any:
+        return DataLoader(
+            data,
+            batch_size=setting(self.config, "batch_size"),
+            shuffle=shuffle,
+            drop_last=setting(self.config, "drop_last"),
+        )
+
+    def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
+        features, numbers, target = batch
+        self.seen.append(numbers.tolist())
+        return super().prepare_batch((features, target))
+
+
+class DropoutOperator(LinearOperator):
+    """Draws random numbers in every step."""
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Linear(NUM_FEATURES, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
+        )
+
+
+class BatchNormOperator(LinearOperator):
+    """Has buffers that training changes."""
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Linear(NUM_FEATURES, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
+        )
+
+
+class OwnBatchOperator(LinearOperator):
+    """Computes gradients by itself, past the rungs of the library."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, numbers, target = batch
+        self.seen.append(numbers.tolist())
+        loss = self.criterion(self.model(features), target)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item(), "num_samples": len(target)}
+
+
+class OwnEpochOperator(LinearOperator):
+    """Has a loop of its own, with the signature of the older generation."""
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        self.model.train()
+        total, num_samples = 0.0, 0
+        for features, numbers, target in iterator:
+            self.seen.append(numbers.tolist())
+            loss = self.criterion(self.model(features), target)
+            self.optimizer.zero_grad()
+            loss.backward()
+            self.optimizer.step()
+            total, num_samples = total + loss.item() * len(target), num_samples + len(target)
+        return {"train_loss": total / max(1, num_samples), "num_samples": num_samples}
+
+
+class MortalOperator(DropoutOperator):
+    """Is killed once: at `config["rank"]`, before step `config["step"]`, unless the file `config["once"]` is there."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.meet_fate("train", self.global_step)
+        return super().train_batch(batch, batch_info)
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.meet_fate("validate", batch_info["batch_idx"])
+        return super().validate_batch(batch, batch_info)
+
+    def meet_fate(self, phase: str, step: int) -> None:
+        fate = self.config.get("fate")
+        if fate is None or (fate["phase"], fate["rank"], fate["step"]) != (phase, self.world_rank, step):
+            return
+        once = Path(fate["once"])
+        if not once.exists():
+            once.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(60)
+
+
+def die(operator: TrainingOperator, rank: int = 1) -> None:
+    """For `apply_all_operators`: ends the process of one rank."""
+    if operator.world_rank == rank:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def samples_seen(operator: LinearOperator) -> list[list[int]]:
+    """For `apply_all_operators`: the numbers of the samples of each batch since the last time."""
+    seen, operator.seen = operator.seen, []
+    return seen

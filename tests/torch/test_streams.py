@@ -1,0 +1,321 @@
+"""The position in the data of one replica: batches across calls and passes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd.torch.parallel import Step
+from raysgd.torch.sampling import ShardedLoader, shard_loader
+from raysgd.torch.streams import (
+    BatchStream,
+    DividedSource,
+    LockstepSource,
+    PlainSource,
+    Source,
+    length_of,
+    tell_epoch,
+)
+
+SEED = 7
+
+
+class Passes:
+    """Counts passes as a runner does."""
+
+    def __init__(self) -> None:
+        self.num_begun = 0
+
+    def __call__(self) -> int:
+        self.num_begun += 1
+        return self.num_begun - 1
+
+
+class OneShot:
+    """An iterable of unknown length that notes how often it was opened."""
+
+    def __init__(self, items: list[Any]) -> None:
+        self.items = items
+        self.num_opened = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.num_opened += 1
+        yield from self.items
+
+
+def divided(
+    num_samples: int = 10, *, batch_size: int = 1, shuffle: bool = False, rank: int = 0, world_size: int = 1
+) -> ShardedLoader:
+    loader = DataLoader(TensorDataset(torch.arange(num_samples)), batch_size=batch_size, shuffle=shuffle)
+    sharded = shard_loader(loader, rank=rank, world_size=world_size, training=True)
+    assert isinstance(sharded, ShardedLoader)
+    return sharded
+
+
+def plain_source(num_samples: int) -> Source:
+    return PlainSource(list(range(num_samples)))
+
+
+def one_shot_source(num_samples: int) -> Source:
+    return PlainSource(OneShot(list(range(num_samples))))
+
+
+def divided_source(num_samples: int) -> Source:
+    return DividedSource(divided(num_samples), SEED)
+
+
+def lockstep_source(num_samples: int) -> Source:
+    return LockstepSource([torch.tensor([i]) for i in range(num_samples)], world_size=1)
+
+
+def make_stream(source: Source) -> tuple[BatchStream, Passes]:
+    passes = Passes()
+    return BatchStream(source, Step(), passes), passes
+
+
+def numbers(batches: Any) -> list[Any]:
+    """The items of the batches, without tensors and lists of one."""
+    return [_bare(batch) for batch in batches]
+
+
+def _bare(batch: Any) -> Any:
+    batch = batch[0] if isinstance(batch, list | tuple) else batch
+    if not isinstance(batch, torch.Tensor):
+        return batch
+    return batch.item() if batch.numel() == 1 else batch.tolist()
+
+
+@pytest.fixture(
+    params=[plain_source, one_shot_source, divided_source, lockstep_source],
+    ids=["plain", "one shot", "divided", "lockstep"],
+)
+def make_source(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Source]]:
+    if request.param is lockstep_source:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield request.param
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+# ------------------------------------------------------------------------------------------------ every source
+
+
+def test_calls_go_on_where_the_last_one_stopped(make_source: Callable[[int], Source]) -> None:
+    stream, passes = make_stream(make_source(10))
+    found = []
+    for num_steps in (None, 5, 3, 5, None):
+        found.append((numbers(stream.take(num_steps)), passes.num_begun))
+    assert found == [
+        ([0, 1, 2, 3, 4, 5, 6, 7, 8, 9], 1),
+        ([0, 1, 2, 3, 4], 2),
+        ([5, 6, 7], 2),
+        ([8, 9, 0, 1, 2], 3),
+        ([3, 4, 5, 6, 7, 8, 9], 3),
+    ]
+
+
+@pytest.mark.parametrize("num_steps", [10, None])
+def test_a_call_that_ends_with_the_pass_does_not_make_the_next_one_empty(
+    make_source: Callable[[int], Source], num_steps: int | None
+) -> None:
+    stream, passes = make_stream(make_source(10))
+    for index in range(3):
+        assert len(list(stream.take(10 if index % 2 else num_steps))) == 10
+        assert passes.num_begun == index + 1
+
+
+def test_a_full_pass_follows_a_call_that_ended_with_the_pass(make_source: Callable[[int], Source]) -> None:
+    stream, _ = make_stream(make_source(4))
+    assert numbers(stream.take(4)) == [0, 1, 2, 3]
+    assert numbers(stream.take(None)) == [0, 1, 2, 3]
+
+
+def test_one_call_may_take_several_passes(make_source: Callable[[int], Source]) -> None:
+    stream, passes = make_stream(make_source(3))
+    assert numbers(stream.take(8)) == [0, 1, 2, 0, 1, 2, 0, 1]
+    assert passes.num_begun == 3
+    assert stream.num_steps_taken == 8
+
+
+@pytest.mark.parametrize("num_steps", [None, 1, 5])
+def test_an_empty_source_ends_the_iteration_every_time(
+    make_source: Callable[[int], Source], num_steps: int | None
+) -> None:
+    stream, _ = make_stream(make_source(0))
+    for _ in range(2):
+        assert list(stream.take(num_steps)) == []
+    assert stream.num_steps_taken == 0
+
+
+def test_no_steps_yield_nothing_and_lose_nothing(make_source: Callable[[int], Source]) -> None:
+    stream, _ = make_stream(make_source(3))
+    assert list(stream.take(0)) == []
+    assert numbers(stream.take(1)) == [0]
+    assert list(stream.take(0)) == []
+    assert numbers(stream.take(None)) == [1, 2]
+
+
+def test_a_caller_that_breaks_off_loses_only_the_batch_it_holds(make_source: Callable[[int], Source]) -> None:
+    stream, _ = make_stream(make_source(5))
+    for batch in stream.take(None):
+        if _bare(batch) == 1:
+            break
+    assert numbers(stream.take(None)) == [2, 3, 4]
+
+
+def test_a_rewound_stream_begins_a_new_pass(make_source: Callable[[int], Source]) -> None:
+    stream, passes = make_stream(make_source(3))
+    assert numbers(stream.take(2)) == [0, 1]
+    stream.rewind()
+    assert not stream.is_mid_pass
+    assert numbers(stream.take(None)) == [0, 1, 2]
+    assert passes.num_begun == 2
+
+
+# ------------------------------------------------------------------------------------------------ plain sources
+
+
+class TellsEpoch:
+    def __init__(self) -> None:
+        self.epochs: list[int] = []
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epochs.append(epoch)
+
+
+class LoaderWith:
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(2))
+
+
+@pytest.mark.parametrize("attribute", ["sampler", "batch_sampler"])
+def test_a_sampler_of_the_users_own_is_told_each_pass(attribute: str) -> None:
+    sampler = TellsEpoch()
+    stream, _ = make_stream(PlainSource(LoaderWith(**{attribute: sampler})))
+    list(stream.take(5))
+    assert sampler.epochs == [0, 1, 2]
+
+
+def test_of_two_samplers_one_is_told() -> None:
+    first, second = TellsEpoch(), TellsEpoch()
+    tell_epoch(LoaderWith(sampler=first, batch_sampler=second), 3)
+    assert (first.epochs, second.epochs) == ([3], [])
+
+
+def test_a_loader_is_opened_once_for_each_pass() -> None:
+    loader = OneShot([1, 2, 3])
+    stream, _ = make_stream(PlainSource(loader))
+    list(stream.take(2)), list(stream.take(2)), list(stream.take(2))
+    assert loader.num_opened == 2
+
+
+@pytest.mark.parametrize(("loader", "length"), [([1, 2], 2), (iter([1]), None), (OneShot([1]), None)])
+def test_a_length_that_is_not_there_is_none(loader: Any, length: int | None) -> None:
+    assert length_of(loader) == length
+    assert PlainSource(loader).num_steps() == length
+
+
+def test_a_loader_over_an_iterable_dataset_without_length_has_none() -> None:
+    class Stream(torch.utils.data.IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(4))
+
+    assert length_of(DataLoader(Stream(), batch_size=2)) is None
+
+
+# ------------------------------------------------------------------------------------------------ divided loaders
+
+
+def test_each_batch_comes_with_its_share_of_the_step() -> None:
+    step = Step()
+    stream = BatchStream(DividedSource(divided(7, batch_size=2, world_size=2), SEED), step, Passes())
+    shares = [(_bare(batch), step.weight, step.num_samples) for batch in stream.take(None)]
+    assert shares == [([0, 1], 1.0, 2), ([4, 5], 2 * 2 / 3, 2)]
+    second = BatchStream(DividedSource(divided(7, batch_size=2, rank=1, world_size=2), SEED), step, Passes())
+    shares = [(_bare(batch), step.weight, step.num_samples) for batch in second.take(None)]
+    assert shares == [([2, 3], 1.0, 2), (6, 2 / 3, 1)]
+
+
+def test_a_rank_without_samples_in_the_last_step_knows_that_its_batch_is_padding() -> None:
+    step = Step()
+    stream = BatchStream(DividedSource(divided(3, rank=1, world_size=2), SEED), step, Passes())
+    assert [(step.weight, step.is_padding) for _ in stream.take(None)] == [(1.0, False), (0.0, True)]
+
+
+def test_the_position_counts_the_samples_of_all_ranks() -> None:
+    stream, _ = make_stream(DividedSource(divided(11, batch_size=2, world_size=2), SEED))
+    positions = [(stream.is_mid_pass, stream.consumed)]
+    for _ in range(4):
+        list(stream.take(1))
+        positions.append((stream.is_mid_pass, stream.consumed))
+    assert positions == [(False, 0), (True, 4), (True, 8), (False, 11), (True, 4)]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_pass_is_resumed_where_another_stream_left_it(shuffle: bool) -> None:
+    first, _ = make_stream(DividedSource(divided(10, shuffle=shuffle), SEED))
+    begun = numbers(first.take(14))
+    second, passes = make_stream(DividedSource(divided(10, shuffle=shuffle), SEED))
+    second.resume(first.pass_index, first.consumed)
+    assert (second.is_mid_pass, second.consumed) == (True, 4)
+    rest = numbers(second.take(None))
+    assert sorted(begun[10:] + rest) == list(range(10))
+    assert rest == numbers(first.take(None))
+    assert passes.num_begun == 0, "it is the same pass"
+
+
+def test_a_pass_is_resumed_by_more_ranks_than_began_it() -> None:
+    first, _ = make_stream(DividedSource(divided(11, batch_size=2), SEED))
+    begun = [number for batch in numbers(first.take(2)) for number in batch]
+    rest = []
+    for rank in range(3):
+        stream, _ = make_stream(DividedSource(divided(11, batch_size=2, rank=rank, world_size=3), SEED))
+        stream.resume(first.pass_index, first.consumed)
+        for batch in numbers(stream.take(None)):
+            rest += batch if isinstance(batch, list) else [batch]
+        list(stream.take(1))
+    assert begun == [0, 1, 2, 3]
+    assert sorted({*rest}) == [4, 5, 6, 7, 8, 9, 10]
+
+
+def test_a_resumed_stream_knows_its_position_from_the_beginning_of_the_pass() -> None:
+    stream, _ = make_stream(DividedSource(divided(10), SEED))
+    stream.resume(0, 4)
+    list(stream.take(3))
+    assert stream.consumed == 7
+    assert stream.source.num_steps() == 6
+
+
+def test_shuffled_passes_differ_and_repeat_with_the_seed() -> None:
+    orders = []
+    for seed in (SEED, SEED, SEED + 1):
+        stream, _ = make_stream(DividedSource(divided(10, shuffle=True), seed))
+        orders.append([numbers(stream.take(None)) for _ in range(2)])
+    assert orders[0] == orders[1]
+    assert orders[0][0] != orders[0][1]
+    assert orders[0] != orders[2]
+
+
+# ------------------------------------------------------------------------------------------------ lockstep
+
+
+def test_alone_every_batch_has_full_weight(process_group_of_one: None) -> None:
+    step = Step()
+    batches = [torch.zeros(4, 2), torch.zeros(3, 2)]
+    stream = BatchStream(LockstepSource(batches, world_size=1), step, Passes())
+    assert [(step.weight, step.num_samples) for _ in stream.take(None)] == [(1.0, 4), (1.0, 3)]
+
+
+@pytest.fixture
+def process_group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

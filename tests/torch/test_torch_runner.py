@@ -1,0 +1,561 @@
+"""The replica that hosts one operator, alone and without workers."""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd.engine.types import World
+from raysgd.exceptions import NotRegisteredError
+from raysgd.torch import TrainingOperator, torch_runner
+from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
+from raysgd.torch.sampling import DataSignature
+from raysgd.torch.state_codec import StateEncoder, decode
+from raysgd.torch.torch_runner import RESUME, EpochAnswer, EpochRequest, RunnerSpec, TorchRunner, call_with_accepted
+from tests.torch.operators_for_tests import DropoutOperator, LinearOperator
+
+ALONE = World(rank=0, size=1)
+
+
+def make_runner(operator_cls: type[TrainingOperator] = LinearOperator, **config: Any) -> TorchRunner:
+    runner = TorchRunner(RunnerSpec(operator_cls, config), ALONE)
+    runner.setup()
+    return runner
+
+
+def train(runner: TorchRunner, num_steps: int | None = None, **options: Any) -> EpochAnswer:
+    request = EpochRequest(num_steps, options.pop("info", {}), options.pop("profile", False), seed=0, **options)
+    return runner.train_epoch(request)
+
+
+def values(answer: EpochAnswer) -> dict[str, Any]:
+    assert answer.metrics is not None
+    return dict(answer.metrics.values)
+
+
+# ------------------------------------------------------------------------------------------------ signatures
+
+
+class Signatures:
+    """Overrides of `train_epoch` that are found in the wild; each returns what it was given."""
+
+    def baseline(self, iterator, info=None, num_steps=None, epoch_idx=0):  # type: ignore[no-untyped-def]
+        return iterator, info, num_steps, epoch_idx
+
+    def older(self, iterator, info):  # type: ignore[no-untyped-def]
+        return iterator, info
+
+    def other_name(self, batches, information):  # type: ignore[no-untyped-def]
+        return batches, information
+
+    def other_name_with_default(self, batches, information=None):  # type: ignore[no-untyped-def]
+        return batches, information
+
+    def any_keyword(self, iterator, **kwargs):  # type: ignore[no-untyped-def]
+        return iterator, kwargs
+
+    def info_and_any_keyword(self, iterator, info, **kwargs):  # type: ignore[no-untyped-def]
+        return iterator, info, kwargs
+
+    def other_name_and_any_keyword(self, iterator, information, **kwargs):  # type: ignore[no-untyped-def]
+        return iterator, information, kwargs
+
+    def anything(self, *args, **kwargs):  # type: ignore[no-untyped-def]
+        return args, kwargs
+
+    def iterator_and_any_arguments(self, iterator, *args):  # type: ignore[no-untyped-def]
+        return iterator, args
+
+    def keyword_only(self, iterator, *, info):  # type: ignore[no-untyped-def]
+        return iterator, info
+
+    def positional_only(self, iterator, info, /):  # type: ignore[no-untyped-def]
+        return iterator, info
+
+    def iterator_only(self, iterator):  # type: ignore[no-untyped-def]
+        return iterator
+
+    def new_names_only(self, iterator, epoch_idx, num_steps):  # type: ignore[no-untyped-def]
+        return iterator, epoch_idx, num_steps
+
+    def with_an_option_of_its_own(self, iterator, info, temperature=0.5):  # type: ignore[no-untyped-def]
+        return iterator, info, temperature
+
+
+REST = {"num_steps": 4, "epoch_idx": 2}
+ALL = {"info": {"a": 1}, **REST}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("baseline", ("it", {"a": 1}, 4, 2)),
+        ("older", ("it", {"a": 1})),
+        ("other_name", ("it", {"a": 1})),
+        ("other_name_with_default", ("it", {"a": 1})),
+        ("any_keyword", ("it", ALL)),
+        ("info_and_any_keyword", ("it", {"a": 1}, REST)),
+        ("other_name_and_any_keyword", ("it", {"a": 1}, REST)),
+        ("anything", (("it",), ALL)),
+        ("iterator_and_any_arguments", ("it", ({"a": 1},))),
+        ("keyword_only", ("it", {"a": 1})),
+        ("positional_only", ("it", {"a": 1})),
+        ("iterator_only", "it"),
+        ("new_names_only", ("it", 2, 4)),
+        ("with_an_option_of_its_own", ("it", {"a": 1}, 0.5)),
+    ],
+)
+def test_overrides_of_any_generation_get_what_they_accept(name: str, expected: Any) -> None:
+    assert call_with_accepted(getattr(Signatures(), name), "it", info={"a": 1}, **REST) == expected
+
+
+def test_a_decorated_override_is_judged_by_its_own_signature() -> None:
+    def logged(method: Any) -> Any:
+        @functools.wraps(method)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return method(*args, **kwargs)
+
+        return wrapper
+
+    class Decorated:
+        @logged
+        def train_epoch(self, iterator, info):  # type: ignore[no-untyped-def]
+            return iterator, info
+
+    assert call_with_accepted(Decorated().train_epoch, "it", info={}, **REST) == ("it", {})
+
+
+# ------------------------------------------------------------------------------------------------ facts
+
+
+def test_the_facts_tell_what_is_registered() -> None:
+    facts = make_runner(shuffle=True, seed=3).setup()
+    assert (facts.num_models, facts.num_optimizers, facts.num_schedulers) == (1, 1, None)
+    assert facts.train_data == DataSignature(20, 4, False, "shuffled")
+    assert facts.validation_data == DataSignature(13, 4, False, "sequential")
+    assert facts.seed == 3
+    assert not facts.keeps_own_state
+    assert not facts.is_synchronous
+
+
+def test_an_operator_that_registers_nothing_is_set_up_and_says_so_when_asked_for_state() -> None:
+    class Empty(TrainingOperator):
+        def setup(self, config: dict[str, Any]) -> None: ...
+
+    runner = TorchRunner(RunnerSpec(Empty, {}), ALONE)
+    facts = runner.setup()
+    assert (facts.num_models, facts.train_data) == (0, None)
+    with pytest.raises(RuntimeError, match=r"`Empty.setup` never called `register`"):
+        runner.state()
+
+
+# ------------------------------------------------------------------------------------------------ epochs
+
+
+class InfoOperator(LinearOperator):
+    """Keeps what it is told."""
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        self.told = info
+        return {"num_batches": len(list(iterator))}
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        self.told = info
+        return {"num_batches": len(list(val_iterator))}
+
+
+def test_the_operator_is_told_the_facts_of_the_call_and_what_the_user_passed() -> None:
+    runner = TorchRunner(RunnerSpec(InfoOperator, {}, scheduler_step_freq="manual"), ALONE)
+    runner.setup()
+    train(runner, num_steps=7, info={"num_epochs": 3, "epoch_idx": 99})
+    assert runner.operator.told == {  # type: ignore[attr-defined]
+        "num_epochs": 3,
+        NUM_STEPS: 7,
+        USE_FP16: False,
+        "epoch_idx": 0,
+        SCHEDULER_STEP: "manual",
+    }
+
+
+def test_the_epoch_index_is_that_of_the_pass_being_trained() -> None:
+    runner = make_runner(InfoOperator)  # five batches a pass
+    found = []
+    for num_steps in (None, 2, 2, 3, 8, None):
+        answer = train(runner, num_steps)
+        found.append((runner.operator.told["epoch_idx"], values(answer)["epoch"]))  # type: ignore[attr-defined]
+    assert found == [(0, 1), (1, 2), (1, 2), (1, 3), (2, 4), (4, 5)]
+
+
+def test_validation_is_told_what_the_user_passed_and_never_none() -> None:
+    runner = make_runner(InfoOperator)
+    given = {"mine": 1}
+    runner.validate(EpochRequest(None, given, False, seed=0))
+    assert runner.operator.told == {"mine": 1}  # type: ignore[attr-defined]
+    assert runner.operator.told is not given  # type: ignore[attr-defined]
+    runner.validate(EpochRequest(None, {}, False, seed=0))
+    assert runner.operator.told == {}  # type: ignore[attr-defined]
+
+
+def test_the_answer_begins_with_the_epoch_and_counts_the_steps() -> None:
+    answer = train(make_runner(), num_steps=3)
+    assert list(values(answer)) == ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]
+    assert answer.num_steps == 3
+    assert (values(answer)["batch_count"], values(answer)["num_samples"]) == (3, 12)
+
+
+def test_a_profile_is_added_only_when_asked_for() -> None:
+    runner = make_runner()
+    assert "profile" not in values(train(runner))
+    profile = values(train(runner, profile=True))["profile"]
+    assert {*profile} == {"mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s"}
+    assert all(seconds > 0 for seconds in profile.values())
+    answer = runner.validate(EpochRequest(None, {}, True, seed=0))
+    assert {*values(answer)["profile"]} == {"mean_validation_s", "mean_eval_fwd_s"}
+
+
+def test_timers_of_the_user_are_in_the_profile() -> None:
+    class Timed(LinearOperator):
+        def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
+            with self.timers.record("mine"):
+                return {"done": 1}
+
+    assert "mean_mine_s" in values(train(make_runner(Timed), profile=True))["profile"]
+
+
+def test_an_epoch_that_never_draws_counts_as_one() -> None:
+    class Idle(LinearOperator):
+        def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
+            return {"done": 1}
+
+    runner = make_runner(Idle)
+    assert [values(train(runner)) for _ in range(2)] == [{"epoch": 1, "done": 1}, {"epoch": 2, "done": 1}]
+
+
+def test_what_is_no_dict_is_returned_as_it_is() -> None:
+    class Odd(LinearOperator):
+        def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
+            return [1, 2]
+
+    answer = train(make_runner(Odd))
+    assert (answer.metrics, answer.returned) == (None, [1, 2])
+
+
+def test_tensors_leave_as_numbers_or_on_the_cpu() -> None:
+    class Tensors(LinearOperator):
+        def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
+            return {"scalar": torch.tensor(2.5), "vector": torch.ones(2, requires_grad=True)}
+
+    found = values(train(make_runner(Tensors)))
+    assert found["scalar"] == 2.5
+    assert isinstance(found["scalar"], float)
+    assert not found["vector"].requires_grad
+
+
+@pytest.mark.parametrize(("call", "named"), [("train", "train_loader"), ("validate", "validation_loader")])
+def test_a_missing_loader_is_an_error_when_it_is_drawn_from(call: str, named: str) -> None:
+    class NoData(LinearOperator):
+        def register_data(self, **loaders: Any) -> None: ...
+
+    runner = make_runner(NoData)
+    method = {"train": runner.train_epoch, "validate": runner.validate}[call]
+    for kind in (RuntimeError, ValueError):
+        with pytest.raises(kind, match=f"`{named}` was not registered"):
+            method(EpochRequest(None, {}, False, seed=0))
+
+
+def test_a_missing_loader_does_not_matter_to_an_operator_that_never_draws() -> None:
+    class NoDataNeeded(LinearOperator):
+        def register_data(self, **loaders: Any) -> None: ...
+
+        def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
+            return {"done": 1}
+
+    assert values(train(make_runner(NoDataNeeded)))["done"] == 1
+
+
+def test_a_shard_is_trained_on_instead_of_the_loader_for_one_call() -> None:
+    runner = make_runner()
+    train(runner, num_steps=2)
+    data = [(torch.zeros(2, 3), torch.tensor([100, 101]), torch.zeros(2, 1))]
+    answer = train(runner, shard=data)
+    assert runner.operator.seen[2:] == [[100, 101]]  # type: ignore[attr-defined]
+    assert (values(answer)["epoch"], answer.num_steps) == (2, 1)
+    train(runner, num_steps=1)
+    assert runner.operator.seen[-1] == [8, 9, 10, 11]  # type: ignore[attr-defined]
+
+
+def test_shards_of_pairs_are_joined_to_tensors() -> None:
+    class Pairs(LinearOperator):
+        def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
+            [(features, target)] = list(iterator)
+            return {"features": features, "target": target}
+
+    scalars = [(torch.tensor(1.0), torch.tensor(2.0)), (torch.tensor(3.0), torch.tensor(4.0))]
+    found = values(train(make_runner(Pairs), shard=[scalars]))
+    assert (found["features"].tolist(), found["target"].tolist()) == ([1.0, 3.0], [2.0, 4.0])
+    rows = [(torch.ones(1, 2), torch.zeros(1, 1)), (torch.ones(1, 2), torch.zeros(1, 1))]
+    found = values(train(make_runner(Pairs), shard=[rows]))
+    assert (found["features"].shape, found["target"].shape) == ((2, 2), (2, 1))
+
+
+def test_progress_is_read_beside_a_running_epoch() -> None:
+    class Watched(LinearOperator):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            self.progress.append(runner.progress())
+            return super().train_batch(batch, batch_info)
+
+    runner = make_runner(Watched)
+    runner.operator.progress = []  # type: ignore[attr-defined]
+    assert runner.progress() is None
+    train(runner, info={"num_epochs": 4})
+    assert runner.progress() is None
+    found = runner.operator.progress  # type: ignore[attr-defined]
+    assert [(p.num_steps, p.total, p.epoch_idx, p.num_epochs) for p in found] == [
+        (i, 5, 0, 4) for i in range(1, 6)
+    ]
+    assert found[0].loss is None
+    assert all(isinstance(p.loss, float) for p in found[1:])
+
+
+# ------------------------------------------------------------------------------------------------ state
+
+
+class StatefulOperator(DropoutOperator):
+    """Has a state of its own, a scheduler and draws from every generator."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=2)
+        self.register(models=self.model, optimizers=self.optimizer, schedulers=scheduler)
+        self.scheduler = scheduler
+        self.noise: list[float] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.noise.append(random.random() + numpy.random.random())
+        return super().train_batch(batch, batch_info)
+
+    def state_dict(self) -> Any:
+        return {"noise": list(self.noise)}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.noise = list(state_dict["noise"])
+
+
+def stateful_runner(**config: Any) -> TorchRunner:
+    runner = TorchRunner(RunnerSpec(StatefulOperator, config, scheduler_step_freq="batch"), ALONE)
+    runner.setup()
+    return runner
+
+
+def snapshot(runner: TorchRunner) -> tuple[Any, list[Any]]:
+    capture = runner.capture(None)
+    state = capture.shared_state if capture.token is None else runner.fetch(capture.token)
+    return state, [capture.rank_state]
+
+
+def equal(left: Any, right: Any) -> bool:
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return bool(left == right)
+
+
+def test_the_state_has_its_keys_in_their_order() -> None:
+    assert list(make_runner().state()) == ["epoch", "operator", "models", "optimizers", RESUME]
+    runner = TorchRunner(RunnerSpec(StatefulOperator, {}, use_fp16=True, scheduler_step_freq="batch"), ALONE)
+    runner.setup()
+    assert list(runner.state()) == [
+        "epoch",
+        "operator",
+        "models",
+        "optimizers",
+        "schedulers",
+        "amp_native",
+        RESUME,
+    ]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_restored_replica_goes_on_exactly_as_the_first_one_did(shuffle: bool) -> None:
+    first = stateful_runner(shuffle=shuffle, optimizer="adam")
+    train(first, num_steps=8)
+    state, rank_states = snapshot(first)
+    answers = [train(first, num_steps=9)]
+    end = first.state()
+    second = stateful_runner(shuffle=shuffle, optimizer="adam", seed=1)
+    second.restore(state, rank_states)
+    answers.append(train(second, num_steps=9))
+    assert equal(second.state(), end)
+    assert values(answers[0]) == values(answers[1])
+    assert second.operator.global_step == 17
+    assert end["operator"] == {"noise": second.operator.noise}  # type: ignore[attr-defined]
+
+
+def test_a_snapshot_does_not_change_with_the_training_behind_it() -> None:
+    runner = make_runner(optimizer="adam")
+    train(runner)
+    state, _ = snapshot(runner)
+    before = decode(state, copy=True)
+    train(runner)
+    assert equal(decode(state, copy=True), before)
+    assert not equal(decode(state, copy=True), runner.state())
+
+
+def test_a_restored_replica_does_not_share_memory_with_the_snapshot() -> None:
+    runner = make_runner(optimizer="adam")
+    train(runner)
+    state, rank_states = snapshot(runner)
+    before = decode(state, copy=True)
+    runner.restore(state, rank_states)
+    train(runner)
+    assert equal(decode(state, copy=True), before)
+
+
+def test_a_small_state_travels_with_the_answer_and_a_large_one_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = make_runner()
+    assert runner.capture(None).token is None
+    monkeypatch.setattr(torch_runner, "_INLINE_BYTES", 8)
+    capture = runner.capture(None)
+    assert capture.shared_state is None
+    assert capture.token is not None
+    assert equal(decode(runner.fetch(capture.token), copy=True), runner.state())
+
+
+def test_memory_of_a_snapshot_that_has_landed_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_runner, "_INLINE_BYTES", 8)
+    runner = make_runner()
+    tokens = [runner.capture(None).token, runner.capture(None).token]
+    assert tokens[0] is not None
+    assert runner.fetch(tokens[0]).num_bytes > 0
+    third = runner.capture(tokens[1])
+    for token in tokens:
+        with pytest.raises(KeyError):
+            runner.fetch(token)  # type: ignore[arg-type]
+    assert equal(decode(runner.fetch(third.token), copy=True), runner.state())  # type: ignore[arg-type]
+
+
+def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
+    runner = TorchRunner(RunnerSpec(LinearOperator, {}, wrap_ddp=False), World(rank=1, size=2))
+    runner.setup()
+    capture = runner.capture(None)
+    assert (capture.shared_state, capture.token) == (None, None)
+    assert capture.rank_state["torch"]
+
+
+def test_a_snapshot_of_fewer_ranks_restores_random_state_where_it_has_one() -> None:
+    runner = make_runner()
+    state, rank_states = snapshot(runner)
+    other = TorchRunner(RunnerSpec(LinearOperator, {}, wrap_ddp=False), World(rank=1, size=2))
+    other.setup()
+    torch.manual_seed(123)
+    before = torch.get_rng_state()
+    other.restore(state, rank_states)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def broken_states(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
+    weights = state["models"][0]
+    short = {name: tensor for name, tensor in weights.items() if name != "bias"}
+    wider = {**weights, "weight": torch.zeros(1, 9)}
+    groups = {**state["optimizers"][0], "param_groups": [{"lr": 1.0, "params": [0]}]}
+    return {
+        "no operator": ({key: value for key, value in state.items() if key != "operator"}, KeyError, "operator"),
+        "no models": ({key: value for key, value in state.items() if key != "models"}, KeyError, "models"),
+        "too few models": ({**state, "models": []}, ValueError, "shorter"),
+        "a tensor too few": ({**state, "models": [short]}, ValueError, r"Missing: \['bias'\]"),
+        "a tensor too many": ({**state, "models": [{**weights, "scale": torch.ones(1)}]}, ValueError, r"unknown: \['scale'\]"),
+        "another shape": ({**state, "models": [wider]}, ValueError, r"weight: \(1, 9\) instead of \(1, 3\)"),
+        "another optimizer": ({**state, "optimizers": [groups]}, ValueError, r"\[1\] parameters"),
+    }
+
+
+@pytest.mark.parametrize("what", list(broken_states({"models": [{}], "optimizers": [{}]})))
+def test_a_state_that_does_not_fit_changes_nothing(what: str) -> None:
+    runner = make_runner(optimizer="adam")
+    train(runner, num_steps=3)
+    before, rank_states = snapshot(runner)
+    broken, kind, message = broken_states(decode(before, copy=True))[what]
+    with pytest.raises(kind, match=message):
+        runner.restore(StateEncoder().encode(broken), rank_states)
+    assert equal(runner.state(), decode(before, copy=False))
+    train(runner, num_steps=1)
+    assert runner.operator.seen[-1] == [12, 13, 14, 15]  # type: ignore[attr-defined]
+
+
+def test_data_of_another_size_starts_a_fresh_pass(caplog: pytest.LogCaptureFixture) -> None:
+    first = make_runner()
+    train(first, num_steps=2)
+    second = make_runner(num_samples=24)
+    second.restore(*snapshot(first))
+    train(second, num_steps=1)
+    assert second.operator.seen == [[0, 1, 2, 3]]  # type: ignore[attr-defined]
+    assert "another size" in caplog.text
+
+
+def test_a_position_that_was_not_used_yet_is_saved_again() -> None:
+    first = make_runner()
+    train(first, num_steps=2)
+    second = make_runner()
+    second.restore(*snapshot(first))
+    third = make_runner()
+    third.restore(*snapshot(second))
+    train(third, num_steps=1)
+    assert third.operator.seen == [[8, 9, 10, 11]]  # type: ignore[attr-defined]
+
+
+def test_the_order_of_the_data_comes_from_the_saved_seed() -> None:
+    first = make_runner(shuffle=True)
+    train(first)
+    second = make_runner(shuffle=True)
+    second.restore(*snapshot(first))
+    for runner in (first, second):
+        runner.train_epoch(EpochRequest(None, {}, False, seed=99))
+    assert second.operator.seen == first.operator.seen[5:]  # type: ignore[attr-defined]
+
+
+def test_a_loader_that_is_not_divided_starts_over() -> None:
+    class Plain(LinearOperator):
+        def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+            return list(DataLoader(data, batch_size=4))
+
+    first = make_runner(Plain)
+    train(first, num_steps=2)
+    second = make_runner(Plain)
+    second.restore(*snapshot(first))
+    train(second, num_steps=1)
+    assert second.operator.seen == [[0, 1, 2, 3]]  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------ the rest
+
+
+def test_models_are_live_or_copied_as_asked() -> None:
+    runner = make_runner()
+    [live] = runner.models(to_cpu=False)
+    [copied] = runner.models(to_cpu=True)
+    assert live is runner.operator.model
+    assert copied is not live
+    assert equal(copied.state_dict(), live.state_dict())
+
+
+def test_stepping_schedulers_without_any_is_an_error() -> None:
+    with pytest.raises(NotRegisteredError, match="registered no scheduler"):
+        make_runner().update_schedulers(0.5)
+
+
+def test_the_operator_stays_usable_after_the_end() -> None:
+    runner = make_runner()
+    train(runner, num_steps=2)
+    operator = runner.operator
+    runner.shutdown()
+    assert operator.train_batch(next(iter(operator.train_loader)), {})["num_samples"] == 4  # type: ignore[attr-defined]
