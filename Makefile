@@ -16,7 +16,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 .DEFAULT_GOAL := help
 .PHONY: demo test soak lint typecheck format bench clean help
 
-demo: $(STAMP) ## train a small model on two workers, lose one, and go on
+demo: $(STAMP) ## train a classifier of real digits on two workers, save, load and test it
 	$(PY) examples/quickstart.py
 
 test: $(STAMP) ## run all tests but the soak tests

@@ -30,7 +30,7 @@ def union(*groups: list[str]) -> list[str]:
     return sorted({requirement for group in groups for requirement in group})
 
 
-TORCH = ["torch>=2.2"]
+TORCH = ["torch>=2.6"]
 
 EXTRAS = {
     "torch": TORCH,
@@ -64,7 +64,7 @@ EXTRAS["all"] = union(*EXTRAS.values())
 # What the tests, the demo and the checks use. TensorFlow, Horovod and MLflow are left to those who work on
 # them.
 EXTRAS["dev"] = union(
-    *(EXTRAS[name] for name in ("torch", "tune", "data", "metrics", "tensorboard", "codemod", "progress")),
+    *(EXTRAS[name] for name in ("torch", "tune", "data", "lightning", "metrics", "tensorboard", "codemod", "progress")),
     [
         "codespell>=2.2",
         "mypy>=1.10",
@@ -83,7 +83,7 @@ EXTRAS["docs"] = ["mkdocs>=1.5", "mkdocstrings[python]>=0.24"]
 setup(
     name="raysgd",
     version=read_version(),
-    description="Elastic, fault-tolerant training of PyTorch and TensorFlow models on Ray",
+    description="Class-based, fault-tolerant training of PyTorch models on Ray",
     long_description=read_description(),
     long_description_content_type="text/markdown",
     author="The raysgd authors",

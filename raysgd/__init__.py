@@ -1,4 +1,4 @@
-"""Elastic, fault-tolerant training of PyTorch and TensorFlow models on Ray.
+"""Class-based, fault-tolerant training of PyTorch models on Ray.
 
 What this package promises: write the training of one process, name a number of workers, and get the numbers
 that one process would have got. A worker that dies takes no finished training with it; the group carries on

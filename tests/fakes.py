@@ -62,6 +62,7 @@ class CountingReplica:
         self.total = 0.0
         self.num_own_calls = 0
         self.is_shut_down = False
+        self.landed_tokens: list[int | None] = []
         self._kept: dict[int, float] = {}
         self._next_token = 0
 
@@ -69,6 +70,7 @@ class CountingReplica:
         return f"rank {self.world.rank} of {self.world.size}"
 
     def capture(self, landed_token: int | None) -> Capture:
+        self.landed_tokens.append(landed_token)
         if self.world.rank:
             return Capture(self.num_own_calls)
         if not self.is_large:
@@ -164,7 +166,7 @@ class FakeCluster:
         starts: What happens at each start of a group; past the end, nothing.
         calls: The same for each call of a function of a test.
         restores: The same for each call that the controller makes on its own.
-        has_slow_transfers: Whether a state that is fetched arrives only when it is waited for without limit.
+        transfer_s: How long a state that is fetched is on its way.
         groups: Every group that was made.
     """
 
@@ -173,7 +175,7 @@ class FakeCluster:
     starts: deque[Event] = field(default_factory=deque)
     calls: deque[Event] = field(default_factory=deque)
     restores: deque[Event] = field(default_factory=deque)
-    has_slow_transfers: bool = False
+    transfer_s: float = 0.0
     groups: list[FakeGroup] = field(default_factory=list)
 
     def make_group(self, spec: GroupSpec, num_workers: int) -> WorkerGroup:
@@ -292,7 +294,7 @@ class FakeTransfer:
     def result(self, timeout_s: float | None) -> Any:
         if not self.group.is_alive:
             raise ConnectionError("the worker that held it is gone")
-        if self.group.cluster.has_slow_transfers and timeout_s is not None:
+        if timeout_s is not None and timeout_s < self.group.cluster.transfer_s:
             raise TimeoutError("still on its way")
         return self.produce()
 

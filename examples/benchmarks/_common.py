@@ -1,11 +1,12 @@
 """What all benchmarks share: arguments, isolated processes, statistics, and the report.
 
-Every contender runs in processes of its own, started for one measurement and gone afterwards, and the contenders take
-turns, so that a slow minute of the machine hits all of them. A script starts itself again for that: `--job` says, as
-JSON, which of its functions to call and with what; the function's value comes back through a file.
+Every contender runs in processes of its own, started for one measurement and gone afterwards, and the
+contenders take turns, so that a slow minute of the machine hits all of them. A script starts itself again for
+that: `--job` says, as JSON, which of its functions to call and with what; the function's value comes back
+through a file.
 
-Figures are medians with the 95 % interval that bootstrapping gives. The last line of the output is the whole result as
-JSON, for programs; everything before it is Markdown, for people.
+Figures are medians with the 95 % interval that bootstrapping gives. The last line of the output is the whole
+result as JSON, for programs; everything before it is Markdown, for people.
 """
 
 from __future__ import annotations
@@ -45,6 +46,7 @@ RAY_TRAIN_FAST_POLL = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1"}
 OWN = "raysgd"
 MIB = 2**20
 _JOB_TIMEOUT_S = 900.0
+_END_TIMEOUT_S = 15.0
 _BUSY_LOAD = 0.3  # for each core
 
 
@@ -126,7 +128,10 @@ def _peer_names(text: str, known: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of what is before the dot
+        return False
 
 
 # ------------------------------------------------------------------------------------------------------ isolation
@@ -182,15 +187,23 @@ def _run(command: Sequence[str], environment: Mapping[str, str], timeout_s: floa
         except subprocess.TimeoutExpired:
             log.write(f"\n[ended after {timeout_s:g} s]")
         finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+            _end(process)
         log.seek(0)
         return log.read()[-4000:]
 
 
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process and what it started; torchrun has to be asked, for its workers are in groups of their own."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(_END_TIMEOUT_S)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
 def dispatch(roles: Mapping[str, Callable[..., Any]]) -> None:
-    """In a process that `run_job` started: calls the function and ends the program. Elsewhere it does nothing."""
+    """In a process that `run_job` started: calls the function and ends the program. Else does nothing."""
     if "--job" not in sys.argv:
         return
     job = json.loads(sys.argv[sys.argv.index("--job") + 1])
@@ -416,10 +429,11 @@ def machine() -> dict[str, Any]:
 
 def _machine_line(facts: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in facts["versions"].items() if version)
+    hardware = f"{facts['num_cores']} cores of {facts['cpu']}, {facts['memory_gib']} GiB"
     busy = facts["load_before"] > _BUSY_LOAD * facts["num_cores"]
     return (
-        f"{facts['num_cores']} cores of {facts['cpu']}, {facts['memory_gib']} GiB; Python {facts['python']}, {versions}; "
-        f"one thread for each process, gloo over loopback; load {facts['load_before']:.2f}"
+        f"{hardware}; Python {facts['python']}, {versions}; one thread for each process, gloo over loopback; "
+        f"load {facts['load_before']:.2f}"
         + (" - **other programs are running: do not trust these figures**" if busy else "")
     )
 

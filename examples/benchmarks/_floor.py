@@ -1,7 +1,7 @@
 """Training on bare Ray actors: what a library of this kind can reach at best.
 
-No peer, because it does nothing but train: no failures, no snapshots, no metrics of the user's own. Each worker is an actor
-with a `DistributedDataParallel` model; an epoch is one call to each and one `ray.get` for all.
+No peer, because it does nothing but train: no failures, no snapshots, no metrics of the user's own. Each worker
+is an actor with a `DistributedDataParallel` model; an epoch is one call to each and one `ray.get` for all.
 """
 
 from __future__ import annotations

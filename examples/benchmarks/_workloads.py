@@ -1,7 +1,8 @@
-"""The models and data of the benchmarks, the training loop that anyone would write by hand, and an operator for each.
+"""The models and data of the benchmarks, the loop that anyone would write by hand, and operators for the same.
 
-All data is random and made on the spot. The sizes span what matters: a step of `mlp_tiny` is little more than the cost
-of its Python calls and of one exchange between processes; a step of `mlp_large` is arithmetic and 10 MB of gradients.
+All data is random and made on the spot. The sizes span what matters: a step of `mlp_tiny` is little more than
+the cost of its Python calls and of one exchange between processes; a step of `mlp_large` is arithmetic and
+10 MB of gradients.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class HandWritten:
         self.epoch = 0
 
     def train_epoch(self) -> torch.Tensor:
-        """One pass over the data; returns the sum of the losses of this rank's samples, and how many these are."""
+        """One pass over the data; returns the sum of this rank's losses, and how many samples these are of."""
         self.model.train()
         self.sampler.set_epoch(self.epoch)
         self.epoch += 1
@@ -187,8 +188,8 @@ class TimedOperator(StockOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        # On the object and not as an override in the class: raysgd looks for overrides to decide whether gradients need
-        # a communication hook, and the stock loop has none.
+        # On the object and not as an override in the class: raysgd looks for overrides to decide whether
+        # gradients need a communication hook, and the stock loop has none.
         self.train_epoch = self._timed(self.train_epoch)  # type: ignore[method-assign]
 
     def before_loop(self) -> None:
@@ -207,7 +208,7 @@ class TimedOperator(StockOperator):
 
 
 class StampedOperator(StockOperator):
-    """Also says when its first step ended. It overrides the last rung of the ladder, which changes nothing else."""
+    """Also says when its first step ended. It overrides the last rung of the ladder only."""
 
     def optimizer_step(self) -> None:
         super().optimizer_step()
@@ -230,7 +231,7 @@ _captures_s: list[float] = []
 
 
 def watch_captures() -> None:
-    """In this process, lets `captures_s` know how long every copy of the state takes that is made after a call."""
+    """In this process, lets `captures_s` know how long each copy of the state takes that follows a call."""
     original = TorchRunner.capture
 
     @functools.wraps(original)

@@ -2,23 +2,26 @@
 
     python examples/benchmarks/checkpoint.py [--smoke-test] [--repetitions 7] [--peers torch_save,dcp_async]
 
-The state is 100 MiB of weights and 100 MiB of momentum. For raysgd it lives in the driver (`use_local=True`), in one
-remote worker, or in each of `--num-workers` remote workers; every repetition measures, in this order,
+The state is 100 MiB of weights and 100 MiB of momentum. For raysgd it lives in the driver (`use_local=True`),
+in one remote worker, or in each of `--num-workers` remote workers; every repetition measures, in this order,
 
-* a call of `train(num_steps=1)`: its time beyond the loop itself, and of that the copy of the state that the worker makes;
-* right after another such call, `save(path, blocking=False)`: how long it takes to return, how much longer than usual the
-  next call of `train` takes, and when the file is complete (on the disk, with its checksum);
+* a call of `train(num_steps=1)`: its time beyond the loop itself, and of that the copy of the state that the
+  worker makes;
+* right after another such call, `save(path, blocking=False)`: how long it takes to return, how much longer than
+  usual the next call of `train` takes, and when the file is complete (on the disk, with its checksum);
 * `save(path)`, and `load(path)` against `torch.load` with `load_state_dict` of the same content.
 
-Memory is what the driver has to itself at most, beyond what it had before, as a multiple of the state.
+Memory is what the driver has to itself, beyond what it had before, as a multiple of the state; objects in Ray's
+store are shared and do not count.
 
-The peers save the same state from a single process: `torch.save`, `torch.distributed.checkpoint` waiting or not, and Ray
-Train, whose worker writes the file and reports it. Files are in the page cache when they are loaded.
+The peers save the same state from a single process: `torch.save`, `torch.distributed.checkpoint` waiting or
+not, and Ray Train, whose worker writes the file and reports it. Files are in the page cache when loaded.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import gc
 import json
@@ -26,10 +29,12 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from _common import (
     MIB,
@@ -62,7 +67,12 @@ _FIGURES = {
     "load_s": ("load", 1e3),
     "torch_load_s": ("torch.load", 1e3),
 }
-_MEMORY = {"save_copies": "save", "load_copies": "load", "torch_load_copies": "torch.load"}
+_MEMORY = {
+    "first_save_copies": "train() and first save",
+    "second_save_copies": "train() and second save",
+    "load_copies": "load",
+    "torch_load_copies": "torch.load",
+}
 Figures = dict[str, list[float]]
 
 
@@ -81,44 +91,47 @@ def _until_exists(path: Path) -> None:
         time.sleep(0.0005)
 
 
-class PeakMemory:
-    """The most memory that this process has to itself while a block runs, beyond what it had before, in bytes."""
+@dataclass(frozen=True)
+class Memory:
+    """What this process has to itself beyond what it had before, in copies of the state: at most, and in the end."""
 
-    def __init__(self) -> None:
-        self.growth = 0
-        self._is_over = threading.Event()
+    peak: float
+    kept: float
 
-    @contextlib.contextmanager
-    def watch(self) -> Iterator[PeakMemory]:
-        gc.collect()
-        before = _private_bytes()
-        thread = threading.Thread(target=self._sample, args=(before,), daemon=True)
-        thread.start()
-        try:
-            yield self
-        finally:
-            self._is_over.set()
-            thread.join()
 
-    def _sample(self, before: int) -> None:
-        while not self._is_over.wait(0.001):
-            self.growth = max(self.growth, _private_bytes() - before)
+def _memory_of(call: Callable[[], Any], num_bytes: int) -> Memory:
+    """What `call` takes; `num_bytes` is the size of the state."""
+    before = _live_bytes()
+    seen = [before]
+    is_over = threading.Event()
+
+    def sample() -> None:
+        while not is_over.wait(0.001):
+            seen.append(_private_bytes())
+
+    thread = threading.Thread(target=sample, daemon=True)
+    thread.start()
+    try:
+        call()
+    finally:
+        is_over.set()
+        thread.join()
+    kept = _live_bytes() - before
+    return Memory((max(seen) - before) / num_bytes, kept / num_bytes)
+
+
+def _live_bytes() -> int:
+    """The same without what was freed but not given back to the system yet."""
+    gc.collect()
+    with contextlib.suppress(OSError, AttributeError):  # elsewhere than with glibc
+        ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return _private_bytes()
 
 
 def _private_bytes() -> int:
     """Memory that no other process shares; objects in Ray's store are shared."""
-    import psutil
-
     info = psutil.Process().memory_info()
     return int(info.rss - info.shared)
-
-
-def _copies(call: Callable[[], Any], num_bytes: int) -> float:
-    """Growth of the memory while `call` runs, as a multiple of the state."""
-    peak = PeakMemory()
-    with peak.watch():
-        call()
-    return peak.growth / num_bytes
 
 
 class PlainTraining:
@@ -170,9 +183,9 @@ def run_raysgd(state: str, num_workers: int, use_local: bool, num_repetitions: i
         )
         trainer.apply_all_workers(watch_captures)
         arrangement = Arrangement(trainer, PlainTraining(state), folder)
+        memory = arrangement.memory()  # first, while nothing is kept from an earlier call
         rounds = [arrangement.measure() for _ in range(NUM_WARM_UP_ROUNDS + num_repetitions)][NUM_WARM_UP_ROUNDS:]
-        figures = {name: [measured[name] for measured in rounds if name in measured] for name in rounds[0]}
-        return {**figures, **{name: [value] for name, value in arrangement.memory().items()}}
+    return {**memory, **{name: [measured[name] for measured in rounds] for name in rounds[0]}}
 
 
 class Arrangement:
@@ -196,14 +209,22 @@ class Arrangement:
         """One repetition."""
         return {**self._snapshot(), **self._save(), **self._load()}
 
-    def memory(self) -> dict[str, float]:
-        """The memory that saving and loading take in the driver, as multiples of the state."""
-        num_bytes = self._plain.num_bytes
-        self._settle()
-        save = _copies(lambda: (self._train(), self._save_in_background(), _until_exists(self._file)), num_bytes)
-        load = _copies(lambda: self._trainer.load(self._file), num_bytes)
-        plain_load = _copies(lambda: self._plain.load(self._plain_file), num_bytes)
-        return {"save_copies": save, "load_copies": load, "torch_load_copies": plain_load}
+    def memory(self) -> Figures:
+        """What saving and loading take in the driver: the peak, and what is kept."""
+        calls = {
+            "first_save_copies": self._save_to_the_end,
+            "second_save_copies": self._save_to_the_end,
+            "load_copies": lambda: self._trainer.load(self._file),
+            "torch_load_copies": lambda: self._plain.load(self._plain_file),
+        }
+        found = {name: _memory_of(call, self._plain.num_bytes) for name, call in calls.items()}
+        return {name: [memory.peak, memory.kept] for name, memory in found.items()}
+
+    def _save_to_the_end(self) -> None:
+        self._file.unlink(missing_ok=True)
+        self._train()
+        self._trainer.save(self._file, blocking=False)
+        _until_exists(self._file)
 
     def _train(self) -> float:
         """One step; returns the seconds of the loop alone."""
@@ -212,10 +233,6 @@ class Arrangement:
     def _settle(self) -> None:
         """Waits until no snapshot is under way any more."""
         self._trainer.state_dict()
-
-    def _save_in_background(self) -> None:
-        self._file.unlink(missing_ok=True)
-        self._trainer.save(self._file, blocking=False)
 
     def _snapshot(self) -> dict[str, float]:
         self._settle()
@@ -231,8 +248,8 @@ class Arrangement:
         self._train()
         usual_s = _seconds(self._train)
         self._settle()
-        self._train()
         self._file.unlink(missing_ok=True)
+        self._train()
         began = time.perf_counter()
         stall_s = _seconds(lambda: self._trainer.save(self._file, blocking=False))
         delayed_s = _seconds(self._train)
@@ -338,7 +355,7 @@ def _ray_train_loop(config: dict[str, Any]) -> None:
     import ray.train
 
     plain = PlainTraining(config["state"])
-    seconds = []
+    seconds: list[float] = []
     for _ in range(config["num_rounds"]):
         plain.step()
         began = time.perf_counter()
@@ -349,7 +366,7 @@ def _ray_train_loop(config: dict[str, Any]) -> None:
     Path(config["output"]).write_text(json.dumps(seconds))
 
 
-ROLES = {
+ROLES: dict[str, Callable[..., Figures]] = {
     OWN: run_raysgd,
     "torch_save": run_torch_save,
     "dcp_save": functools.partial(run_dcp, is_async=False),
@@ -380,12 +397,15 @@ def report_memory(report: Report, runs: dict[str, Figures]) -> None:
     """Notes and prints the memory of the driver."""
     rows = []
     for name, figures in runs.items():
-        if "save_copies" not in figures:
+        if not all(figure in figures for figure in _MEMORY):
             continue
         for figure in _MEMORY:
-            report.result(name, figure, figures[figure][0])
-        rows.append([name, *(f"{figures[figure][0]:.2f}" for figure in _MEMORY)])
-    report.table("Memory of the driver, in copies of the state", ["contender", *_MEMORY.values()], rows)
+            peak, kept = figures[figure]
+            report.result(name, f"peak_{figure}", peak)
+            report.result(name, f"kept_{figure}", kept)
+        rows.append([name, *("{:.2f}, {:.2f}".format(*figures[figure]) for figure in _MEMORY)])
+    title = "Memory of the driver beyond what it had before, in copies of the state: peak, kept"
+    report.table(title, ["contender", *_MEMORY.values()], rows)
 
 
 def targets_of(runs: dict[str, Figures]) -> list[Target]:
@@ -420,7 +440,8 @@ def main() -> None:
     run = functools.partial(run_job, __file__, state=state, num_repetitions=arguments.repetitions)
     sizes = {arguments.num_workers} if arguments.smoke_test else {1, arguments.num_workers}
     remote = {
-        f"raysgd, {size} remote": functools.partial(run, OWN, num_workers=size, use_local=False) for size in sorted(sizes)
+        f"raysgd, {size} remote": functools.partial(run, OWN, num_workers=size, use_local=False)
+        for size in sorted(sizes)
     }
     own = {LOCAL: functools.partial(run, OWN, num_workers=1, use_local=True), **remote}
     jobs: dict[str, Callable[[], Figures]] = {**own, **{name: functools.partial(run, name) for name in peers.selected}}

@@ -2,10 +2,12 @@
 
     python examples/benchmarks/epoch_cost.py [--smoke-test] [--num-workers 2] [--repetitions 3] [--peers raw,bare]
 
-An epoch is one step of `mlp_tiny` on each worker, so the time of a call is nearly all Python, Ray and network. The same is
-measured for bare Ray actors (the floor, see `_floor.py`), for the loop written by hand under torchrun, and for Ray Train
-with its controller's poll as it is and at 0.1 s. Growth: the same with more workers, far more than there are cores,
-against the loop written by hand. Every figure is the median of the epochs of one run; `--repetitions` runs, in turn.
+An epoch is one step of `mlp_tiny` on each worker, so the time of a call is nearly all Python, Ray and network.
+The same is measured for bare Ray actors (the floor, see `_floor.py`), for the loop written by hand under
+torchrun, and for Ray Train with its controller's poll as it is and at 0.1 s. Growth: the same with more workers,
+far more than there are cores, against the loop written by hand.
+
+A sample is the median of the epochs of one run, and there are `--repetitions` runs of each contender, in turn.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Speed of the training loop: raysgd's stock operator against a loop written by hand, and against other libraries.
+"""Speed of training: raysgd's stock operator against a loop written by hand, and against other libraries.
 
-    python examples/benchmarks/throughput.py [--smoke-test] [--num-workers 2] [--repetitions 40] [--peers lightning]
+    python examples/benchmarks/throughput.py [--smoke-test] [--num-workers 2] [--repetitions 40] [--peers raw]
 
 Two measurements:
 
-* **Paired.** Separate processes of the very same program differ by some percent from run to run, which is more than what
-  is looked for. So both loops run in the same worker processes: in turn, one epoch by hand and one epoch of the operator,
-  with the same batches, steps and initial weights. Each epoch is timed inside the workers, from the first instruction of
-  the loop to its last, after a barrier; the slower rank counts. `--repetitions` is the number of such pairs.
-* **Side by side.** Samples per second over whole epochs, with everything that a library does between them: each
-  contender in processes of its own, all of them in turn, `--peer-repetitions` times.
+* **Paired.** Separate processes of the very same program differ by some percent from run to run, which is more
+  than what is looked for. So both loops run in the same worker processes: in turn, one epoch by hand and one
+  epoch of the operator, with the same batch size, number of steps and initial weights. Each epoch is timed
+  inside the workers, from the first instruction of the loop to its last, after a barrier; the slower rank
+  counts. Snapshots of the state have left the workers before. `--repetitions` is the number of such pairs.
+* **Side by side.** Samples per second over whole epochs, with everything that a library does between them, for
+  raysgd the snapshots too: each contender in processes of its own, in turn, `--peer-repetitions` times.
 """
 
 from __future__ import annotations

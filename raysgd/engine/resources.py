@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import time
+import uuid
 from collections.abc import Mapping
 from typing import Any
 
@@ -111,7 +112,8 @@ class Reservation:
         self._own: Any = None
         bundle = need.bundle()
         if self._outer is None and bundle and num_workers:
-            self._own = ray.util.placement_group([bundle] * num_workers, strategy="SPREAD", name="raysgd")
+            name = f"raysgd-{uuid.uuid4().hex[:8]}"  # Ray takes no name twice, and there may be several trainers
+            self._own = ray.util.placement_group([bundle] * num_workers, strategy="SPREAD", name=name)
 
     @property
     def is_own(self) -> bool:

@@ -6,7 +6,7 @@ ranks' batches differ in size the two do not fit together, so a rank's gradient 
 user code may call `backward` by itself, a communication hook weights the gradient on its way out.
 """
 
-from __future__ import annotations
+# No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -113,7 +113,7 @@ class DDP(NoParallel):
                 model.require_forward_param_sync = flag
 
 
-def _weight_and_average(step: Step, bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def _weight_and_average(step: Step, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
     if step.weight != 1.0:

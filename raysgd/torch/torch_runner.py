@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,12 +31,13 @@ from raysgd.torch.training_operator import OperatorContext, TrainingOperator
 logger = logging.getLogger(__name__)
 
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
+_TICK_S = 0.1  # between two looks at a progress bar
 _INLINE_BYTES = 65536  # a state up to this size travels with the answer; a call of its own would cost more
 
 
 @dataclass(frozen=True)
 class RunnerSpec:
-    """What every replica is made from."""
+    """What every replica is made from; `use_local` says that the one of rank 0 lives in the driver."""
 
     operator_cls: type[TrainingOperator]
     config: Mapping[str, Any]
@@ -45,6 +47,7 @@ class RunnerSpec:
     wrap_ddp: bool = True
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
+    use_local: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,13 +75,17 @@ class RunnerFacts:
 
 @dataclass(frozen=True)
 class EpochRequest:
-    """One call of `train` or `validate`, as one worker sees it."""
+    """One call of `train` or `validate`, as one worker sees it.
+
+    `tick` is called between steps, some ten times a second, by a replica in the driver: there, nobody else has the time to.
+    """
 
     num_steps: int | None
     info: Mapping[str, Any]
     profile: bool
     seed: int
     shard: Any = None
+    tick: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -170,7 +177,9 @@ class TorchRunner:
         if self._world.rank:
             return Capture(rank_state)
         for token in [token for token in self._captured if landed_token is not None and token <= landed_token]:
-            self._encoder.release(self._captured.pop(token))
+            landed = self._captured.pop(token)
+            if not self._spec.use_local:  # in the driver nothing travelled: these very bytes are the snapshot
+                self._encoder.release(landed)
         encoded = self._encoder.encode(self.state())
         if encoded.num_bytes <= _INLINE_BYTES:
             return Capture(rank_state, shared_state=encoded)
@@ -182,14 +191,14 @@ class TorchRunner:
         """The copy of the state that `token` names."""
         return self._captured[token]
 
-    def restore(self, shared_state: EncodedState, rank_states: Sequence[Any]) -> None:
-        """Takes over a snapshot or a checkpoint; nothing is changed when it does not fit.
+    def restore(self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any]) -> None:
+        """Takes over a snapshot or a checkpoint, which in the driver needs no encoding; nothing is changed if it does not fit.
 
         Raises:
             KeyError: A part is missing.
             ValueError: A part does not fit what is registered.
         """
-        state = decode(shared_state, copy=False)
+        state = decode(shared_state, copy=False) if isinstance(shared_state, EncodedState) else shared_state
         self._check(state)
         self._apply(state)
         if self._world.rank < len(rank_states) and rank_states[self._world.rank] is not None:
@@ -219,7 +228,8 @@ class TorchRunner:
             SCHEDULER_STEP: operator.scheduler_step_freq,
         }
         began_at, epoch_before = stream.num_steps_taken, self.epoch
-        iterator = _watched(stream.take(request.num_steps))
+        batches = stream.take(request.num_steps)
+        iterator = _Watched(batches if request.tick is None else _ticking(batches, request.tick))
         self._running = (stream, began_at, request.num_steps, info)
         with self._timers.record("train_epoch"):
             returned = call_with_accepted(
@@ -426,8 +436,13 @@ class _Watched:
         return next(self._batches)
 
 
-def _watched(batches: Iterator[Any]) -> _Watched:
-    return _Watched(batches)
+def _ticking(batches: Iterator[Any], tick: Callable[[], None]) -> Iterator[Any]:
+    due = time.monotonic()
+    for batch in batches:
+        if time.monotonic() >= due:
+            tick()
+            due = time.monotonic() + _TICK_S
+        yield batch
 
 
 def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> Any:

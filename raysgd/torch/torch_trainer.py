@@ -10,6 +10,7 @@ import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -116,6 +117,7 @@ class TorchTrainer:
         _validate_scheduler_step_freq(scheduler_step_freq)
         _refuse_unknown(unknown)
         _check_operator_class(training_operator_cls)
+        _check_kinds(config, initialization_hook, num_cpus_per_worker)
         choose_amp_backend(use_fp16)
         if use_tqdm:
             _check_tqdm()
@@ -152,6 +154,7 @@ class TorchTrainer:
             wrap_ddp=self.wrap_ddp,
             add_dist_sampler=self.add_dist_sampler,
             scheduler_step_freq=self.scheduler_step_freq,
+            use_local=self.use_local,
         )
         group = GroupSpec(
             backend=TorchBackend(self.backend, self.timeout_s),
@@ -197,10 +200,10 @@ class TorchTrainer:
         if not isinstance(max_retries, int) or max_retries < 0:
             raise InvalidCountError(f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more.")
         _check_num_steps(num_steps)
-        requests = partial(self._requests, num_steps, profile, dict(info or {}), dataset)
         with ExitStack() as stack:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
             tick = (lambda: bar.show(self._progress())) if bar is not None else None
+            requests = partial(self._requests, num_steps, profile, dict(info or {}), dataset, tick)
             call = Call(TorchRunner.train_epoch, requests, changes_state=True, tick=tick)
             answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
             self._check_even_steps(answers)
@@ -218,21 +221,31 @@ class TorchTrainer:
     ) -> Any:
         """Evaluates on the validation loader, every sample exactly once; arguments and result as in `train`, no `epoch`."""
         _check_num_steps(num_steps)
-        requests = partial(self._requests, num_steps, profile, dict(info or {}), None)
+        requests = partial(self._requests, num_steps, profile, dict(info or {}), None, None)
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
-        return _merged(self._controller.run(call, max_retries=_DEFAULT_RETRIES), reduce_results)
+        answers = self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+        self._controller.touch()  # it may have drawn random numbers, which `save` keeps
+        return _merged(answers, reduce_results)
 
     def _requests(
-        self, num_steps: int | None, profile: bool, info: dict[str, Any], dataset: Any, worlds: Sequence[World]
+        self,
+        num_steps: int | None,
+        profile: bool,
+        info: dict[str, Any],
+        dataset: Any,
+        tick: Callable[[], None] | None,
+        worlds: Sequence[World],
     ) -> list[tuple[EpochRequest]]:
         """One request for each rank. Made anew for every attempt, because the number of workers may have changed."""
         if dataset is not None:
             dataset.set_num_shards(len(worlds))
         seed = self._facts.seed
-        return [
-            (EpochRequest(num_steps, info, profile, seed, dataset.get_shard(world.rank) if dataset is not None else None),)
-            for world in worlds
-        ]
+        request = EpochRequest(num_steps, info, profile, seed)
+        shards = [None if dataset is None else dataset.get_shard(world.rank) for world in worlds]
+        requests = [replace(request, shard=shard) for shard in shards]
+        if self.use_local:
+            requests[0] = replace(requests[0], tick=tick)
+        return [(request,) for request in requests]
 
     def _progress(self) -> Any:
         transfer = self._controller.group.beside(0, TorchRunner.progress)
@@ -255,7 +268,7 @@ class TorchTrainer:
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs `fn()` once in each worker process; returns the results in rank order."""
-        call = Call(TorchRunner.execute, lambda worlds: [(fn,)] * len(worlds))
+        call = Call(TorchRunner.execute, lambda worlds: [(fn,)] * len(worlds), changes_state=True)  # it may seed, say
         return self._controller.run(call, max_retries=_DEFAULT_RETRIES)
 
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
@@ -371,10 +384,12 @@ class TorchTrainer:
         _check_parts(state, facts)
         resume = dict(state.get(RESUME) or {})
         rank_states = tuple(resume.pop(_RNG, ()))
-        encoded = StateEncoder().encode({**state, RESUME: resume})
+        whole: Any = {**state, RESUME: resume}
+        if not self._controller.group.is_driver_only:
+            whole = StateEncoder().encode(whole)
         call = Call(
             TorchRunner.restore,
-            lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(encoded)],
+            lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(whole)],
             changes_state=True,
         )
         self._controller.run(call, max_retries=_DEFAULT_RETRIES)
@@ -477,8 +492,8 @@ def _loss_of(answers: Sequence[EpochAnswer]) -> float | None:
 def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
     """What the driver can know: whether a state has all its parts, in the right numbers."""
     expected = {"models": facts.num_models, "optimizers": facts.num_optimizers}
-    if facts.num_schedulers is not None:
-        expected["schedulers"] = facts.num_schedulers
+    if facts.num_schedulers is not None or state.get("schedulers"):
+        expected["schedulers"] = facts.num_schedulers or 0
     missing = [key for key in ("epoch", "operator", *expected) if key not in state]
     if missing:
         raise KeyError(f"The state has no {', '.join(repr(key) for key in missing)}; it has {sorted(map(str, state))}.")
@@ -493,6 +508,16 @@ def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
 def _check_count(name: str, value: Any, hint: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
         raise ValueError(f"`{name}={value!r}`: need at least 1, as an integer. {hint}")
+
+
+def _check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any) -> None:
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` is given.")
+    if initialization_hook is not None and not callable(initialization_hook):
+        raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
+    is_number = isinstance(num_cpus_per_worker, int | float) and not isinstance(num_cpus_per_worker, bool)
+    if not is_number or num_cpus_per_worker < 0:
+        raise ValueError(f"`num_cpus_per_worker={num_cpus_per_worker!r}`: need a number of CPUs, 0 or more.")
 
 
 def _check_num_steps(num_steps: Any) -> None:

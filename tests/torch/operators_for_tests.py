@@ -58,9 +58,7 @@ class LinearOperator(TrainingOperator):
         )
         self.seen: list[list[int]] = []
         self.register_data(
-            train_loader=self.make_loader(
-                dataset(setting(config, "num_samples")), shuffle=setting(config, "shuffle")
-            ),
+            train_loader=self.make_loader(dataset(setting(config, "num_samples")), shuffle=setting(config, "shuffle")),
             validation_loader=self.make_loader(dataset(setting(config, "num_validation_samples"), seed=1)),
         )
 
@@ -85,18 +83,14 @@ class DropoutOperator(LinearOperator):
     """Draws random numbers in every step."""
 
     def make_model(self) -> torch.nn.Module:
-        return torch.nn.Sequential(
-            torch.nn.Linear(NUM_FEATURES, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1)
-        )
+        return torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 8), torch.nn.Dropout(0.5), torch.nn.Linear(8, 1))
 
 
 class BatchNormOperator(LinearOperator):
     """Has buffers that training changes."""
 
     def make_model(self) -> torch.nn.Module:
-        return torch.nn.Sequential(
-            torch.nn.Linear(NUM_FEATURES, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1)
-        )
+        return torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 1))
 
 
 class OwnBatchOperator(LinearOperator):
@@ -160,3 +154,14 @@ def samples_seen(operator: LinearOperator) -> list[list[int]]:
     """For `apply_all_operators`: the numbers of the samples of each batch since the last time."""
     seen, operator.seen = operator.seen, []
     return seen
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether two states are the same to the last bit."""
+    if isinstance(left, torch.Tensor):
+        return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
+    if isinstance(left, dict):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple):
+        return len(left) == len(right) and all(map(equal, left, right))
+    return bool(left == right)

@@ -106,9 +106,7 @@ def pretended_apex(monkeypatch: pytest.MonkeyPatch) -> PretendedAmp:
 @pytest.mark.parametrize(
     ("use_fp16", "kind", "is_mixed"), [(False, Precision, False), (True, NativeAmp, True), ("apex", Apex, True)]
 )
-def test_the_flag_becomes_an_object(
-    use_fp16: Any, kind: type, is_mixed: bool, pretended_apex: PretendedAmp
-) -> None:
+def test_the_flag_becomes_an_object(use_fp16: Any, kind: type, is_mixed: bool, pretended_apex: PretendedAmp) -> None:
     precision = make_precision(use_fp16, CPU)
     assert (type(precision), precision.flag, precision.is_mixed) == (kind, use_fp16, is_mixed)
 

@@ -75,7 +75,8 @@ def test_a_failed_epoch_leaves_no_line() -> None:
             bar.show(news(3))
             raise KeyError("user code")
 
-    pytest.raises(KeyError, fail)
+    with pytest.raises(KeyError):
+        fail()
     assert stream.getvalue() == ""
 
 
@@ -87,7 +88,8 @@ def test_a_failed_epoch_clears_the_bar() -> None:
             bar.show(news(3))
             raise KeyError("user code")
 
-    pytest.raises(KeyError, fail)
+    with pytest.raises(KeyError):
+        fail()
     assert stream.getvalue().split("\r")[-2].strip() == ""
 
 

@@ -19,7 +19,7 @@ from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.sampling import DataSignature
 from raysgd.torch.state_codec import StateEncoder, decode
 from raysgd.torch.torch_runner import RESUME, EpochAnswer, EpochRequest, RunnerSpec, TorchRunner, call_with_accepted
-from tests.torch.operators_for_tests import DropoutOperator, LinearOperator
+from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal
 
 ALONE = World(rank=0, size=1)
 
@@ -317,11 +317,17 @@ def test_progress_is_read_beside_a_running_epoch() -> None:
     train(runner, info={"num_epochs": 4})
     assert runner.progress() is None
     found = runner.operator.progress  # type: ignore[attr-defined]
-    assert [(p.num_steps, p.total, p.epoch_idx, p.num_epochs) for p in found] == [
-        (i, 5, 0, 4) for i in range(1, 6)
-    ]
+    assert [(p.num_steps, p.total, p.epoch_idx, p.num_epochs) for p in found] == [(i, 5, 0, 4) for i in range(1, 6)]
     assert found[0].loss is None
     assert all(isinstance(p.loss, float) for p in found[1:])
+
+
+def test_a_replica_in_the_driver_ticks_between_steps() -> None:
+    runner = make_runner()
+    found: list[Any] = []
+    train(runner, tick=lambda: found.append(runner.progress()))
+    assert found
+    assert found[0].num_steps == 1
 
 
 # ------------------------------------------------------------------------------------------------ state
@@ -358,16 +364,6 @@ def snapshot(runner: TorchRunner) -> tuple[Any, list[Any]]:
     capture = runner.capture(None)
     state = capture.shared_state if capture.token is None else runner.fetch(capture.token)
     return state, [capture.rank_state]
-
-
-def equal(left: Any, right: Any) -> bool:
-    if isinstance(left, torch.Tensor):
-        return isinstance(right, torch.Tensor) and torch.equal(left, right)
-    if isinstance(left, dict):
-        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
-    if isinstance(left, list | tuple):
-        return len(left) == len(right) and all(map(equal, left, right))
-    return bool(left == right)
 
 
 def test_the_state_has_its_keys_in_their_order() -> None:
@@ -444,6 +440,19 @@ def test_memory_of_a_snapshot_that_has_landed_is_used_again(monkeypatch: pytest.
     assert equal(decode(runner.fetch(third.token), copy=True), runner.state())  # type: ignore[arg-type]
 
 
+def test_a_snapshot_that_the_driver_shares_is_never_written_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_runner, "_INLINE_BYTES", 8)
+    runner = TorchRunner(RunnerSpec(LinearOperator, {}, use_local=True), ALONE)
+    runner.setup()
+    token = runner.capture(None).token
+    assert token is not None
+    snapshot = runner.fetch(token)
+    before = decode(snapshot, copy=True)
+    train(runner)
+    runner.capture(token)
+    assert equal(decode(snapshot, copy=True), before)
+
+
 def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
     runner = TorchRunner(RunnerSpec(LinearOperator, {}, wrap_ddp=False), World(rank=1, size=2))
     runner.setup()
@@ -473,7 +482,11 @@ def broken_states(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], type
         "no models": ({key: value for key, value in state.items() if key != "models"}, KeyError, "models"),
         "too few models": ({**state, "models": []}, ValueError, "shorter"),
         "a tensor too few": ({**state, "models": [short]}, ValueError, r"Missing: \['bias'\]"),
-        "a tensor too many": ({**state, "models": [{**weights, "scale": torch.ones(1)}]}, ValueError, r"unknown: \['scale'\]"),
+        "a tensor too many": (
+            {**state, "models": [{**weights, "scale": torch.ones(1)}]},
+            ValueError,
+            r"unknown: \['scale'\]",
+        ),
         "another shape": ({**state, "models": [wider]}, ValueError, r"weight: \(1, 9\) instead of \(1, 3\)"),
         "another optimizer": ({**state, "optimizers": [groups]}, ValueError, r"\[1\] parameters"),
     }

@@ -142,9 +142,12 @@ def test_components_come_back_as_they_were_given() -> None:
         optimizer,
         scheduler,
     )
-    assert operator.register(
-        models=(model,), optimizers=[optimizer], criterion=criterion, schedulers=[scheduler]
-    ) == ((model,), [optimizer], criterion, [scheduler])
+    assert operator.register(models=(model,), optimizers=[optimizer], criterion=criterion, schedulers=[scheduler]) == (
+        (model,),
+        [optimizer],
+        criterion,
+        [scheduler],
+    )
 
 
 def test_what_is_registered_has_the_names_of_old() -> None:
@@ -578,9 +581,7 @@ def test_single_components_are_found_under_both_names() -> None:
 @pytest.mark.parametrize("container", [list, tuple])
 def test_of_several_components_the_first_is_the_one(container: type, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="raysgd")
-    operator_cls = TrainingOperator.from_creators(
-        create_models, create_optimizers, scheduler_creator=create_schedulers
-    )
+    operator_cls = TrainingOperator.from_creators(create_models, create_optimizers, scheduler_creator=create_schedulers)
     operator = make(operator_cls, {"container": container}, scheduler_step_freq="manual")
     assert type(operator.models) is container
     assert (type(operator.optimizers), type(operator.schedulers)) == (tuple, list)
@@ -599,18 +600,14 @@ def test_what_no_creator_made_is_absent() -> None:
 
 
 def test_a_scheduler_without_a_loss_is_not_taken_for_the_loss() -> None:
-    operator_cls = TrainingOperator.from_creators(
-        create_model, create_optimizer, scheduler_creator=create_scheduler
-    )
+    operator_cls = TrainingOperator.from_creators(create_model, create_optimizer, scheduler_creator=create_scheduler)
     operator = make(operator_cls, scheduler_step_freq="manual")
     assert not hasattr(operator, "criterion")
     assert isinstance(operator.scheduler, torch.optim.lr_scheduler.StepLR)
 
 
 def test_several_optimizers_can_train() -> None:
-    operator_cls = TrainingOperator.from_creators(
-        create_models, create_optimizers, create_loaders, torch.nn.MSELoss
-    )
+    operator_cls = TrainingOperator.from_creators(create_models, create_optimizers, create_loaders, torch.nn.MSELoss)
     operator = make(operator_cls)
     assert operator.train_epoch(operator.train_loader)["batch_count"] == 3
 
@@ -663,7 +660,8 @@ def test_data_may_be_one_loader_or_two(returned: Any, train: int, validation: in
 
 
 def num_batches(loader: Any) -> int:
-    return len(loader) if hasattr(loader, "batch_sampler") and loader.batch_sampler else len(list(loader))
+    is_divided = getattr(loader, "batch_sampler", None) is not None
+    return len(loader) if is_divided else len(list(loader))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,395 @@
+"""`LightningOperator`: trains a `LightningModule`, in the place of Lightning's own `Trainer`.
+
+The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. Processes, data, checkpoints and recovery
+are this library's, and so is the averaging: what a step returns or logs is averaged over the samples of all workers.
+
+Hooks have the signatures of Lightning 2. Those that it dropped (`training_epoch_end`, `validation_epoch_end`,
+`training_step_end`, `validation_step_end`, `on_pretrain_routine_start`, `configure_apex`) are called where a module has
+them. Never called are those of testing and predicting, those of the end of a training, which nobody announces here, and
+`configure_callbacks`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd._optional import require
+from raysgd.torch._lightning_module import (
+    PER_BATCH,
+    PER_EPOCH,
+    Hooks,
+    SteppingOptimizer,
+    TrainerStandIn,
+    instantiate,
+    lightning_base,
+    one_loader,
+    optimizers_and_schedulers,
+    run_in_forward_of,
+)
+from raysgd.torch._lightning_values import EpochValues, detached, loss_of, numbers_in, result_of_hook
+from raysgd.torch.streams import length_of
+from raysgd.torch.training_operator import TrainingOperator
+
+if not any(find_spec(name) for name in ("lightning", "pytorch_lightning")):  # one project, under two names
+    require("lightning", extra="lightning", purpose="`LightningOperator`")
+
+logger = logging.getLogger(__name__)
+
+SCHEDULER_STEP_PTL = "ptl"  # what `scheduler_step_freq` is here: the module itself says when
+
+
+def make_operator(
+    parent: type[TrainingOperator], lightning_module_cls: type[Any], train_dataloader: Any, val_dataloader: Any
+) -> type[LightningOperator]:
+    """Makes an operator class; see `TrainingOperator.from_ptl`. A `LightningOperator` as `parent` is subclassed."""
+    lightning_base(lightning_module_cls)
+    members = {
+        "_lightning_module_cls": lightning_module_cls,
+        "_train_dataloader": train_dataloader,
+        "_val_dataloader": val_dataloader,
+    }
+    parent = parent if issubclass(parent, LightningOperator) else LightningOperator
+    return type("CustomLightningOperator", (parent,), members)
+
+
+class LightningOperator(TrainingOperator):
+    """Trains the `LightningModule` class that `TrainingOperator.from_ptl` was given. Subclass it to override a method.
+
+    Attributes:
+        ddp_args: Options for `DistributedDataParallel`. A module all of whose parameters take part in every loss is
+            faster with an empty dict.
+    """
+
+    _lightning_module_cls: type[Any]
+    _train_dataloader: Any = None
+    _val_dataloader: Any = None
+    ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
+
+    # ---------------------------------------------------------------------------------------- set-up
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Makes the module and runs its set-up hooks, in the order of Lightning 2."""
+        module = self._module = instantiate(self._lightning_module_cls, config)
+        self._hooks, self._has_started = Hooks(module), False
+        self._trainer = module.trainer = TrainerStandIn.of(
+            self._context.world, self.device, self._hooks.part_of_package("plugins").Precision(), self._backward
+        )
+        self._prepare_data()
+        self._hooks.call("setup", "fit")
+        self._hooks.call("configure_model")
+        self._register_module()
+        self._hooks.call("on_fit_start")
+        self._hooks.call("on_pretrain_routine_start")
+        self.register_data(
+            train_loader=self._loader(self._train_dataloader, "train_dataloader"),
+            validation_loader=self._loader(self._val_dataloader, "val_dataloader"),
+        )
+
+    def _prepare_data(self) -> None:
+        per_node = getattr(self._module, "prepare_data_per_node", True)
+        if (self.local_rank if per_node else self.world_rank) == 0:
+            self._hooks.call("prepare_data")
+        self._sum_over_workers(0.0)  # nobody goes on before the data is there
+
+    def _register_module(self) -> None:
+        module, trainer = self._module, self._trainer
+        if not self._hooks.overrides("configure_optimizers"):
+            raise self._hooks.part_of_package("utilities.exceptions").MisconfigurationException(
+                f"`{type(module).__name__}` does not define `configure_optimizers`: return the optimizers there."
+            )
+        self._place(module)  # before the optimizers are made: some keep state beside the parameters from the start
+        optimizers, self._scheduler_dicts = optimizers_and_schedulers(module.configure_optimizers())
+        if len(optimizers) > 1 and module.automatic_optimization:
+            logger.warning("several optimizers without manual optimization: only the first one is stepped")
+        self._scheduler_step_freq = SCHEDULER_STEP_PTL
+        schedulers = [entry["scheduler"] for entry in self._scheduler_dicts]
+        self.register(models=[module], optimizers=optimizers, schedulers=schedulers, ddp_args=dict(self.ddp_args))
+        trainer.model, trainer.optimizers = self.model, self.optimizers
+        trainer.lr_scheduler_configs = [SimpleNamespace(**entry) for entry in self._scheduler_dicts]
+        trainer.strategy._lightning_optimizers = [SteppingOptimizer(each, self._step) for each in self.optimizers]
+
+    def _configure_apex_amp(
+        self, amp: Any, models: list[torch.nn.Module], optimizers: list[Any], apex_args: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        if not self._hooks.has("configure_apex"):
+            return super()._configure_apex_amp(amp, models, optimizers, {"opt_level": "O2", **apex_args})
+        model, optimizers = self._module.configure_apex(amp, models[0], optimizers, "O2")
+        return [model], optimizers
+
+    def _loader(self, given: Any, hook: str) -> Any:
+        loader = self._hooks.call(hook) if given is None and self._hooks.overrides(hook) else given
+        return one_loader(loader, hook)
+
+    # ---------------------------------------------------------------------------------------- training
+
+    def train_epoch(
+        self,
+        iterator: Iterable[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """Trains on all batches, until `on_train_batch_start` returns -1 on any worker.
+
+        Returns:
+            What `training_epoch_end` returns where there is one. Else, for each number that `training_step` returns or
+            logs, its mean and `last_<name>`. A loss is `train_loss`, also where the step calls it `loss`.
+        """
+        self._trainer.current_epoch, self._trainer.global_step = epoch_idx, self.global_step
+        info = {**self._own_info(num_steps, epoch_idx), **(info or {})}
+        if not self._module.training:
+            self._module.train()
+        with torch.enable_grad(), self._epoch("train", "training_epoch_end"):
+            if not self._has_started:
+                self._hooks.call("on_train_start")
+            self._has_started = True
+            self._hooks.call("on_train_epoch_start")
+            self._train_on_batches(iterator, info)
+            result = self._end_epoch("training_epoch_end", "on_train_epoch_end")
+            self._step_schedulers(PER_EPOCH, epoch_idx + 1, result)
+        return result
+
+    def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any]) -> None:
+        step = self._parallel.step
+        for batch_idx, batch in enumerate(iterator):
+            batch = self._to_device(batch)
+            self._values.begin_batch(is_counted=not step.is_padding)
+            if self._is_stopped_at(batch, batch_idx):
+                self._skip_rest(iterator)
+                return
+            metrics = self.train_batch(batch, {"batch_idx": batch_idx, "global_step": self.global_step, **info})
+            if not step.is_padding:
+                self._count(self._meters, metrics)
+            self.global_step += 1
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Takes one step on one batch, or leaves it to a module with manual optimization."""
+        batch_idx = batch_info["batch_idx"]
+        if self._module.automatic_optimization:
+            output = self._optimize(batch, batch_idx)
+        else:
+            _, output = self._training_step(batch, batch_idx)
+        self._trainer.global_step = self.global_step + 1
+        so_far = {**numbers_in(output, self._values.loss_name), **self._values.of_batch}
+        self._step_schedulers(PER_BATCH, self.global_step + 1, so_far)
+        self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)
+        return self._values.metrics_of(batch, output)
+
+    def _optimize(self, batch: Any, batch_idx: int) -> Any:
+        """A step through the module's `optimizer_step`, whose closure does everything up to the backward pass."""
+        optimizer = self.optimizers[0] if self.optimizers else None
+        where = self._trainer.current_epoch, batch_idx
+        output = None
+
+        def closure() -> torch.Tensor | None:
+            nonlocal output
+            loss, output = self._training_step(batch, batch_idx)
+            if optimizer is not None:
+                self._hooks.call("on_before_zero_grad", optimizer)
+                self._hooks.call("optimizer_zero_grad", *where, optimizer, optimizer_idx=0)
+            if loss is None:
+                return None
+            self._backward(loss, optimizer)
+            return loss.detach()
+
+        if optimizer is None:
+            closure()
+        else:
+            stepping = self._trainer.strategy._lightning_optimizers[0]
+            self._hooks.call("optimizer_step", *where, stepping, closure)
+        return output
+
+    def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
+        """The loss to run the backward pass on, and the step's output without its graph."""
+        output = None
+
+        def run() -> torch.Tensor | None:
+            nonlocal output
+            with self.timers.record("fwd"), self._precision.forward():
+                output = self._hooks.call("training_step", batch, batch_idx, dataloader_idx=0, optimizer_idx=0)
+                if self._hooks.has("training_step_end"):
+                    output = self._hooks.call("training_step_end", output)
+            return loss_of(output) if self._module.automatic_optimization else None
+
+        loss = run() if self.model is self._module else run_in_forward_of(self.model, self._module, run)
+        return loss, detached(output)
+
+    def _backward(self, loss: torch.Tensor, optimizer: Any = None, *arguments: Any, **options: Any) -> None:
+        """Computes the gradients; the module's `manual_backward` ends up here, too."""
+        if not self._module.automatic_optimization and isinstance(self.model, DistributedDataParallel):
+            self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
+        self._hooks.call("on_before_backward", loss)
+        loss = self._parallel.weighted(loss)
+        with self.timers.record("grad"):
+            if self._hooks.overrides("backward") or arguments or options:
+                scaler = self._precision.scaler
+                self._module.backward(scaler.scale(loss) if scaler else loss, *arguments, **options)
+            else:
+                self._precision.backward(loss, optimizer)
+        self._hooks.call("on_after_backward")
+
+    def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
+        """What `optimizer.step(closure)` does when the module calls it."""
+        loss = closure() if closure is not None else None
+        if closure is not None and loss is None and self._module.automatic_optimization:
+            return None  # the module left this batch out
+        self._precision.unscale(optimizer)
+        self._hooks.call("on_before_optimizer_step", optimizer, optimizer_idx=0)
+        if self._hooks.overrides("configure_gradient_clipping"):
+            self._hooks.call("configure_gradient_clipping", optimizer, None, None)
+        with self.timers.record("apply"):
+            self._precision.step(optimizer)
+        return loss
+
+    def _is_stopped_at(self, batch: Any, batch_idx: int) -> bool:
+        stops = self._hooks.call("on_train_batch_start", batch, batch_idx, dataloader_idx=0) == -1
+        if not (self._parallel.synchronizes and self._hooks.overrides("on_train_batch_start")):
+            return stops
+        return self._sum_over_workers(float(stops))[0] > 0  # all or none: who went on alone would wait forever
+
+    def _skip_rest(self, iterator: Iterable[Any]) -> None:
+        """Uses up the epoch, so that the next one begins a new pass; a loader without a length might never end."""
+        if length_of(self._train_loader) is not None:
+            for _ in iterator:
+                pass
+
+    def _step_schedulers(self, intervals: tuple[str, ...], count: int, metrics: Mapping[str, Any]) -> None:
+        if not self._module.automatic_optimization:
+            return
+        for entry in self._scheduler_dicts:
+            if entry["interval"] not in intervals or count % entry["frequency"]:
+                continue
+            value = self._monitored(str(entry["monitor"]), metrics) if entry["reduce_on_plateau"] else None
+            if entry["reduce_on_plateau"] and value is None:
+                logger.warning("no metric `%s` here: its scheduler waits for `update_scheduler`", entry["monitor"])
+            else:
+                self._hooks.call("lr_scheduler_step", entry["scheduler"], value)
+
+    def _monitored(self, name: str, metrics: Mapping[str, Any]) -> float | None:
+        """The mean of a metric over all workers, who have to agree about a learning rate."""
+        own = (float(metrics[name]), 1.0) if name in metrics else (0.0, 0.0)
+        total, count = self._sum_over_workers(*getattr(metrics, "totals", {}).get(name, own))
+        return total / count if count else None
+
+    # ---------------------------------------------------------------------------------------- validation
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Evaluates on all batches; returns as `train_epoch` does, with `validation_epoch_end` and `val_loss`."""
+        self._module.zero_grad()
+        modes = {part: part.training for part in self._module.modules()}
+        self._module.eval()
+        try:
+            with torch.no_grad(), self._epoch("validation", "validation_epoch_end"):
+                self._hooks.call("on_validation_start")
+                self._hooks.call("on_validation_epoch_start")
+                for batch_idx, batch in enumerate(val_iterator):
+                    self._values.begin_batch()
+                    metrics = self.validate_batch(self._to_device(batch), {"batch_idx": batch_idx, **(info or {})})
+                    self._count(self._meters, metrics)
+                result = self._end_epoch("validation_epoch_end", "on_validation_epoch_end")
+                self._hooks.call("on_validation_end")
+                return result
+        finally:
+            for part, mode in modes.items():
+                part.training = mode
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Evaluates one batch with the bare module, so that nothing waits for other workers."""
+        batch_idx = batch_info["batch_idx"]
+        self._hooks.call("on_validation_batch_start", batch, batch_idx, dataloader_idx=0)
+        with self.timers.record("eval_fwd"), self._precision.forward():
+            output = self._hooks.call("validation_step", batch, batch_idx, dataloader_idx=0)
+            if self._hooks.has("validation_step_end"):
+                output = self._hooks.call("validation_step_end", output)
+        self._hooks.call("on_validation_batch_end", output, batch, batch_idx, dataloader_idx=0)
+        return self._values.metrics_of(batch, output)
+
+    # ---------------------------------------------------------------------------------------- both
+
+    @contextmanager
+    def _epoch(self, stage: str, hook: str) -> Iterator[None]:
+        """Takes what the module logs, and lets it know what is going on."""
+        keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
+        self._values = EpochValues("train_loss" if stage == "train" else "val_loss", keeps_outputs)
+        self._meters = self._new_meters()
+        self._trainer.training, self._trainer.validating = stage == "train", stage == "validation"
+        try:
+            with self._values.listening_to(self._module):
+                yield
+        finally:
+            self._trainer.training = self._trainer.validating = False
+
+    def _end_epoch(self, old_hook: str, hook: str) -> dict[str, Any]:
+        values = self._values
+        values.end_batches()
+        returned = self._hooks.call(old_hook, values.outputs)
+        self._hooks.call(hook, outputs=values.outputs)
+        if returned is None:
+            result: dict[str, Any] = values.summary(self._meters, self._new_meters())
+        else:
+            result = result_of_hook(old_hook, returned, values.loss_name)
+        self._trainer.callback_metrics = {**self._trainer.callback_metrics, **result}
+        return result
+
+    def _to_device(self, batch: Any) -> Any:
+        batch = self._hooks.call("on_before_batch_transfer", batch, dataloader_idx=0)
+        batch = self._hooks.call("transfer_batch_to_device", batch, self.device, dataloader_idx=0)
+        return self._hooks.call("on_after_batch_transfer", batch, dataloader_idx=0)
+
+    def _sum_over_workers(self, *values: float) -> list[float]:
+        """The sums of all workers' values; every worker has to ask."""
+        if not self._context.world.is_distributed:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(tensor)
+        sums: list[float] = tensor.tolist()
+        return sums
+
+    # ---------------------------------------------------------------------------------------- to read
+
+    @property
+    def model(self) -> Any:
+        """The module, wrapped where there are several workers."""
+        return self._models[0]
+
+    @property
+    def optimizers(self) -> list[Any]:
+        """The optimizers that `configure_optimizers` returned."""
+        return self._optimizers
+
+    @property
+    def schedulers(self) -> list[Any]:
+        """The schedulers that `configure_optimizers` returned."""
+        return self._schedulers
+
+    @property
+    def scheduler_dicts(self) -> list[dict[str, Any]]:
+        """Each scheduler, with the interval and all else that says when to step it."""
+        return self._scheduler_dicts
+
+    def get_model(self) -> Any:
+        """The `LightningModule` itself."""
+        return self._module
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the module's `on_save_checkpoint` puts into a checkpoint."""
+        checkpoint: dict[str, Any] = {}
+        self._hooks.call("on_save_checkpoint", checkpoint)
+        return checkpoint
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Hands such a state to the module's `on_load_checkpoint`."""
+        if state_dict is not None:
+            self._hooks.call("on_load_checkpoint", state_dict)
+
+
+__all__ = ["LightningOperator"]

@@ -1,0 +1,318 @@
+"""What holds for every backend: it connects any number of processes, leaves no trace, and knows a broken group."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import ray
+
+from raysgd.backends.base import Backend
+from raysgd.backends.torch import TorchBackend
+from raysgd.engine.types import Rendezvous, Resources, WorkerInfo, World
+from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from tests.fakes import CountingReplica, NullBackend
+
+pytestmark = pytest.mark.integration
+
+NUM_PROCESSES = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """A backend, and how its framework adds numbers up over all ranks."""
+
+    backend: Backend
+    all_sum: Callable[[float], float]
+
+
+def torch_sum(number: float) -> float:
+    import torch
+
+    tensor = torch.tensor([number])
+    if torch.distributed.is_initialized():
+        torch.distributed.all_reduce(tensor)
+    return tensor.item()
+
+
+CASES = {"gloo": Case(TorchBackend("gloo", timeout_s=20), torch_sum)}
+
+
+@pytest.fixture(params=CASES)
+def case(request: pytest.FixtureRequest) -> Case:
+    return CASES[request.param]
+
+
+class Rig:
+    """Three processes in which a backend can be tried by hand."""
+
+    def __init__(self) -> None:
+        self.group = WorkerGroup(
+            GroupSpec(NullBackend(), CountingReplica, Resources(num_cpus=0.5), captures=False), NUM_PROCESSES
+        )
+        self.group.start()
+
+    def on(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Starts `function(replica, *args)` in one process; `ray.get` has the answer."""
+        return self.group._workers[rank].submit("on_replica", function, False, None, *args)
+
+    def on_each(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+        answers = ray.get([self.on(rank, function, *args) for rank in range(num_ranks)])
+        return [answer.value for answer in answers]
+
+    def join(self, case: Case, num_ranks: int) -> list[float]:
+        """Connects the first processes to each other; the sums show that they are."""
+        self.on_each(num_ranks, load, case.backend)
+        port = ray.get(self.on(0, open_rendezvous, case.backend)).value
+        infos = [WorkerInfo("node", "10.0.0.1", rank) for rank in range(num_ranks)]
+        meeting = Rendezvous.at(port, infos)
+        calls = [
+            self.on(rank, join_and_sum, case, meeting, World(rank, num_ranks, rank, num_ranks))
+            for rank in range(num_ranks)
+        ]
+        return [answer.value for answer in ray.get(calls)]
+
+    def leave(self, num_ranks: int) -> None:
+        self.on_each(num_ranks, leave)
+
+
+def impatient(case: Case) -> Case:
+    """One whose collectives do not wait long for a peer."""
+    return replace(case, backend=replace(case.backend, timeout_s=4))  # type: ignore[type-var]
+
+
+def load(replica: Any, backend: Backend) -> None:
+    backend.load()
+
+
+def open_rendezvous(replica: Any, backend: Backend) -> int:
+    replica.variables = dict(os.environ)
+    replica.backend = backend
+    return backend.open_rendezvous()
+
+
+def join_and_sum(replica: Any, case: Case, rendezvous: Rendezvous, world: World) -> float:
+    if world.rank:
+        replica.variables = dict(os.environ)
+        replica.backend = case.backend
+    replica.backend.join(rendezvous, world)
+    return case.all_sum(10.0**world.rank)
+
+
+def leave(replica: Any) -> None:
+    replica.backend.leave()
+
+
+def changed_variables(replica: Any) -> list[str]:
+    before, after = replica.variables, dict(os.environ)
+    return sorted(
+        name
+        for name in {*before, *after}
+        if before.get(name) != after.get(name) and not name.startswith(("RAY_", "TORCHINDUCTOR_", "KMP_"))
+    )
+
+
+def errors_of_a_broken_group(replica: Any, case: Case, num_tries: int) -> list[tuple[bool, str]]:
+    """What a survivor sees when it goes on as if nothing had happened."""
+    found = []
+    for _ in range(1_000_000):
+        try:
+            case.all_sum(1.0)
+        except Exception as error:
+            found.append((replica.backend.is_connection_error(error), f"{type(error).__name__}: {error}"))
+            if len(found) == num_tries:
+                return found
+    raise AssertionError("nothing broke")
+
+
+def end_process(replica: Any) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def rig(ray_cluster: None) -> Iterator[Rig]:
+    rig = Rig()
+    yield rig
+    rig.group.kill(10)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_connected_ranks_add_up_and_part_without_a_trace(rig: Rig, case: Case, num_ranks: int) -> None:
+    assert rig.join(case, num_ranks) == [float("1" * num_ranks)] * num_ranks
+    rig.leave(num_ranks)
+    assert rig.on_each(num_ranks, changed_variables) == [[]] * num_ranks
+
+
+def test_processes_can_form_one_group_after_the_other_in_any_size(rig: Rig, case: Case) -> None:
+    for num_ranks in (3, 2, 3):
+        assert rig.join(case, num_ranks) == [float("1" * num_ranks)] * num_ranks
+        rig.leave(num_ranks)
+
+
+def test_leaving_twice_is_harmless(rig: Rig, case: Case) -> None:
+    rig.join(case, 2)
+    rig.leave(2)
+    rig.leave(2)
+
+
+def test_leaving_without_having_joined_is_harmless(case: Case) -> None:
+    replace(case.backend).leave()  # type: ignore[type-var]
+
+
+def test_opening_a_meeting_point_that_nobody_comes_to_is_harmless(case: Case) -> None:
+    backend: Backend = replace(case.backend)  # type: ignore[type-var]
+    assert backend.open_rendezvous() > 0
+    backend.leave()
+
+
+def test_survivors_know_a_broken_connection_however_often_they_try(case: Case, ray_cluster: None) -> None:
+    rig = Rig()
+    try:
+        rig.join(impatient(case), NUM_PROCESSES)
+        survivors = [rig.on(rank, errors_of_a_broken_group, case, 3) for rank in (0, 1)]
+        rig.on(2, end_process)
+        for answer in ray.get(survivors, timeout=30):
+            assert [known for known, _ in answer.value] == [True] * 3, answer.value
+        rig.leave(2)
+        assert rig.on_each(2, changed_variables) == [[], []]
+        assert rig.join(case, 2) == [11.0, 11.0]
+    finally:
+        rig.group.kill(10)
+
+
+def test_a_peer_that_never_comes_counts_as_a_broken_connection(rig: Rig, case: Case) -> None:
+    case = impatient(case)
+    rig.join(case, 2)
+    lonely = rig.on(0, errors_of_a_broken_group, case, 1)
+    [(known, text)] = ray.get(lonely, timeout=30).value
+    rig.leave(2)
+    assert known, text
+
+
+# -------------------------------------------------------------------------------------------- torch
+
+
+@pytest.fixture
+def own_group() -> Iterator[None]:
+    """A process group of this process that belongs to the user."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
+    yield
+    dist.destroy_process_group()
+
+
+def torch_is_connected() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
+def test_a_process_group_of_the_user_is_refused_with_advice_and_left_alone(own_group: None) -> None:
+    backend = TorchBackend()
+    port = backend.open_rendezvous()
+    with pytest.raises(RuntimeError, match="already.*destroy the other group or shut the other trainer down"):
+        backend.join(Rendezvous("127.0.0.1", port, on_one_node=True), World(0, 2))
+    backend.leave()
+    assert torch_is_connected()
+
+
+def test_a_single_rank_neither_needs_nor_ends_a_process_group(own_group: None) -> None:
+    backend = TorchBackend()
+    backend.join(Rendezvous("127.0.0.1", backend.open_rendezvous(), on_one_node=True), World(0, 1))
+    backend.leave()
+    assert torch_is_connected()
+
+
+def test_a_group_that_could_not_be_formed_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    backend = TorchBackend("gloo", timeout_s=0.5)  # nobody else comes
+    with pytest.raises(RuntimeError) as caught:
+        backend.join(Rendezvous("127.0.0.1", backend.open_rendezvous(), on_one_node=True), World(0, 2))
+    assert backend.is_connection_error(caught.value)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
+    backend.leave()
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+    assert not torch_is_connected()
+
+
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_variables_that_the_user_set_are_the_users(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = {"GLOO_SOCKET_IFNAME": "eth7", "NCCL_BLOCKING_WAIT": "0"}
+    for name, value in chosen.items():
+        monkeypatch.setenv(name, value)
+    backend = TorchBackend(transport)
+    backend._choose_interface(Rendezvous("127.0.0.1", 1, on_one_node=True))
+    assert {name: os.environ[name] for name in chosen} == chosen
+    backend.leave()
+    assert {name: os.environ[name] for name in chosen} == chosen
+
+
+def test_variables_of_nccl_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_BLOCKING_WAIT", raising=False)
+    backend = TorchBackend("nccl")
+    backend._choose_interface(Rendezvous("10.0.0.1", 1, on_one_node=False))
+    assert os.environ["NCCL_BLOCKING_WAIT"] == "1"
+    backend.leave()
+    assert "NCCL_BLOCKING_WAIT" not in os.environ
+
+
+def real_errors() -> Iterator[Exception]:
+    import torch
+
+    weight = torch.ones(1, requires_grad=True)
+    loss = (weight * 2).sum()
+    loss.backward()  # type: ignore[no-untyped-call]
+    mistakes: list[Callable[[], Any]] = [
+        lambda: torch.zeros(2, 3) @ torch.zeros(2, 3),
+        lambda: loss.backward(),  # type: ignore[no-untyped-call]
+        lambda: torch.nn.Linear(2, 2).load_state_dict({}),
+        lambda: torch.zeros(2, device="no such device"),
+        lambda: weight.add_(1),
+        lambda: torch.load("/no/such/file"),
+        lambda: {}["loss"],
+    ]
+    for mistake in mistakes:
+        try:
+            mistake()
+        except Exception as error:
+            yield error
+
+
+def test_ordinary_mistakes_are_no_broken_connections() -> None:
+    errors = list(real_errors())
+    assert len(errors) == 7
+    assert [error for error in errors if TorchBackend().is_connection_error(error)] == []
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:23199."), True),
+        (RuntimeError("Read error [127.0.0.1]:433: Connection reset by peer."), True),
+        (RuntimeError("Timed out waiting 4000ms for recv operation to complete"), True),
+        (RuntimeError("writev [10.0.0.1]:1: Broken pipe"), True),
+        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
+        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
+        (RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 1"), False),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("connection refused by the database"), False),
+        (KeyError("gloo/transport"), False),
+        (TimeoutError("the download timed out waiting"), False),
+    ],
+)
+def test_a_broken_connection_is_known_by_its_words_in_a_runtime_error(
+    error: Exception, expected: bool
+) -> None:
+    assert TorchBackend().is_connection_error(error) is expected
+
+
+@pytest.mark.parametrize("name", ["DistBackendError", "DistNetworkError", "DistStoreError"])
+def test_errors_of_the_distributed_package_itself_are_broken_connections(name: str) -> None:
+    import torch.distributed as dist
+
+    assert TorchBackend().is_connection_error(getattr(dist, name)("whatever it says"))

@@ -1,0 +1,409 @@
+"""What holds for every worker, whether it is a process of its own, the driver itself, or some of both."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+
+from raysgd.engine.replica import Capture
+from raysgd.engine.types import GroupReport, Resources, World
+from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.exceptions import worker_error
+from tests.fakes import CountingReplica, NullBackend, add, read
+
+pytestmark = pytest.mark.integration
+
+STEPS: list[str] = []  # what happened in this process, in order
+
+
+@dataclass
+class NotingBackend(NullBackend):
+    """Notes what is asked of it in the list of its process."""
+
+    def limit_threads(self, num_threads: int) -> None:
+        super().limit_threads(num_threads)
+        STEPS.append(f"threads {num_threads}")
+
+    def load(self) -> None:
+        STEPS.append("load")
+
+    def open_rendezvous(self) -> int:
+        STEPS.append("open")
+        return 12345
+
+    def join(self, rendezvous: Any, world: World) -> None:
+        STEPS.append(f"join {rendezvous.address}:{rendezvous.port} as {world.rank} of {world.size}")
+
+    def leave(self) -> None:
+        STEPS.append("leave")
+
+
+class NotingReplica(CountingReplica):
+    """Notes its life in the list of its process."""
+
+    def setup(self) -> str:
+        STEPS.append("setup")
+        return super().setup()
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        STEPS.append("shutdown")
+
+
+def hook() -> None:
+    STEPS.append("hook")
+
+
+def spec(**options: Any) -> GroupSpec:
+    values: dict[str, Any] = {
+        "backend": NotingBackend(),
+        "make_replica": NotingReplica,
+        "initialization_hook": hook,
+        "resources": Resources(num_cpus=0.5),  # several groups live side by side here
+        **options,
+    }
+    return GroupSpec(**values)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to make a group."""
+
+    num_workers: int
+    use_local: bool
+
+    @property
+    def ranks(self) -> list[int]:
+        return list(range(self.num_workers))
+
+    @property
+    def remote_ranks(self) -> list[int]:
+        return self.ranks[int(self.use_local) :]
+
+
+KINDS = {"remote": Kind(2, False), "local": Kind(1, True), "mixed": Kind(2, True)}
+
+
+@dataclass(frozen=True)
+class Started:
+    """A group of a kind, and what its start reported."""
+
+    kind: Kind
+    group: WorkerGroup
+    report: GroupReport
+
+    def call(self, function: Any, *args: Any, **options: Any) -> GroupReport:
+        return self.group.on_replica(function, {rank: args for rank in self.kind.ranks}, **options)
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def started(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Started]:
+    kind = KINDS[request.param]
+    STEPS.clear()
+    group = WorkerGroup(spec(use_local=kind.use_local), kind.num_workers)
+    yield Started(kind, group, group.start())
+    group.stop(10)
+
+
+def where(replica: CountingReplica) -> tuple[int, int]:
+    return replica.world.rank, os.getpid()
+
+
+def steps(replica: CountingReplica) -> list[str]:
+    return list(STEPS)
+
+
+def raise_value_error(replica: CountingReplica, ranks: Sequence[int]) -> None:
+    if replica.world.rank in ranks:
+        raise ValueError("the user's words")
+
+
+def exit_process(replica: CountingReplica) -> None:
+    raise SystemExit(3)
+
+
+def variables(replica: CountingReplica) -> dict[str, str | None]:
+    return {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+
+
+def thread_names(replica: CountingReplica) -> str:
+    return threading.current_thread().name
+
+
+# -------------------------------------------------------------------------------------------- starting
+
+
+def test_the_set_up_answers_come_in_rank_order(started: Started) -> None:
+    answers = [answer.value for answer in started.report.values]
+    assert answers == [f"rank {rank} of {started.kind.num_workers}" for rank in started.kind.ranks]
+
+
+def test_every_worker_says_where_it_lives(started: Started) -> None:
+    found = [answer.value for answer in started.call(where).values]
+    assert [rank for rank, _ in found] == started.kind.ranks
+    assert [pid for _, pid in found] == [info.pid for info in started.group.infos]
+    assert len({info.pid for info in started.group.infos}) == started.kind.num_workers
+    is_driver = [info.pid == os.getpid() for info in started.group.infos]
+    assert is_driver == [rank not in started.kind.remote_ranks for rank in started.kind.ranks]
+
+
+def test_all_on_one_node_have_the_local_ranks_of_one_node(started: Started) -> None:
+    worlds = started.group.worlds
+    assert [world.local_rank for world in worlds] == started.kind.ranks
+    assert {(world.num_nodes, world.local_size) for world in worlds} == {(1, started.kind.num_workers)}
+
+
+def test_the_hook_runs_before_the_framework_is_loaded_and_the_group_forms_before_the_set_up(
+    started: Started,
+) -> None:
+    for rank, answer in enumerate(started.call(steps).values):
+        threads = ["threads 1"] if rank in started.kind.remote_ranks else []
+        opening = ["open"] if rank == 0 else []
+        join = f"join 127.0.0.1:12345 as {rank} of {started.kind.num_workers}"
+        assert answer.value == [*threads, "hook", "load", *opening, join, "setup"]
+
+
+def test_remote_workers_are_told_their_number_of_threads_and_the_driver_is_left_alone(
+    started: Started,
+) -> None:
+    own = {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
+    for rank, answer in enumerate(started.call(variables).values):
+        limited = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+        assert answer.value == (limited if rank in started.kind.remote_ranks else own)
+
+
+# -------------------------------------------------------------------------------------------- calling
+
+
+def test_each_rank_gets_its_own_arguments(started: Started) -> None:
+    before = [answer.value[0] for answer in started.call(read).values]
+    args = {rank: (10.0**rank,) for rank in started.kind.ranks}
+    values = [answer.value for answer in started.group.on_replica(add, args).values]
+    assert values == [before[rank] + 10**rank for rank in started.kind.ranks]
+
+
+def test_a_single_rank_can_be_called(started: Started) -> None:
+    last = started.kind.num_workers - 1
+    [outcome] = started.group.on_replica(where, {last: ()}).outcomes
+    assert outcome.rank == last
+    assert outcome.value.value[0] == last
+
+
+def test_a_call_runs_in_the_main_thread_of_its_process(started: Started) -> None:
+    for rank, answer in enumerate(started.call(thread_names).values):
+        if rank not in started.kind.remote_ranks:
+            assert answer.value == threading.main_thread().name
+
+
+def test_without_capture_an_answer_carries_no_state(started: Started) -> None:
+    assert [answer.capture for answer in started.call(read).values] == [None] * started.kind.num_workers
+
+
+def test_a_small_state_comes_with_the_answer_of_rank_0_and_every_rank_adds_its_own(started: Started) -> None:
+    values = started.call(add, 1.0, capture=True).values
+    total, own = started.call(read).values[0].value
+    assert values[0].capture == Capture(own, shared_state=total)
+    assert all(answer.capture.shared_state is None for answer in values[1:])
+    assert all(isinstance(answer.capture.rank_state, int) for answer in values)
+
+
+def test_a_shared_value_reaches_every_rank(started: Started) -> None:
+    shared = started.group.share({"key": list(range(1000))})
+    args = {rank: (shared[rank],) for rank in started.kind.ranks}
+    lengths = [answer.value for answer in started.group.on_replica(length_of, args).values]
+    assert lengths == [1000] * started.kind.num_workers
+
+
+def length_of(replica: CountingReplica, value: dict[str, list[int]]) -> int:
+    return len(value["key"])
+
+
+# -------------------------------------------------------------------------------------------- failing
+
+
+def test_an_exception_comes_back_as_data_with_rank_node_and_the_users_line(started: Started) -> None:
+    report = started.call(raise_value_error, started.kind.ranks)
+    assert not report.ok
+    assert report.all_answered
+    for rank, outcome in enumerate(report.outcomes):
+        assert outcome.failure is not None
+        found = outcome.failure.fault
+        assert (outcome.failure.kind, found.rank, found.type_name) == ("user", rank, "ValueError")
+        assert found.message == "the user's words"
+        assert re.search(r"test_worker_contract.*py:\d+ in raise_value_error: raise ValueError", found.location)
+        assert found.node == started.group.infos[rank].node_ip
+        assert "raise ValueError" in found.traceback_text
+        assert type(found.error) is ValueError
+
+
+def test_the_other_ranks_answer_as_usual(started: Started) -> None:
+    last = started.kind.num_workers - 1
+    report = started.call(raise_value_error, [last])
+    assert [outcome.ok for outcome in report.outcomes] == [rank != last for rank in started.kind.ranks]
+    assert report.all_answered
+    assert started.call(read).ok
+
+
+def test_leaving_the_process_by_exception_is_an_exception_like_others(started: Started) -> None:
+    report = started.call(exit_process)
+    assert [outcome.failure.kind for outcome in report.outcomes if outcome.failure] == ["user"] * len(
+        started.kind.ranks
+    )
+    assert started.call(read).ok
+
+
+def test_the_words_name_every_rank_once(started: Started) -> None:
+    report = started.call(raise_value_error, started.kind.ranks)
+    error = worker_error(tuple(outcome.failure.fault for outcome in report.outcomes if outcome.failure))
+    which = "rank 0" if started.kind.num_workers == 1 else "ranks 0, 1"
+    assert f"on {which}, node" in str(error)
+    assert isinstance(error, ValueError)
+
+
+class Unknown(Exception):
+    """It cannot be pickled, because of what it holds."""
+
+    def __init__(self) -> None:
+        super().__init__("unknown")
+        self.lock = threading.Lock()
+
+
+def raise_unknown(replica: CountingReplica) -> None:
+    raise Unknown
+
+
+def test_an_exception_that_cannot_travel_is_told_in_words(started: Started) -> None:
+    report = started.call(raise_unknown)
+    for rank, outcome in enumerate(report.outcomes):
+        assert outcome.failure is not None
+        assert outcome.failure.fault.type_name == "Unknown"
+        assert outcome.failure.fault.message == "unknown"
+        assert (outcome.failure.fault.error is None) == (rank in started.kind.remote_ranks)
+
+
+def fail_to_connect(replica: CountingReplica) -> None:
+    raise ConnectionResetError("lost a peer")
+
+
+def test_a_lost_connection_is_told_from_the_users_own_errors_by_whoever_has_peers(started: Started) -> None:
+    kinds = {outcome.failure.kind for outcome in started.call(fail_to_connect).outcomes if outcome.failure}
+    assert kinds == {"disconnected" if started.kind.num_workers > 1 else "user"}
+
+
+# -------------------------------------------------------------------------------------------- beside
+
+
+def wait_for_a_second(replica: CountingReplica) -> float:
+    time.sleep(1.0)
+    return time.time()
+
+
+def fetch(replica: CountingReplica, token: int) -> tuple[float, float]:
+    return replica.fetch(token), time.time()
+
+
+def lose_connection_beside(replica: CountingReplica) -> None:
+    raise KeyError("beside")
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def large(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Started]:
+    kind = KINDS[request.param]
+    large_replica = partial(CountingReplica, is_large=True)
+    group = WorkerGroup(
+        spec(make_replica=large_replica, use_local=kind.use_local, initialization_hook=None), kind.num_workers
+    )
+    yield Started(kind, group, group.start())
+    group.kill(10)
+
+
+def test_a_large_state_waits_under_a_token_and_is_fetched_while_its_worker_is_busy(large: Started) -> None:
+    captures = [answer.capture for answer in large.call(add, 2.0, capture=True).values]
+    assert captures[0].shared_state is None
+    assert all(capture.token is None for capture in captures[1:])
+    if large.kind.use_local:  # the driver is busy only while nobody else can ask
+        state, _ = large.group.beside(0, fetch, captures[0].token).result(None)
+        assert state == 2.0
+        return
+    reference = large.group._workers[0].submit("on_replica", wait_for_a_second, False, None)
+    state, fetched_at = large.group.beside(0, fetch, captures[0].token).result(5.0)
+    assert state == 2.0
+    assert fetched_at < ray.get(reference).value
+
+
+def test_a_transfer_that_is_not_there_in_time_says_so_and_can_be_asked_again(large: Started) -> None:
+    transfer = large.group.beside(0, wait_for_a_second)
+    if not large.kind.use_local:
+        with pytest.raises(TimeoutError):
+            transfer.result(0.0)
+    assert transfer.result(None) > 0
+
+
+def test_a_released_state_cannot_be_fetched_any_more(large: Started) -> None:
+    token = large.call(add, 1.0, capture=True).values[0].capture.token
+    large.call(read, capture=True, landed=token)
+    with pytest.raises(KeyError):
+        large.group.beside(0, fetch, token).result(None)
+
+
+# -------------------------------------------------------------------------------------------- the end
+
+
+@dataclass
+class FilingBackend(NullBackend):
+    """Notes in a file when it leaves."""
+
+    path: Path
+
+    def leave(self) -> None:
+        note(self.path, "leave")
+
+
+class FilingReplica(CountingReplica):
+    """Notes in a file when it is shut down, and may fail to."""
+
+    def __init__(self, path: Path, fails: bool, world: World) -> None:
+        super().__init__(world)
+        self.path, self.fails = path, fails
+
+    def shutdown(self) -> None:
+        note(self.path, "shutdown")
+        if self.fails:
+            raise OSError("the disk is full")
+
+
+def note(path: Path, what: str) -> None:
+    with path.open("a") as file:
+        file.write(f"{os.getpid()} {what}\n")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+def test_at_the_end_each_replica_shuts_down_and_then_leaves_the_group(
+    kind: Kind, fails: bool, ray_cluster: None, tmp_path: Path
+) -> None:
+    diary = tmp_path / "diary"
+    make_replica = partial(FilingReplica, diary, fails)
+    group = WorkerGroup(
+        spec(backend=FilingBackend(diary), make_replica=make_replica, use_local=kind.use_local),
+        kind.num_workers,
+    )
+    assert group.start().ok
+    pids = [info.pid for info in group.infos]
+    group.stop(10)
+    group.stop(10)
+    lines = diary.read_text().splitlines()
+    for pid in pids:
+        noted = [line.partition(" ")[2] for line in lines if line.startswith(f"{pid} ")]
+        assert noted[:2] == ["shutdown", "leave"]
+        assert "shutdown" not in noted[1:]

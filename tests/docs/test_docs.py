@@ -1,0 +1,201 @@
+"""The documentation does what it shows, names what there is, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+import raysgd.exceptions
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES_WITH_RAY = {"README.md", "docs/tutorial.md"}  # each starts a cluster of its own: no more than these
+FENCE = re.compile(r"^```(.*)$")
+LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
+TREE_LINE = re.compile(r"^( *)(\S+)")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page.
+
+    Attributes:
+        kind: What stands behind the opening fence.
+        first_line: Number of the first line inside, from 1.
+        lines: The lines inside.
+    """
+
+    kind: str
+    first_line: int
+    lines: tuple[str, ...]
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    kind, inside = None, []
+    for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), start=1):
+        fence = FENCE.match(line)
+        if fence is None:
+            inside.append(line)
+        elif kind is None:
+            kind, inside = fence[1].strip(), []
+        else:
+            yield Block(kind, number - len(inside), tuple(inside))
+            kind = None
+    assert kind is None, f"{name_of(page)}: a block is not closed"
+
+
+def python_blocks(page: Path, *kinds: str) -> list[Block]:
+    return [block for block in blocks(page) if block.kind in kinds]
+
+
+def program(found: list[Block]) -> str:
+    """The blocks as one program, each on the lines where it stands in the page, so that tracebacks point there."""
+    lines: list[str] = []
+    for block in found:
+        lines += [""] * (block.first_line - 1 - len(lines))
+        lines += block.lines
+    return "\n".join(lines) + "\n"
+
+
+def prose(page: Path) -> str:
+    """The page without its blocks and without code inside of lines."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    return re.sub(r"`[^`\n]*`", "", text)
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def anchors(page: Path) -> set[str]:
+    """The names under which the headings of a page can be linked to."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", text, flags=re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in LINK.findall(prose(page)):
+        if link.startswith(("http://", "https://", "mailto:")):
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+def pages_with_python() -> list[object]:
+    """The pages to run, those that start Ray first because they take longest."""
+    names = [name_of(page) for page in PAGES if python_blocks(page, "python")]
+    names.sort(key=lambda name: name not in PAGES_WITH_RAY)
+    return [pytest.param(name, marks=[pytest.mark.integration] * (name in PAGES_WITH_RAY)) for name in names]
+
+
+@pytest.mark.parametrize("name", pages_with_python())
+def test_the_python_of_a_page_runs(name: str, tmp_path: Path) -> None:
+    page = ROOT / name
+    script = tmp_path / f"{page.stem}.py"
+    script.write_text(program(python_blocks(page, "python")), encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    result = subprocess.run(
+        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
+    )
+    assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_all_python_compiles_also_what_is_not_run(page: Path) -> None:
+    for block in python_blocks(page, "python", "python no-run"):
+        compile(program([block]), name_of(page), "exec")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python_is_marked_in_a_way_that_this_test_knows(page: Path) -> None:
+    kinds = {block.kind for block in blocks(page)}
+    assert kinds <= {"python", "python no-run", "bash", "text"}
+
+
+def test_only_two_pages_start_ray() -> None:
+    starting = {
+        name_of(page) for page in PAGES if re.search(r"num_workers=[2-9]", program(python_blocks(page, "python")))
+    }
+    assert starting == PAGES_WITH_RAY
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_the_map_leads_to_every_page() -> None:
+    index = ROOT / "docs" / "index.md"
+    linked = {(index.parent / link.partition("#")[0]).resolve() for link in LINK.findall(prose(index))}
+    assert [name_of(page) for page in PAGES if page != index and page not in linked] == []
+
+
+def test_every_public_exception_is_in_the_table_of_errors() -> None:
+    public = [
+        name
+        for name, value in vars(raysgd.exceptions).items()
+        if inspect.isclass(value) and issubclass(value, BaseException) and not name.startswith("_")
+    ]
+    text = (ROOT / "docs" / "errors.md").read_text(encoding="utf-8")
+    assert len(public) >= 9
+    assert [name for name in public if f"`{name}`" not in text] == []
+
+
+def test_the_readme_lists_the_extras_of_setup() -> None:
+    setup = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8"))
+    extras = {key.value for node in ast.walk(setup) if is_extras(node) for key in node.value.keys}  # type: ignore[attr-defined]
+    extras |= {node.slice.value for node in ast.walk(setup) if is_one_more_extra(node)}  # type: ignore[attr-defined]
+    rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == extras
+
+
+def is_extras(node: ast.AST) -> bool:
+    return isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and "EXTRAS" in names_of(node.targets)
+
+
+def is_one_more_extra(node: ast.AST) -> bool:
+    """Whether this is the left side of `EXTRAS[...] = ...`."""
+    return isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store) and "EXTRAS" in names_of([node.value])
+
+
+def names_of(nodes: list[ast.expr]) -> set[str]:
+    return {node.id for node in nodes if isinstance(node, ast.Name)}
+
+
+def tree_of_the_architecture_page() -> set[str]:
+    """The paths in the tree that the page shows; folders end in a slash."""
+    [tree] = [block for block in blocks(ROOT / "docs" / "architecture.md") if "raysgd/" in block.lines]
+    paths: set[str] = set()
+    folders: list[str] = []
+    for line in tree.lines:
+        match = TREE_LINE.match(line)
+        assert match, f"not a line of a tree: {line!r}"
+        depth = len(match[1]) // 2
+        path = "".join(folders[:depth]) + match[2]
+        if path.endswith("/"):
+            folders[depth:] = [match[2]]
+        paths.add(path)
+    return paths
+
+
+def test_the_tree_in_the_architecture_page_is_the_tree_there_is() -> None:
+    shown = tree_of_the_architecture_page()
+    folded = {path for path in shown if path.endswith("/") and not any(p != path and p.startswith(path) for p in shown)}
+    there = {str(path.relative_to(ROOT)) for path in (ROOT / "raysgd").rglob("*.py")}
+    modules = {path for path in there if not path.endswith("/__init__.py") and not path.startswith(tuple(folded))}
+    assert sorted(modules - shown) == [], "these need a line in the tree of docs/architecture.md"
+    assert sorted(path for path in shown if not (ROOT / path).exists()) == [], "these are not where the tree has them"

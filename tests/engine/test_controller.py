@@ -1,0 +1,826 @@
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import pytest
+
+from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.types import ClusterView, World
+from raysgd.engine.worker_group import GroupSpec
+from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
+from tests.fakes import (
+    CountingReplica,
+    Denied,
+    Event,
+    FakeClock,
+    FakeCluster,
+    FakeGroup,
+    Interrupted,
+    Lost,
+    NullBackend,
+    Raised,
+    add,
+    read,
+)
+
+
+HOURS = 3600.0
+
+
+class Trainer:
+    """A front end without words: a controller over a fake cluster."""
+
+    def __init__(
+        self,
+        cluster: FakeCluster | None = None,
+        *,
+        is_large: bool = False,
+        use_local: bool = False,
+        captures: bool = True,
+        max_workers: int = 3,
+        **scaling: Any,
+    ) -> None:
+        self.cluster = cluster or FakeCluster()
+        self.clock = FakeClock()
+        self.controller = ElasticController(
+            GroupSpec(
+                NullBackend(),
+                partial(CountingReplica, is_large=is_large),
+                use_local=use_local,
+                captures=captures,
+            ),
+            ScalingPolicy(
+                max_workers, num_local=int(use_local), **{"draw": lambda: 0.0, **scaling}
+            ),  # no jitter
+            make_group=self.cluster.make_group,
+            view=self.cluster.view,
+            clock=self.clock.as_clock(),
+        )
+
+    def start(self) -> Trainer:
+        self.controller.start()
+        return self
+
+    def add(self, amount: float, max_retries: int = 3) -> list[float]:
+        call = Call(add, lambda worlds: [(amount,)] * len(worlds), changes_state=True)
+        return self.controller.run(call, max_retries=max_retries)
+
+    def read(self, max_retries: int = 3) -> list[tuple[float, int]]:
+        return self.controller.run(Call(read), max_retries=max_retries)
+
+    @property
+    def group(self) -> FakeGroup:
+        """The group that was made last."""
+        return self.cluster.groups[-1]
+
+    def next_calls(self, *events: Event) -> None:
+        self.cluster.calls = deque(events)
+
+
+def started(*args: Any, **options: Any) -> Trainer:
+    return Trainer(*args, **options).start()
+
+
+# -------------------------------------------------------------------------------------------- plain calls
+
+
+def test_values_come_back_in_rank_order() -> None:
+    def rank_times(replica: CountingReplica, factor: int) -> int:
+        return replica.world.rank * factor
+
+    call = Call(rank_times, lambda worlds: [(10 + world.rank,) for world in worlds])
+    assert started().controller.run(call, max_retries=0) == [0, 11, 24]
+
+
+def test_the_set_up_answers_are_kept_as_facts() -> None:
+    assert started().controller.facts == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+
+
+def test_a_call_for_one_rank_reaches_only_that_rank() -> None:
+    def who(replica: CountingReplica) -> int:
+        return replica.world.rank
+
+    assert started().controller.run(Call(who, rank=1), max_retries=0) == [1]
+
+
+def test_the_driver_hears_a_tick_while_it_waits() -> None:
+    ticks: list[None] = []
+    started().controller.run(Call(read, tick=lambda: ticks.append(None)), max_retries=0)
+    assert ticks == [None]
+
+
+# -------------------------------------------------------------------------------------------- lost workers
+
+
+def test_after_a_death_new_workers_run_the_call_again_from_the_last_state() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Lost((1,)))
+    assert trainer.add(10) == [11, 11, 11]
+    assert trainer.cluster.sizes == [3, 3]
+    assert trainer.cluster.groups[0].ended_by == "kill"
+    assert trainer.controller.num_failures == 1
+
+
+def test_what_each_rank_had_for_itself_is_restored_too() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.add(1)
+    trainer.next_calls(Lost((0,)))
+    trainer.add(1)
+    assert trainer.read() == [(3, 3)] * 3
+
+
+@pytest.mark.parametrize("kind", ["died", "disconnected"])
+def test_a_lost_connection_counts_as_a_loss(kind: Any) -> None:
+    trainer = started()
+    trainer.next_calls(Lost((0, 2), kind))
+    assert trainer.add(1) == [1, 1, 1]
+    assert trainer.cluster.sizes == [3, 3]
+
+
+def test_all_workers_may_die_at_once() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Lost((0, 1, 2)))
+    assert trainer.add(1) == [2, 2, 2]
+
+
+def test_a_smaller_cluster_gives_a_smaller_group_and_the_arguments_are_made_anew_for_it() -> None:
+    trainer = started()
+    sizes: list[int] = []
+
+    def args_for(worlds: Sequence[World]) -> list[tuple[float]]:
+        sizes.append(len(worlds))
+        return [(1.0,)] * len(worlds)
+
+    def shrink(replica: CountingReplica, amount: float) -> float:
+        trainer.cluster.num_slots = 2
+        return add(replica, amount)
+
+    trainer.next_calls(Lost((2,)))
+    values = trainer.controller.run(Call(shrink, args_for, changes_state=True), max_retries=1)
+    assert values == [1, 1]
+    assert sizes == [3, 2]
+    assert trainer.controller.num_workers == 2
+    assert trainer.controller.facts == ["rank 0 of 2", "rank 1 of 2"]
+
+
+@pytest.mark.parametrize("max_retries", [0, 1, 3])
+def test_the_budget_is_the_number_of_new_starts_of_one_call(max_retries: int) -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(*[Lost((1,))] * (max_retries + 1))
+    with pytest.raises(WorkersLostError, match=f"lost rank 1.*the {max_retries} allowed retries"):
+        trainer.add(1, max_retries)
+    assert trainer.controller.num_failures == max_retries
+    assert len(trainer.cluster.groups) == 1 + max_retries
+    assert not trainer.group.is_alive
+
+
+def test_the_budget_starts_afresh_with_each_call() -> None:
+    trainer = started()
+    for _ in range(3):
+        trainer.next_calls(Lost((0,)))
+        trainer.add(1, max_retries=1)
+    assert trainer.read() == [(3, 3)] * 3
+    assert trainer.controller.num_failures == 3
+
+
+def test_a_failed_call_chains_what_the_worker_said() -> None:
+    trainer = started()
+    trainer.next_calls(Lost((1,)))
+    with pytest.raises(WorkersLostError) as caught:
+        trainer.add(1, max_retries=0)
+    assert str(caught.value.__cause__) == "the process is gone"
+
+
+def test_after_a_spent_budget_the_next_call_goes_on_from_the_last_state() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Lost((1,)))
+    with pytest.raises(WorkersLostError):
+        trainer.add(10, max_retries=0)
+    assert trainer.add(100, max_retries=0) == [101, 101, 101]
+
+
+def test_the_last_state_can_be_had_without_workers() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Lost((1,)))
+    with pytest.raises(WorkersLostError):
+        trainer.add(10, max_retries=0)
+    assert trainer.controller.snapshot().shared_state == 1
+    assert len(trainer.cluster.groups) == 1
+
+
+def test_a_loss_is_recovered_also_in_calls_that_change_nothing() -> None:
+    trainer = started()
+    trainer.add(5)
+    trainer.next_calls(Lost((2,)))
+    assert trainer.read() == [(5, 1)] * 3
+
+
+def test_a_recovery_says_what_was_lost_and_how_the_size_changed(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = started()
+    trainer.next_calls(Lost((2,)))
+    with caplog.at_level(logging.INFO, logger="raysgd"):
+        trainer.add(1)
+    [line] = [record.getMessage() for record in caplog.records if "resized" in record.getMessage()]
+    assert line.startswith("resized 3 -> 3 in 0.00 s: lost rank 2 (RuntimeError: the process is gone)")
+
+
+def test_the_time_of_the_last_resize_is_noted() -> None:
+    trainer = started()
+    assert trainer.controller.last_resize == float("-inf")
+    trainer.next_calls(Lost((2,)))
+    trainer.add(1)
+    assert trainer.controller.last_resize == trainer.clock.now_s
+
+
+# -------------------------------------------------------------------------------------------- user errors
+
+
+def test_an_exception_of_the_user_is_raised_at_once_as_its_own_class() -> None:
+    trainer = started()
+    trainer.next_calls(Raised(1, ZeroDivisionError("by zero")))
+    with pytest.raises(ZeroDivisionError, match=r"by zero\n  raised at model.py:7.*\n  on rank 1") as caught:
+        trainer.add(1)
+    assert isinstance(caught.value, WorkerError)
+    assert trainer.group.functions == ["add"]
+    assert trainer.controller.num_failures == 0
+
+
+def test_a_group_that_answered_on_every_rank_is_kept_after_an_exception() -> None:
+    trainer = started()
+    trainer.next_calls(Raised(1, ValueError("x")))
+    with pytest.raises(ValueError, match="x"):
+        trainer.add(1)
+    assert trainer.group.is_alive
+    trainer.read(max_retries=0)
+    assert len(trainer.cluster.groups) == 1
+
+
+def test_a_group_with_a_rank_that_is_stuck_is_given_up_and_replaced_from_the_last_state() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Raised(1, ValueError("x"), others_answered=False))
+    with pytest.raises(ValueError, match="x"):
+        trainer.add(10)
+    assert not trainer.group.is_alive
+    assert trainer.read(max_retries=0) == [(1, 1)] * 3
+    assert trainer.controller.num_failures == 0
+
+
+def test_what_a_failed_call_left_behind_is_the_state_when_the_group_is_kept() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Raised(1, ValueError("early stop")))
+    with pytest.raises(ValueError, match="early stop"):
+        trainer.add(10)
+    assert trainer.controller.snapshot().shared_state == 11  # rank 0 did its part
+
+
+def test_a_failed_call_that_changes_nothing_leaves_the_snapshot_as_it_is() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Raised(1, ValueError("x")))
+    with pytest.raises(ValueError, match="x"):
+        trainer.read()
+    trainer.controller.snapshot()
+    assert trainer.group.functions == ["add", "read"]
+
+
+def test_an_exception_while_new_workers_are_set_up_is_raised_not_retried() -> None:
+    trainer = started()
+    trainer.next_calls(Lost((1,)))
+    trainer.cluster.starts.append(Raised(0, KeyError("data")))
+    with pytest.raises(KeyError):
+        trainer.add(1)
+    assert len(trainer.cluster.groups) == 2
+
+
+def test_an_exception_while_the_state_is_restored_is_raised_and_the_group_given_up() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Lost((1,)))
+    trainer.cluster.restores.append(Raised(0, KeyError("weight")))
+    with pytest.raises(KeyError):
+        trainer.add(1)
+    assert not trainer.group.is_alive
+    assert trainer.add(1) == [2, 2, 2]
+
+
+# -------------------------------------------------------------------------------------------- interruptions
+
+
+def test_an_interrupted_group_is_given_up_and_the_next_call_starts_from_the_last_state() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.add(10)
+    assert trainer.cluster.groups[0].ended_by == "kill"
+    assert trainer.add(100) == [101, 101, 101]
+    assert trainer.controller.num_failures == 0
+
+
+def test_an_exception_in_the_driver_gives_the_group_up_too() -> None:
+    def tick() -> None:
+        raise OSError("the terminal is gone")
+
+    trainer = started()
+    with pytest.raises(OSError, match="terminal"):
+        trainer.controller.run(Call(read, tick=tick), max_retries=3)
+    assert not trainer.group.is_alive
+
+
+def test_arguments_that_cannot_be_made_leave_the_group_alone() -> None:
+    def args_for(worlds: Sequence[World]) -> Sequence[Sequence[Any]]:
+        raise ValueError("no shards")
+
+    trainer = started()
+    with pytest.raises(ValueError, match="no shards"):
+        trainer.controller.run(Call(read, args_for), max_retries=3)
+    assert trainer.group.is_alive
+
+
+def test_the_driver_as_the_only_worker_is_kept_as_the_interruption_left_it() -> None:
+    trainer = started(FakeCluster(), use_local=True, max_workers=1, captures=False)
+    trainer.add(1)
+    assert trainer.controller.snapshot().shared_state == 1
+    trainer.group.replicas[0].total = 5  # how far it came
+    trainer.next_calls(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.add(10)
+    assert trainer.group.is_alive
+    assert trainer.controller.snapshot().shared_state == 5
+
+
+def test_an_interruption_while_the_state_is_restored_leaves_no_group_without_it() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Lost((1,)))
+    trainer.cluster.restores.append(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.add(10)
+    assert not trainer.group.is_alive
+    assert trainer.add(100) == [101, 101, 101]
+
+
+def test_an_interruption_while_waiting_for_resources_loses_nothing() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Lost((0,)))
+    trainer.cluster.num_taken = 3
+
+    def interrupt(seconds: float) -> None:
+        raise KeyboardInterrupt
+
+    trainer.controller._clock = type(trainer.controller._clock)(trainer.clock.monotonic, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.add(10)
+    trainer.controller._clock = trainer.clock.as_clock()
+    trainer.cluster.num_taken = 0
+    assert trainer.add(100) == [101, 101, 101]
+
+
+# -------------------------------------------------------------------------------------------- starting
+
+
+def test_the_first_start_has_the_full_number_whatever_seems_to_be_free() -> None:
+    trainer = started(FakeCluster(num_slots=0))
+    assert trainer.cluster.sizes == [3]
+
+
+def test_a_worker_that_dies_while_starting_is_tried_again() -> None:
+    cluster = FakeCluster(starts=deque([Lost((0,)), Lost((1, 2))]))
+    trainer = started(cluster)
+    assert len(cluster.groups) == 3
+    assert trainer.add(1) == [1, 1, 1]
+    assert trainer.controller.num_failures == 0
+
+
+def test_after_some_deaths_starting_ends_with_a_runtime_error() -> None:
+    cluster = FakeCluster(starts=deque([Lost((0,))] * 10))
+    with pytest.raises(RuntimeError, match="died in each of 4 attempts"):
+        started(cluster)
+    assert len(cluster.groups) == 4
+
+
+def test_an_exception_in_the_first_set_up_is_raised_at_once() -> None:
+    cluster = FakeCluster(starts=deque([Raised(2, FileNotFoundError("no data"))]))
+    with pytest.raises(FileNotFoundError, match="no data"):
+        started(cluster)
+    assert len(cluster.groups) == 1
+
+
+def test_a_first_reservation_that_is_not_granted_is_an_error() -> None:
+    cluster = FakeCluster(starts=deque([Denied()]))
+    with pytest.raises(TimeoutError):
+        started(cluster)
+    assert len(cluster.groups) == 1
+
+
+def test_a_death_between_the_set_up_and_the_first_call_is_recovered() -> None:
+    trainer = started()
+    trainer.next_calls(Lost((0, 1, 2)))
+    assert trainer.add(1) == [1, 1, 1]
+
+
+# -------------------------------------------------------------------------------------------- waiting
+
+
+def starved(trainer: Trainer) -> Trainer:
+    """The last death took all slots with it."""
+    trainer.next_calls(Lost((0, 1, 2)))
+    trainer.cluster.num_slots = 0
+    return trainer
+
+
+def test_without_resources_the_waits_double_until_it_gives_up() -> None:
+    trainer = starved(started())
+    with pytest.raises(WorkersLostError):
+        trainer.add(1)
+    assert trainer.clock.sleeps == [1, 2, 4, 8, 16, 32, 60, 60, 60]
+
+
+def test_waits_are_lengthened_by_what_is_drawn() -> None:
+    drawn = iter([0.0, 0.5, 1.0])
+    trainer = starved(started(num_attempts=4, draw=lambda: next(drawn)))
+    with pytest.raises(WorkersLostError):
+        trainer.add(1)
+    assert trainer.clock.sleeps == pytest.approx([1.0, 2.1, 4.4])
+
+
+def test_giving_up_says_what_was_asked_for_and_what_there_is() -> None:
+    trainer = starved(started(num_attempts=2))
+    with pytest.raises(WorkersLostError) as caught:
+        trainer.add(1)
+    message = str(caught.value)
+    assert "0 of at least 1 workers fit after 2 attempts" in message
+    assert "asked for:  3 x {'CPU': 1.0}" in message
+    assert "node 10.0.0.1:  free {'CPU': 0.0} of {'CPU': 0.0}" in message
+    assert "The last completed state is kept" in message
+
+
+def test_after_giving_up_the_state_is_there_and_the_next_call_looks_again() -> None:
+    trainer = started(num_attempts=2)
+    trainer.add(1)
+    starved(trainer)
+    for _ in range(2):
+        with pytest.raises(WorkersLostError):
+            trainer.add(10)
+    assert trainer.controller.snapshot().shared_state == 1
+    trainer.cluster.num_slots = 3
+    assert trainer.add(100) == [101, 101, 101]
+
+
+def test_resources_that_come_back_while_waiting_are_taken() -> None:
+    trainer = starved(started())
+
+    class Returning(FakeClock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if len(self.sleeps) == 3:
+                trainer.cluster.num_slots = 2
+
+    trainer.clock = Returning()
+    trainer.controller._clock = trainer.clock.as_clock()
+    assert trainer.add(1) == [1, 1]
+    assert trainer.clock.sleeps == [1, 2, 4]
+
+
+def test_waiting_spends_no_more_of_the_budget_than_the_loss_itself() -> None:
+    trainer = starved(started())
+    trainer.clock.sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)  # type: ignore[method-assign]
+    trainer.controller._clock = trainer.clock.as_clock()
+    trainer.add(1, max_retries=1)
+    assert trainer.controller.num_failures == 1
+
+
+def test_the_view_gets_a_moment_to_catch_up_with_what_was_given_back() -> None:
+    trainer = started()
+    late: list[ClusterView] = []
+
+    def view() -> ClusterView:
+        late.append(trainer.cluster.view())
+        trainer.cluster.num_taken = 0 if len(late) >= 3 else 2  # Ray still counts the dead as holders
+        return late[-1]
+
+    trainer.next_calls(Lost((1,)))
+    trainer.controller._view = view
+    trainer.cluster.num_taken = 2
+    assert trainer.add(1) == [1, 1, 1]
+    assert 0 < sum(trainer.clock.sleeps) <= 1
+
+
+def test_when_others_hold_resources_the_view_is_taken_as_it_is_after_a_second() -> None:
+    trainer = started()
+    trainer.next_calls(Lost((1,)))
+    trainer.cluster.num_taken = 1
+    assert trainer.add(1) == [1, 1]
+    assert sum(trainer.clock.sleeps) == pytest.approx(1, abs=0.1)
+
+
+def test_a_new_group_that_dies_while_starting_is_tried_again_without_a_wait() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Lost((1,)))
+    trainer.cluster.starts = deque([Lost((0,)), Denied(), Lost((2,))])
+    assert trainer.add(1, max_retries=1) == [2, 2, 2]
+    assert len(trainer.cluster.groups) == 5
+    assert trainer.clock.sleeps == []
+    assert trainer.controller.num_failures == 1
+
+
+def test_a_new_group_that_dies_while_it_is_restored_is_tried_again() -> None:
+    trainer = started()
+    trainer.add(1)
+    trainer.next_calls(Lost((1,)))
+    trainer.cluster.restores = deque([Lost((0,)), Lost((0, 1, 2))])
+    assert trainer.add(1, max_retries=1) == [2, 2, 2]
+    assert [group.ended_by for group in trainer.cluster.groups] == ["kill", "kill", "kill", None]
+
+
+@pytest.mark.parametrize("event", [Lost((0,)), Denied()])
+def test_new_groups_are_tried_only_so_often(event: Event) -> None:
+    trainer = started(num_attempts=4)
+    trainer.next_calls(Lost((1,)))
+    trainer.cluster.starts = deque([event] * 10)
+    with pytest.raises(WorkersLostError, match="No group could be started in 4 attempts after: lost rank 1"):
+        trainer.add(1)
+    assert len(trainer.cluster.groups) == 5
+
+
+# -------------------------------------------------------------------------------------------- growing
+
+
+def shrunk(trainer: Trainer, num_slots: int = 2) -> Trainer:
+    """A trainer that lost a worker together with its place."""
+    trainer.cluster.num_slots = num_slots
+    trainer.next_calls(Lost((2,)))
+    trainer.add(1)
+    trainer.clock.sleeps.clear()
+    return trainer
+
+
+def test_a_shrunk_group_grows_when_there_is_room_and_spends_no_retry() -> None:
+    trainer = shrunk(started())
+    assert trainer.controller.num_workers == 2
+    trainer.cluster.num_slots = 3
+    assert trainer.add(10, max_retries=0) == [11, 11, 11]
+    assert trainer.cluster.sizes == [3, 2, 3]
+    assert trainer.controller.num_failures == 1
+
+
+def test_a_group_never_grows_beyond_what_was_asked_for() -> None:
+    trainer = started()
+    trainer.cluster.num_slots = 10
+    trainer.add(1)
+    assert trainer.cluster.sizes == [3]
+
+
+def test_a_group_that_would_gain_nobody_is_left_alone() -> None:
+    trainer = shrunk(started())
+    for _ in range(3):
+        trainer.add(1)
+    assert trainer.cluster.sizes == [3, 2]
+
+
+def test_calls_that_change_nothing_do_not_grow() -> None:
+    trainer = shrunk(started())
+    trainer.cluster.num_slots = 3
+    trainer.read()
+    assert trainer.cluster.sizes == [3, 2]
+
+
+def test_the_state_of_a_group_that_grows_is_not_lost_when_a_transfer_was_still_on_its_way() -> None:
+    trainer = shrunk(started(is_large=True))
+    trainer.cluster.transfer_s = HOURS
+    trainer.add(10)
+    trainer.cluster.num_slots = 3
+    assert trainer.add(100) == [111, 111, 111]
+    assert trainer.group.functions == ["_restore", "add"]
+
+
+def test_a_loss_while_the_state_is_copied_for_growing_uses_the_room_and_does_not_grow_again() -> None:
+    trainer = shrunk(started())
+    trainer.controller.touch()
+    trainer.cluster.num_slots = 3
+    trainer.cluster.restores = deque([Lost((0,))])  # the copy
+    trainer.add(1)
+    assert trainer.cluster.sizes == [3, 2, 3]
+
+
+def test_the_driver_alone_grows_back_when_there_is_room_for_two() -> None:
+    trainer = started(use_local=True)
+    trainer.cluster.num_slots = 0
+    trainer.next_calls(Lost((1,)))
+    assert trainer.add(1) == [1]
+    assert trainer.group.is_driver_only
+    trainer.cluster.num_slots = 1
+    trainer.add(1)
+    assert trainer.cluster.sizes == [3, 1]
+    trainer.cluster.num_slots = 2
+    assert trainer.add(1) == [3, 3]
+
+
+# -------------------------------------------------------------------------------------------- snapshots
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_a_snapshot_that_is_current_costs_no_call(is_large: bool) -> None:
+    trainer = started(is_large=is_large)
+    trainer.add(3)
+    first = trainer.controller.snapshot()
+    assert (first.shared_state, first.rank_states) == (3, (1, 1, 1))
+    assert trainer.controller.snapshot() is first
+    assert trainer.group.functions == ["add"]
+
+
+def test_the_first_snapshot_is_that_of_the_set_up() -> None:
+    assert started().controller.snapshot().shared_state == 0
+
+
+def test_touching_makes_the_next_snapshot_look_again_once() -> None:
+    trainer = started()
+    trainer.controller.snapshot()
+    for replica in trainer.group.replicas:
+        replica.total = 42
+    assert trainer.controller.snapshot().shared_state == 0
+    trainer.controller.touch()
+    assert trainer.controller.snapshot().shared_state == 42
+    trainer.controller.snapshot()
+    assert trainer.group.functions == ["_nothing"]
+
+
+def test_without_captures_a_snapshot_is_taken_when_it_is_asked_for() -> None:
+    trainer = started(captures=False)
+    trainer.add(1)
+    assert trainer.controller.snapshot().shared_state == 1
+    trainer.add(1)
+    assert trainer.controller.snapshot().shared_state == 2
+    assert trainer.group.functions == ["add", "_nothing", "add", "_nothing"]
+
+
+def test_a_loss_while_a_snapshot_is_taken_is_recovered() -> None:
+    trainer = started()
+    trainer.add(2)
+    trainer.controller.touch()
+    trainer.cluster.restores = deque([Lost((0,))])
+    assert trainer.controller.snapshot().shared_state == 2
+    assert trainer.cluster.sizes == [3, 3]
+
+
+def test_calls_whose_snapshot_was_lost_with_its_worker_are_run_again() -> None:
+    trainer = started(is_large=True)
+    trainer.add(1)
+    trainer.controller.snapshot()
+    trainer.cluster.transfer_s = HOURS
+    trainer.add(10)
+    trainer.add(100)
+    trainer.next_calls(Lost((0,)))
+    assert trainer.add(1000) == [1111] * 3
+    assert trainer.group.functions == ["_restore", "add", "add", "add"]
+    assert trainer.controller.num_failures == 1
+
+
+def test_calls_are_run_again_also_when_no_snapshot_ever_landed() -> None:
+    trainer = started(FakeCluster(transfer_s=HOURS), is_large=True)
+    trainer.add(1)
+    for amount in (10, 100):  # the second loss shows what the first recovery believed to have
+        trainer.next_calls(Lost((0,)))
+        trainer.add(amount)
+    assert trainer.read() == [(111, 3)] * 3
+
+
+def test_calls_that_were_run_again_are_remembered_until_a_snapshot_covers_them() -> None:
+    trainer = started(FakeCluster(transfer_s=HOURS), is_large=True)
+    trainer.add(1)
+    trainer.next_calls(Lost((0,)))
+    trainer.read()
+    trainer.cluster.transfer_s = 0
+    trainer.next_calls(Lost((0,)))
+    trainer.read()
+    assert trainer.controller.snapshot().shared_state == 1
+
+
+def test_a_loss_while_a_call_is_run_again_is_one_more_attempt() -> None:
+    trainer = started(FakeCluster(transfer_s=HOURS), is_large=True)
+    trainer.add(1)
+    trainer.next_calls(Lost((0,)), Lost((1,)))  # the call, and the repetition of the one before
+    assert trainer.add(10, max_retries=1) == [11] * 3
+    assert trainer.cluster.sizes == [3, 3, 3]
+
+
+def test_a_slow_transfer_is_not_overtaken_by_the_next_ones() -> None:
+    trainer = started(is_large=True)
+    trainer.controller.snapshot()
+    trainer.cluster.transfer_s = HOURS
+    for amount in (1, 10, 100):
+        trainer.add(amount)
+    trainer.cluster.transfer_s = 0
+    trainer.read()  # looks whether something arrived
+    assert len(trainer.controller._snapshots.calls_since) == 2
+    assert trainer.controller.snapshot().shared_state == 111
+
+
+def test_a_transfer_that_is_nearly_there_is_waited_for_before_its_group_is_given_up() -> None:
+    trainer = started(is_large=True)
+    trainer.controller.snapshot()
+    trainer.cluster.transfer_s = 0.5
+    trainer.add(1)
+    trainer.next_calls(Lost((1,)))
+    trainer.read()
+    assert trainer.group.functions == ["_restore", "read"]
+
+
+def test_a_worker_hears_which_of_its_states_has_landed_and_nothing_of_another_workers() -> None:
+    trainer = started(is_large=True)
+    for _ in range(3):
+        trainer.add(1)
+    assert trainer.group.replicas[0].landed_tokens == [None, 1, 2, 3]
+    trainer.next_calls(Lost((1,)))
+    for _ in range(2):
+        trainer.add(1)
+    assert trainer.group.replicas[0].landed_tokens == [None, None, 2]
+
+
+def test_without_captures_nothing_is_restored_or_run_again() -> None:
+    trainer = started(captures=False)
+    trainer.add(1)
+    trainer.next_calls(Lost((1,)))
+    assert trainer.add(10) == [10, 10, 10]
+    assert trainer.group.functions == ["add"]
+
+
+# -------------------------------------------------------------------------------------------- stopping
+
+
+@pytest.mark.parametrize(("force", "ended_by"), [(False, "stop"), (True, "kill")])
+def test_stopping_ends_the_group_kindly_or_at_once(force: bool, ended_by: str) -> None:
+    trainer = started()
+    trainer.controller.stop(force)
+    assert trainer.group.ended_by == ended_by
+
+
+def test_stopping_twice_does_nothing_more() -> None:
+    trainer = started()
+    trainer.controller.stop()
+    trainer.group.ended_by = None
+    trainer.controller.stop(force=True)
+    assert trainer.group.ended_by is None
+
+
+def test_stopping_works_before_the_start_and_after_the_group_was_given_up() -> None:
+    Trainer().controller.stop()
+    trainer = started()
+    trainer.next_calls(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.add(1)
+    trainer.controller.stop()
+    assert len(trainer.cluster.groups) == 1
+
+
+USES: list[Callable[[Trainer], Any]] = [
+    lambda trainer: trainer.add(1),
+    lambda trainer: trainer.read(),
+    lambda trainer: trainer.controller.snapshot(),
+    lambda trainer: trainer.controller.group,
+]
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_stopped_trainer_says_so_when_it_is_used(use: Callable[[Trainer], Any]) -> None:
+    trainer = started()
+    trainer.controller.stop()
+    with pytest.raises(TrainerShutdownError, match="not active any more") as caught:
+        use(trainer)
+    assert isinstance(caught.value, RuntimeError)
+    assert len(trainer.cluster.groups) == 1
+
+
+def test_a_group_is_always_there_while_the_trainer_is_active() -> None:
+    trainer = started()
+    assert cast(Any, trainer.controller.group) is trainer.group
+    trainer.next_calls(Interrupted())
+    with pytest.raises(KeyboardInterrupt):
+        trainer.add(1)
+    assert cast(Any, trainer.controller.group) is trainer.cluster.groups[1]
+
+
+def test_while_there_is_no_group_the_number_of_workers_is_the_one_asked_for() -> None:
+    trainer = Trainer()
+    assert trainer.controller.num_workers == 3
+    shrunk(trainer.start())
+    assert trainer.controller.num_workers == 2
+
+
+def test_a_reservation_error_is_a_timeout_error() -> None:
+    assert issubclass(ReservationTimeoutError, TimeoutError)

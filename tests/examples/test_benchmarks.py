@@ -1,0 +1,210 @@
+"""Every benchmark runs from beginning to end, and what it says can be trusted to mean what it says."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
+KEYS = {
+    "benchmark",
+    "smoke_test",
+    "num_workers",
+    "repetitions",
+    "machine",
+    "peers",
+    "results",
+    "targets",
+}
+FIGURES = {
+    "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
+    "epoch_cost": {"epoch_ms", "loop_ms"},
+    "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
+    "checkpoint": {"stall_ms", "next_train_delay_ms", "complete_ms", "load_ms", "torch_load_ms", "capture_ms"},
+}
+
+
+@pytest.fixture(scope="module")
+def common() -> Iterator[ModuleType]:
+    """The module that the benchmarks share; it is not part of any package."""
+    spec = importlib.util.spec_from_file_location("_benchmarks_common", FOLDER / "_common.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # its dataclasses look themselves up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
+
+
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """For the temporary files of a benchmark, Ray's included, whose sockets need a short path."""
+    path = tempfile.mkdtemp(prefix="b-")
+    yield path
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def run(script: str, short_folder: str, *arguments: str) -> tuple[str, dict[str, Any]]:
+    """Runs a benchmark; returns what it printed for people, and the JSON line."""
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / f"{script}.py"), "--smoke-test", *arguments],
+        env={**os.environ, "TMPDIR": short_folder, "RAY_TMPDIR": short_folder},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    *text, last = done.stdout.splitlines()
+    return "\n".join(text), json.loads(last)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("script", sorted(FIGURES))
+def test_a_smoke_test_ends_well_and_reports_all_figures(script: str, short_folder: str) -> None:
+    text, result = run(script, short_folder, *(["--peers", "raw"] if script == "epoch_cost" else []))
+    assert result.keys() == KEYS
+    assert result["benchmark"] == script
+    assert result["smoke_test"] is True
+    assert {entry["figure"] for entry in result["results"]} >= FIGURES[script]
+    assert all(entry.keys() >= {"contender", "figure", "value"} for entry in result["results"])
+    assert {name for name, status in result["peers"].items() if status != "not selected"} == (
+        {"raw"} if script == "epoch_cost" else set()
+    )
+    assert result["targets"]
+    assert all(target["met"] is None for target in result["targets"]), "a smoke test measures nothing"
+    assert "| --" in text
+    if script == "epoch_cost":
+        measured = {entry["contender"] for entry in result["results"] if entry["figure"] == "epoch_ms"}
+        assert measured == {"raysgd", "raw"}
+
+
+def test_the_interval_brackets_the_median_and_narrows_with_more_samples(common: ModuleType) -> None:
+    few, many = common.estimate([1.0, 2.0, 9.0]), common.estimate([1.0, 2.0, 9.0] * 30)
+    assert few.median == many.median == 2.0
+    assert few.low <= 2.0 <= few.high
+    assert (few.count, many.count) == (3, 90)
+    assert many.high - many.low < few.high - few.low
+
+
+def test_equal_samples_leave_no_doubt(common: ModuleType) -> None:
+    assert common.estimate([3.0] * 5) == common.Estimate(3.0, 3.0, 3.0, 5)
+
+
+def test_no_samples_are_refused(common: ModuleType) -> None:
+    with pytest.raises(ValueError, match="at least one"):
+        common.estimate([])
+
+
+@pytest.mark.parametrize(
+    ("value", "text"), [(1234.5, "1234"), (1.2345, "1.23"), (0.0012345, "0.00123"), (-21.37, "-21.4"), (0.0, "0.0")]
+)
+def test_numbers_have_three_significant_digits(common: ModuleType, value: float, text: str) -> None:
+    assert common.significant(value) == text
+
+
+def test_tables_are_markdown_with_even_columns(common: ModuleType) -> None:
+    assert common.markdown_table(["a", "bb"], [["ccc", "d"]]) == "\n".join(
+        ["| a   | bb |", "| --- | -- |", "| ccc | d  |"]
+    )
+
+
+@pytest.mark.parametrize(
+    ("is_upper", "measured", "met"),
+    [(True, 4.0, True), (True, 4.1, False), (False, 4.0, True), (False, 3.9, False), (True, None, None)],
+)
+def test_a_target_is_met_at_its_bound_and_unknown_without_a_figure(
+    common: ModuleType, is_upper: bool, measured: float | None, met: bool | None
+) -> None:
+    assert common.Target("ms", 4.0, is_upper, measured).met is met
+
+
+def chosen(common: ModuleType, *arguments: str) -> Any:
+    known = {"here": "json", "absent": "no_such_package.part"}
+    parser = common.make_parser("words", repetitions=1, peers=known)
+    return common.choose_peers(parser.parse_args(arguments), known)
+
+
+def test_a_peer_that_is_not_installed_is_named_with_what_it_needs(common: ModuleType) -> None:
+    assert chosen(common).status() == {"here": "run", "absent": "not installed (needs `no_such_package.part`)"}
+
+
+def test_peers_are_left_out_of_a_smoke_test_unless_they_are_named(common: ModuleType) -> None:
+    assert chosen(common, "--smoke-test").selected == ()
+    assert chosen(common, "--smoke-test", "--peers", "here").selected == ("here",)
+    assert chosen(common, "--peers", "none").left_out == ("here", "absent")
+
+
+def test_an_unknown_peer_is_refused_with_the_known_ones(common: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        chosen(common, "--peers", "elsewhere")
+    assert "known are here, absent" in capsys.readouterr().err
+
+
+def report(common: ModuleType) -> Any:
+    arguments = argparse.Namespace(smoke_test=False, num_workers=2, repetitions=2)
+    return common.Report("trial", arguments, common.Peers(("peer",), {}, ()))
+
+
+def test_contenders_take_turns_and_a_peer_that_fails_is_left_out(
+    common: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    order = []
+
+    def own() -> int:
+        order.append("raysgd")
+        return 1
+
+    def peer() -> int:
+        order.append("peer")
+        if order.count("peer") == 2:
+            raise common.JobError("it broke")
+        return 2
+
+    found = common.take_turns({"raysgd": own, "peer": peer}, 3, report(common))
+    assert order == ["raysgd", "peer", "raysgd", "peer", "raysgd"]
+    assert found == {"raysgd": [1, 1, 1]}
+    assert "it broke" in capsys.readouterr().out
+
+
+def test_a_failure_of_raysgd_itself_ends_the_benchmark(common: ModuleType) -> None:
+    def fail() -> None:
+        raise common.JobError("it broke")
+
+    with pytest.raises(common.JobError, match="it broke"):
+        common.take_turns({"raysgd, local": fail}, 1, report(common))
+
+
+def test_a_job_that_fails_says_what_it_wrote(common: ModuleType, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("raise SystemExit('a reason')")
+    with pytest.raises(common.JobError, match="a reason"):
+        common.run_job(str(script), "role")
+
+
+def test_a_job_that_takes_too_long_is_ended(common: ModuleType, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("import time; time.sleep(60)")
+    with pytest.raises(common.JobError, match="ended after"):
+        common.run_job(str(script), "role", timeout_s=0.5)
+
+
+def test_the_value_of_a_job_comes_back(common: ModuleType, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(FOLDER)!r})\n"
+        "from _common import dispatch\n"
+        "dispatch({'double': lambda number: {'result': 2 * number}})\n"
+    )
+    assert common.run_job(str(script), "double", number=21) == {"result": 42}

@@ -1,0 +1,81 @@
+"""Programs that tests run in a process of their own, to see how they end and what they write."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pty
+import struct
+import subprocess
+import sys
+import termios
+import textwrap
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 120
+COLUMNS = 100
+
+
+def run_program(program: str) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end, with the output in pipes."""
+    return subprocess.run(
+        _command(program),
+        timeout=TIMEOUT_S,
+        env=_environment(),
+        cwd=os.environ["TMPDIR"],
+        capture_output=True,
+        text=True,
+    )
+
+
+def run_in_terminal(program: str) -> tuple[int, str]:
+    """Run a program in a terminal; return its exit status and all that it wrote there."""
+    controller, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
+    process = subprocess.Popen(
+        _command(program),
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env=_environment(),
+        cwd=os.environ["TMPDIR"],
+        start_new_session=True,
+    )
+    os.close(terminal)
+    try:
+        text = _read_all(controller)
+        return process.wait(TIMEOUT_S), text
+    finally:
+        os.close(controller)
+        process.kill()
+        process.wait()
+
+
+def _read_all(controller: int) -> str:
+    chunks = []
+    while True:
+        try:
+            chunk = os.read(controller, 4096)
+        except OSError as error:  # how a terminal says that nobody writes to it any more
+            if error.errno != errno.EIO:
+                raise
+            break
+        if not chunk:
+            break
+        chunks.append(chunk)
+    return b"".join(chunks).decode()
+
+
+def _command(program: str) -> list[str]:
+    return [sys.executable, "-c", textwrap.dedent(program)]
+
+
+def _environment() -> dict[str, str]:
+    """This process's own, with the shared cluster's address where it is connected to one."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address
+    return environment

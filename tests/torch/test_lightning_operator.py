@@ -1,0 +1,1098 @@
+"""Lightning modules on one worker in this process, without Ray."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import MeanMetric, MetricCollection
+from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
+
+from raysgd.engine.types import World
+from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch._lightning_module import optimizers_and_schedulers
+from raysgd.torch.constants import SCHEDULER_STEP
+from raysgd.torch.lightning_operator import LightningOperator
+from raysgd.torch.training_operator import OperatorContext
+from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
+
+MakeTrainer = Callable[..., TorchTrainer]
+Module = Any  # what tests look up on a module is unknown to type checkers
+
+NUM_BATCHES, BATCH_SIZE, LR = 5, 4, 0.05
+
+
+class Line(lightning.pytorch.LightningModule):
+    """A linear model on the data of `LinearOperator`, with the shortest steps that work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.line = torch.nn.Linear(NUM_FEATURES, 1)
+        self.seen: list[Any] = []
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.line(features)
+
+    def loss(self, batch: Any) -> torch.Tensor:
+        features, _, target = batch
+        return torch.nn.functional.mse_loss(self(features), target)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=LR)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(dataset(18), batch_size=BATCH_SIZE)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(dataset(13, seed=1), batch_size=BATCH_SIZE)
+
+
+@pytest.fixture
+def train_local(make_local: MakeTrainer) -> Callable[..., tuple[TorchTrainer, Module]]:
+    """Make a trainer of a module class, and give it with the live module."""
+
+    def make(module_cls: type[Any] = Line, **options: Any) -> tuple[TorchTrainer, Module]:
+        trainer = make_local(TrainingOperator.from_ptl(module_cls), **options)
+        return trainer, trainer.get_model()
+
+    return make
+
+
+Train = Callable[..., tuple[TorchTrainer, Module]]
+
+
+def make(module_cls: type[Any], **options: Any) -> LightningOperator:
+    """An operator by itself."""
+    operator_cls: Any = TrainingOperator.from_ptl(module_cls)
+    return operator_cls({}, OperatorContext(World(rank=0, size=1), torch.device("cpu"), **options))
+
+
+def weights(model: torch.nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()]).tolist()
+
+
+# ---------------------------------------------------------------------------------------- classes
+
+
+@pytest.mark.parametrize("package", [lightning.pytorch, pytorch_lightning])
+def test_modules_of_both_packages_are_trained(package: Any, make_local: MakeTrainer) -> None:
+    module_cls: Any = type("Module", (package.LightningModule,), {**vars(Line), "__init__": _make_line(package)})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        trainer = make_local(TrainingOperator.from_ptl(module_cls))
+        first, second = trainer.train(), trainer.train()
+    assert second["train_loss"] < first["train_loss"]
+    assert set(trainer.validate()) == {"batch_count", "num_samples", "val_loss", "last_val_loss"}
+
+
+def _make_line(package: Any) -> Callable[[Any], None]:
+    def __init__(self: Any) -> None:
+        package.LightningModule.__init__(self)
+        self.line = torch.nn.Linear(NUM_FEATURES, 1)
+
+    return __init__
+
+
+@pytest.mark.parametrize("wrong", [torch.nn.Linear, Line(), None])
+def test_anything_else_is_refused_at_once(wrong: Any) -> None:
+    with pytest.raises(TypeError, match="need a subclass of `LightningModule`"):
+        TrainingOperator.from_ptl(wrong)
+
+
+def test_lightning_is_looked_for_only_when_it_is_needed() -> None:
+    program = """
+import sys
+sys.modules["lightning"] = sys.modules["pytorch_lightning"] = None
+from raysgd.torch import TrainingOperator
+try:
+    TrainingOperator.from_ptl(object)
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert 'pip install "raysgd[lightning]"' in done.stdout
+
+
+def test_the_config_goes_to_a_constructor_that_asks_for_it(make_local: MakeTrainer) -> None:
+    class Configured(Line):
+        def __init__(self, config: dict[str, Any]) -> None:
+            super().__init__()
+            self.config = config
+
+    assert make_local(TrainingOperator.from_ptl(Configured), config={"a": 1}).get_model().config == {"a": 1}
+
+
+def test_a_subclass_of_the_operator_is_subclassed_further() -> None:
+    class Own(LightningOperator):
+        ddp_args: Any = {}
+
+    assert issubclass(Own.from_ptl(Line), Own)
+    assert issubclass(LinearOperator.from_ptl(Line), LightningOperator)
+
+
+# ---------------------------------------------------------------------------------------- equal to a plain operator
+
+
+def test_weights_and_metrics_are_those_of_a_plain_operator(train_local: Train, make_local: MakeTrainer) -> None:
+    config = {"num_samples": 18, "batch_size": BATCH_SIZE, "lr": LR, "num_validation_samples": 13}
+    plain = make_local(LinearOperator, config=config)
+    trainer, module = train_local()
+    for _ in range(3):
+        expected, result = plain.train(), trainer.train()
+        assert result == pytest.approx(expected, rel=1e-6)
+        expected = plain.validate()
+        assert trainer.validate() == pytest.approx({name: expected[name] for name in trainer.validate()}, rel=1e-6)
+    assert weights(module) == pytest.approx(weights(plain.get_model()), abs=1e-6)
+
+
+def test_the_model_is_handed_out_bare(train_local: Train) -> None:
+    trainer, module = train_local()
+    trainer.train()
+    assert trainer.apply_all_operators(lambda operator: type(operator.get_model())) == [Line]
+    copied = trainer.get_model(to_cpu=True)
+    assert copied is not module
+    assert copied._trainer is None
+    assert weights(copied) == weights(module)
+    assert {"log", "log_dict", "forward"} & vars(module).keys() == set()
+
+
+def test_the_operator_shows_what_the_module_configured() -> None:
+    class Scheduled(Line):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [StepLR(optimizer, 1)]
+
+    operator = make(Scheduled)
+    module = operator.get_model()
+    assert operator.model is module
+    assert operator.optimizers == [module.optimizers(use_pl_optimizer=False)]
+    assert operator.schedulers == [module.lr_schedulers()]
+    assert [entry["interval"] for entry in operator.scheduler_dicts] == ["epoch"]
+    assert operator.scheduler_step_freq == "ptl"
+
+
+# ---------------------------------------------------------------------------------------- hooks
+
+
+class Recording(Line):
+    """Writes down its hooks, in order."""
+
+    def note(self, name: str, *values: Any) -> None:
+        self.seen.append((name, *values) if values else name)
+
+    def prepare_data(self) -> None:
+        self.note("prepare_data")
+
+    def setup(self, stage: str) -> None:
+        self.note("setup", stage)
+
+    def configure_model(self) -> None:
+        self.note("configure_model")
+
+    def configure_optimizers(self) -> Any:
+        self.note("configure_optimizers")
+        return super().configure_optimizers()
+
+    def on_fit_start(self) -> None:
+        self.note("on_fit_start")
+
+    def train_dataloader(self) -> Any:
+        self.note("train_dataloader")
+        return DataLoader(dataset(2), batch_size=2)
+
+    def val_dataloader(self) -> Any:
+        self.note("val_dataloader")
+        return DataLoader(dataset(2), batch_size=2)
+
+    def on_train_start(self) -> None:
+        self.note("on_train_start")
+
+    def on_train_epoch_start(self) -> None:
+        self.note("on_train_epoch_start", self.current_epoch)
+
+    def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.note("on_before_batch_transfer", dataloader_idx)
+        return batch
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        self.note("transfer_batch_to_device", device.type)
+        return batch
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        self.note("on_after_batch_transfer")
+        return batch
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+        self.note("on_train_batch_start", batch_idx)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("training_step", self.training, self.trainer.training, torch.is_grad_enabled())
+        return super().training_step(batch, batch_idx)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+        self.note("optimizer_step", epoch, batch_idx)
+        super().optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+        self.note("stepped")
+
+    def on_before_zero_grad(self, optimizer: Any) -> None:
+        self.note("on_before_zero_grad", type(optimizer).__name__)
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any) -> None:
+        self.note("optimizer_zero_grad", epoch, batch_idx)
+        super().optimizer_zero_grad(epoch, batch_idx, optimizer)
+
+    def on_before_backward(self, loss: torch.Tensor) -> None:
+        self.note("on_before_backward", self.line.weight.grad is None)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.note("backward")
+        super().backward(loss)
+
+    def on_after_backward(self) -> None:
+        self.note("on_after_backward", self.line.weight.grad is None)
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.note("on_before_optimizer_step", type(optimizer).__name__)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.note("on_train_batch_end", batch_idx, outputs.requires_grad, self.global_step)
+
+    def on_train_epoch_end(self) -> None:
+        self.note("on_train_epoch_end")
+
+    def on_validation_start(self) -> None:
+        self.note("on_validation_start")
+
+    def on_validation_epoch_start(self) -> None:
+        self.note("on_validation_epoch_start")
+
+    def on_validation_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.note("on_validation_batch_start", batch_idx, dataloader_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        self.note("validation_step", self.training, self.trainer.validating, torch.is_grad_enabled())
+        return super().validation_step(batch, batch_idx)
+
+    def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+        self.note("on_validation_batch_end", batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self.note("on_validation_epoch_end")
+
+    def on_validation_end(self) -> None:
+        self.note("on_validation_end")
+
+
+SET_UP = [
+    "prepare_data",
+    ("setup", "fit"),
+    "configure_model",
+    "configure_optimizers",
+    "on_fit_start",
+    "train_dataloader",
+    "val_dataloader",
+]
+TRANSFER = [("on_before_batch_transfer", 0), ("transfer_batch_to_device", "cpu"), "on_after_batch_transfer"]
+TRAINING = [
+    ("on_train_epoch_start", 0),
+    *TRANSFER,
+    ("on_train_batch_start", 0),
+    ("optimizer_step", 0, 0),
+    ("training_step", True, True, True),
+    ("on_before_zero_grad", "SGD"),
+    ("optimizer_zero_grad", 0, 0),
+    ("on_before_backward", True),
+    "backward",
+    ("on_after_backward", False),
+    ("on_before_optimizer_step", "SGD"),
+    "stepped",
+    ("on_train_batch_end", 0, False, 1),
+    "on_train_epoch_end",
+]
+VALIDATION = [
+    "on_validation_start",
+    "on_validation_epoch_start",
+    *TRANSFER,
+    ("on_validation_batch_start", 0, 0),
+    ("validation_step", False, True, False),
+    ("on_validation_batch_end", 0),
+    "on_validation_epoch_end",
+    "on_validation_end",
+]
+
+
+def test_hooks_are_called_in_the_order_of_lightning_2(train_local: Train) -> None:
+    trainer, module = train_local(Recording)
+    assert module.seen == SET_UP
+    module.seen.clear()
+    trainer.train()
+    assert module.seen == ["on_train_start", *TRAINING]
+    module.seen.clear()
+    trainer.validate()
+    assert module.seen == VALIDATION
+    module.seen.clear()
+    trainer.train()
+    assert module.seen[0] == ("on_train_epoch_start", 1), "and a training starts only once"
+
+
+def test_the_module_knows_where_it_is(train_local: Train) -> None:
+    class Curious(Line):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen.append((self.current_epoch, self.global_step, self.global_rank, self.device.type))
+
+    trainer, module = train_local(Curious)
+    trainer.train()
+    trainer.train(num_steps=2)
+    assert module.seen[NUM_BATCHES - 1 :] == [(0, 5, 0, "cpu"), (1, 6, 0, "cpu"), (1, 7, 0, "cpu")]
+    assert (module.trainer.world_size, module.trainer.is_global_zero, module.logger) == (1, True, None)
+    assert module.trainer.callback_metrics["train_loss"] > 0
+    with pytest.raises(AttributeError, match=r"no `max_epochs`.* current_epoch,"):
+        _ = module.trainer.max_epochs
+
+
+def test_what_the_module_steered_out_of_training_mode_stays_so(train_local: Train) -> None:
+    class Frozen(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen = torch.nn.BatchNorm1d(NUM_FEATURES).eval()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append((self.training, self.frozen.training))
+            return super().training_step(batch, batch_idx)
+
+    trainer, module = train_local(Frozen)
+    trainer.train(num_steps=1)
+    trainer.validate()
+    trainer.train(num_steps=1)
+    assert module.seen == [(True, False)] * 2
+
+
+def test_minus_one_ends_the_epoch_and_the_next_one_begins_with_a_new_pass(train_local: Train) -> None:
+    class Impatient(Line):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append(batch[1].tolist())
+            return -1 if batch_idx == 2 else None
+
+        def on_train_epoch_end(self) -> None:
+            self.seen.append("end")
+
+    trainer, module = train_local(Impatient)
+    for epoch in (1, 2):
+        result = trainer.train()
+        assert (result["epoch"], result["batch_count"], result["num_samples"]) == (epoch, 2, 2 * BATCH_SIZE)
+    numbers = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11], "end"]
+    assert module.seen == numbers * 2
+    assert module.global_step == 4
+
+
+def test_minus_one_at_the_very_first_batch_is_an_epoch_without_metrics(train_local: Train) -> None:
+    class Unwilling(Line):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> int:
+            return -1
+
+    trainer, module = train_local(Unwilling)
+    before = weights(module)
+    assert trainer.train() == {"batch_count": 0, "num_samples": 0, "epoch": 1}
+    assert weights(module) == before
+
+
+class Endless(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        index = 0
+        while True:
+            yield torch.full((NUM_FEATURES,), float(index)), index, torch.zeros(1)
+            index += 1
+
+
+def test_minus_one_is_how_an_epoch_over_endless_data_ends(train_local: Train) -> None:
+    class Streaming(Line):
+        def train_dataloader(self) -> Any:
+            return DataLoader(Endless(), batch_size=2)
+
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append(batch[1].tolist())
+            return -1 if batch_idx == 1 else None
+
+    trainer, module = train_local(Streaming)
+    trainer.train()
+    trainer.train()
+    assert module.seen == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_hooks_may_take_fewer_arguments_or_any(train_local: Train) -> None:
+    class Lax(Line):
+        def training_step(self, batch: Any) -> Any:  # type: ignore[override]
+            return self.loss(batch)
+
+        def on_train_batch_start(self, *arguments: Any) -> None:
+            self.seen.append(len(arguments))
+
+        def on_train_batch_end(self, outputs: Any) -> None:  # type: ignore[override]
+            self.seen.append(outputs.ndim)
+
+    trainer, module = train_local(Lax)
+    trainer.train(num_steps=1)
+    assert module.seen == [2, 0]
+
+
+# ---------------------------------------------------------------------------------------- hooks of Lightning 1
+
+
+class Old(Line):
+    """The hooks that Lightning 2 does not have any more, and the signatures of the others then."""
+
+    def on_pretrain_routine_start(self) -> None:
+        self.seen.append("on_pretrain_routine_start")
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int, dataloader_idx: int) -> None:  # type: ignore[override]
+        self.seen.append(("on_train_batch_start", dataloader_idx))
+
+    def training_step_end(self, output: Any) -> Any:
+        return {"loss": output, "twice": 2 * output.detach()}
+
+    def optimizer_zero_grad(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_idx: int) -> None:  # type: ignore[override]
+        self.seen.append(("optimizer_zero_grad", optimizer_idx))
+        optimizer.zero_grad()
+
+    def training_epoch_end(self, outputs: list[Any]) -> Any:
+        assert not any(output["loss"].requires_grad for output in outputs)
+        self.seen.append(("training_epoch_end", len(outputs)))
+        return None
+
+    def on_train_epoch_end(self, outputs: list[Any]) -> None:  # type: ignore[override]
+        self.seen.append(("on_train_epoch_end", len(outputs)))
+
+    def validation_step_end(self, output: Any) -> Any:
+        return {"val_loss": output, "images": torch.zeros(2, 2)}
+
+    def validation_epoch_end(self, outputs: list[Any]) -> Any:
+        self.seen.append(("validation_epoch_end", len(outputs)))
+        return {"worst": max(float(output["val_loss"]) for output in outputs)}
+
+
+def test_hooks_of_lightning_1_are_honoured(train_local: Train) -> None:
+    trainer, module = train_local(Old)
+    result = trainer.train()
+    assert module.seen == [
+        "on_pretrain_routine_start",
+        *[("on_train_batch_start", 0), ("optimizer_zero_grad", 0)] * NUM_BATCHES,
+        ("training_epoch_end", NUM_BATCHES),
+        ("on_train_epoch_end", NUM_BATCHES),
+    ]
+    assert result["twice"] == pytest.approx(2 * result["train_loss"])
+    module.seen.clear()
+    assert list(trainer.validate()) == ["worst"]
+    assert module.seen == [("validation_epoch_end", 4)]
+
+
+@pytest.mark.parametrize(
+    ("returned", "expected"),
+    [
+        (torch.tensor(0.5), {"train_loss": 0.5, "epoch": 1}),
+        ({"a": 1, "b": torch.tensor(2.0)}, {"a": 1, "b": 2.0, "epoch": 1}),
+    ],
+)
+def test_what_training_epoch_end_returns_is_the_result(returned: Any, expected: Any, train_local: Train) -> None:
+    class Own(Line):
+        def training_epoch_end(self, outputs: list[Any]) -> Any:
+            return returned
+
+    assert train_local(Own)[0].train() == expected
+
+
+def test_an_epoch_hook_that_returns_something_else_is_told_what_to_return(train_local: Train) -> None:
+    class Wrong(Line):
+        def training_epoch_end(self, outputs: list[Any]) -> Any:
+            return 3
+
+    with pytest.raises(TypeError, match="`training_epoch_end` returned a `int`"):
+        train_local(Wrong)[0].train()
+
+
+def test_apex_is_configured_by_the_module_or_with_o2() -> None:
+    calls = []
+    amp = SimpleNamespace(
+        initialize=lambda models, optimizers, **options: calls.append(options) or (models, optimizers)
+    )
+
+    class Apex(Line):
+        def configure_apex(self, amp: Any, model: Any, optimizers: list[Any], amp_level: str) -> Any:
+            calls.append(amp_level)
+            return model, optimizers
+
+    for module_cls in (Line, Apex):
+        operator: Any = make(module_cls)
+        module = operator.get_model()
+        assert operator._configure_apex_amp(amp, [module], [], {}) == ([module], [])
+    assert calls == [{"opt_level": "O2"}, "O2"]
+
+
+# ---------------------------------------------------------------------------------------- optimizers
+
+
+PARAMETERS = [torch.nn.Parameter(torch.zeros(1))]
+OPTIMIZER, OTHER = torch.optim.SGD(PARAMETERS, lr=0.1), torch.optim.Adam(PARAMETERS)
+STEP, PLATEAU = StepLR(OPTIMIZER, 1), ReduceLROnPlateau(OPTIMIZER)
+
+
+@pytest.mark.parametrize(
+    ("returned", "optimizers", "schedulers"),
+    [
+        (None, [], []),
+        (OPTIMIZER, [OPTIMIZER], []),
+        ([OPTIMIZER, OTHER], [OPTIMIZER, OTHER], []),
+        ((OPTIMIZER, OTHER), [OPTIMIZER, OTHER], []),
+        (([OPTIMIZER], [STEP]), [OPTIMIZER], [(STEP, "epoch", 1, None, False)]),
+        (([OPTIMIZER], []), [OPTIMIZER], []),
+        (([OPTIMIZER], STEP), [OPTIMIZER], [(STEP, "epoch", 1, None, False)]),
+        (
+            ([OPTIMIZER, OTHER], [{"scheduler": STEP, "interval": "step", "frequency": 3}, PLATEAU]),
+            [OPTIMIZER, OTHER],
+            [(STEP, "step", 3, None, False), (PLATEAU, "epoch", 1, None, True)],
+        ),
+        ({"optimizer": OPTIMIZER}, [OPTIMIZER], []),
+        ({"optimizer": OPTIMIZER, "lr_scheduler": None}, [OPTIMIZER], []),
+        ({"optimizer": OPTIMIZER, "lr_scheduler": STEP}, [OPTIMIZER], [(STEP, "epoch", 1, None, False)]),
+        (
+            {"optimizer": OPTIMIZER, "lr_scheduler": PLATEAU, "monitor": "a"},
+            [OPTIMIZER],
+            [(PLATEAU, "epoch", 1, "a", True)],
+        ),
+        (
+            {"optimizer": OPTIMIZER, "lr_scheduler": {"scheduler": PLATEAU, "monitor": "b"}, "monitor": "a"},
+            [OPTIMIZER],
+            [(PLATEAU, "epoch", 1, "b", True)],
+        ),
+        (
+            [{"optimizer": OPTIMIZER, "lr_scheduler": STEP, "frequency": 2}, {"optimizer": OTHER}],
+            [OPTIMIZER, OTHER],
+            [(STEP, "epoch", 1, None, False)],
+        ),
+        (({"optimizer": OPTIMIZER}, {"optimizer": OTHER}), [OPTIMIZER, OTHER], []),
+    ],
+)
+def test_every_form_of_configure_optimizers_is_read(returned: Any, optimizers: Any, schedulers: Any) -> None:
+    found, entries = optimizers_and_schedulers(returned)
+    keys = ("scheduler", "interval", "frequency", "monitor", "reduce_on_plateau")
+    assert found == optimizers
+    assert [tuple(entry[key] for key in keys) for entry in entries] == schedulers
+
+
+@pytest.mark.parametrize(
+    ("returned", "error", "words"),
+    [
+        (3, TypeError, "returned `3`: allowed are"),
+        ([OPTIMIZER, STEP, None], TypeError, "allowed are"),
+        ({"lr_scheduler": STEP}, TypeError, "allowed are"),
+        (([OPTIMIZER], [{"interval": "step"}]), ValueError, 'need a scheduler under "scheduler"'),
+        (([OPTIMIZER], [{"scheduler": STEP, "interval": "day"}]), ValueError, "\"interval\": 'day'"),
+        (([OPTIMIZER], [{"scheduler": STEP, "frequency": 0}]), ValueError, '"frequency": 0'),
+    ],
+)
+def test_other_forms_are_refused(returned: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        optimizers_and_schedulers(returned)
+
+
+def test_a_module_without_configure_optimizers_is_refused_with_lightnings_error() -> None:
+    class Incomplete(lightning.pytorch.LightningModule):
+        pass
+
+    with pytest.raises(MisconfigurationException, match="`Incomplete` does not define `configure_optimizers`"):
+        make(Incomplete)
+
+
+def test_a_module_may_do_without_an_optimizer(train_local: Train) -> None:
+    class Idle(Line):
+        def configure_optimizers(self) -> None:
+            return None
+
+    trainer, module = train_local(Idle)
+    before = weights(module)
+    assert trainer.train()["batch_count"] == NUM_BATCHES
+    assert weights(module) == before
+
+
+def test_of_several_optimizers_the_first_one_is_stepped(train_local: Train, caplog: pytest.LogCaptureFixture) -> None:
+    class Two(Line):
+        def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any:  # type: ignore[override]
+            self.seen.append(optimizer_idx)
+            return self.loss(batch)
+
+        def configure_optimizers(self) -> Any:
+            return [torch.optim.SGD([each], lr=LR) for each in (self.line.weight, self.line.bias)]
+
+    trainer, module = train_local(Two)
+    bias = float(module.line.bias)
+    before = weights(module)
+    trainer.train()
+    assert float(module.line.bias) == bias
+    assert weights(module) != before
+    assert set(module.seen) == {0}
+    assert "only the first one is stepped" in caplog.text
+
+
+def test_the_module_decides_what_happens_in_a_step(train_local: Train) -> None:
+    class Own(Line):
+        def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any) -> None:
+            if batch_idx % 2:
+                optimizer_closure()
+            else:
+                optimizer.step(closure=optimizer_closure)
+            self.seen.append((isinstance(optimizer.optimizer, torch.optim.SGD), optimizer.param_groups[0]["lr"]))
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen.append(self.line.weight.clone())
+
+    trainer, module = train_local(Own)
+    result = trainer.train()
+    before_steps = [each for each in module.seen if isinstance(each, torch.Tensor)]
+    assert len(before_steps) == 3
+    assert module.seen[1] == (True, LR)
+    assert not torch.equal(before_steps[0], before_steps[1])
+    assert result["num_samples"] == 18
+
+
+def test_gradients_are_clipped_as_the_module_says(train_local: Train) -> None:
+    class Clipped(Line):
+        def configure_gradient_clipping(self, optimizer: Any, *given: Any) -> None:
+            self.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="norm")
+            self.seen.append((given, torch.cat([each.grad.reshape(-1) for each in self.parameters()]).norm()))
+
+    trainer, module = train_local(Clipped)
+    trainer.train()
+    assert [given for given, _ in module.seen] == [(None, None)] * NUM_BATCHES
+    assert all(float(norm) <= 1e-3 for _, norm in module.seen)
+
+
+def test_mixed_precision_that_is_off_on_a_cpu_changes_nothing(train_local: Train) -> None:
+    plain, module = train_local(Recording)
+    mixed, other = train_local(Recording, use_fp16=True)
+    assert mixed.train() == plain.train()
+    assert weights(other) == weights(module)
+
+
+# ---------------------------------------------------------------------------------------- manual optimization
+
+
+class Adversaries(Line):
+    """Two optimizers, each of which sees gradients of a loss of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.judge = torch.nn.Linear(1, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        features, _, target = batch
+        line, judge = self.optimizers()
+        with self.toggled_optimizer(judge):
+            loss = (self.judge(self(features).detach()) - self.judge(target)).mean() + self.judge(target).pow(2).mean()
+            judge.zero_grad()
+            self.manual_backward(loss)
+            judge.step()
+        with self.toggled_optimizer(line):
+            fooled = -self.judge(self(features)).mean() + self.loss(batch)
+            line.zero_grad()
+            self.manual_backward(fooled)
+            self.clip_gradients(line, gradient_clip_val=10.0, gradient_clip_algorithm="value")
+            line.step()
+        if self.trainer.is_global_zero and batch_idx == 0:
+            self.lr_schedulers().step()
+        self.log_dict({"judge": loss, "line": fooled})
+
+    def configure_optimizers(self) -> Any:
+        optimizers = [torch.optim.SGD(part.parameters(), lr=LR) for part in (self.line, self.judge)]
+        return optimizers, [StepLR(optimizers[0], 10)]
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen.append(self.optimizers(use_pl_optimizer=False).index(optimizer))
+
+
+def test_a_module_may_optimize_by_itself(train_local: Train) -> None:
+    trainer, module = train_local(Adversaries)
+    before = copy.deepcopy(module)
+    result = trainer.train()
+    assert set(result) >= {"judge", "line"}
+    assert not torch.equal(before.judge.weight, module.judge.weight)
+    assert not torch.equal(before.line.weight, module.line.weight)
+    assert module.seen == [1, 0] * NUM_BATCHES
+    assert module.lr_schedulers().last_epoch == 1, "and so the library steps no scheduler"
+
+
+def test_manual_backward_with_options_reaches_the_loss(train_local: Train) -> None:
+    class Twice(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = self.loss(batch)
+            self.optimizers().zero_grad()
+            self.manual_backward(loss, retain_graph=True)
+            once = self.line.weight.grad.clone()
+            self.manual_backward(loss)
+            self.seen.append(torch.equal(self.line.weight.grad, 2 * once))
+
+    trainer, module = train_local(Twice)
+    trainer.train()
+    assert module.seen == [True] * NUM_BATCHES
+
+
+# ---------------------------------------------------------------------------------------- schedulers
+
+
+def scheduled(**entry: Any) -> type[Line]:
+    """A module with a scheduler that tells when it was stepped, and with what."""
+
+    class Scheduled(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.seen.append("step")
+            return super().training_step(batch, batch_idx)
+
+        def lr_scheduler_step(self, scheduler: Any, metric: Any) -> None:
+            self.seen.append(metric if metric is None else round(metric, 4))
+            super().lr_scheduler_step(scheduler, metric)
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            make_scheduler = entry.get("make", lambda optimizer: StepLR(optimizer, 1))
+            options = {name: value for name, value in entry.items() if name != "make"}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": make_scheduler(optimizer), **options}}
+
+    return Scheduled
+
+
+@pytest.mark.parametrize("interval", ["step", "batch"])
+def test_both_words_for_a_scheduler_of_every_batch_are_known(interval: str, train_local: Train) -> None:
+    trainer, module = train_local(scheduled(interval=interval))
+    trainer.train(num_steps=3)
+    assert module.seen == ["step", None] * 3
+
+
+def test_a_scheduler_may_be_stepped_every_few_batches_across_calls(train_local: Train) -> None:
+    trainer, module = train_local(scheduled(interval="step", frequency=2))
+    trainer.train(num_steps=3)
+    trainer.train(num_steps=1)
+    assert module.seen == ["step", "step", None, "step", "step", None]
+
+
+def test_a_scheduler_of_epochs_is_stepped_at_their_ends(train_local: Train) -> None:
+    trainer, module = train_local(scheduled(frequency=2))
+    for _ in range(4):
+        trainer.train()
+    assert module.seen == (["step"] * NUM_BATCHES * 2 + [None]) * 2
+    assert module.lr_schedulers().get_last_lr() == pytest.approx([LR * 0.01])
+
+
+def test_a_plateau_is_looked_for_in_the_metrics_of_the_epoch(train_local: Train) -> None:
+    trainer, module = train_local(scheduled(make=ReduceLROnPlateau, monitor="train_loss"))
+    result = trainer.train()
+    assert module.seen == [*["step"] * NUM_BATCHES, round(result["train_loss"], 4)]
+
+
+def test_a_plateau_may_be_looked_for_in_every_batch(train_local: Train) -> None:
+    trainer, module = train_local(scheduled(make=ReduceLROnPlateau, monitor="train_loss", interval="step"))
+    result = trainer.train(num_steps=1)
+    assert module.seen == ["step", round(result["train_loss"], 4)]
+
+
+def test_a_scheduler_whose_metric_is_elsewhere_waits(train_local: Train, caplog: pytest.LogCaptureFixture) -> None:
+    trainer, module = train_local(scheduled(make=ReduceLROnPlateau, monitor="val_loss"))
+    with caplog.at_level(logging.WARNING):
+        trainer.train()
+    assert module.seen == ["step"] * NUM_BATCHES
+    assert "no metric `val_loss` here" in caplog.text
+    trainer.update_scheduler(3.0)
+    assert module.lr_schedulers().best == 3.0
+
+
+def test_info_says_that_the_module_steps_schedulers(train_local: Train) -> None:
+    trainer, _ = train_local(scheduled())
+
+    def info(operator: Any) -> Any:
+        return operator._own_info(None, 0)[SCHEDULER_STEP]
+
+    assert trainer.apply_all_operators(info) == ["ptl"]
+
+
+# ---------------------------------------------------------------------------------------- outputs of steps
+
+
+def test_numbers_in_the_output_of_a_step_are_metrics(train_local: Train) -> None:
+    class Rich(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = self.loss(batch)
+            return {"loss": loss, "twice": 2 * loss, "index": batch_idx, "features": batch[0], "note": "hello"}
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return {"size": len(batch[0])}
+
+    trainer, _ = train_local(Rich)
+    result = trainer.train()
+    assert result["loss"] == result["train_loss"] == pytest.approx(result["twice"] / 2)
+    assert result["index"] == pytest.approx((0 + 4 * (1 + 2 + 3) + 2 * 4) / 18), "weighted by samples"
+    assert result["last_index"] == 4
+    assert not {"features", "note"} & set(result)
+    assert trainer.validate()["size"] == pytest.approx((3 * 4 * 4 + 1) / 13)
+
+
+def test_a_step_that_returns_nothing_is_left_out(train_local: Train) -> None:
+    class Picky(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.loss(batch) if batch_idx == 1 else None
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            return None
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen.append(self.global_step)
+
+    trainer, module = train_local(Picky)
+    result = trainer.train()
+    assert module.seen == [1]
+    assert result["train_loss"] == result["last_train_loss"]
+    assert result["batch_count"] == NUM_BATCHES
+    assert trainer.validate() == {"batch_count": 4, "num_samples": 13}
+
+
+@pytest.mark.parametrize(
+    ("output", "error", "words"),
+    [
+        ({"a": 1}, RuntimeError, r"dict with \['a'\]: put the loss under \"loss\""),
+        (3.0, TypeError, "returned a `float`"),
+        ({"loss": 3.0}, TypeError, "returned a `float`"),
+        ([torch.zeros(1)], TypeError, "returned a `list`"),
+    ],
+)
+def test_a_step_without_a_loss_is_told_so(output: Any, error: type[Exception], words: str, train_local: Train) -> None:
+    class Wrong(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return output
+
+    with pytest.raises(error, match=words):
+        train_local(Wrong)[0].train()
+
+
+# ---------------------------------------------------------------------------------------- logging
+
+
+def test_what_is_logged_in_steps_is_averaged_over_samples(train_local: Train) -> None:
+    class Logging(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("index", batch_idx, prog_bar=True, on_step=True, on_epoch=True, sync_dist=True)
+            value = torch.tensor(1.0)
+            self.log_dict({"one": value, "index_twice": 2.0 * batch_idx})
+            value += 5
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("index", batch_idx, batch_size=1)
+
+    trainer, _ = train_local(Logging)
+    result = trainer.train()
+    expected = (4 * (1 + 2 + 3) + 2 * 4) / 18
+    assert (result["index"], result["index_twice"]) == pytest.approx((expected, 2 * expected))
+    assert (result["last_index"], result["one"]) == (4, 1.0)
+    result = trainer.validate()
+    assert (result["index"], result["num_samples"]) == (1.5, 4), "weighted as the module asked for"
+
+
+def test_what_is_logged_besides_counts_once(train_local: Train) -> None:
+    class Logging(Line):
+        def on_train_epoch_start(self) -> None:
+            self.log("started", 1)
+
+        def on_train_epoch_end(self) -> None:
+            self.log("ended", torch.tensor(2.0))
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("val_ended", 3)
+
+    trainer, _ = train_local(Logging)
+    result = trainer.train()
+    assert (result["started"], result["ended"]) == (1.0, 2.0)
+    assert (result["batch_count"], result["num_samples"]) == (NUM_BATCHES, 18)
+    assert "last_ended" not in result
+    assert trainer.validate()["val_ended"] == 3.0
+
+
+def test_other_ways_to_put_values_together_are_known(train_local: Train) -> None:
+    class Logging(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("lowest", 10 - batch_idx, reduce_fx="min")
+            self.log("highest", torch.tensor(float(batch_idx)), reduce_fx=torch.max)
+            self.log("total", batch_idx, reduce_fx=sum)
+            self.log("mean", 7, reduce_fx=torch.mean)
+            return self.loss(batch)
+
+    trainer, _ = train_local(Logging)
+    for _ in range(2):
+        result = trainer.train()
+        assert [result[name] for name in ("lowest", "highest", "total", "mean")] == [6.0, 4.0, 10.0, 7.0]
+
+
+def test_a_way_that_is_not_known_is_refused_and_leaves_the_module_as_it_was(train_local: Train) -> None:
+    class Logging(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("a", 1, reduce_fx=torch.median)
+
+    trainer, module = train_local(Logging)
+    with pytest.raises(ValueError, match=r"`self.log\('a', reduce_fx=.*allowed are \"mean\""):
+        trainer.train()
+    assert "log" not in vars(module)
+    assert module.trainer.training is False
+
+
+def test_metric_objects_are_computed_over_everything_and_reset(train_local: Train) -> None:
+    class Measured(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mean = MeanMetric()
+            self.collection = MetricCollection([BinaryAccuracy(), BinaryPrecision()], prefix="val_")
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.mean.update(batch[1].float())
+            self.log("mean", self.mean)
+            return self.loss(batch)
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.collection.update(torch.ones(len(batch[1])), (batch[1] % 2).int())
+            self.log_dict(self.collection)
+
+    trainer, _ = train_local(Measured)
+    for _ in range(2):
+        assert trainer.train()["mean"] == pytest.approx(sum(range(18)) / 18)
+        result = trainer.validate()
+        expected = pytest.approx(6 / 13)
+        assert (result["val_BinaryAccuracy"], result["val_BinaryPrecision"]) == (expected, expected)
+
+
+def test_a_module_that_copies_itself_while_it_trains_does_not_copy_its_surroundings(train_local: Train) -> None:
+    class Averaged(Line):
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            self.seen = [copy.deepcopy(self)]
+
+    trainer, module = train_local(Averaged)
+    trainer.train()
+    assert module.seen[0]._trainer is None
+    assert weights(module.seen[0]) == weights(module)
+
+
+# ---------------------------------------------------------------------------------------- data
+
+
+def test_given_loaders_win_even_without_a_length(make_local: MakeTrainer) -> None:
+    train, validation = DataLoader(Endless(), batch_size=2), [next(iter(DataLoader(dataset(6), batch_size=6)))]
+    trainer = make_local(TrainingOperator.from_ptl(Line, train_dataloader=train, val_dataloader=validation))
+    assert trainer.train(num_steps=3)["num_samples"] == 6
+    assert trainer.validate()["num_samples"] == 6
+
+
+@pytest.mark.parametrize("wrap", [lambda loader: [loader], lambda loader: {"a": loader}])
+def test_a_loader_may_be_alone_in_a_container(wrap: Callable[[Any], Any], train_local: Train) -> None:
+    class Wrapped(Line):
+        def val_dataloader(self) -> Any:
+            return wrap(super().val_dataloader())
+
+    assert train_local(Wrapped)[0].validate()["num_samples"] == 13
+
+
+def test_several_loaders_are_refused() -> None:
+    class Several(Line):
+        def val_dataloader(self) -> Any:
+            return [super().val_dataloader()] * 2
+
+    with pytest.raises(ValueError, match="`val_dataloader` gave 2 loaders"):
+        make(Several)
+
+
+def test_a_module_without_loaders_is_told_when_one_is_missing(train_local: Train) -> None:
+    class Bare(lightning.pytorch.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.line = torch.nn.Linear(1, 1)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=LR)
+
+    trainer, _ = train_local(Bare)
+    with pytest.raises(RuntimeError, match="`train_loader` was not registered"):
+        trainer.train()
+
+
+def test_data_is_prepared_once_for_each_node_or_once_at_all() -> None:
+    class Preparing(Line):
+        def prepare_data(self) -> None:
+            self.seen.append("prepared")
+
+    class Once(Preparing):
+        def __init__(self) -> None:
+            super().__init__()
+            self.prepare_data_per_node = False
+
+    def is_prepared(module_cls: type[Line], rank: int, local_rank: int) -> bool:
+        operator = make(module_cls)
+        operator._world_rank, operator._local_rank = rank, local_rank
+        operator.get_model().seen.clear()
+        operator._prepare_data()
+        return operator.get_model().seen == ["prepared"]
+
+    places = [(0, 0), (1, 1), (2, 0)]
+    assert [is_prepared(Preparing, *place) for place in places] == [True, False, True]
+    assert [is_prepared(Once, *place) for place in places] == [True, False, False]
+
+
+# ---------------------------------------------------------------------------------------- checkpoints
+
+
+def test_what_the_module_saves_comes_back(train_local: Train, tmp_path: Path) -> None:
+    class Saving(Line):
+        def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            checkpoint["mine"] = {"a": 1}
+
+        def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+            self.seen.append(checkpoint)
+
+    trainer, module = train_local(Saving)
+    trainer.train(num_steps=2)
+    trainer.save(tmp_path / "checkpoint")
+    expected = weights(module)
+    other, module = train_local(Saving)
+    other.load(tmp_path / "checkpoint")
+    assert module.seen == [{"mine": {"a": 1}}]
+    assert weights(module) == expected
+    assert trainer.train() == other.train()
+    assert module.global_step == NUM_BATCHES
+
+
+def test_a_module_that_saves_nothing_has_an_empty_state(train_local: Train) -> None:
+    trainer, _ = train_local()
+    assert trainer.state_dict()["operator"] == {}
+
+
+def test_the_phases_of_a_step_are_timed(train_local: Train) -> None:
+    trainer, _ = train_local()
+    assert {"mean_fwd_s", "mean_grad_s", "mean_apply_s"} <= set(trainer.train(profile=True)["profile"])
+    assert "mean_eval_fwd_s" in trainer.validate(profile=True)["profile"]

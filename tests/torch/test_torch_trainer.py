@@ -1,0 +1,728 @@
+"""The trainer's arguments, and everything it does that needs no more than one worker in this process."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+
+from raysgd.exceptions import InvalidCountError, WorkerError
+from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
+from raysgd.utils import BATCH_SIZE
+from tests.torch.operators_for_tests import BatchNormOperator, DropoutOperator, LinearOperator
+from tests.torch.programs import run_in_terminal, run_program
+
+MakeTrainer = Callable[..., TorchTrainer]
+
+
+# ------------------------------------------------------------------------------------------------ arguments
+
+
+def test_arguments_are_keywords_with_the_defaults_of_old() -> None:
+    parameters = dict(inspect.signature(TorchTrainer.__init__).parameters)
+    del parameters["self"], parameters["unknown"]
+    assert {parameter.kind for parameter in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
+    defaults = {name: parameter.default for name, parameter in parameters.items()}
+    assert defaults.pop("training_operator_cls") is inspect.Parameter.empty
+    assert defaults.pop("timeout_s") is None, "which stands for 1800, or for what the environment says with NCCL"
+    expected = {
+        "initialization_hook": None,
+        "config": None,
+        "num_workers": 1,
+        "num_cpus_per_worker": 1,
+        "use_gpu": "auto",
+        "backend": "auto",
+        "wrap_ddp": True,
+        "use_fp16": False,
+        "use_tqdm": False,
+        "add_dist_sampler": True,
+        "scheduler_step_freq": None,
+        "use_local": False,
+        "model_creator": None,
+        "data_creator": None,
+        "optimizer_creator": None,
+        "scheduler_creator": None,
+        "loss_creator": None,
+        "num_replicas": None,
+        "batch_size": None,
+        "apex_args": None,
+        "serialize_data_creation": None,
+        "data_loader_args": None,
+    }
+    assert {name: defaults[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("method", "expected"),
+    [
+        (
+            "train",
+            {
+                "num_steps": None,
+                "profile": False,
+                "reduce_results": True,
+                "max_retries": 3,
+                "info": None,
+                "dataset": None,
+            },
+        ),
+        ("validate", {"num_steps": None, "profile": False, "reduce_results": True, "info": None}),
+        ("get_model", {"to_cpu": False}),
+        ("shutdown", {"force": False}),
+    ],
+)
+def test_methods_have_the_parameters_of_old_in_their_order(method: str, expected: dict[str, Any]) -> None:
+    found = inspect.signature(getattr(TorchTrainer, method)).parameters
+    assert {name: found[name].default for name in list(found)[1 : len(expected) + 1]} == expected
+
+
+def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
+    def hook() -> None: ...
+
+    trainer = make_local(
+        config={"lr": 0.1}, initialization_hook=hook, scheduler_step_freq="manual", wrap_ddp=False, timeout_s=60
+    )
+    assert trainer.training_operator_cls is LinearOperator
+    assert trainer.initialization_hook is hook
+    assert trainer.config == {"lr": 0.1}
+    found = {
+        name: getattr(trainer, name)
+        for name in (
+            "backend",
+            "num_cpus_per_worker",
+            "max_replicas",
+            "serialize_data_creation",
+            "wrap_ddp",
+            "timeout_s",
+            "use_fp16",
+            "use_tqdm",
+            "add_dist_sampler",
+            "use_local",
+            "scheduler_step_freq",
+            "_num_failures",
+            "_last_resize",
+        )
+    }
+    assert found == {
+        "backend": "nccl" if torch.cuda.is_available() else "gloo",
+        "num_cpus_per_worker": 1,
+        "max_replicas": 1,
+        "serialize_data_creation": None,
+        "wrap_ddp": False,
+        "timeout_s": 60,
+        "use_fp16": False,
+        "use_tqdm": False,
+        "add_dist_sampler": True,
+        "use_local": True,
+        "scheduler_step_freq": "manual",
+        "_num_failures": 0,
+        "_last_resize": -math.inf,
+    }
+
+
+def test_a_collective_may_take_half_an_hour_unless_told_otherwise(make_local: MakeTrainer) -> None:
+    assert make_local(use_gpu=False).timeout_s == 1800
+
+
+def a_function(*args: Any) -> None: ...
+
+
+# In the order in which they are looked at.
+REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
+    ({"num_workers": 0}, ValueError, "`num_workers=0`: need at least 1"),
+    ({"model_creator": a_function}, DeprecationWarning, "TrainingOperator.from_creators"),
+    ({"num_replicas": 2}, DeprecationWarning, "use `num_workers`"),
+    ({"batch_size": 8}, DeprecationWarning, "BATCH_SIZE"),
+    ({"apex_args": {}}, DeprecationWarning, "TrainingOperator.register"),
+    ({"data_loader_args": {"a": 1}}, DeprecationWarning, "DataLoader"),
+    ({"scheduler_step_freq": "step"}, ValueError, "allowed are None, 'batch', 'epoch', 'manual'"),
+]
+
+ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
+    *[({"num_workers": value}, ValueError, f"`num_workers={value}`") for value in (-1, 1.5, True, None)],
+    *[
+        ({name: a_function}, DeprecationWarning, "TrainingOperator.from_creators")
+        for name in ("data_creator", "optimizer_creator", "scheduler_creator", "loss_creator")
+    ],
+    *[({"num_cpus_per_worker": value}, ValueError, "num_cpus_per_worker") for value in (-1, "2")],
+    ({"backend": "mpi"}, ValueError, r"`backend='mpi'`.*allowed are"),
+    ({"timeout_s": 0}, ValueError, "`timeout_s=0`"),
+    ({"timeout_s": "long"}, ValueError, "`timeout_s='long'`"),
+    ({"timeout_s": True}, ValueError, "`timeout_s=True`"),
+    *[({"use_fp16": value}, ValueError, "use_fp16") for value in (None, "native", "O1", 2)],
+    ({"scheduler_step_freq": 1}, ValueError, "`scheduler_step_freq=1`"),
+    ({"config": {BATCH_SIZE: 1}, "num_workers": 2}, ValueError, "`num_workers=2`"),
+    ({"config": {BATCH_SIZE: "8"}}, ValueError, "8"),
+    ({"config": 3}, TypeError, "`config=3`"),
+    ({"initialization_hook": "hook"}, TypeError, "`initialization_hook='hook'`"),
+    ({"num_wokers": 2}, TypeError, "Did you mean `num_workers`"),
+    ({"quux": 2}, TypeError, "`quux`"),
+    ({"training_operator_cls": object}, TypeError, "subclass of `TrainingOperator`"),
+    ({"training_operator_cls": None}, TypeError, "subclass of `TrainingOperator`"),
+    ({"training_operator_cls": a_function}, TypeError, "subclass of `TrainingOperator`"),
+]
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError("workers were started")
+
+    monkeypatch.setattr("raysgd.engine.controller.ElasticController.start", start)
+
+
+@pytest.mark.parametrize(("arguments", "kind", "message"), REFUSED + ALSO_REFUSED)
+@pytest.mark.usefixtures("nothing_starts")
+def test_wrong_arguments_are_refused_before_anything_starts(
+    arguments: dict[str, Any], kind: type[BaseException], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        TorchTrainer(**{"training_operator_cls": LinearOperator, "num_workers": 2, **arguments})
+
+
+@pytest.mark.parametrize("index", range(len(REFUSED)))
+@pytest.mark.usefixtures("nothing_starts")
+def test_of_several_wrong_arguments_the_first_is_named(index: int) -> None:
+    arguments = {name: value for wrong, _, _ in REFUSED[index:] for name, value in wrong.items()}
+    _, kind, message = REFUSED[index]
+    with pytest.raises(kind, match=message):
+        TorchTrainer(training_operator_cls=LinearOperator, **arguments)
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_an_instance_is_told_from_a_class() -> None:
+    class Instance(LinearOperator):
+        def __init__(self) -> None: ...
+
+    with pytest.raises(TypeError, match="an instance of `Instance`.*the class itself"):
+        TorchTrainer(training_operator_cls=Instance())  # type: ignore[arg-type]
+
+
+def test_the_operator_class_is_required() -> None:
+    with pytest.raises(TypeError, match="training_operator_cls"):
+        TorchTrainer()  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("value", [None, "", False])
+def test_a_falsy_frequency_is_none_at_all(value: Any, make_local: MakeTrainer) -> None:
+    make_local(scheduler_step_freq=value)
+
+
+def test_an_argument_that_does_nothing_any_more_is_named_in_the_log(
+    make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_local(serialize_data_creation=True)
+    assert "`serialize_data_creation` of the trainer has no effect" in caplog.text
+
+
+def test_a_batch_size_that_does_not_divide_is_named_in_the_log(
+    nothing_starts: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(AssertionError, match="workers were started"):
+        TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, config={BATCH_SIZE: 21})
+    assert "the batch size 21 does not divide over 2 workers: taking 20" in caplog.text
+
+
+def test_apex_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch, nothing_starts: None) -> None:
+    monkeypatch.setitem(sys.modules, "apex", None)
+    with pytest.raises(ImportError, match="apex"):
+        TorchTrainer(training_operator_cls=LinearOperator, use_fp16="apex")
+
+
+def test_tqdm_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch, nothing_starts: None) -> None:
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with pytest.raises(ValueError, match="use_tqdm"):
+        TorchTrainer(training_operator_cls=LinearOperator, use_tqdm=True)
+
+
+# ------------------------------------------------------------------------------------------------ the config
+
+
+def test_the_callers_config_stays_as_it_is(make_local: MakeTrainer) -> None:
+    config = {BATCH_SIZE: 21, "batch_size": 5}
+    trainer = make_local(config=config)
+    assert trainer.get_local_operator().config == {BATCH_SIZE: 21, "batch_size": 5}
+    trainer.get_local_operator().config["lr"] = 1
+    assert config == {BATCH_SIZE: 21, "batch_size": 5}
+
+
+def test_without_a_config_there_is_an_empty_one(make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    assert trainer.config == trainer.get_local_operator().config == {}
+
+
+# ------------------------------------------------------------------------------------------------ epochs
+
+
+class TenItems(LinearOperator):
+    """Five zeros, then five ones, one by one, in a loader that the library leaves alone."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        return [torch.tensor([float(i >= 5)]) for i in range(10)]
+
+    def mean(self, iterator: Iterable[Any]) -> dict[str, Any]:
+        items = [float(item) for item in iterator]
+        return {"mean": sum(items) / len(items) if items else None, "count": len(items)}
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return self.mean(iterator)
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return self.mean(val_iterator)
+
+
+SCENARIO = [(None, 0.5, 1), (5, 0, 2), (3, 1, 2), (5, 0.4, 3), (None, 5 / 7, 3)]
+
+
+def test_steps_go_on_where_the_last_call_stopped(make_local: MakeTrainer) -> None:
+    trainer = make_local(TenItems)
+    for num_steps, mean, epoch in SCENARIO:
+        result = trainer.train(num_steps=num_steps)
+        assert (result["mean"], result["epoch"]) == (pytest.approx(mean), epoch)
+
+
+def test_steps_of_validation_do_so_too_and_by_themselves(make_local: MakeTrainer) -> None:
+    trainer = make_local(TenItems)
+    for num_steps, mean, _ in SCENARIO:
+        trainer.train(num_steps=3)
+        result = trainer.validate(num_steps=num_steps)
+        assert result["mean"] == pytest.approx(mean)
+        assert "epoch" not in result
+
+
+def test_a_call_that_ends_with_the_data_is_followed_by_a_full_one(make_local: MakeTrainer) -> None:
+    trainer = make_local(TenItems)
+    assert [(trainer.train(num_steps=10)["count"], epoch) for epoch in (1, 2, 3)] == [(10, 1), (10, 2), (10, 3)]
+    assert [trainer.validate(num_steps=10)["count"] for _ in range(3)] == [10, 10, 10]
+    assert trainer.train()["count"] == 10
+
+
+def test_results_have_their_keys_in_their_order(make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    assert list(trainer.train()) == ["num_samples", "epoch", "batch_count", "train_loss", "last_train_loss"]
+    assert list(trainer.train(profile=True))[-1] == "profile"
+    validation = ["num_samples", "batch_count", "val_loss", "last_val_loss", "val_accuracy", "last_val_accuracy"]
+    assert list(trainer.validate()) == validation
+    assert list(trainer.validate(profile=True)) == [*validation, "profile"]
+
+
+def test_one_worker_is_reduced_too_unless_asked_not_to(make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    reduced = trainer.validate()
+    [single] = trainer.validate(reduce_results=False)
+    assert reduced == single
+    [trained] = trainer.train(reduce_results=False)
+    assert list(trained) == ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]
+
+
+def test_a_profile_measures_the_last_call_only(make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    trainer.train(profile=True)
+    assert "profile" not in trainer.train()
+    assert {*trainer.validate(profile=True)["profile"]} == {"mean_validation_s", "mean_eval_fwd_s"}
+
+
+class Tells(LinearOperator):
+    """Returns what it is told."""
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        list(iterator)
+        return {"told": info}
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return {"told": info}
+
+
+def test_the_info_of_a_call_reaches_the_operator(make_local: MakeTrainer) -> None:
+    trainer = make_local(Tells)
+    mine = {"num_epochs": 5}
+    own = {USE_FP16: False, SCHEDULER_STEP: None}
+    assert trainer.train(info=mine)["told"] == {"num_epochs": 5, NUM_STEPS: None, "epoch_idx": 0, **own}
+    assert trainer.train(num_steps=2)["told"] == {NUM_STEPS: 2, "epoch_idx": 1, **own}
+    assert trainer.validate(info=mine)["told"] == mine
+    assert trainer.validate()["told"] == {}
+    assert mine == {"num_epochs": 5}
+
+
+@pytest.mark.parametrize("kind", [AssertionError, ValueError, InvalidCountError])
+def test_a_negative_number_of_retries_is_refused(kind: type[Exception], make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    with pytest.raises(kind, match="`max_retries=-1`"):
+        trainer.train(max_retries=-1)
+    assert trainer.train()["epoch"] == 1
+
+
+@pytest.mark.parametrize("num_steps", [-1, 1.5, "3", True])
+def test_a_number_of_steps_is_a_count(num_steps: Any, make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    for call in (trainer.train, trainer.validate):
+        with pytest.raises(ValueError, match="num_steps"):
+            call(num_steps=num_steps)
+
+
+def test_an_operator_may_return_whatever_it_likes_unless_it_is_to_be_reduced(make_local: MakeTrainer) -> None:
+    class Odd(LinearOperator):
+        def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
+            return "done"
+
+    trainer = make_local(Odd)
+    assert trainer.train(reduce_results=False) == ["done"]
+    with pytest.raises(TypeError, match="returned a `str`.*reduce_results=False"):
+        trainer.train()
+
+
+class ShardedDataset:
+    """As much of a dataset as `train` asks for."""
+
+    def __init__(self) -> None:
+        self.num_shards: int | None = None
+
+    def set_num_shards(self, num_shards: int) -> None:
+        self.num_shards = num_shards
+
+    def get_shard(self, index: int) -> Any:
+        return [(torch.ones(2, 3), torch.tensor([index, index]), torch.ones(2, 1))] * 3
+
+
+def test_a_dataset_replaces_the_loader_for_one_call(make_local: MakeTrainer) -> None:
+    trainer, data = make_local(), ShardedDataset()
+    assert trainer.train(dataset=data)["num_samples"] == 6
+    assert data.num_shards == 1
+    result = trainer.train()
+    assert (result["num_samples"], result["epoch"]) == (20, 2)
+
+
+# ------------------------------------------------------------------------------------------------ schedulers
+
+
+class Scheduled(LinearOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        scheduler_cls, options = config["scheduler"]
+        _, _, self.scheduler = self.register(
+            models=self.model, optimizers=self.optimizer, schedulers=scheduler_cls(self.optimizer, **options)
+        )
+
+
+def step_lr() -> Any:
+    return torch.optim.lr_scheduler.StepLR, {"step_size": 1, "gamma": 0.5}
+
+
+@pytest.mark.parametrize(("when", "factor"), [("batch", 0.5**10), ("epoch", 0.25), ("manual", 1)])
+def test_the_library_steps_the_scheduler_when_told(when: str, factor: float, make_local: MakeTrainer) -> None:
+    trainer = make_local(Scheduled, config={"scheduler": step_lr(), "lr": 1e-3}, scheduler_step_freq=when)
+    trainer.train(), trainer.train()
+    [lr] = trainer.get_local_operator().scheduler.get_last_lr()  # type: ignore[attr-defined]
+    assert lr == pytest.approx(1e-3 * factor)
+
+
+def test_a_scheduler_that_waits_for_a_metric_gets_it(make_local: MakeTrainer) -> None:
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau, {"factor": 0.1, "patience": 0}
+    trainer = make_local(Scheduled, config={"scheduler": plateau, "lr": 1.0}, scheduler_step_freq="manual")
+    for metric in (1.0, 2.0):
+        assert trainer.update_scheduler(metric) is None
+    [group] = trainer.get_local_operator().optimizer.param_groups  # type: ignore[attr-defined]
+    assert group["lr"] == pytest.approx(0.1)
+
+
+def test_a_metric_without_a_scheduler_is_an_error(make_local: MakeTrainer) -> None:
+    with pytest.raises(RuntimeError, match="registered no scheduler"):
+        make_local().update_scheduler(1.0)
+
+
+def test_a_scheduler_without_a_frequency_is_an_error(make_local: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match="scheduler_step_freq"):
+        make_local(Scheduled, config={"scheduler": step_lr()})
+
+
+# ------------------------------------------------------------------------------------------------ functions
+
+
+def test_functions_run_here(make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    assert trainer.apply_all_workers(os.getpid) == [os.getpid()]
+    assert trainer.apply_all_operators(lambda operator: operator) == [trainer.get_local_operator()]
+
+
+def test_models_are_the_live_ones_unless_they_are_to_be_on_the_cpu(make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    live = trainer.get_model()
+    assert live is trainer.get_local_operator().model  # type: ignore[attr-defined]
+    copied = trainer.get_model(to_cpu=True)
+    assert copied is not live
+    before = copied.weight.clone()
+    trainer.train()
+    assert torch.equal(copied.weight, before)
+    assert not torch.equal(live.weight, before)
+
+
+class Registers(TrainingOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        models = config["models"]()
+        parameters = [p for model in (models if isinstance(models, list) else [models]) for p in model.parameters()]
+        self.register(models=models, optimizers=torch.optim.SGD(parameters, lr=0.1))
+
+
+def test_several_models_are_a_list_and_one_is_itself(make_local: MakeTrainer) -> None:
+    def model() -> torch.nn.Module:
+        return torch.nn.Linear(1, 1)
+
+    def found(models: Any) -> Any:
+        return make_local(Registers, config={"models": models}).get_model()
+
+    assert isinstance(found(model), torch.nn.Linear)
+    assert isinstance(found(lambda: [model()]), torch.nn.Linear)
+    assert [type(each) for each in found(lambda: [model(), model()])] == [torch.nn.Linear] * 2
+    assert isinstance(found(lambda: torch.nn.Sequential(model())), torch.nn.Sequential)
+
+
+def test_a_wrapper_of_the_users_own_is_taken_off(make_local: MakeTrainer) -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.module = torch.nn.Linear(1, 1)
+
+    assert isinstance(make_local(Registers, config={"models": Wrapper}).get_model(), torch.nn.Linear)
+
+
+# ------------------------------------------------------------------------------------------------ the end
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_shutting_down_twice_does_nothing(force: bool, make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    assert trainer.shutdown(force=force) is None
+    assert trainer.shutdown(force=force) is None
+
+
+def test_nothing_works_after_the_end(make_local: MakeTrainer, tmp_path: Path) -> None:
+    trainer = make_local()
+    path = trainer.save(tmp_path / "last.pt")
+    state = trainer.state_dict()
+    trainer.shutdown()
+    for call in (
+        trainer.train,
+        trainer.validate,
+        trainer.state_dict,
+        trainer.get_model,
+        trainer.get_local_operator,
+        lambda: trainer.save(path),
+        lambda: trainer.load(path),
+        lambda: trainer.load_state_dict(state),
+        lambda: trainer.apply_all_workers(os.getpid),
+        lambda: trainer.apply_all_operators(id),
+        lambda: trainer.update_scheduler(1.0),
+        lambda: trainer.worker_group,
+    ):
+        with pytest.raises(RuntimeError, match=r"not active any more.*Create a new one"):
+            call()
+
+
+def test_the_operator_outlives_its_trainer(make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    operator = trainer.get_local_operator()
+    trainer.train()
+    trainer.shutdown()
+    assert operator.validate([]) == {"batch_count": 0, "num_samples": 0}
+    assert operator.model.weight.shape == (1, 3)  # type: ignore[attr-defined]
+
+
+def test_a_trainer_is_a_context() -> None:
+    with TorchTrainer(training_operator_cls=LinearOperator, use_local=True) as trainer:
+        assert trainer.train()["epoch"] == 1
+    with pytest.raises(RuntimeError, match="not active"):
+        trainer.train()
+
+
+def test_a_context_ends_with_the_users_own_exception() -> None:
+    with (
+        pytest.raises(KeyError, match="mine"),
+        TorchTrainer(training_operator_cls=LinearOperator, use_local=True) as trainer,
+    ):
+        raise KeyError("mine")
+    with pytest.raises(RuntimeError, match="not active"):
+        trainer.train()
+
+
+def test_restore_names_what_replaced_it(make_local: MakeTrainer) -> None:
+    with pytest.raises(DeprecationWarning, match="load"):
+        make_local().restore("path")
+
+
+# ------------------------------------------------------------------------------------------------ exceptions
+
+
+class Fails(LinearOperator):
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if batch_info.get("fail_at") == batch_info["batch_idx"]:
+            raise ZeroDivisionError("on purpose")
+        return super().train_batch(batch, batch_info)
+
+
+def test_an_exception_of_the_users_is_of_its_own_class_and_leads_to_the_users_line(make_local: MakeTrainer) -> None:
+    trainer = make_local(Fails)
+    with pytest.raises(ZeroDivisionError, match="on purpose") as caught:
+        trainer.train(info={"fail_at": 2})
+    assert isinstance(caught.value, WorkerError)
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "ZeroDivisionError: on purpose"
+    assert f"{__file__}:" in lines[1]
+    assert 'raise ZeroDivisionError("on purpose")' in lines[1]
+    assert "rank 0" in lines[2]
+
+
+def test_a_debugger_finds_the_users_frame_with_its_variables(make_local: MakeTrainer) -> None:
+    trainer = make_local(Fails)
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.train(info={"fail_at": 2})
+    assert caught.value.__cause__ is not None
+    *_, (frame, _) = traceback.walk_tb(caught.value.__cause__.__traceback__)
+    assert frame.f_code.co_name == "train_batch"
+    assert frame.f_locals["batch_info"]["batch_idx"] == 2
+
+
+def test_a_trainer_goes_on_after_an_exception_with_the_next_batch(make_local: MakeTrainer) -> None:
+    trainer = make_local(Fails)
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(info={"fail_at": 2})
+    assert trainer.train()["batch_count"] == 2
+    assert trainer.train()["epoch"] == 2
+
+
+def test_a_state_after_an_exception_is_that_of_the_live_model(make_local: MakeTrainer) -> None:
+    trainer = make_local(Fails)
+    before = trainer.state_dict()["models"][0]["weight"]
+    with pytest.raises(ZeroDivisionError):
+        trainer.train(info={"fail_at": 2})
+    after = trainer.state_dict()["models"][0]["weight"]
+    assert torch.equal(after, trainer.get_model().weight)
+    assert not torch.equal(after, before)
+
+
+def test_an_exception_in_setup_is_of_its_own_class() -> None:
+    class Broken(TrainingOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            raise FileNotFoundError(2, "no data", "train.csv")
+
+    with pytest.raises(FileNotFoundError) as caught:
+        TorchTrainer(training_operator_cls=Broken, use_local=True)
+    assert (caught.value.errno, caught.value.strerror) == (2, "no data")
+
+
+def test_an_operator_that_registers_nothing_says_so_when_its_state_is_asked_for(make_local: MakeTrainer) -> None:
+    class Empty(TrainingOperator):
+        def setup(self, config: dict[str, Any]) -> None: ...
+
+    trainer = make_local(Empty)
+    for call in (trainer.state_dict, trainer.get_model):
+        with pytest.raises(RuntimeError, match="never called `register`"):
+            call()
+    with pytest.raises(RuntimeError, match=r"`self\.model`"):
+        trainer.train()
+
+
+# ------------------------------------------------------------------------------------------------ this process
+
+
+def test_the_hook_runs_before_the_operator_is_made(make_local: MakeTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(LinearOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            self.found = os.environ["SET_BY_THE_HOOK"]
+            super().setup(config)
+
+    trainer = make_local(Reads, initialization_hook=lambda: monkeypatch.setenv("SET_BY_THE_HOOK", "yes"))
+    assert trainer.get_local_operator().found == "yes"  # type: ignore[attr-defined]
+
+
+def test_the_number_of_threads_of_this_process_is_left_alone(make_local: MakeTrainer) -> None:
+    before = torch.get_num_threads()
+    make_local(num_cpus_per_worker=before + 1)
+    assert torch.get_num_threads() == before
+
+
+def test_two_trainers_live_side_by_side(make_local: MakeTrainer) -> None:
+    first, second = make_local(), make_local(DropoutOperator)
+    first.train(), second.train()
+    assert (first.train()["epoch"], second.train()["epoch"]) == (2, 2)
+
+
+@pytest.mark.parametrize("operator_cls", [LinearOperator, BatchNormOperator])
+def test_mixed_precision_on_a_cpu_trains_as_without(operator_cls: type, make_local: MakeTrainer) -> None:
+    results = [make_local(operator_cls, use_fp16=use_fp16, use_gpu=False).train() for use_fp16 in (False, True)]
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("use_fp16", [False, True])
+def test_the_state_of_mixed_precision_is_kept(use_fp16: bool, make_local: MakeTrainer) -> None:
+    state = make_local(use_fp16=use_fp16).state_dict()
+    assert ("amp_native" in state) == use_fp16
+    make_local(use_fp16=not use_fp16).load_state_dict(state)
+
+
+def test_one_worker_in_this_process_needs_no_ray() -> None:
+    program = """
+        import ray
+        from raysgd.torch import TorchTrainer
+        from tests.torch.operators_for_tests import LinearOperator
+
+        trainer = TorchTrainer(training_operator_cls=LinearOperator, use_local=True)
+        trainer.train(), trainer.validate(), trainer.get_model(), trainer.save("last.pt"), trainer.load("last.pt")
+        assert not ray.is_initialized()
+        trainer.shutdown()
+        assert not ray.is_initialized()
+    """
+    ended = run_program(program)
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_a_terminal_shows_one_bar_for_an_epoch_and_clears_it() -> None:
+    program = """
+        import time
+        from raysgd.torch import TorchTrainer
+        from tests.torch.operators_for_tests import LinearOperator
+
+        class Slow(LinearOperator):
+            def optimizer_step(self):
+                super().optimizer_step()
+                time.sleep(0.15)
+
+        with TorchTrainer(training_operator_cls=Slow, use_local=True, use_tqdm=True) as trainer:
+            for _ in range(2):
+                trainer.train(info={"num_epochs": 2})
+    """
+    status, text = run_in_terminal(program)
+    assert status == 0, text
+    frames = [frame.strip() for frame in text.split("\r")]
+    drawn = [frame for frame in frames if frame]
+    assert "\n" not in text
+    assert [frame.partition(":")[0] for frame in drawn] == sorted(frame.partition(":")[0] for frame in drawn)
+    assert {frame.partition(":")[0] for frame in drawn} == {"1/2e", "2/2e"}
+    for step in (1, 3, 5):
+        assert any(f" {step}/5 " in frame for frame in drawn), drawn
+    assert "loss=" in drawn[-1]
+    assert frames[-1] == frames[-2] == "", "the bar is cleared"
+
+
+def test_constructing_leaves_ray_as_it_was(make_local: MakeTrainer) -> None:
+    before = ray.is_initialized()
+    make_local().train()
+    assert ray.is_initialized() == before
+
+
+def test_a_warning_about_cuda_comes_only_where_there_is_cuda(
+    make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.WARNING)
+    make_local()
+    assert bool([r for r in caplog.records if "CUDA" in r.message]) <= torch.cuda.is_available()

@@ -1,0 +1,375 @@
+"""Trainers over real workers: what they start, and what each call does on all of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from ray.util import placement_group_table
+
+from raysgd.exceptions import ReservationTimeoutError
+from raysgd.torch import TorchTrainer, TrainingOperator, constants
+from raysgd.utils import BATCH_SIZE
+from tests.hygiene import RaySurroundings
+from tests.torch.operators_for_tests import LinearOperator
+from tests.torch.programs import run_in_terminal, run_program
+
+pytestmark = pytest.mark.integration
+
+
+def note_what_is_loaded() -> None:
+    os.environ["TORCH_WAS_LOADED_BEFORE_THE_HOOK"] = str("torch" in sys.modules)
+    os.environ["THE_HOOK_RAN_IN"] = str(os.getpid())
+
+
+class Inspected(LinearOperator):
+    """Takes the batch size of the group, steps a scheduler by hand, and looks around in `setup`."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        self.ranks_in_setup = gathered_ranks(self)
+        self.hook = (os.environ["THE_HOOK_RAN_IN"], os.environ["TORCH_WAS_LOADED_BEFORE_THE_HOOK"])
+        super().setup({**config, "batch_size": config[BATCH_SIZE]})
+        _, _, self.scheduler = self.register(
+            models=self.model.module,
+            optimizers=self.optimizer,
+            schedulers=torch.optim.lr_scheduler.ReduceLROnPlateau(self.optimizer, factor=0.5, patience=0),
+        )
+        self.model = self._models[0]
+        self.told: list[dict[str, Any]] = []
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        return torch.utils.data.DataLoader(data, batch_size=self.config[BATCH_SIZE])
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any], **rest: Any) -> dict[str, Any]:  # type: ignore[override]
+        self.told.append(info)
+        return {**super().train_epoch(iterator, info, **rest), "rank": self.world_rank}
+
+
+def gathered_ranks(operator: TrainingOperator) -> list[int]:
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, operator.world_rank)
+    return ranks
+
+
+@pytest.fixture(scope="module")
+def pair(ray_cluster: None) -> Iterator[TorchTrainer]:
+    """Two workers with one CPU each."""
+    trainer = TorchTrainer(
+        training_operator_cls=Inspected,
+        num_workers=2,
+        config={BATCH_SIZE: 9, "batch_size": "untouched", "num_samples": 21},
+        scheduler_step_freq="manual",
+        initialization_hook=note_what_is_loaded,
+    )
+    yield trainer
+    trainer.shutdown()
+
+
+@pytest.fixture(scope="module")
+def single(ray_cluster: None) -> Iterator[TorchTrainer]:
+    """One worker with two CPUs, whose operator and hook exist in this function only."""
+    text = "from the closure"
+
+    class OnlyHere(LinearOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            self.text = text
+
+    def hook() -> None:
+        os.environ["THE_HOOK_RAN_IN"] = str(os.getpid())
+
+    trainer = TorchTrainer(training_operator_cls=OnlyHere, num_cpus_per_worker=2, initialization_hook=hook)
+    yield trainer
+    trainer.shutdown()
+
+
+# ------------------------------------------------------------------------------------------------ what is started
+
+
+def test_each_worker_is_a_process_of_its_own(pair: TorchTrainer, single: TorchTrainer) -> None:
+    pids = pair.apply_all_workers(os.getpid) + single.apply_all_workers(os.getpid)
+    assert len({*pids, os.getpid()}) == 4
+    assert pair.num_workers == 2
+
+
+def test_operators_know_their_place(pair: TorchTrainer, single: TorchTrainer) -> None:
+    def place(operator: TrainingOperator) -> Any:
+        return operator.world_rank, operator.local_rank, operator._is_distributed, operator.device, operator.device_ids
+
+    cpu = torch.device("cpu")
+    assert pair.apply_all_operators(place) == [(0, 0, True, cpu, None), (1, 1, True, cpu, None)]
+    assert single.apply_all_operators(place) == [(0, 0, False, cpu, None)]
+
+
+def test_the_hook_runs_in_each_worker_before_torch_is_loaded(pair: TorchTrainer) -> None:
+    found = pair.apply_all_operators(lambda operator: operator.hook)  # type: ignore[attr-defined]
+    assert found == [(str(pid), "False") for pid in pair.apply_all_workers(os.getpid)]
+
+
+def test_the_hook_runs_for_a_single_worker_too(single: TorchTrainer) -> None:
+    [(pid, noted)] = single.apply_all_workers(lambda: (os.getpid(), os.environ["THE_HOOK_RAN_IN"]))
+    assert noted == str(pid)
+
+
+def test_setup_runs_inside_the_process_group(pair: TorchTrainer) -> None:
+    assert pair.apply_all_operators(lambda operator: operator.ranks_in_setup) == [[0, 1]] * 2  # type: ignore[attr-defined]
+
+
+def test_threads_follow_the_cpus_of_a_worker(pair: TorchTrainer, single: TorchTrainer) -> None:
+    def threads() -> Any:
+        return torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    assert pair.apply_all_workers(threads) == [(1, "1")] * 2
+    assert single.apply_all_workers(threads) == [(2, "2")]
+
+
+def test_classes_and_functions_of_a_test_reach_the_workers(single: TorchTrainer) -> None:
+    factor = 3
+    [found] = single.apply_all_operators(lambda operator: operator.text * factor)  # type: ignore[attr-defined]
+    assert found == "from the closure" * 3
+
+
+def test_the_workers_are_reserved_together_and_spread(pair: TorchTrainer) -> None:
+    held = [entry for entry in placement_group_table().values() if entry["state"] == "CREATED"]
+    assert [entry["strategy"] for entry in held if len(entry["bundles"]) == 2] == ["SPREAD"]
+
+
+def test_a_batch_size_of_the_group_is_divided_and_lowered(pair: TorchTrainer) -> None:
+    assert pair.config == {BATCH_SIZE: 8, "batch_size": "untouched", "num_samples": 21}
+    for config in pair.apply_all_operators(lambda operator: operator.config):
+        assert config == {BATCH_SIZE: 4, "batch_size": "untouched", "num_samples": 21}
+
+
+def test_more_workers_than_there_is_room_for_end_in_a_timeout_with_a_table(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(constants, "SGD_PLACEMENT_GROUP_TIMEOUT_S", 0.5)
+    before = RaySurroundings.now()
+    with pytest.raises(TimeoutError, match=r"(?s)50 workers within 0\.5 s.*asked for:  50 x .*free") as caught:
+        TorchTrainer(training_operator_cls=LinearOperator, num_workers=50)
+    assert isinstance(caught.value, ReservationTimeoutError)
+    assert before.leaks() == []
+
+
+# ------------------------------------------------------------------------------------------------ calls
+
+
+def test_both_workers_train_on_their_shares_as_one(pair: TorchTrainer) -> None:
+    result = pair.train()
+    assert list(result)[:3] == ["num_samples", "epoch", "batch_count"]
+    assert (result["num_samples"], result["batch_count"], result["rank"]) == (21, 3, pytest.approx(10 / 21))
+
+
+def test_without_reduction_there_is_a_result_for_each_rank(pair: TorchTrainer) -> None:
+    first, second = pair.train(reduce_results=False, profile=True)
+    assert (first["rank"], second["rank"]) == (0, 1)
+    assert (first["num_samples"], second["num_samples"]) == (11, 10)
+    assert first["epoch"] == second["epoch"]
+    assert first["profile"] != second["profile"]
+    assert [result["num_samples"] for result in pair.validate(reduce_results=False)] == [7, 6]
+
+
+def test_a_profile_is_that_of_a_single_worker(pair: TorchTrainer) -> None:
+    profile = pair.train(profile=True)["profile"]
+    assert {*profile} == {"mean_train_epoch_s", "mean_fwd_s", "mean_grad_s", "mean_apply_s"}
+    assert all(isinstance(seconds, float) for seconds in profile.values())
+
+
+def test_steps_are_counted_for_each_worker(pair: TorchTrainer) -> None:
+    pair.train()
+    assert pair.train(num_steps=2)["num_samples"] == 16
+    assert pair.train()["num_samples"] == 5
+
+
+def test_the_info_reaches_every_worker(pair: TorchTrainer) -> None:
+    pair.train(info={"mine": 7})
+    told = pair.apply_all_operators(lambda operator: operator.told[-1])  # type: ignore[attr-defined]
+    assert [info["mine"] for info in told] == [7, 7]
+    assert told[0] == told[1]
+
+
+def test_functions_on_all_operators_run_at_the_same_time(pair: TorchTrainer) -> None:
+    assert pair.apply_all_operators(gathered_ranks) == [[0, 1], [0, 1]]
+
+
+def test_an_operator_elsewhere_is_not_handed_out(pair: TorchTrainer) -> None:
+    with pytest.raises(NotImplementedError, match="apply_all_operators"):
+        pair.get_local_operator()
+
+
+def test_a_model_from_elsewhere_is_a_copy_without_wrapper(pair: TorchTrainer) -> None:
+    model = pair.get_model()
+    assert type(model) is torch.nn.Linear
+    before = model.weight.clone()
+    pair.train()
+    assert torch.equal(model.weight, before)
+    assert not torch.equal(pair.get_model().weight, before)
+    assert torch.equal(pair.get_model(to_cpu=True).weight, pair.get_model().weight)
+
+
+def test_the_state_names_no_wrapper(pair: TorchTrainer) -> None:
+    [model] = pair.state_dict()["models"]
+    assert list(model) == ["weight", "bias"]
+
+
+def test_every_worker_steps_its_scheduler(pair: TorchTrainer) -> None:
+    def rates(operator: Any) -> float:
+        return operator.optimizer.param_groups[0]["lr"]  # type: ignore[no-any-return]
+
+    before = pair.apply_all_operators(rates)
+    for metric in (1.0, 2.0):
+        pair.update_scheduler(metric)
+    assert pair.apply_all_operators(rates) == [rate / 2 for rate in before]
+
+
+class Shards:
+    """A dataset of numbered samples, as `train` wants it: one batch more for rank 0."""
+
+    def set_num_shards(self, num_shards: int) -> None:
+        self.num_shards = num_shards
+
+    def get_shard(self, index: int) -> Any:
+        numbers = torch.arange(4) + 100 * index
+        return [(torch.ones(4, 3), numbers, torch.ones(4, 1))] * (2 - index)
+
+
+def test_a_dataset_is_divided_over_the_workers(pair: TorchTrainer) -> None:
+    epoch = pair.train()["epoch"]
+    for call in range(2):
+        result = pair.train(dataset=Shards())
+        assert (result["num_samples"], result["epoch"]) == (12, epoch + 1 + call)
+    assert pair.train()["num_samples"] == 21
+
+
+def test_two_trainers_take_turns(pair: TorchTrainer, single: TorchTrainer) -> None:
+    assert (pair.train()["num_samples"], single.train()["num_samples"]) == (21, 20)
+    assert (single.validate()["num_samples"], pair.validate()["num_samples"]) == (13, 13)
+
+
+# ------------------------------------------------------------------------------------------------ with the driver
+
+
+def test_rank_0_may_be_the_driver_while_the_others_are_not(ray_cluster: None, tmp_path: Path) -> None:
+    class OnlyHere(LinearOperator):
+        pass
+
+    def hook() -> None:
+        os.environ["RAYSGD_TEST_HOOK"] = "ran"
+
+    with TorchTrainer(
+        training_operator_cls=OnlyHere, num_workers=2, use_local=True, initialization_hook=hook
+    ) as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        assert pids[0] == os.getpid() != pids[1]
+        assert trainer.apply_all_workers(lambda: os.environ["RAYSGD_TEST_HOOK"]) == ["ran", "ran"]
+        operator = trainer.get_local_operator()
+        assert (operator.world_rank, operator._is_distributed) == (0, True)
+        assert trainer.apply_all_operators(gathered_ranks) == [[0, 1], [0, 1]]
+        assert trainer.train()["num_samples"] == 20
+        assert trainer.validate(reduce_results=False)[0]["num_samples"] == 7
+        assert trainer.get_model() is operator.model.module  # type: ignore[attr-defined]
+        before = trainer.state_dict()
+        trainer.load(trainer.save(tmp_path / "last.pt"))
+        assert trainer.state_dict()["epoch"] == before["epoch"] == 1
+    os.environ.pop("RAYSGD_TEST_HOOK")
+    assert not dist.is_initialized()
+    assert operator.validate([])["batch_count"] == 0
+
+
+# ------------------------------------------------------------------------------------------------ programs
+
+
+def test_a_program_that_never_shuts_down_ends_well_and_leaves_nothing(ray_cluster: None) -> None:
+    """Its output goes to a pipe: one line of progress for each epoch, and none of it twice."""
+    before = RaySurroundings.now()
+    ended = run_program(
+        """
+        import time
+        from raysgd.torch import TorchTrainer
+        from tests.torch.operators_for_tests import LinearOperator
+
+        trainer = TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, use_tqdm=True)
+        for _ in range(3):
+            trainer.train(info={"num_epochs": 3})
+            time.sleep(0.2)
+        """
+    )
+    assert ended.returncode == 0, ended.stderr
+    lines = [line for line in ended.stderr.splitlines() if "batch/s" in line]
+    assert [line.partition(":")[0] for line in lines] == ["1/3e", "2/3e", "3/3e"]
+    assert all("3/3" in line.partition("|")[2] for line in lines)
+    assert ended.stdout == ""
+    assert before.leaks() == []
+
+
+def test_an_interrupt_is_raised_again_and_leaves_nothing(ray_cluster: None) -> None:
+    """In a terminal, where the bar of the workers is to be seen until then."""
+    before = RaySurroundings.now()
+    status, text = run_in_terminal(
+        """
+        import os, signal, threading, time
+        from raysgd.torch import TorchTrainer
+        from tests.torch.operators_for_tests import LinearOperator
+
+        class Slow(LinearOperator):
+            def optimizer_step(self):
+                super().optimizer_step()
+                time.sleep(0.3)
+
+        trainer = TorchTrainer(training_operator_cls=Slow, num_workers=2, use_tqdm=True)
+        pids = trainer.apply_all_workers(os.getpid)
+        trainer.train()
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        try:
+            trainer.train(num_steps=1000)
+        except KeyboardInterrupt:
+            assert time.monotonic() - began < 60
+            print("INTERRUPTED")
+        deadline = time.monotonic() + 10
+        while any(os.path.exists(f"/proc/{pid}") for pid in pids) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        print("ORPHANS", [pid for pid in pids if os.path.exists(f"/proc/{pid}")])
+        print("EPOCH", trainer.state_dict()["epoch"])
+        """
+    )
+    assert status == 0, text
+    lines = text.replace("\r", "\n").splitlines()
+    assert "INTERRUPTED" in lines
+    assert "ORPHANS []" in lines
+    assert "EPOCH 1" in lines, "the state before the call is kept"
+    drawn = [line for line in lines if "batch/s" in line]
+    assert {line.partition(":")[0] for line in drawn} == {"1e", "2e"}
+    assert any("/1000" in line for line in drawn)
+    assert before.leaks() == []
+
+
+LOCAL_PAIR = """
+    from raysgd.torch import TorchTrainer
+    from tests.torch.operators_for_tests import LinearOperator
+
+    trainer = TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, use_local=True)
+    trainer.train()
+"""
+
+
+@pytest.mark.parametrize("ending", ["", "    trainer.shutdown()\n"], ids=["left alone", "shut down"])
+def test_a_program_that_is_a_worker_itself_ends_well(ending: str, ray_cluster: None) -> None:
+    before = RaySurroundings.now()
+    ended = run_program(LOCAL_PAIR + ending)
+    assert ended.returncode == 0, ended.stderr
+    assert before.leaks() == []
+
+
+@pytest.mark.soak
+def test_a_program_that_is_a_worker_itself_ends_well_every_time(ray_cluster: None) -> None:
+    assert [run_program(LOCAL_PAIR).returncode for _ in range(10)] == [0] * 10

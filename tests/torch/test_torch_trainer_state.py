@@ -1,0 +1,433 @@
+"""Saving and loading the state of one worker in this process."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from raysgd.torch import TorchTrainer, checkpoint_file
+from raysgd.torch.checkpoint_file import CheckpointCorruptedError, UnsafeCheckpointError
+from tests.torch.operators_for_tests import (
+    NUM_FEATURES,
+    BatchNormOperator,
+    DropoutOperator,
+    LinearOperator,
+    equal,
+    samples_seen,
+)
+
+MakeTrainer = Callable[..., TorchTrainer]
+
+
+class Stateful(DropoutOperator):
+    """Has a scheduler, and a state of its own."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        _, _, self.scheduler = self.register(
+            models=self.model,
+            optimizers=self.optimizer,
+            schedulers=torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.5),
+        )
+        self.extra: Any = config.get("extra")
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().train_batch(batch, batch_info), "noise": random.random() + numpy.random.random()}
+
+    def state_dict(self) -> Any:
+        return self.extra
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.extra = state_dict
+
+
+def stateful(make_local: MakeTrainer, **config: Any) -> TorchTrainer:
+    return make_local(Stateful, config={"optimizer": "adam", **config}, scheduler_step_freq="batch")
+
+
+# ------------------------------------------------------------------------------------------------ the state
+
+
+def test_the_state_has_its_parts_in_their_order(make_local: MakeTrainer) -> None:
+    assert list(make_local().state_dict()) == ["epoch", "operator", "models", "optimizers"]
+    trainer = make_local(Stateful, scheduler_step_freq="manual", use_fp16=True)
+    state = trainer.state_dict()
+    assert list(state) == ["epoch", "operator", "models", "optimizers", "schedulers", "amp_native"]
+    assert (state["epoch"], state["operator"]) == (0, None)
+    assert isinstance(state["models"][0], OrderedDict)
+    assert [len(state[key]) for key in ("models", "optimizers", "schedulers")] == [1, 1, 1]
+
+
+def test_a_state_is_a_copy(make_local: MakeTrainer) -> None:
+    trainer = make_local(config={"optimizer": "adam"})
+    trainer.train()
+    first, again = trainer.state_dict(), trainer.state_dict()
+    trainer.train()
+    assert equal(first, again)
+    assert not equal(first, trainer.state_dict())
+    first["models"][0]["weight"].zero_()
+    assert not equal(first, again)
+
+
+class OneParameter(LinearOperator):
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Linear(NUM_FEATURES, 1, bias=False) if self.config.get("wide") else Scale()
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = torch.nn.Parameter(torch.ones(1))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        return self.factor * features.sum(dim=1, keepdim=True)
+
+
+def test_states_of_small_models_compare_to_a_plain_truth(make_local: MakeTrainer) -> None:
+    first, second = make_local(OneParameter), make_local(OneParameter)
+    first.train(), second.train()
+    assert (first.state_dict() == second.state_dict()) is True
+    second.train()
+    assert (first.state_dict() == second.state_dict()) is False
+
+
+def test_a_state_goes_from_one_trainer_to_another(make_local: MakeTrainer) -> None:
+    first = stateful(make_local, extra={"best": 0.5})
+    first.train()
+    second = stateful(make_local, seed=1)
+    assert second.load_state_dict(first.state_dict()) is None
+    assert equal(second.state_dict(), first.state_dict())
+    assert second.get_local_operator().extra == {"best": 0.5}  # type: ignore[attr-defined]
+    assert second.train()["epoch"] == 2
+
+
+def test_the_operator_is_given_its_state_also_if_it_is_nothing(make_local: MakeTrainer) -> None:
+    trainer = stateful(make_local, extra="something")
+    trainer.load_state_dict({**trainer.state_dict(), "operator": None})
+    assert trainer.get_local_operator().extra is None  # type: ignore[attr-defined]
+
+
+def test_a_loaded_state_is_not_shared_with_the_trainer(make_local: MakeTrainer) -> None:
+    trainer = make_local(config={"optimizer": "adam"})
+    trainer.train()
+    state = trainer.state_dict()
+    trainer.load_state_dict(state)
+    trainer.train()
+    assert not equal(trainer.state_dict(), state)
+    assert state["optimizers"][0]["state"][0]["step"] == 5
+
+
+def without(state: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in state.items() if name != key}
+
+
+BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = [
+    *[(f"no {key}", lambda s, key=key: without(s, key), KeyError, f"'{key}'") for key in ("epoch", "operator")],
+    ("no models", lambda s: without(s, "models"), KeyError, "'models'"),
+    ("no optimizers", lambda s: without(s, "optimizers"), KeyError, "'optimizers'"),
+    ("no schedulers", lambda s: without(s, "schedulers"), KeyError, "'schedulers'"),
+    ("two models", lambda s: {**s, "models": s["models"] * 2}, ValueError, "2 models.*registered 1"),
+    ("no optimizer", lambda s: {**s, "optimizers": []}, ValueError, "0 optimizers.*registered 1"),
+    ("two schedulers", lambda s: {**s, "schedulers": s["schedulers"] * 2}, ValueError, "2 schedulers.*registered 1"),
+    ("other model", lambda s: {**s, "models": [{"weight": torch.ones(2)}]}, ValueError, "nothing was loaded"),
+]
+
+
+@pytest.mark.parametrize(("change", "kind", "message"), [row[1:] for row in BROKEN], ids=[row[0] for row in BROKEN])
+def test_a_state_that_does_not_fit_leaves_the_trainer_as_it_was(
+    change: Any, kind: type[Exception], message: str, make_local: MakeTrainer
+) -> None:
+    trainer = stateful(make_local)
+    trainer.train(num_steps=2)
+    before = trainer.state_dict()
+    with pytest.raises(kind, match=message):
+        trainer.load_state_dict(change(trainer.state_dict()))
+    assert equal(trainer.state_dict(), before)
+    trainer.train(num_steps=1)
+    assert trainer.apply_all_operators(samples_seen)[0][-1] == [8, 9, 10, 11]
+
+
+def test_schedulers_that_nobody_registered_are_not_ignored(make_local: MakeTrainer) -> None:
+    state = stateful(make_local).state_dict()
+    with pytest.raises(ValueError, match="1 schedulers.*registered 0"):
+        make_local(DropoutOperator, config={"optimizer": "adam"}).load_state_dict(state)
+
+
+# ------------------------------------------------------------------------------------------------ files
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_saving_returns_the_path_and_loading_nothing(kind: type, tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    trainer.train()
+    path = kind(tmp_path / "last.pt")
+    assert trainer.save(path) is path
+    fresh = make_local(config={"seed": 1})
+    assert fresh.load(path) is None
+    assert equal(fresh.state_dict(), trainer.state_dict())
+
+
+def test_a_file_is_one_that_torch_reads_by_itself(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = stateful(make_local, extra={"best": numpy.float32(0.5), "curve": numpy.arange(3), "name": "x"})
+    trainer.train()
+    loaded = torch.load(trainer.save(tmp_path / "last.pt"), weights_only=False)
+    expected = trainer.state_dict()
+    assert list(loaded)[:5] == list(expected)
+    assert equal(
+        {key: loaded[key] for key in ("models", "optimizers", "schedulers")},
+        without(without(expected, "epoch"), "operator"),
+    )
+    assert loaded["operator"]["best"] == 0.5
+
+
+def test_numbers_of_numpy_survive(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = stateful(make_local, extra={"best": numpy.float32(0.5), "curve": numpy.arange(3)})
+    trainer.save(tmp_path / "last.pt")
+    trainer.load(tmp_path / "last.pt")
+    extra = trainer.get_local_operator().extra  # type: ignore[attr-defined]
+    assert extra["best"] == 0.5
+    assert extra["curve"].tolist() == [0, 1, 2]
+
+
+class Custom:
+    """Not to be found in a file without running code."""
+
+
+def test_what_could_not_be_loaded_back_is_refused_by_name(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = stateful(make_local)
+    path = trainer.save(tmp_path / "last.pt")
+    content = path.read_bytes()
+    trainer.get_local_operator().extra = {"history": [1, Custom()]}  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match=r'state\["operator"\]\["history"\]\[1\].*Custom'):
+        trainer.save(path)
+    assert path.read_bytes() == content
+    assert [each.name for each in tmp_path.iterdir()] == ["last.pt"]
+
+
+def legacy_state(trainer: TorchTrainer) -> dict[str, Any]:
+    """What the old library wrote: the parts, and nothing about positions."""
+    return dict(trainer.state_dict())
+
+
+def test_a_file_of_the_old_library_is_loaded(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = stateful(make_local, extra=[1, 2])
+    trainer.train(), trainer.train(num_steps=2)
+    path = tmp_path / "legacy.pt"
+    torch.save(legacy_state(trainer), path)
+    fresh = stateful(make_local, seed=1)
+    fresh.load(path)
+    assert equal(fresh.state_dict(), trainer.state_dict())
+    result = fresh.train()
+    assert (result["epoch"], result["batch_count"]) == (3, 5)
+
+
+def test_an_older_file_of_the_old_library_is_loaded(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = make_local(use_fp16=True)
+    state = {**without(legacy_state(trainer), "amp_native"), "amp": {"loss_scale": 1.0}}
+    torch.save(state, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    trainer.load(tmp_path / "legacy.pt")
+
+
+def test_a_file_with_objects_is_loaded_by_those_who_trust_it(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = stateful(make_local)
+    path = tmp_path / "legacy.pt"
+    torch.save({**legacy_state(trainer), "operator": Custom()}, path)
+    with pytest.raises(UnsafeCheckpointError, match="weights_only=False"):
+        trainer.load(path)
+    assert trainer.get_local_operator().extra is None  # type: ignore[attr-defined]
+    trainer.load(path, weights_only=False)
+    assert isinstance(trainer.get_local_operator().extra, Custom)  # type: ignore[attr-defined]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def hold_something_else(path: Path) -> None:
+    torch.save([1, 2, 3], path)
+
+
+def lack_a_part(path: Path) -> None:
+    torch.save({"epoch": 1, "models": []}, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind"),
+    [
+        (Path.unlink, FileNotFoundError),
+        (truncate, CheckpointCorruptedError),
+        (flip_a_bit, CheckpointCorruptedError),
+        (empty, CheckpointCorruptedError),
+        (hold_something_else, ValueError),
+        (lack_a_part, ValueError),
+    ],
+)
+def test_a_damaged_file_leaves_the_trainer_as_it_was(
+    damage: Any, kind: type[Exception], tmp_path: Path, make_local: MakeTrainer
+) -> None:
+    trainer = make_local()
+    path = trainer.save(tmp_path / "last.pt")
+    trainer.train(num_steps=3)
+    before = trainer.state_dict()
+    damage(path)
+    with pytest.raises(kind, match=r"last\.pt"):
+        trainer.load(path)
+    assert equal(trainer.state_dict(), before)
+    assert trainer.train()["batch_count"] == 2
+
+
+def test_a_folder_that_is_not_there_is_named(tmp_path: Path, make_local: MakeTrainer) -> None:
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        make_local().save(tmp_path / "nowhere" / "last.pt")
+
+
+# ------------------------------------------------------------------------------------------------ resuming
+
+
+def test_a_resumed_run_is_the_run_itself_to_the_last_bit(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = stateful(make_local, shuffle=True)
+    trainer.train()
+    trainer.validate()
+    path = trainer.save(tmp_path / "last.pt")
+    results = [trainer.train(), trainer.train()]
+    end = trainer.state_dict()
+    fresh = stateful(make_local, shuffle=True, seed=1)
+    fresh.load(path)
+    assert [fresh.train(), fresh.train()] == results
+    assert equal(fresh.state_dict(), end)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_run_resumes_inside_a_pass(shuffle: bool, tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = stateful(make_local, shuffle=shuffle)
+    trainer.train(num_steps=8)
+    path = trainer.save(tmp_path / "last.pt")
+    begun = trainer.apply_all_operators(samples_seen)[0][5:]
+    results = [trainer.train(), trainer.train(num_steps=7)]
+    seen = trainer.apply_all_operators(samples_seen)
+    end = trainer.state_dict()
+    fresh = stateful(make_local, shuffle=shuffle, seed=1)
+    fresh.load(path)
+    assert [fresh.train(), fresh.train(num_steps=7)] == results
+    assert fresh.apply_all_operators(samples_seen) == seen
+    assert equal(fresh.state_dict(), end)
+    assert sorted(number for batch in begun + seen[0][:2] for number in batch) == list(range(20))
+    assert (results[0]["batch_count"], results[0]["epoch"]) == (2, 2)
+
+
+def test_steps_go_on_counting(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    trainer.train(num_steps=7)
+    path = trainer.save(tmp_path / "last.pt")
+    fresh = make_local()
+    fresh.load(path)
+    fresh.train(num_steps=1)
+    assert fresh.get_local_operator().global_step == 8
+
+
+def test_random_numbers_go_on(tmp_path: Path, make_local: MakeTrainer) -> None:
+    def draw() -> list[float]:
+        return [random.random(), numpy.random.random(), torch.rand(()).item()]
+
+    trainer = make_local()
+    path = trainer.save(tmp_path / "last.pt")
+    expected = draw()
+    trainer.load(path)
+    assert draw() == expected
+
+
+def test_random_numbers_drawn_by_functions_and_validation_are_noticed(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    trainer.save(tmp_path / "first.pt")
+    trainer.apply_all_workers(lambda: torch.manual_seed(77))
+    trainer.save(tmp_path / "second.pt")
+    expected = torch.rand(())
+    trainer.load(tmp_path / "second.pt")
+    assert torch.rand(()) == expected
+
+
+# ------------------------------------------------------------------------------------------------ in the background
+
+
+class Large(LinearOperator):
+    """Too large for its state to travel with an answer."""
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 9999), torch.nn.Linear(9999, 1))
+
+
+@pytest.fixture
+def slow_disk(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Writes begin when the event is set."""
+    released = threading.Event()
+    write = checkpoint_file.write
+
+    def wait_and_write(*args: Any, **kwargs: Any) -> None:
+        released.wait(60)
+        write(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint_file, "write", wait_and_write)
+    return released
+
+
+@pytest.mark.parametrize("operator_cls", [LinearOperator, Large, BatchNormOperator])
+def test_a_file_written_later_holds_the_state_of_the_call(
+    operator_cls: type, slow_disk: threading.Event, tmp_path: Path, make_local: MakeTrainer
+) -> None:
+    trainer = make_local(operator_cls, config={"lr": 1e-6})
+    trainer.train()
+    expected = trainer.state_dict()
+    assert trainer.save(tmp_path / "last.pt", blocking=False) == tmp_path / "last.pt"
+    for _ in range(2):
+        trainer.train()
+        trainer.state_dict()
+    assert not (tmp_path / "last.pt").exists()
+    slow_disk.set()
+    trainer.shutdown()
+    fresh = make_local(operator_cls, config={"seed": 1})
+    fresh.load(tmp_path / "last.pt")
+    assert equal(fresh.state_dict(), expected)
+
+
+def test_a_write_that_failed_is_told_by_the_next_save(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    trainer.save(tmp_path / "nowhere" / "last.pt", blocking=False)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        trainer.save(tmp_path / "last.pt")
+    trainer.save(tmp_path / "last.pt")
+    assert (tmp_path / "last.pt").exists()
+
+
+def test_a_write_that_failed_is_told_by_the_end(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    trainer.save(tmp_path / "nowhere" / "last.pt", blocking=False)
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        trainer.shutdown()
+    trainer.shutdown()
+
+
+def test_saves_come_in_their_order(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    for _ in range(3):
+        trainer.train()
+        trainer.save(tmp_path / "last.pt", blocking=False)
+    trainer.shutdown()
+    assert torch.load(tmp_path / "last.pt", weights_only=False)["epoch"] == 3
