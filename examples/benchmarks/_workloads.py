@@ -227,28 +227,26 @@ def config_of(workload: Workload, world_size: int, **more: Any) -> dict[str, Any
     return {"workload": workload.name, "num_steps": workload.num_steps, "world_size": world_size, **more}
 
 
-_captures_s: list[float] = []
+_captures: list[tuple[float, float]] = []
 
 
 def watch_captures() -> None:
-    """In this process, lets `captures_s` know how long each copy of the state takes that follows a call."""
+    """In this process, lets `captures` know when each copy of the state begins and how long it takes."""
     original = TorchRunner.capture
 
     @functools.wraps(original)
     def timed(self: TorchRunner, landed_token: int | None) -> Capture:
         began = time.perf_counter()
         capture = original(self, landed_token)
-        _captures_s.append(time.perf_counter() - began)
+        _captures.append((began, time.perf_counter() - began))
         return capture
 
     TorchRunner.capture = timed  # type: ignore[method-assign]
 
 
-def captures_s() -> list[float]:
-    """Seconds of each copy since the last time that this was asked."""
-    found = list(_captures_s)
-    _captures_s.clear()
-    return found
+def captures() -> list[tuple[float, float]]:
+    """Begin, on the machine's clock, and seconds of each copy of the state so far."""
+    return list(_captures)
 
 
 def stamp(folder: Path, rank: int) -> None:

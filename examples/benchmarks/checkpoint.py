@@ -5,8 +5,8 @@
 The state is 100 MiB of weights and 100 MiB of momentum. For raysgd it lives in the driver (`use_local=True`),
 in one remote worker, or in each of `--num-workers` remote workers; every repetition measures, in this order,
 
-* a call of `train(num_steps=1)`: its time beyond the loop itself, and of that the copy of the state that the
-  worker makes;
+* a call of `train(num_steps=1)`: its time, of that what is beyond the loop itself, and of that the copy of the
+  state that the worker makes;
 * right after another such call, `save(path, blocking=False)`: how long it takes to return, how much longer than
   usual the next call of `train` takes, and when the file is complete (on the disk, with its checksum);
 * `save(path)`, and `load(path)` against `torch.load` with `load_state_dict` of the same content.
@@ -49,7 +49,7 @@ from _common import (
     run_job,
     take_turns,
 )
-from _workloads import STATES, TimedOperator, captures_s, config_of, sgd, watch_captures
+from _workloads import STATES, TimedOperator, captures, config_of, sgd, watch_captures
 from torch import nn
 
 from raysgd import TorchTrainer
@@ -58,7 +58,8 @@ PEERS = {"torch_save": "torch", "dcp_save": "torch", "dcp_async": "torch", "ray_
 NUM_WARM_UP_ROUNDS = 1
 LOCAL = "raysgd, local"
 _FIGURES = {
-    "call_beyond_loop_s": ("train() beyond its loop", 1e3),
+    "call_s": ("train()", 1e3),
+    "call_beyond_loop_s": ("beyond its loop", 1e3),
     "capture_s": ("of it the copy", 1e3),
     "stall_s": ("save returns", 1e3),
     "next_train_delay_s": ("next train() delayed by", 1e3),
@@ -185,7 +186,7 @@ def run_raysgd(state: str, num_workers: int, use_local: bool, num_repetitions: i
         arrangement = Arrangement(trainer, PlainTraining(state), folder)
         memory = arrangement.memory()  # first, while nothing is kept from an earlier call
         rounds = [arrangement.measure() for _ in range(NUM_WARM_UP_ROUNDS + num_repetitions)][NUM_WARM_UP_ROUNDS:]
-    return {**memory, **{name: [measured[name] for measured in rounds] for name in rounds[0]}}
+    return {**memory, **{name: [measured[name] for measured in rounds if name in measured] for name in rounds[-1]}}
 
 
 class Arrangement:
@@ -207,7 +208,8 @@ class Arrangement:
 
     def measure(self) -> dict[str, float]:
         """One repetition."""
-        return {**self._snapshot(), **self._save(), **self._load()}
+        call = self._call()
+        return {**call, **self._save(call["call_s"]), **self._load()}
 
     def memory(self) -> Figures:
         """What saving and loading take in the driver: the peak, and what is kept."""
@@ -234,19 +236,16 @@ class Arrangement:
         """Waits until no snapshot is under way any more."""
         self._trainer.state_dict()
 
-    def _snapshot(self) -> dict[str, float]:
+    def _call(self) -> dict[str, float]:
         self._settle()
-        self._trainer.apply_all_workers(captures_s)
         began = time.perf_counter()
         loop_s = self._train()
-        beyond_s = time.perf_counter() - began - loop_s
-        captures = self._trainer.apply_all_workers(captures_s)[0]
-        return {"call_beyond_loop_s": beyond_s, **({"capture_s": captures[0]} if captures else {})}
+        ended = time.perf_counter()
+        copies = [seconds for at, seconds in self._trainer.apply_all_workers(captures)[0] if began <= at <= ended]
+        times = {"call_s": ended - began, "call_beyond_loop_s": ended - began - loop_s}
+        return {**times, **({"capture_s": copies[0]} if copies else {})}
 
-    def _save(self) -> dict[str, float]:
-        self._settle()
-        self._train()
-        usual_s = _seconds(self._train)
+    def _save(self, usual_s: float) -> dict[str, float]:
         self._settle()
         self._file.unlink(missing_ok=True)
         self._train()
