@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -155,9 +156,7 @@ class GANOperator(TrainingOperator):
             models=(discriminator, generator),
             optimizers=optimizers,
             criterion=torch.nn.BCEWithLogitsLoss(),
-            # The discriminator runs twice before its backward pass. Sending buffers (of batch normalization) around
-            # before each run would change what the first run has noted down. Rank 0's buffers count either way.
-            ddp_args={"broadcast_buffers": False},
+            ddp_args=_quiet_buffers(),
         )
         self.discriminator, self.generator = models
         # The stock loops switch `self.model` between training and evaluation: both networks.
@@ -212,12 +211,20 @@ class GANOperator(TrainingOperator):
 def frozen(model: torch.nn.Module) -> Iterator[None]:
     """Let gradients pass through a model without computing, or exchanging, those of its own parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    # Without `no_sync`, the wrapper would wait for gradients that never come.
-    with model.no_sync() if isinstance(model, DistributedDataParallel) else nullcontext():
+    for parameter in trained:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
         for parameter in trained:
-            parameter.requires_grad_(False)
-        try:
-            yield
-        finally:
-            for parameter in trained:
-                parameter.requires_grad_(True)
+            parameter.requires_grad_(True)
+
+
+def _quiet_buffers() -> dict[str, bool]:
+    """Return options by which `DistributedDataParallel` does not send buffers around before each forward pass.
+
+    The discriminator runs twice before its backward pass; buffers of batch normalization that are overwritten in
+    between may make that one fail, depending on the device. Rank 0's buffers are those that count either way.
+    """
+    known = inspect.signature(DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}

@@ -174,6 +174,10 @@ class ElasticController:
         assert self._snapshots.landed is not None
         return self._snapshots.landed
 
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Takes `snapshot`, which every rank has just restored, for the state as it is now."""
+        self._snapshots.adopt(snapshot)
+
     def touch(self) -> None:
         """Says that the state may have changed without a call that says so: the next `snapshot` looks again."""
         self._snapshots.touch()

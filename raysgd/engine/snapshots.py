@@ -115,6 +115,11 @@ class SnapshotKeeper(Generic[CallT]):
             self._coming, self._is_stale = None, True
         self.landed_token = None
 
+    def adopt(self, snapshot: Snapshot) -> None:
+        """Takes over a state that the driver had before the workers did."""
+        self._coming, self._is_stale = None, False
+        self._land(snapshot, self.landed_token, len(self._calls))
+
     def forget(self) -> None:
         """Lets go of everything."""
         self.landed, self._coming = None, None

@@ -7,7 +7,7 @@ import pickle
 import socket
 import sysconfig
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -59,6 +59,23 @@ class WorkerHandle(Protocol):
     def submit(self, method: str, *args: Any) -> Any: ...
 
 
+@dataclass(frozen=True)
+class _Room:
+    """Stands for an object in Ray's store among packed arguments; Ray hands such an object over by itself."""
+
+    index: int
+
+
+def pack(function: Callable[..., Any], capture: bool, landed: int | None, args: Sequence[Any]) -> tuple[Any, ...]:
+    """A call as arguments of `WorkerProcess.on_packed`: pickled once, however many workers it goes to."""
+    from ray import ObjectRef, cloudpickle
+
+    references = [arg for arg in args if isinstance(arg, ObjectRef)]
+    rooms = iter(range(len(references)))
+    plain = [_Room(next(rooms)) if isinstance(arg, ObjectRef) else arg for arg in args]
+    return cloudpickle.dumps((function, capture, landed, plain), protocol=5), *references
+
+
 class WorkerProcess:
     """Hosts one replica. It lives in a Ray actor, or in the driver itself for the local worker."""
 
@@ -106,6 +123,16 @@ class WorkerProcess:
             return Answer(value, self.replica.capture(landed) if capture else None)
 
         return self._guarded(body)
+
+    def on_packed(self, packed: bytes, *values: Any) -> Answer:
+        """Does what `on_replica` does with a call that `pack` made; `values` go where it left room for them."""
+
+        def unpack() -> tuple[Callable[..., Any], bool, int | None, list[Any]]:
+            function, capture, landed, args = pickle.loads(packed)
+            return function, capture, landed, [values[a.index] if isinstance(a, _Room) else a for a in args]
+
+        function, capture, landed, args = self._guarded(unpack)
+        return self.on_replica(function, capture, landed, *args)
 
     def beside(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs `function(replica, *args)` in a second thread, while the replica may be busy."""

@@ -16,7 +16,7 @@ from raysgd.engine import ranks
 from raysgd.engine.local_worker import LocalCall, LocalWorker
 from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.types import Failure, GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
-from raysgd.engine.worker import RemoteWorker, WorkerFailed
+from raysgd.engine.worker import RemoteWorker, WorkerFailed, pack
 from raysgd.exceptions import ReservationTimeoutError, WorkerFault
 
 if TYPE_CHECKING:
@@ -155,13 +155,17 @@ class WorkerGroup:
         tick: Callable[[], None] | None = None,
     ) -> GroupReport:
         """Runs `function(replica, *args)` on the ranks named in `args_by_rank` and gathers the answers."""
-        return self._gather(
-            {
-                rank: self._workers[rank].submit("on_replica", function, capture, landed, *args)
-                for rank, args in args_by_rank.items()
-            },
-            tick,
-        )
+        packed: dict[int, tuple[Any, ...]] = {}  # by identity of the arguments: most calls say the same to every rank
+        calls = {}
+        for rank, args in args_by_rank.items():
+            worker = self._workers[rank]
+            if worker.is_local:
+                calls[rank] = worker.submit("on_replica", function, capture, landed, *args)
+                continue
+            if id(args) not in packed:
+                packed[id(args)] = pack(function, capture, landed, args)
+            calls[rank] = worker.submit("on_packed", *packed[id(args)])
+        return self._gather(calls, tick)
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Runs `function(replica, *args)` on a rank while it may be busy. Returns a transfer with `result(timeout_s)`."""
@@ -309,9 +313,11 @@ class _Listener:
         values: dict[int, Any] = {}
         while waiting and not self._abandoned.is_set():
             # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
-            done, _ = ray.wait(list(waiting), num_returns=1, timeout=pause_s)
+            done, rest = ray.wait(list(waiting), num_returns=1, timeout=pause_s)
             if not done and tick is not None:
                 tick()
+            if done and rest:  # all that are ready by now, in one go
+                done += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
             for reference in done:
                 try:
                     values[waiting.pop(reference)] = ray.get(reference)

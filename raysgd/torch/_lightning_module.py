@@ -143,6 +143,10 @@ class SteppingOptimizer:
         """Steps; returns what the closure returns."""
         return self._step(self.optimizer, closure)
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:  # for `isinstance`, which Lightning asks as well
+        return type(self.__dict__["optimizer"])
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["optimizer"], name)
 

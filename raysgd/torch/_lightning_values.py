@@ -113,16 +113,16 @@ class EpochValues:
         return MetricSummary(values, {**batches.totals, **once.totals}, {**batches.objects, **once.objects})
 
 
-def result_of_hook(name: str, returned: Any, loss_name: str) -> dict[str, Any]:
-    """The result of an epoch that the module computed by itself, in the hook `name`.
+def result_of_hook(name: str, returned: Any, loss_name: str, num_samples: int | float) -> dict[str, Any]:
+    """The result of an epoch that the module computed by itself, in the hook `name`; it counts by `num_samples`.
 
     Raises:
         TypeError: It is neither a tensor nor a dict.
     """
     if isinstance(returned, torch.Tensor):
-        return {loss_name: returned}
+        return {NUM_SAMPLES: num_samples, loss_name: returned}
     if isinstance(returned, Mapping):
-        return dict(returned)
+        return {NUM_SAMPLES: num_samples, **returned}
     raise TypeError(f"`{name}` returned a `{type(returned).__name__}`: return a tensor, a dict of metrics, or nothing.")
 
 

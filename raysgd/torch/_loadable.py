@@ -118,7 +118,7 @@ class _LoadableCopy:
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "
                 "cannot give back without running code. Allowed are tensors, numpy arrays, numbers, strings, "
                 "bytes, None, and dicts, lists and tuples of these. Convert it in `state_dict()`, or opt in: "
-                "allow pickled objects when saving, and `load(path, weights_only=False)` for files you trust."
+                "`save(path, weights_only=False)`, and `load(path, weights_only=False)` for files you trust."
             ) from error
 
 

@@ -336,7 +336,7 @@ class LightningOperator(TrainingOperator):
         if returned is None:
             result: dict[str, Any] = values.summary(self._meters, self._new_meters())
         else:
-            result = result_of_hook(old_hook, returned, values.loss_name)
+            result = result_of_hook(old_hook, returned, values.loss_name, self._meters.n)
         self._trainer.callback_metrics = {**self._trainer.callback_metrics, **result}
         return result
 

@@ -53,11 +53,6 @@ class ProgressBar:
             self._bar.set_postfix({"loss": f"{progress.loss:.4g}"}, refresh=False)
         self._bar.refresh()
 
-    def finish(self, num_steps: int, loss: float | None) -> None:
-        """Shows the last state of the epoch, also where it was too short for any news."""
-        last = self._last or Progress(0, num_steps, 0, None, None)
-        self.show(Progress(num_steps, last.total or num_steps, last.epoch_idx, last.num_epochs, loss))
-
     def _is_interactive(self) -> bool:
         return "ipykernel" in sys.modules or bool(getattr(self._stream, "isatty", lambda: False)())
 

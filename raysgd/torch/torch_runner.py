@@ -7,7 +7,7 @@ import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 _TICK_S = 0.1  # between two looks at a progress bar
+_KEPT = ("optimizers", "schedulers", "operator")  # parts whose new owners keep the very objects that they are given
 _INLINE_BYTES = 65536  # a state up to this size travels with the answer; a call of its own would cost more
 
 
@@ -90,11 +91,15 @@ class EpochRequest:
 
 @dataclass(frozen=True)
 class EpochAnswer:
-    """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn."""
+    """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
+
+    `epoch_idx` is the pass that a training call began with.
+    """
 
     metrics: WorkerMetrics | None
     returned: Any
     num_steps: int
+    epoch_idx: int = 0
 
 
 @dataclass(frozen=True)
@@ -191,7 +196,9 @@ class TorchRunner:
         """The copy of the state that `token` names."""
         return self._captured[token]
 
-    def restore(self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any]) -> None:
+    def restore(
+        self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any], may_keep: bool = False
+    ) -> None:
         """Takes over a snapshot or a checkpoint, which in the driver needs no encoding; nothing is changed if it does not fit.
 
         Raises:
@@ -200,7 +207,7 @@ class TorchRunner:
         """
         state = decode(shared_state, copy=False) if isinstance(shared_state, EncodedState) else shared_state
         self._check(state)
-        self._apply(state)
+        self._apply(state if may_keep else {**state, **copy.deepcopy({key: state[key] for key in _KEPT if key in state})})
         if self._world.rank < len(rank_states) and rank_states[self._world.rank] is not None:
             rng.restore(rank_states[self._world.rank])
 
@@ -238,7 +245,8 @@ class TorchRunner:
         self._running = None
         if not iterator.was_touched and self.epoch == epoch_before:
             self.epoch += 1  # an epoch that brought its own data
-        return self._answer(returned, {"epoch": self.epoch}, request.profile, stream.num_steps_taken - began_at)
+        answer = self._answer(returned, {"epoch": self.epoch}, request.profile, stream.num_steps_taken - began_at)
+        return replace(answer, epoch_idx=epoch_idx)
 
     def validate(self, request: EpochRequest) -> EpochAnswer:
         """Runs the operator's `validate` once."""
@@ -386,14 +394,14 @@ class TorchRunner:
         for model, saved in zip(self._registered("_original_models"), state["models"], strict=True):
             model.load_state_dict(saved)
         for optimizer, saved in zip(self._registered("_optimizers"), state["optimizers"], strict=True):
-            optimizer.load_state_dict(copy.deepcopy(saved))  # an optimizer keeps the very tensors that it is given
+            optimizer.load_state_dict(saved)
         for scheduler, saved in zip(operator._schedulers, state.get("schedulers", ()), strict=False):
-            scheduler.load_state_dict(copy.deepcopy(saved))
+            scheduler.load_state_dict(saved)
         precision_state = saved_state(operator._precision, dict(state))
         if precision_state is not None:
             operator._precision.load_state_dict(precision_state)
         self.epoch = state["epoch"]
-        operator.load_state_dict(copy.deepcopy(state["operator"]))
+        operator.load_state_dict(state["operator"])
         resume = state.get(RESUME) or {}
         operator.global_step = resume.get("global_step", operator.global_step)
         self._train_stream = self._validation_stream = None

@@ -23,6 +23,7 @@ from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import InvalidCountError, UnevenStepsError
@@ -31,7 +32,15 @@ from raysgd.torch.batching import split_batch_size
 from raysgd.torch.precision import choose_amp_backend
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.state_codec import StateEncoder, decode
-from raysgd.torch.torch_runner import RESUME, EpochAnswer, EpochRequest, RunnerFacts, RunnerSpec, TorchRunner
+from raysgd.torch.torch_runner import (
+    RESUME,
+    EpochAnswer,
+    EpochRequest,
+    Progress,
+    RunnerFacts,
+    RunnerSpec,
+    TorchRunner,
+)
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -209,7 +218,7 @@ class TorchTrainer:
             self._check_even_steps(answers)
             result = _merged(answers, reduce_results)
             if bar is not None:
-                bar.finish(answers[0].num_steps, _loss_of(answers))
+                bar.show(_end_of(answers[0], info or {}))
         return result
 
     def validate(
@@ -237,15 +246,14 @@ class TorchTrainer:
         worlds: Sequence[World],
     ) -> list[tuple[EpochRequest]]:
         """One request for each rank. Made anew for every attempt, because the number of workers may have changed."""
+        request = EpochRequest(num_steps, info, profile, self._facts.seed)
+        requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
         if dataset is not None:
             dataset.set_num_shards(len(worlds))
-        seed = self._facts.seed
-        request = EpochRequest(num_steps, info, profile, seed)
-        shards = [None if dataset is None else dataset.get_shard(world.rank) for world in worlds]
-        requests = [replace(request, shard=shard) for shard in shards]
+            requests = [(replace(request, shard=dataset.get_shard(world.rank)),) for world in worlds]
         if self.use_local:
-            requests[0] = replace(requests[0], tick=tick)
-        return [(request,) for request in requests]
+            requests[0] = (replace(requests[0][0], tick=tick),)
+        return requests
 
     def _progress(self) -> Any:
         transfer = self._controller.group.beside(0, TorchRunner.progress)
@@ -327,15 +335,16 @@ class TorchTrainer:
             KeyError: A part is missing.
             ValueError: A part does not fit what is registered; the workers are as they were.
         """
-        self._load(dict(state_dict))
+        self._load(dict(state_dict), is_ours=False)
 
-    def save(self, checkpoint: Any, blocking: bool = True) -> Any:
+    def save(self, checkpoint: Any, blocking: bool = True, weights_only: bool = True) -> Any:
         """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
 
         Args:
             checkpoint: The path.
             blocking: False returns once the state is copied and writes in the background; an error is raised by the next
                 `save` or by `shutdown`.
+            weights_only: False lets the operator's own state hold any object; such a file needs `load(..., weights_only=False)`.
 
         Returns:
             `checkpoint`.
@@ -344,17 +353,14 @@ class TorchTrainer:
             ValueError: The operator's own state could not be loaded back; the message names the key.
         """
         snapshot = self._controller.snapshot()
-
-        def produce() -> dict[str, Any]:
-            state = decode(snapshot.shared_state, copy=False)
-            state[RESUME] = {**state[RESUME], _RNG: list(snapshot.rank_states)}
-            return dict(checkpoint_file.check_loadable(state))
-
+        state = decode(snapshot.shared_state, copy=False)
+        state[RESUME] = {**state[RESUME], _RNG: list(snapshot.rank_states)}
+        state = checkpoint_file.check_loadable(state, allow_pickle=not weights_only)
         if blocking:
             self._writer.wait()
-            checkpoint_file.write(checkpoint, produce())
+            checkpoint_file.write(checkpoint, state)
         else:
-            self._writer.submit(checkpoint, produce)
+            self._writer.submit(checkpoint, partial(_first, state, snapshot))  # the state is a view of the snapshot
         return checkpoint
 
     def load(self, checkpoint: Any, weights_only: bool = True) -> None:
@@ -369,7 +375,7 @@ class TorchTrainer:
             CheckpointCorruptedError: The file is truncated or was changed.
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
-        self._load(checkpoint_file.read(checkpoint, weights_only=weights_only))
+        self._load(checkpoint_file.read(checkpoint, weights_only=weights_only), is_ours=True)
 
     def restore(self, *args: Any) -> None:
         """Retired.
@@ -379,20 +385,25 @@ class TorchTrainer:
         """
         raise DeprecationWarning("`TorchTrainer.restore` was renamed: use `load`.")
 
-    def _load(self, state: dict[str, Any]) -> None:
-        facts = self._facts
-        _check_parts(state, facts)
+    def _load(self, state: dict[str, Any], is_ours: bool) -> None:
+        """Loads into all workers; a state that is ours alone may be used up."""
+        _check_parts(state, self._facts)
         resume = dict(state.get(RESUME) or {})
         rank_states = tuple(resume.pop(_RNG, ()))
-        whole: Any = {**state, RESUME: resume}
-        if not self._controller.group.is_driver_only:
-            whole = StateEncoder().encode(whole)
+        whole = {**state, RESUME: resume}
+        if self._controller.group.is_driver_only:
+            self._controller.run(
+                Call(TorchRunner.restore, lambda worlds: [(whole, rank_states, is_ours)]), max_retries=_DEFAULT_RETRIES
+            )
+            self._controller.touch()
+            return
+        encoded = StateEncoder().encode(whole)
         call = Call(
             TorchRunner.restore,
-            lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(whole)],
-            changes_state=True,
+            lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(encoded)],
         )
         self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+        self._controller.adopt(Snapshot(encoded, rank_states))
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -470,6 +481,10 @@ class TorchTrainer:
                 )
 
 
+def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:
+    return state
+
+
 def _merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
     if not reduce_results:
         return [dict(answer.metrics.values) if answer.metrics is not None else answer.returned for answer in answers]
@@ -483,10 +498,9 @@ def _merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
     return results.merge(metrics)
 
 
-def _loss_of(answers: Sequence[EpochAnswer]) -> float | None:
-    metrics = answers[0].metrics
-    loss = results.as_number(metrics.values.get("last_train_loss")) if metrics is not None else None
-    return None if loss is None else float(loss)
+def _end_of(answer: EpochAnswer, info: Mapping[str, Any]) -> Progress:
+    loss = results.as_number(answer.metrics.values.get("last_train_loss")) if answer.metrics is not None else None
+    return Progress(answer.num_steps, answer.num_steps, answer.epoch_idx, info.get("num_epochs"), loss)
 
 
 def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:

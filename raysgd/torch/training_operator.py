@@ -75,6 +75,7 @@ class TrainingOperator:
         (64, 1)
 
     Attributes:
+        world_size: Number of workers.
         timers: Timers of the running call; `with self.timers.record("name"):` adds one to `profile=True`.
         global_step: Batches trained on by the stock `train_epoch`.
         train_loader: The registered train loader, as this worker iterates over it.
@@ -99,6 +100,7 @@ class TrainingOperator:
         self._amp: Any = None
         self._amp_scaler: Any = None
         self._latest_metrics: dict[str, Any] = {}
+        self.world_size = context.world.size
         self.timers = TimerCollection()
         self.global_step = 0
         self.setup(config)

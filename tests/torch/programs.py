@@ -17,6 +17,13 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 120
 COLUMNS = 100
 
+_PRELUDE = """
+    import ray.cloudpickle
+    from tests.torch import operators_for_tests
+
+    ray.cloudpickle.register_pickle_by_value(operators_for_tests)  # workers have no path to the tests
+"""
+
 
 def run_program(program: str) -> subprocess.CompletedProcess[str]:
     """Run a program to its end, with the output in pipes."""
@@ -69,12 +76,17 @@ def _read_all(controller: int) -> str:
 
 
 def _command(program: str) -> list[str]:
-    return [sys.executable, "-c", textwrap.dedent(program)]
+    return [sys.executable, "-c", textwrap.dedent(_PRELUDE) + textwrap.dedent(program)]
 
 
 def _environment() -> dict[str, str]:
     """This process's own, with the shared cluster's address where it is connected to one."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": "ignore",
+        "SGD_PLACEMENT_GROUP_TIMEOUT_S": "30",
+    }
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         environment["RAY_ADDRESS"] = ray.get_runtime_context().gcs_address

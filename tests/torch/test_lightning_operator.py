@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import lightning.pytorch
 import pytest
@@ -24,9 +24,10 @@ from torchmetrics.classification import BinaryAccuracy, BinaryPrecision
 
 from raysgd.engine.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch._lightning_module import optimizers_and_schedulers
+from raysgd.torch._lightning_module import optimizers_and_schedulers, run_in_forward_of
 from raysgd.torch.constants import SCHEDULER_STEP
 from raysgd.torch.lightning_operator import LightningOperator
+from raysgd.torch.precision import NativeAmp
 from raysgd.torch.training_operator import OperatorContext
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
 
@@ -145,7 +146,7 @@ def test_the_config_goes_to_a_constructor_that_asks_for_it(make_local: MakeTrain
 
 def test_a_subclass_of_the_operator_is_subclassed_further() -> None:
     class Own(LightningOperator):
-        ddp_args: Any = {}
+        ddp_args: ClassVar[dict[str, Any]] = {}
 
     assert issubclass(Own.from_ptl(Line), Own)
     assert issubclass(LinearOperator.from_ptl(Line), LightningOperator)
@@ -502,15 +503,15 @@ def test_hooks_of_lightning_1_are_honoured(train_local: Train) -> None:
     ]
     assert result["twice"] == pytest.approx(2 * result["train_loss"])
     module.seen.clear()
-    assert list(trainer.validate()) == ["worst"]
+    assert list(trainer.validate()) == ["num_samples", "worst"]
     assert module.seen == [("validation_epoch_end", 4)]
 
 
 @pytest.mark.parametrize(
     ("returned", "expected"),
     [
-        (torch.tensor(0.5), {"train_loss": 0.5, "epoch": 1}),
-        ({"a": 1, "b": torch.tensor(2.0)}, {"a": 1, "b": 2.0, "epoch": 1}),
+        (torch.tensor(0.5), {"num_samples": 18, "train_loss": 0.5, "epoch": 1}),
+        ({"a": 1, "b": torch.tensor(2.0)}, {"num_samples": 18, "a": 1, "b": 2.0, "epoch": 1}),
     ],
 )
 def test_what_training_epoch_end_returns_is_the_result(returned: Any, expected: Any, train_local: Train) -> None:
@@ -644,10 +645,10 @@ def test_of_several_optimizers_the_first_one_is_stepped(train_local: Train, capl
             return [torch.optim.SGD([each], lr=LR) for each in (self.line.weight, self.line.bias)]
 
     trainer, module = train_local(Two)
-    bias = float(module.line.bias)
+    bias = module.line.bias.item()
     before = weights(module)
     trainer.train()
-    assert float(module.line.bias) == bias
+    assert module.line.bias.item() == bias
     assert weights(module) != before
     assert set(module.seen) == {0}
     assert "only the first one is stepped" in caplog.text
@@ -660,7 +661,7 @@ def test_the_module_decides_what_happens_in_a_step(train_local: Train) -> None:
                 optimizer_closure()
             else:
                 optimizer.step(closure=optimizer_closure)
-            self.seen.append((isinstance(optimizer.optimizer, torch.optim.SGD), optimizer.param_groups[0]["lr"]))
+            self.seen.append((isinstance(optimizer, torch.optim.SGD), optimizer.param_groups[0]["lr"]))
 
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             self.seen.append(self.line.weight.clone())
@@ -691,6 +692,28 @@ def test_mixed_precision_that_is_off_on_a_cpu_changes_nothing(train_local: Train
     mixed, other = train_local(Recording, use_fp16=True)
     assert mixed.train() == plain.train()
     assert weights(other) == weights(module)
+
+
+class OwnBackward(Line):
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+
+@pytest.mark.parametrize("module_cls", [Line, OwnBackward])
+def test_gradients_are_at_their_true_size_when_the_module_looks_at_them(module_cls: type[Line]) -> None:
+    class Looking(module_cls):  # type: ignore[valid-type, misc]
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen.append(self.line.weight.grad.reshape(-1).tolist())
+
+    precision = NativeAmp(torch.float16, torch.device("cpu"))
+    precision.scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    plain, mixed = make(Looking), make(Looking, precision=precision)
+    for operator in (plain, mixed):
+        operator.train_epoch(operator.get_model().train_dataloader())
+    assert len(mixed.get_model().seen) == NUM_BATCHES
+    for expected, found in zip(plain.get_model().seen, mixed.get_model().seen, strict=True):
+        assert found == pytest.approx(expected, abs=0.02)
+    assert weights(mixed.get_model()) == pytest.approx(weights(plain.get_model()), abs=0.01)
 
 
 # ---------------------------------------------------------------------------------------- manual optimization
@@ -758,6 +781,62 @@ def test_manual_backward_with_options_reaches_the_loss(train_local: Train) -> No
     trainer, module = train_local(Twice)
     trainer.train()
     assert module.seen == [True] * NUM_BATCHES
+
+
+def test_a_closure_of_a_module_that_optimizes_by_itself_is_called_in_the_step(train_local: Train) -> None:
+    class Closed(Line):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> None:
+                optimizer.zero_grad()
+                self.manual_backward(self.loss(batch))
+
+            optimizer.step(closure)
+
+    plain, expected = train_local()
+    closed, module = train_local(Closed)
+    plain.train()
+    closed.train()
+    assert weights(module) == weights(expected)
+
+
+class Wrapper(torch.nn.Module):
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *inputs: Any) -> Any:
+        return 2 * self.inner(*inputs)
+
+
+@pytest.mark.parametrize("has_own", [False, True])
+def test_a_step_runs_inside_the_wrapper_and_finds_the_real_forward_there(has_own: bool) -> None:
+    module: Module = Line()
+    if has_own:
+        module.forward = lambda features: module.line(features) + 1
+    before, features = dict(vars(module)), torch.ones(1, NUM_FEATURES)
+    expected = module(features)
+    assert torch.equal(run_in_forward_of(Wrapper(module), module, lambda: module(features)), 2 * expected)
+    assert vars(module) == before
+
+    def fail() -> None:
+        raise OSError("in the step")
+
+    with pytest.raises(OSError, match="in the step"):
+        run_in_forward_of(Wrapper(module), module, fail)
+    assert vars(module) == before
+
+
+def test_a_step_that_is_left_out_inside_a_wrapper_has_a_loss_without_effect() -> None:
+    module = Line()
+    loss: Any = run_in_forward_of(Wrapper(module), module, lambda: None)
+    loss.backward()
+    assert [each.grad.abs().sum().item() for each in module.parameters()] == [0.0, 0.0]
 
 
 # ---------------------------------------------------------------------------------------- schedulers

@@ -27,7 +27,7 @@ def test_a_file_gets_one_line_for_an_epoch() -> None:
         for num_steps in range(10):
             bar.show(news(num_steps))
         assert stream.getvalue() == ""
-        bar.finish(10, loss=0.25)
+        bar.show(news(10, loss=0.25))
     text = stream.getvalue()
     assert text.count("\n") == 1
     assert text.endswith("\n")
@@ -39,7 +39,7 @@ def test_a_file_gets_one_line_for_an_epoch() -> None:
 def test_a_file_gets_a_line_also_for_an_epoch_too_short_for_news() -> None:
     stream = io.StringIO()
     with ProgressBar(stream) as bar:
-        bar.finish(4, loss=None)
+        bar.show(Progress(4, 4, 0, None, None))
     assert stream.getvalue().count("\n") == 1
     assert "4/4" in stream.getvalue()
     assert "loss" not in stream.getvalue()
@@ -50,7 +50,7 @@ def test_a_terminal_gets_one_bar_that_is_cleared() -> None:
     with ProgressBar(stream) as bar:
         bar.show(news(3))
         bar.show(news(7))
-        bar.finish(10, loss=0.25)
+        bar.show(news(10, loss=0.25))
     text = stream.getvalue()
     assert "\n" not in text
     frames = text.split("\r")

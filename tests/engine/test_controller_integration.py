@@ -1,0 +1,321 @@
+"""The whole engine on a real cluster: real processes die, and the state and the numbers must be right afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from ray.util import placement_group, remove_placement_group
+
+from raysgd.backends.torch import TorchBackend
+from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.types import Resources, World
+from raysgd.engine.worker_group import GroupSpec
+from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostError
+from tests.conftest import NUM_CPUS
+from tests.failure_plan import FailurePlan, InjectedError
+from tests.fakes import CountingReplica, NullBackend
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+FOR_EVER_S = 600.0
+
+
+class PlannedReplica(CountingReplica):
+    """Follows a plan while it is set up (step "set-up") and while it is restored."""
+
+    def __init__(self, plan: FailurePlan, is_large: bool, world: World) -> None:
+        super().__init__(world, is_large)
+        self.plan = plan
+
+    def setup(self) -> str:
+        self.plan.check(self.world.rank, SET_UP)
+        return super().setup()
+
+    def restore(self, shared_state: float, rank_states: Sequence[int]) -> None:
+        self.plan.check(self.world.rank, RESTORE)
+        super().restore(shared_state, rank_states)
+
+
+SET_UP, RESTORE = -1, -2
+
+
+def train(replica: PlannedReplica, step: int) -> tuple[float, int]:
+    """Adds the step to the sum, unless the plan has something else in mind first."""
+    replica.plan.check(replica.world.rank, step)
+    replica.total += step
+    replica.num_own_calls += 1
+    return replica.total, replica.num_own_calls
+
+
+def train_together(replica: PlannedReplica, step: int) -> tuple[float, int]:
+    """The same with a collective that waits for all ranks."""
+    import torch
+
+    replica.plan.check(replica.world.rank, step)
+    torch.distributed.all_reduce(torch.zeros(1))
+    return train(replica, step)
+
+
+def where(replica: PlannedReplica) -> int:
+    return os.getpid()
+
+
+class Trainer:
+    """A controller, and what a test does with it."""
+
+    def __init__(
+        self,
+        plan: FailurePlan,
+        num_workers: int = 2,
+        is_large: bool = False,
+        scaling: ScalingPolicy | None = None,
+        **spec: Any,
+    ) -> None:
+        values: dict[str, Any] = {
+            "backend": NullBackend(),
+            "make_replica": partial(PlannedReplica, plan, is_large),
+            "reservation_timeout_s": 60.0,
+            **spec,
+        }
+        self.controller = ElasticController(GroupSpec(**values), scaling or ScalingPolicy(num_workers))
+        self.controller.start()
+
+    def train(self, step: int, max_retries: int = 3, function: Any = train, tick: Any = None) -> list[Any]:
+        call = Call(function, lambda worlds: [(step,)] * len(worlds), changes_state=True, tick=tick)
+        return self.controller.run(call, max_retries=max_retries)
+
+    def pids(self) -> list[int]:
+        return self.controller.run(Call(where), max_retries=3)
+
+
+Make = Callable[..., Trainer]
+
+
+@pytest.fixture
+def make(ray_cluster: None) -> Iterator[Make]:
+    """Makes trainers that are stopped after the test."""
+    trainers: list[Trainer] = []
+
+    def make(*args: Any, **options: Any) -> Trainer:
+        trainers.append(Trainer(*args, **options))
+        return trainers[-1]
+
+    yield make
+    for trainer in trainers:
+        trainer.controller.stop(force=True)
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> FailurePlan:
+    return FailurePlan(tmp_path)
+
+
+# -------------------------------------------------------------------------------------------- deaths
+
+
+@pytest.mark.parametrize("is_large", [False, True])
+def test_each_rank_may_die_in_the_middle_of_a_call_and_all_at_once(
+    make: Make, plan: FailurePlan, is_large: bool
+) -> None:
+    plan = plan.die(rank=0, step=2).die(rank=1, step=3).die(rank=None, step=4, times=2)
+    trainer = make(plan, is_large=is_large)
+    results = [trainer.train(step) for step in (1, 2, 3, 4, 5)]
+    assert results == [[(total, calls)] * 2 for calls, total in enumerate((1, 3, 6, 10, 15), start=1)]
+    assert trainer.controller.num_failures == 3
+    assert plan.num_fired == 4
+
+
+def test_each_rank_may_die_between_two_calls_and_all_at_once(make: Make, plan: FailurePlan) -> None:
+    trainer = make(plan)
+    total = 0
+    for step, ranks in enumerate([[0], [1], [0, 1]], start=1):
+        pids = trainer.pids()
+        for rank in ranks:
+            os.kill(pids[rank], signal.SIGKILL)
+        total += step
+        assert trainer.train(step, max_retries=1) == [(total, step)] * 2
+    assert trainer.controller.num_failures == 3
+
+
+def test_a_worker_may_die_while_it_starts_while_it_is_restored_and_when_it_starts_again(
+    make: Make, plan: FailurePlan
+) -> None:
+    plan = plan.die(rank=1, step=SET_UP).die(rank=0, step=2).die(rank=1, step=RESTORE)
+    trainer = make(plan)
+    assert trainer.train(1) == [(1, 1)] * 2
+    assert trainer.train(2, max_retries=1) == [(3, 2)] * 2
+    assert plan.num_fired == 3
+
+
+def test_a_worker_that_always_dies_while_it_starts_is_an_error_in_the_end(
+    make: Make, plan: FailurePlan
+) -> None:
+    with pytest.raises(WorkersLostError, match="died in each of 4 attempts"):
+        make(plan.die(rank=0, step=SET_UP, times=99), num_workers=1)
+    assert plan.num_fired == 4
+
+
+def test_a_spent_budget_is_an_error_and_the_state_is_still_there(make: Make, plan: FailurePlan) -> None:
+    trainer = make(plan.die(rank=1, step=2, times=2))
+    trainer.train(1)
+    with pytest.raises(WorkersLostError, match="lost rank 1"):
+        trainer.train(2, max_retries=1)
+    assert trainer.controller.snapshot().shared_state == 1
+    assert trainer.train(3, max_retries=0) == [(4, 2)] * 2
+
+
+def test_a_large_state_that_was_on_its_way_when_its_worker_died_is_made_again(
+    make: Make, plan: FailurePlan
+) -> None:
+    trainer = make(plan, is_large=True)
+    trainer.train(1)
+    trainer.train(2)
+    os.kill(trainer.pids()[0], signal.SIGKILL)
+    assert trainer.controller.snapshot().shared_state == 3
+    assert trainer.train(3) == [(6, 3)] * 2
+
+
+def test_in_a_real_process_group_a_death_is_told_from_the_errors_that_follow(
+    make: Make, plan: FailurePlan
+) -> None:
+    trainer = make(plan.die(rank=0, step=2), backend=TorchBackend(timeout_s=60))
+    for step, total in ((1, 1), (2, 3), (3, 6)):
+        assert trainer.train(step, max_retries=1, function=train_together) == [(total, step)] * 2
+    assert trainer.controller.num_failures == 1
+
+
+# -------------------------------------------------------------------------------------------- exceptions
+
+
+def test_an_exception_ends_the_wait_of_a_rank_in_a_collective_and_comes_as_its_own_class(
+    make: Make, plan: FailurePlan
+) -> None:
+    trainer = make(plan.fail(rank=1, step=2), backend=TorchBackend(timeout_s=FOR_EVER_S))
+    trainer.train(1, function=train_together)
+    pids = trainer.pids()
+    with pytest.raises(InjectedError) as caught:
+        trainer.train(2, function=train_together)
+    assert isinstance(caught.value, WorkerError)
+    [fault] = caught.value.faults
+    assert (fault.rank, fault.node) == (1, ray.util.get_node_ip_address())
+    assert str(caught.value).startswith("InjectedError: injected at step 2\n  raised at ")
+    assert "failure_plan.py" in fault.location
+    assert trainer.controller.num_failures == 0
+    assert trainer.train(3, max_retries=0, function=train_together) == [(4, 2)] * 2
+    assert not set(trainer.pids()) & set(pids)
+
+
+def test_an_exception_on_every_rank_comes_once_and_the_workers_go_on(make: Make, plan: FailurePlan) -> None:
+    trainer = make(plan.raise_(rank=None, error=KeyError("loss"), step=2, times=2))
+    pids = trainer.pids()
+    with pytest.raises(KeyError) as caught:
+        trainer.train(2)
+    assert str(caught.value).count("KeyError: 'loss'\n  raised at") == 1
+    assert "on ranks 0, 1, node" in str(caught.value)
+    assert trainer.train(3) == [(3, 1)] * 2
+    assert trainer.pids() == pids
+
+
+def test_an_exception_in_the_set_up_is_not_tried_again(make: Make, plan: FailurePlan) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no data(.|\n)*on rank 1"):
+        make(plan.raise_(rank=1, error=FileNotFoundError("no data"), step=SET_UP))
+    assert plan.num_fired == 1
+
+
+def test_ctrl_c_ends_the_workers_and_the_next_call_starts_from_the_last_state(
+    make: Make, plan: FailurePlan
+) -> None:
+    trainer = make(plan.hang(rank=0, seconds=FOR_EVER_S, step=2))
+    trainer.train(1)
+    pids = trainer.pids()
+
+    def press_ctrl_c() -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train(2, tick=press_ctrl_c)
+    assert trainer.train(3) == [(4, 2)] * 2
+    assert not set(trainer.pids()) & set(pids)
+
+
+# -------------------------------------------------------------------------------------------- sizes
+
+
+def test_the_group_shrinks_with_the_room_and_grows_back_without_a_retry(
+    make: Make, plan: FailurePlan
+) -> None:
+    trainer = make(plan.die(rank=1, step=2), resources=Resources(num_cpus=2))
+    trainer.train(1)
+    taken = placement_group([{"CPU": 1}], name="somebody-else")  # comes to hold one when the workers lose theirs
+    assert trainer.train(2) == [(3, 2)]
+    assert trainer.controller.num_workers == 1
+    assert trainer.train(3, max_retries=0) == [(6, 3)]
+    remove_placement_group(taken)
+    wait_until(lambda: ray.available_resources().get("CPU", 0.0) == NUM_CPUS - 2)
+    num_calls_of_second = trainer.train(4, max_retries=0)[1][1]
+    assert trainer.controller.num_workers == 2
+    assert num_calls_of_second == 1  # nobody had kept what the second rank had for itself
+    assert trainer.controller.num_failures == 1
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never became so"
+        time.sleep(0.02)
+
+
+def test_when_no_room_is_left_the_message_says_who_has_it(make: Make, plan: FailurePlan) -> None:
+    scaling = ScalingPolicy(1, num_attempts=2, first_delay_s=0.1)
+    trainer = make(plan.die(rank=0, step=2), resources=Resources(num_cpus=NUM_CPUS), scaling=scaling)
+    trainer.train(1)
+    taken = placement_group([{"CPU": 1}], name="somebody-else")
+    with pytest.raises(WorkersLostError) as caught:
+        trainer.train(2)
+    assert "held by placement group somebody-else (CREATED):  [{'CPU': 1.0}]" in str(caught.value)
+    assert f"asked for:  1 x {{'CPU': {NUM_CPUS}.0}}" in str(caught.value)
+    remove_placement_group(taken)
+    assert trainer.controller.snapshot().shared_state == 1
+    assert trainer.train(3) == [(4, 2)]
+
+
+# -------------------------------------------------------------------------------------------- with the driver
+
+
+def test_with_the_driver_as_a_worker_a_lost_process_is_replaced_and_the_state_kept(
+    make: Make, plan: FailurePlan
+) -> None:
+    plan = plan.die(rank=1, step=2)
+    trainer = make(plan, use_local=True, backend=TorchBackend(timeout_s=60))
+    for step, total in ((1, 1), (2, 3), (3, 6)):
+        assert trainer.train(step, max_retries=1, function=train_together) == [(total, step)] * 2
+    assert trainer.controller.num_failures == 1
+    assert trainer.controller.group.local_replica.total == 6
+
+
+# -------------------------------------------------------------------------------------------- the end
+
+
+@pytest.mark.parametrize("force", [False, True])
+def test_after_stopping_there_is_nothing_left_to_use(make: Make, plan: FailurePlan, force: bool) -> None:
+    trainer = make(plan, num_workers=1)
+    trainer.train(1)
+    trainer.controller.stop(force)
+    trainer.controller.stop(not force)
+    with pytest.raises(TrainerShutdownError):
+        trainer.train(2)
+    wait_until(lambda: ray.available_resources().get("CPU", 0.0) == NUM_CPUS)
+
+
+def test_several_trainers_share_a_cluster(make: Make, plan: FailurePlan) -> None:
+    first, second = make(plan, num_workers=1), make(plan, num_workers=1)
+    assert first.train(1) == [(1, 1)]
+    assert second.train(2) == [(2, 1)]

@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from raysgd.engine.resources import explain
+from raysgd.engine.types import ClusterView, Holder, NodeView, Resources
+
+NEED = Resources(num_cpus=2)
+
+
+def node(free: float, total: float = 8, name: str = "1") -> NodeView:
+    return NodeView(name, f"10.0.0.{name}", {"CPU": total}, {"CPU": free})
+
+
+def test_the_table_says_what_was_asked_what_there_is_and_what_holds_it() -> None:
+    view = ClusterView((node(1), node(8, name="2")), (Holder("tune", "CREATED", ({"CPU": 3.0}, {"CPU": 1.0})),))
+    assert explain(NEED, 5, view).splitlines() == [
+        "  asked for:  5 x {'CPU': 2.0}",
+        "  node 10.0.0.1:  free {'CPU': 1} of {'CPU': 8}",
+        "  node 10.0.0.2:  free {'CPU': 8} of {'CPU': 8}",
+        "  held by placement group tune (CREATED):  [{'CPU': 3.0}, {'CPU': 1.0}]",
+        "  held by other tasks and actors:  3 CPU",
+    ]
+
+
+@pytest.mark.parametrize("state", ["PENDING", "RESCHEDULING"])
+def test_a_group_that_waits_for_resources_does_not_hold_them(state: str) -> None:
+    view = ClusterView((node(6),), (Holder("other", state, ({"CPU": 99.0},)),))
+    lines = explain(NEED, 1, view).splitlines()
+    assert lines[2:] == [
+        f"  waited for by placement group other ({state}):  [{{'CPU': 99.0}}]",
+        "  held by other tasks and actors:  2 CPU",
+    ]
+
+
+def test_nothing_is_said_of_others_when_everything_is_accounted_for() -> None:
+    view = ClusterView((node(4),), (Holder("own", "CREATED", ({"CPU": 4.0},)),))
+    assert "other tasks" not in explain(NEED, 1, view)
+
+
+def test_an_empty_cluster_is_told_as_such() -> None:
+    assert explain(NEED, 1, ClusterView(())) == "  asked for:  1 x {'CPU': 2.0}"

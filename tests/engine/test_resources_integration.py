@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import ray
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from raysgd.engine.policies import capacity
+from raysgd.engine.resources import Reservation, cluster_view, ensure_ray, is_ray_client
+from raysgd.engine.types import Resources
+from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.exceptions import ReservationTimeoutError
+from tests.conftest import NUM_CPUS
+from tests.fakes import CountingReplica, NullBackend, add
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+ONE = Resources()
+
+
+@pytest.fixture
+def holder(ray_cluster: None) -> Iterator[Any]:
+    """Somebody else's placement group, which takes all but one CPU."""
+    group = placement_group([{"CPU": NUM_CPUS - 1}], name="somebody-else")
+    ray.get(group.ready())
+    yield group
+    remove_placement_group(group)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline, "it never became so"
+        time.sleep(0.02)
+
+
+def states_of_own_groups() -> list[str]:
+    table = placement_group_table().values()
+    return [entry["state"] for entry in table if entry["name"].startswith("raysgd")]
+
+
+# -------------------------------------------------------------------------------------------- looking
+
+
+def test_the_view_shows_each_node_with_what_is_in_it_and_what_is_free(ray_cluster: None) -> None:
+    wait_until(lambda: capacity(cluster_view(), ONE) == NUM_CPUS)
+    [node] = cluster_view().nodes
+    assert node.total == {"CPU": NUM_CPUS}
+    assert node.available == {"CPU": NUM_CPUS}
+    assert node.node_id == ray.get_runtime_context().get_node_id()
+
+
+def test_the_view_shows_who_holds_what(holder: Any) -> None:
+    wait_until(lambda: capacity(cluster_view(), ONE) == 1)
+    [found] = [found for found in cluster_view().holders if found.name == "somebody-else"]
+    assert (found.state, found.bundles) == ("CREATED", ({"CPU": NUM_CPUS - 1},))
+    assert capacity(cluster_view(), ONE, free_only=False) == NUM_CPUS
+
+
+def test_a_connection_that_is_there_is_used(ray_cluster: None) -> None:
+    before = ray.get_runtime_context().get_job_id()
+    ensure_ray()
+    assert ray.get_runtime_context().get_job_id() == before
+    assert not is_ray_client()
+
+
+# -------------------------------------------------------------------------------------------- reserving
+
+
+def test_a_reservation_takes_what_it_says_and_gives_it_back(ray_cluster: None) -> None:
+    reservation = Reservation(Resources(num_cpus=1.5), 2)
+    reservation.wait(20)
+    assert reservation.is_own
+    wait_until(lambda: cluster_view().nodes[0].available["CPU"] == NUM_CPUS - 3)
+    reservation.release(10)
+    assert not reservation.is_own
+    wait_until(lambda: cluster_view().nodes[0].available["CPU"] == NUM_CPUS)
+    reservation.release(10)
+
+
+def test_what_is_not_granted_is_told_in_numbers_and_nothing_stays_reserved(holder: Any) -> None:
+    reservation = Reservation(Resources(num_cpus=2), 3)
+    with pytest.raises(TimeoutError) as caught:
+        reservation.wait(0.5)
+    assert isinstance(caught.value, ReservationTimeoutError)
+    message = str(caught.value)
+    assert "did not grant 3 workers within 0.5 s" in message
+    assert "asked for:  3 x {'CPU': 2.0}" in message
+    assert f"free {{'CPU': 1.0}} of {{'CPU': {NUM_CPUS}.0}}" in message
+    assert f"held by placement group somebody-else (CREATED):  [{{'CPU': {NUM_CPUS - 1}.0}}]" in message
+    assert "SGD_PLACEMENT_GROUP_TIMEOUT_S" in message
+    assert set(states_of_own_groups()) <= {"REMOVED"}
+
+
+@pytest.mark.parametrize(
+    "need", [Resources(num_cpus=100), Resources(num_gpus=1), Resources(custom={"no_such_thing": 1})]
+)
+def test_what_the_cluster_never_had_is_a_timeout_too(need: Resources, ray_cluster: None) -> None:
+    group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica, need), 1)
+    with pytest.raises(ReservationTimeoutError, match="did not grant 1 workers"):
+        group.start(0.3)
+    assert set(states_of_own_groups()) <= {"REMOVED"}
+
+
+# -------------------------------------------------------------------------------------------- inside another
+
+
+@ray.remote(num_cpus=1)
+class Trial:
+    """Code that runs inside a placement group, as a trial of Tune does."""
+
+    def run(self, function: Callable[[], Any]) -> Any:
+        return function()
+
+
+def in_a_trial(num_bundles: int, function: Callable[[], Any]) -> Any:
+    """Runs `function()` in an actor that has the first of the bundles, and the group captured."""
+    group = placement_group([{"CPU": 1}] * num_bundles, name="trial")
+    ray.get(group.ready())
+    strategy = PlacementGroupSchedulingStrategy(
+        placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+    )
+    try:
+        return ray.get(Trial.options(scheduling_strategy=strategy).remote().run.remote(function))
+    finally:
+        remove_placement_group(group)
+
+
+def train_two_workers() -> tuple[list[float], list[str], list[str], int]:
+    before = states_of_own_groups()
+    spec = GroupSpec(NullBackend(), CountingReplica)
+    num_fitting = capacity(cluster_view(), spec.resources)
+    group = WorkerGroup(spec, 2)
+    group.start(20)
+    values = [answer.value for answer in group.on_replica(add, {0: (1.0,), 1: (2.0,)}).values]
+    group.stop(10)
+    outer = ray.util.get_current_placement_group()
+    state = placement_group_table(outer)["state"]
+    return values, before, [*states_of_own_groups(), state], num_fitting
+
+
+def test_inside_somebody_elses_group_that_one_is_used_and_left_as_it_was(ray_cluster: None) -> None:
+    values, before, after, num_fitting = in_a_trial(3, train_two_workers)
+    assert values == [1.0, 2.0]
+    assert after == [*before, "CREATED"]
+    assert num_fitting == 3
+
+
+def start_with_slow_hook() -> bool:
+    hook = partial(time.sleep, 6.0)
+    group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica, initialization_hook=hook), 1)
+    try:
+        return group.start(5.0).ok
+    finally:
+        group.kill(10)
+
+
+def test_a_slow_hook_is_not_taken_for_a_lack_of_room(ray_cluster: None) -> None:
+    assert in_a_trial(2, start_with_slow_hook)
+
+
+def test_a_group_of_somebody_else_that_is_too_small_is_a_timeout_with_a_table(ray_cluster: None) -> None:
+    def start_three() -> str:
+        group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica), 3)
+        try:
+            group.start(1.0)
+        except TimeoutError as error:
+            return str(error)
+        return "it started"
+
+    message = in_a_trial(2, start_three)
+    assert "of 3 workers were not placed within 1 s" in message
+    assert "asked for:  3 x {'CPU': 1.0}" in message
+    assert "node this reservation:" in message

@@ -1,0 +1,204 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from raysgd import TorchTrainer
+from raysgd.exceptions import NotRegisteredError
+from raysgd.operators import ClassificationOperator
+from raysgd.utils import BATCH_SIZE
+
+
+def two_bands(size: int = 90) -> TensorDataset:
+    """Points whose class is the half of the interval that they are in."""
+    x = torch.linspace(-1, 1, size).reshape(-1, 1)
+    return TensorDataset(x, (x[:, 0] > 0).long())
+
+
+class Bands(ClassificationOperator):
+    def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
+        return torch.nn.Linear(1, 2)
+
+    def build_data(self, config: dict[str, Any]) -> tuple[Dataset[Any], Dataset[Any]]:
+        return two_bands(), two_bands(30)
+
+
+def local_trainer(operator_cls: type[ClassificationOperator], config: dict[str, Any], **options: Any) -> TorchTrainer:
+    return TorchTrainer(training_operator_cls=operator_cls, config=config, use_local=True, **options)
+
+
+def operator_of(operator_cls: type[ClassificationOperator], **config: Any) -> Any:
+    with local_trainer(operator_cls, config) as trainer:
+        return trainer.get_local_operator()
+
+
+def train_losses(config: dict[str, Any], operator_cls: type[ClassificationOperator] = Bands) -> list[float]:
+    with local_trainer(operator_cls, config) as trainer:
+        return [trainer.train()["train_loss"] for _ in range(2)]
+
+
+class TestTraining:
+    def test_it_learns_and_reports_loss_and_accuracy(self) -> None:
+        with local_trainer(Bands, {"lr": 0.1, "batch_size": 10, "seed": 0}) as trainer:
+            trained = [trainer.train() for _ in range(10)]
+            validated = trainer.validate()
+        assert trained[-1]["train_loss"] < trained[0]["train_loss"] / 2
+        assert (trained[-1]["num_samples"], trained[-1]["batch_count"]) == (90, 9)
+        assert validated["num_samples"] == 30
+        assert validated["val_accuracy"] > 0.9
+
+    def test_functions_in_the_config_do_what_the_methods_do(self) -> None:
+        config = {"lr": 0.1, "seed": 0}
+        creators = {
+            "model_creator": lambda config: torch.nn.Linear(1, 2),
+            "data_creator": lambda config: (two_bands(), two_bands(30)),
+        }
+        assert train_losses({**config, **creators}, ClassificationOperator) == train_losses(config)
+
+    def test_a_seed_decides_everything_and_another_seed_differently(self) -> None:
+        assert train_losses({"seed": 1}) == train_losses({"seed": 1})
+        assert train_losses({"seed": 1}) != train_losses({"seed": 2})
+
+    def test_without_a_seed_the_random_numbers_of_the_program_go_on(self) -> None:
+        torch.manual_seed(5)
+        first = operator_of(Bands).model.weight.clone()
+        second = operator_of(Bands).model.weight.clone()
+        assert not torch.equal(first, second)
+
+    def test_mixed_precision_can_be_asked_for(self) -> None:
+        with local_trainer(Bands, {"seed": 0}, use_fp16=True) as trainer:
+            assert trainer.train()["train_loss"] > 0
+
+    def test_validation_data_may_be_absent(self) -> None:
+        class TrainOnly(Bands):
+            def build_data(self, config: dict[str, Any]) -> Any:
+                return two_bands()
+
+        with local_trainer(TrainOnly, {}) as trainer:
+            assert trainer.train()["num_samples"] == 90
+            with pytest.raises(NotRegisteredError, match="validation_loader"):
+                trainer.validate()
+
+
+class TestParts:
+    @pytest.mark.parametrize(
+        ("named", "expected"),
+        [
+            ("adam", torch.optim.Adam),
+            ("AdamW", torch.optim.AdamW),
+            ("rmsprop", torch.optim.RMSprop),
+            ("sgd", torch.optim.SGD),
+            (torch.optim.Adagrad, torch.optim.Adagrad),
+        ],
+    )
+    def test_the_optimizer_is_the_one_named_with_the_options_given(self, named: Any, expected: type) -> None:
+        optimizer = operator_of(Bands, optimizer=named, lr=0.25, weight_decay=0.125).optimizer
+        assert type(optimizer) is expected
+        assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.25, 0.125)
+
+    def test_without_options_it_is_adam(self) -> None:
+        optimizer = operator_of(Bands).optimizer
+        assert type(optimizer) is torch.optim.Adam
+        assert (optimizer.defaults["lr"], optimizer.defaults["weight_decay"]) == (0.001, 0)
+
+    @pytest.mark.parametrize(("key", "num_batches"), [("batch_size", 6), (BATCH_SIZE, 6), ("other", 3)])
+    def test_the_batch_size_is_that_of_the_config(self, key: str, num_batches: int) -> None:
+        with local_trainer(Bands, {key: 15}) as trainer:
+            assert trainer.train()["batch_count"] == num_batches
+
+    def test_loaders_of_the_user_are_used_as_they_are(self) -> None:
+        class OwnLoader(Bands):
+            def build_data(self, config: dict[str, Any]) -> Any:
+                return DataLoader(two_bands(), batch_size=45, drop_last=True), None
+
+        with local_trainer(OwnLoader, {"batch_size": 3}) as trainer:
+            assert trainer.train()["batch_count"] == 2
+
+    def test_a_scheduler_is_stepped_by_the_library(self) -> None:
+        class Halving(Bands):
+            def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+                return torch.optim.lr_scheduler.StepLR(optimizer, step_size=1, gamma=0.5)
+
+        with local_trainer(Halving, {"lr": 0.8}, scheduler_step_freq="epoch") as trainer:
+            trainer.train()
+            trainer.train()
+            operator = trainer.get_local_operator()
+            assert operator.optimizer.param_groups[0]["lr"] == pytest.approx(0.2)  # type: ignore[attr-defined]
+
+    def test_the_loss_can_be_exchanged_alone(self) -> None:
+        class Squares(Bands):
+            def build_criterion(self, config: dict[str, Any]) -> Any:
+                return lambda output, target: (output[:, 0] - target).square().mean()
+
+        class Zero(Squares):
+            def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
+                model = torch.nn.Linear(1, 2)
+                return model.requires_grad_(True).apply(lambda layer: torch.nn.init.zeros_(layer.weight.data))
+
+        with local_trainer(Zero, {"lr": 1e-9, "seed": 0}) as trainer:
+            bias = trainer.get_model().bias[0].item()
+            expected = (bias**2 + (bias - 1) ** 2) / 2  # half of the targets are 0, half are 1
+            assert trainer.validate()["val_loss"] == pytest.approx(expected, rel=1e-4)
+
+    def test_the_training_goes_on_from_a_checkpoint(self, tmp_path: Any) -> None:
+        with local_trainer(Bands, {"seed": 0, "lr": 0.1}) as trainer:
+            trainer.train()
+            trainer.save(tmp_path / "bands.pt")
+            validated = trainer.validate()
+        with local_trainer(Bands, {"seed": 1, "lr": 0.1}) as other:
+            other.load(tmp_path / "bands.pt")
+            assert other.validate() == validated
+            assert other.train()["epoch"] == 2
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("config", "said"),
+        [
+            ({"lr": 0}, "need a positive number"),
+            ({"lr": "0.1"}, r"`config\['lr'\]='0.1'`"),
+            ({"weight_decay": -0.1}, "need a number of 0 or more"),
+            ({"batch_size": 0}, "need an integer of at least 1"),
+            ({"batch_size": 8, BATCH_SIZE: 8}, "keep one"),
+            ({"optimizer": "adma"}, "'adma'.*allowed are 'adam', 'adamw'"),
+            ({"optimizer": None}, "allowed are 'adam'"),
+            ({"seed": -1}, r"`config\['seed'\]=-1`"),
+        ],
+    )
+    def test_a_config_that_makes_no_sense(self, config: dict[str, Any], said: str) -> None:
+        with pytest.raises(ValueError, match=said):
+            local_trainer(Bands, config)
+
+    def test_no_model(self) -> None:
+        with pytest.raises(
+            ValueError, match=r"override `build_model\(config\)`, or pass .*`config\['model_creator'\]`"
+        ):
+            local_trainer(ClassificationOperator, {})
+
+    def test_no_data(self) -> None:
+        with pytest.raises(ValueError, match=r"override `build_data\(config\)`"):
+            local_trainer(ClassificationOperator, {"model_creator": lambda config: torch.nn.Linear(1, 2)})
+
+    def test_a_creator_that_cannot_be_called(self) -> None:
+        with pytest.raises(ValueError, match=r"`config\['model_creator'\]=Linear.*need a function"):
+            local_trainer(ClassificationOperator, {"model_creator": NotCallable()})
+
+    def test_a_model_that_is_none(self) -> None:
+        with pytest.raises(TypeError, match="`build_model` returned a `list`"):
+            local_trainer(ClassificationOperator, {"model_creator": lambda config: [torch.nn.Linear(1, 2)]})
+
+    def test_data_that_is_none(self) -> None:
+        class Forgetful(Bands):
+            def build_data(self, config: dict[str, Any]) -> Any:
+                two_bands()
+
+        with pytest.raises(TypeError, match="`build_data` returned None"):
+            local_trainer(Forgetful, {})
+
+
+class NotCallable:
+    def __repr__(self) -> str:
+        return "Linear"

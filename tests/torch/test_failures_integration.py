@@ -1,0 +1,301 @@
+"""What happens when user code raises in a worker, and when a worker is lost."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd.exceptions import WorkerError, WorkersLostError
+from raysgd.torch import TorchTrainer, TrainingOperator
+from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal, samples_seen
+
+pytestmark = pytest.mark.integration
+
+
+class Mishap(DropoutOperator):
+    """Raises, hangs or is killed where `info["mishap"]` says so; a mishap comes once only."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup({"shuffle": True, "optimizer": "adam", **config})
+        _, _, self.scheduler = self.register(
+            models=self.model.module if self._is_distributed else self.model,
+            optimizers=self.optimizer,
+            schedulers=torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=4, gamma=0.5),
+        )
+        self.model = self._models[0]
+        self.num_epochs_noted = 0
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        return torch.utils.data.DataLoader(data, batch_size=4, shuffle=shuffle)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.meet("train_batch", batch_info)
+        return super().train_batch(batch, batch_info)
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.meet("validate_batch", batch_info)
+        return super().validate_batch(batch, batch_info)
+
+    def meet(self, where: str, info: dict[str, Any]) -> None:
+        mishap = info.get("mishap")
+        if mishap is None or (where, self.world_rank, info["batch_idx"]) != mishap["at"]:
+            return
+        if not Path(mishap["once"]).exists():
+            Path(mishap["once"]).touch()
+            mishap["what"]()
+
+    def state_dict(self) -> Any:
+        return {"noted": self.num_epochs_noted}
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.num_epochs_noted = state_dict["noted"]
+
+
+def be_killed() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def divide_by_zero() -> None:
+    raise ZeroDivisionError("on purpose")
+
+
+@pytest.fixture
+def mishap(tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    """Make an `info` with a mishap in it."""
+
+    def make(what: Callable[[], None], rank: int, batch_idx: int = 1, where: str = "train_batch") -> dict[str, Any]:
+        once = tmp_path / f"{time.monotonic_ns()}"
+        return {"mishap": {"at": (where, rank, batch_idx), "what": what, "once": str(once)}}
+
+    return make
+
+
+def trainer_of_two(**options: Any) -> TorchTrainer:
+    return TorchTrainer(training_operator_cls=Mishap, num_workers=2, scheduler_step_freq="batch", **options)
+
+
+def kill_rank(trainer: TorchTrainer, rank: int) -> None:
+    """Kills the process of one rank between two calls, and waits until it is gone."""
+    pid = trainer.apply_all_workers(os.getpid)[rank]
+    os.kill(pid, signal.SIGKILL)
+    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+        time.sleep(0.01)
+
+
+def note(operator: Any) -> None:
+    operator.num_epochs_noted += 1
+
+
+# ------------------------------------------------------------------------------------------------ losses
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Results and states of a training in which nothing happens."""
+    with trainer_of_two() as trainer:
+        results = [trainer.train(), trainer.train()]
+        trainer.apply_all_operators(note)
+        results.append(trainer.validate())
+        results += [trainer.train(num_steps=2), trainer.train(), trainer.train()]
+        return {"results": results, "state": trainer.state_dict()}
+
+
+def test_a_training_with_losses_equals_one_without(
+    undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """In the middle of a pass, between calls, in a validation, while saving: to the last bit, whichever rank it was."""
+    with trainer_of_two() as trainer:
+        pids = trainer.apply_all_workers(os.getpid)
+        results = [trainer.train(), trainer.train(info=mishap(be_killed, rank=1))]
+        assert trainer._num_failures == 1
+        assert not {*pids} & {*trainer.apply_all_workers(os.getpid)}, "all workers are new"
+        trainer.apply_all_operators(note)
+        results.append(trainer.validate(info=mishap(be_killed, rank=0, where="validate_batch")))
+        assert trainer._num_failures == 2
+        kill_rank(trainer, 1)
+        results.append(trainer.train(num_steps=2))
+        assert trainer._num_failures == 3
+        kill_rank(trainer, 0)
+        path = trainer.save(tmp_path / "last.pt")
+        trainer.load(path)
+        results += [trainer.train(), trainer.train(info=mishap(be_killed, rank=0, batch_idx=0))]
+        assert results == undisturbed["results"]
+        assert equal(trainer.state_dict(), undisturbed["state"])
+        assert trainer.num_workers == 2
+        assert trainer._last_resize > 0
+
+
+def test_a_loss_without_retries_is_an_error_behind_which_the_state_is_kept(
+    undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]]
+) -> None:
+    with trainer_of_two() as trainer:
+        results = [trainer.train()]
+        began = time.monotonic()
+        with pytest.raises(WorkersLostError, match=r"lost rank 1.*0 allowed retries.*state is kept") as caught:
+            trainer.train(max_retries=0, info=mishap(be_killed, rank=1))
+        assert isinstance(caught.value, RuntimeError)
+        assert time.monotonic() - began < 30
+        assert trainer._num_failures == 0, "nothing was tried again"
+        assert trainer.state_dict()["epoch"] == 1
+        results.append(trainer.train())
+        assert results == undisturbed["results"][:2]
+        kill_rank(trainer, 0)
+        model = trainer.get_model()
+        assert equal(model.state_dict(), trainer.state_dict()["models"][0])
+
+
+def test_a_training_that_always_loses_a_worker_ends_when_the_retries_are_spent(ray_cluster: None) -> None:
+    class Doomed(LinearOperator):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            os._exit(7)
+
+    with TorchTrainer(training_operator_cls=Doomed) as trainer:
+        with pytest.raises(WorkersLostError, match="the 1 allowed retries"):
+            trainer.train(max_retries=1)
+        assert trainer._num_failures == 1
+        trainer.shutdown(force=True)
+
+
+def test_a_driver_that_is_a_worker_survives_the_loss_of_another(
+    undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]]
+) -> None:
+    with trainer_of_two(use_local=True) as trainer:
+        results = [trainer.train(), trainer.train(info=mishap(be_killed, rank=1))]
+        assert trainer._num_failures == 1
+        assert trainer.apply_all_workers(os.getpid)[0] == os.getpid()
+        assert results == undisturbed["results"][:2]
+
+
+# ------------------------------------------------------------------------------------------------ exceptions
+
+
+def assert_tells_whose_fault_it_was(error: BaseException, line: str, ranks: str) -> None:
+    assert isinstance(error, WorkerError)
+    text = str(error).splitlines()
+    assert text[0] == "ZeroDivisionError: on purpose"
+    assert __file__ in text[1]
+    assert line in text[1]
+    assert text[2].startswith(f"  on {ranks}, node ")
+    assert str(error).count("on purpose\n  raised at") == 1
+
+
+def test_an_exception_on_one_rank_is_raised_once_and_soon(
+    ray_cluster: None, mishap: Callable[..., dict[str, Any]]
+) -> None:
+    with trainer_of_two() as trainer:
+        trainer.train()
+        before = trainer.state_dict()
+        began = time.monotonic()
+        with pytest.raises(ZeroDivisionError) as caught:
+            trainer.train(info=mishap(divide_by_zero, rank=1))
+        assert time.monotonic() - began < 30, "the other rank waits for this one in vain"
+        assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', "rank 1")
+        assert trainer._num_failures == 0, "user code is not tried again"
+        assert equal(trainer.state_dict(), before)
+        assert trainer.train()["epoch"] == 2
+
+        def fail(operator: TrainingOperator) -> None:
+            raise ZeroDivisionError("on purpose")
+
+        pids = trainer.apply_all_workers(os.getpid)
+        with pytest.raises(ZeroDivisionError) as caught:
+            trainer.apply_all_operators(fail)
+        assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', "ranks 0, 1")
+        assert trainer.apply_all_workers(os.getpid) == pids, "all have answered, so all are kept"
+        with pytest.raises(ZeroDivisionError):
+            trainer.validate(info=mishap(divide_by_zero, rank=0, where="validate_batch"))
+        assert trainer.apply_all_workers(os.getpid) == pids
+        assert trainer.validate()["num_samples"] == 13
+        assert trainer.train()["epoch"] == 3
+
+
+class FailsInSetup(LinearOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        if self.world_rank == 1:
+            raise ZeroDivisionError("on purpose")
+        torch.distributed.barrier()
+
+
+def test_an_exception_in_setup_on_one_rank_is_raised_as_it_is(ray_cluster: None) -> None:
+    began = time.monotonic()
+    with pytest.raises(ZeroDivisionError) as caught:
+        TorchTrainer(training_operator_cls=FailsInSetup, num_workers=2)
+    assert time.monotonic() - began < 60
+    assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', "rank 1")
+
+
+def test_an_exception_in_the_hook_is_raised_as_it_is(ray_cluster: None) -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        TorchTrainer(training_operator_cls=LinearOperator, initialization_hook=divide_by_zero)
+    assert "divide_by_zero" in str(caught.value)
+
+
+class OwnError(Exception):
+    """Has arguments of its own."""
+
+    def __init__(self, code: int, *, detail: str) -> None:
+        super().__init__(f"code {code}")
+        self.code, self.detail = code, detail
+
+    def __reduce__(self) -> Any:
+        return _own_error, (self.code, self.detail)
+
+
+def _own_error(code: int, detail: str) -> OwnError:
+    return OwnError(code, detail=detail)
+
+
+@pytest.fixture(scope="module")
+def single(ray_cluster: None) -> Iterator[TorchTrainer]:
+    with TorchTrainer(training_operator_cls=LinearOperator) as trainer:
+        yield trainer
+
+
+def test_exceptions_of_the_users_own_keep_their_class_and_attributes(single: TorchTrainer) -> None:
+    def fail() -> None:
+        raise OwnError(3, detail="kept")
+
+    with pytest.raises(OwnError, match="code 3") as caught:
+        single.apply_all_workers(fail)
+    assert (caught.value.code, caught.value.detail) == (3, "kept")
+
+
+def test_an_exception_that_cannot_travel_is_put_into_words(single: TorchTrainer) -> None:
+    def fail() -> None:
+        class Stays(Exception):
+            def __reduce__(self) -> Any:
+                raise TypeError("not to be pickled")
+
+        raise Stays("the message")
+
+    with pytest.raises(WorkerError, match="Stays: the message"):
+        single.apply_all_workers(fail)
+
+
+def test_leaving_the_process_by_exit_is_an_error_and_not_the_end(single: TorchTrainer) -> None:
+    def leave() -> None:
+        raise SystemExit(3)
+
+    with pytest.raises(WorkerError, match="SystemExit: 3"):
+        single.apply_all_workers(leave)
+    assert single.apply_all_operators(samples_seen) == [[]]
+
+
+def test_a_trainer_whose_workers_are_dead_is_shut_down_all_the_same(ray_cluster: None) -> None:
+    trainer = trainer_of_two()
+    for pid in trainer.apply_all_workers(os.getpid):
+        os.kill(pid, signal.SIGKILL)
+    began = time.monotonic()
+    trainer.shutdown()
+    trainer.shutdown()
+    assert time.monotonic() - began < 30
+    with pytest.raises(RuntimeError, match="not active any more"):
+        trainer.train()
