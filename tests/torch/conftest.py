@@ -9,14 +9,14 @@ import pytest
 import ray.cloudpickle
 
 from raysgd.torch import TorchTrainer, TrainingOperator
-from tests.torch import operators_for_tests
+from tests.torch import lab, operators_for_tests
 from tests.torch.operators_for_tests import LinearOperator
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let workers use what a test module defines, without a path to the tests."""
-    modules = (operators_for_tests, request.module)
+    modules = (operators_for_tests, lab, request.module)
     for module in modules:
         ray.cloudpickle.register_pickle_by_value(module)
     yield

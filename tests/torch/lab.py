@@ -1,0 +1,80 @@
+"""Replicas side by side in the workers of a running trainer: real process groups, without a start for every case."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.distributed as dist
+
+from raysgd.engine import results
+from raysgd.engine.types import World
+from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.torch_runner import EpochAnswer, EpochRequest, RunnerSpec, TorchRunner
+
+SEED = 5
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """What to do with a new operator on every rank: `calls` are pairs of "train" or "validate" and number of steps."""
+
+    operator_cls: type[TrainingOperator]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    calls: Sequence[tuple[str, int | None]] = (("train", None),)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def run_in(self, world: World) -> tuple[list[EpochAnswer], Any]:
+        """Answers, and the weights of the model and the batches seen."""
+        runner = TorchRunner(RunnerSpec(self.operator_cls, self.config, **self.options), world)
+        runner.setup()
+        answers = []
+        for call, num_steps in self.calls:
+            method = {"train": runner.train_epoch, "validate": runner.validate}[call]
+            answers.append(method(EpochRequest(num_steps, {}, False, SEED)))
+        end = {"models": runner.state()["models"], "seen": getattr(runner.operator, "seen", None)}
+        runner.shutdown()
+        return answers, end
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What came of an experiment.
+
+    Attributes:
+        results: The merged result of each call.
+        single: The result of each call on each rank.
+        model: The weights on each rank.
+        seen: The numbers of the samples in each batch on each rank.
+    """
+
+    results: list[dict[str, Any]]
+    single: list[list[dict[str, Any]]]
+    model: list[dict[str, Any]]
+    seen: list[list[list[int]]]
+
+
+def run_alone(experiment: Experiment) -> Findings:
+    """Run it as one replica in this process."""
+    return _findings([experiment.run_in(World(rank=0, size=1))])
+
+
+def run_together(lab: TorchTrainer, experiment: Experiment) -> Findings:
+    """Run it as one replica in each worker of `lab`, in its process group."""
+    return _findings(lab.apply_all_workers(lambda: experiment.run_in(World(dist.get_rank(), dist.get_world_size()))))
+
+
+def _findings(outcomes: Sequence[tuple[list[EpochAnswer], Any]]) -> Findings:
+    by_call = list(zip(*[answers for answers, _ in outcomes], strict=True))
+    return Findings(
+        results=[results.merge([_metrics(answer) for answer in answers]) for answers in by_call],
+        single=[[dict(_metrics(answer).values) for answer in answers] for answers in by_call],
+        model=[end["models"][0] for _, end in outcomes],
+        seen=[end["seen"] for _, end in outcomes],
+    )
+
+
+def _metrics(answer: EpochAnswer) -> results.WorkerMetrics:
+    assert answer.metrics is not None
+    return answer.metrics

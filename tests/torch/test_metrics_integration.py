@@ -1,0 +1,409 @@
+"""Numbers that can be trusted: any number of workers reports, and does, what one process would."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from sklearn.metrics import accuracy_score, f1_score
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+from raysgd.exceptions import UnevenStepsError
+from raysgd.torch import TorchTrainer
+from raysgd.torch.training_operator import get_test_metrics_operator
+from tests.run_if import RunIf
+from tests.torch.lab import Experiment, Findings, run_alone, run_together
+from tests.torch.operators_for_tests import (
+    BatchNormOperator,
+    LinearOperator,
+    OwnBatchOperator,
+    OwnEpochOperator,
+    dataset,
+)
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+class Laboratory(LinearOperator):
+    """Draws unevenly when told to."""
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any], **rest: Any) -> dict[str, Any]:  # type: ignore[override]
+        if "draw" not in info:
+            return super().train_epoch(iterator, info, **rest)
+        drawn = [batch for batch, _ in zip(iterator, range(info["draw"][self.world_rank]), strict=False)]
+        return {"drawn": len(drawn)}
+
+
+def start(num_workers: int) -> TorchTrainer:
+    config = {"num_samples": 23, "num_validation_samples": 13}
+    return TorchTrainer(
+        training_operator_cls=Laboratory, num_workers=num_workers, num_cpus_per_worker=0.5, config=config
+    )
+
+
+@pytest.fixture(scope="module")
+def two(ray_cluster: None) -> Iterator[TorchTrainer]:
+    with start(2) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def three(ray_cluster: None) -> Iterator[TorchTrainer]:
+    with start(3) as trainer:
+        yield trainer
+
+
+@pytest.fixture(params=["two", "three"])
+def lab(request: pytest.FixtureRequest) -> TorchTrainer:
+    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+
+
+def joined(experiment: Experiment, num_workers: int) -> Experiment:
+    """The same for one process, which takes the workers' batches together."""
+    return replace(experiment, config={**experiment.config, "batch_size": 4 * num_workers})
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+def numbers(findings: Findings) -> list[int]:
+    return sorted(number for rank in findings.seen for batch in rank for number in batch)
+
+
+# ------------------------------------------------------------------------------------------------ as one process
+
+
+EPOCHS = (("train", None), ("validate", None), ("train", 3), ("train", None), ("validate", 1), ("validate", None))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("num_samples", [16, 17, 19, 23])
+@pytest.mark.parametrize("operator_cls", [LinearOperator, OwnBatchOperator])
+def test_workers_report_and_learn_what_one_process_does(
+    operator_cls: Any, num_samples: int, optimizer: str, lab: TorchTrainer
+) -> None:
+    experiment = Experiment(operator_cls, {"num_samples": num_samples, "optimizer": optimizer}, EPOCHS)
+    together, alone = run_together(lab, experiment), run_alone(joined(experiment, lab.num_workers))
+    for model in together.model:
+        assert_close(model, alone.model[0])
+    for found, expected in zip(together.results, alone.results, strict=True):
+        assert list(found) == list(expected)
+        means = [name for name in found if not name.startswith("last_") and name != "batch_count"]
+        assert_close({name: found[name] for name in means}, {name: expected[name] for name in means})
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+@pytest.mark.parametrize("num_samples", [17, 23])
+def test_a_loop_of_the_users_own_learns_what_one_process_does(
+    num_samples: int, optimizer: str, lab: TorchTrainer
+) -> None:
+    experiment = Experiment(
+        OwnEpochOperator, {"num_samples": num_samples, "optimizer": optimizer}, (("train", None), ("train", 3))
+    )
+    together, alone = run_together(lab, experiment), run_alone(joined(experiment, lab.num_workers))
+    for model in together.model:
+        assert_close(model, alone.model[0])
+
+
+def test_a_loop_of_the_users_own_counts_by_the_samples_that_it_reports(lab: TorchTrainer) -> None:
+    experiment = Experiment(OwnEpochOperator, {"num_samples": 23, "lr": 0.0})
+    [found], [expected] = run_together(lab, experiment).results, run_alone(experiment).results
+    assert found["num_samples"] == 23
+    assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("num_samples", [13, 1, 8, 25])
+@pytest.mark.parametrize("operator_cls", [LinearOperator, BatchNormOperator])
+def test_validation_sees_each_sample_once(operator_cls: Any, num_samples: int, lab: TorchTrainer) -> None:
+    experiment = Experiment(operator_cls, {"num_validation_samples": num_samples}, (("validate", None),))
+    together, alone = run_together(lab, experiment), run_alone(experiment)
+    assert numbers(together) == list(range(num_samples))
+    [found], [expected] = together.results, alone.results
+    assert found["num_samples"] == num_samples
+    for name in ("val_loss", "val_accuracy"):
+        assert found[name] == pytest.approx(expected[name], rel=1e-6, nan_ok=True)
+
+
+class ValidatesWithStatistics(BatchNormOperator):
+    """Takes over the statistics of rank 0 after a training, to be validated again elsewhere."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        if "model" in config:
+            self._original_models[0].load_state_dict(config["model"])
+
+
+def test_validation_uses_the_statistics_of_rank_0_on_all_ranks(lab: TorchTrainer) -> None:
+    calls = (("train", None), ("train", None), ("validate", None))
+    together = run_together(lab, Experiment(BatchNormOperator, {"num_samples": 23}, calls))
+    alone = run_alone(Experiment(ValidatesWithStatistics, {"model": together.model[0]}, (("validate", None),)))
+    assert together.results[-1]["val_loss"] == pytest.approx(alone.results[0]["val_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_pass_uses_each_sample_once(shuffle: bool, lab: TorchTrainer) -> None:
+    num_samples = 4 * lab.num_workers * 2 + lab.num_workers  # no rank has to repeat a sample
+    findings = run_together(lab, Experiment(LinearOperator, {"num_samples": num_samples, "shuffle": shuffle}))
+    assert numbers(findings) == list(range(num_samples))
+
+
+def test_a_rank_that_repeats_samples_does_not_count_them(lab: TorchTrainer) -> None:
+    findings = run_together(lab, Experiment(LinearOperator, {"num_samples": 4 * lab.num_workers + 1}))
+    assert findings.results[0]["num_samples"] == 4 * lab.num_workers + 1
+    assert len(numbers(findings)) == 5 * lab.num_workers
+
+
+def test_trainers_of_every_size_agree(two: TorchTrainer, three: TorchTrainer, make_local: Callable[..., Any]) -> None:
+    for trainer in (two, three):
+        config = {"num_samples": 23, "num_validation_samples": 13, "batch_size": 4 * trainer.num_workers}
+        local = make_local(LinearOperator, config=config)
+        start_again = local.state_dict()
+        trainer.load_state_dict(start_again)
+        for _ in range(2):
+            found, expected = trainer.train(), local.train()
+            assert (found["num_samples"], found["batch_count"]) == (23, expected["batch_count"])
+            assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-6)
+            found, expected = trainer.validate(), local.validate()
+            assert found["num_samples"] == 13
+            assert found["val_loss"] == pytest.approx(expected["val_loss"], rel=1e-6)
+        assert_close(trainer.get_model().state_dict(), local.get_model().state_dict())
+
+
+# ------------------------------------------------------------------------------------------------ uneven data
+
+
+def per_rank(numbers_of_rank: Callable[[int], list[int]]) -> type[LinearOperator]:
+    """An operator whose ranks have data of their own, in loaders of different lengths."""
+
+    class PerRank(LinearOperator):
+        def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+            return DataLoader(Subset(dataset(40), numbers_of_rank(self.world_rank)), batch_size=4)
+
+    return PerRank
+
+
+class Joined(LinearOperator):
+    """Takes ready batches, as one process would have seen them."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        tensors = dataset(40).tensors
+        return [tuple(tensor[batch] for tensor in tensors) for batch in self.config["batches"]]
+
+
+def uneven(rank: int) -> list[int]:
+    """10 samples for rank 0, and ever fewer for those behind it."""
+    return list(range(10 * rank, 10 * rank + 10 - 4 * rank))
+
+
+def uneven_steps(num_workers: int) -> list[list[int]]:
+    """The batches of all ranks, step by step, until all have run out."""
+    batches = [[uneven(rank)[i : i + 4] for i in range(0, 10 - 4 * rank, 4)] for rank in range(num_workers)]
+    return [sum((own[step] for own in batches if step < len(own)), []) for step in range(3)]
+
+
+NOT_DIVIDED = {"add_dist_sampler": False}
+
+
+@pytest.mark.parametrize("base", [LinearOperator, OwnBatchOperator])
+def test_ranks_with_loaders_of_different_lengths_learn_from_all_samples(base: Any, lab: TorchTrainer) -> None:
+    class Uneven(per_rank(uneven), base):  # type: ignore[misc]
+        pass
+
+    calls = (("train", None), ("train", None))
+    together = run_together(lab, Experiment(Uneven, {}, calls, NOT_DIVIDED))
+    alone = run_alone(Experiment(Joined, {"batches": uneven_steps(lab.num_workers)}, calls))
+    for model in together.model:
+        assert_close(model, alone.model[0])
+    for found, expected in zip(together.results, alone.results, strict=True):
+        assert found["num_samples"] == expected["num_samples"]
+        assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4, 7])
+def test_all_ranks_take_the_steps_asked_for_however_little_data_they_have(num_steps: int, lab: TorchTrainer) -> None:
+    calls = (("train", num_steps), ("train", num_steps), ("train", None))
+    together = run_together(lab, Experiment(per_rank(uneven), {}, calls, NOT_DIVIDED))
+    assert len({len(seen) for seen in together.seen}) == 1
+    batches = uneven_steps(lab.num_workers)
+    alone = run_alone(Experiment(Joined, {"batches": batches}, calls))
+    assert [found["num_samples"] for found in together.results] == [found["num_samples"] for found in alone.results]
+    assert [found["epoch"] for found in together.results] == [found["epoch"] for found in alone.results]
+    assert_close(together.model[-1], alone.model[0])
+
+
+class Streams(LinearOperator):
+    """An iterable dataset, of which every rank has another length, and no rank knows it."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        class Stream(IterableDataset[Any]):
+            def __iter__(stream) -> Iterator[Any]:
+                return iter([dataset(40)[number] for number in uneven(self.world_rank)])
+
+        return DataLoader(Stream(), batch_size=4)
+
+
+def test_streams_of_different_lengths_do_not_hang(lab: TorchTrainer) -> None:
+    calls = (("train", None), ("validate", None), ("train", None))
+    together = run_together(lab, Experiment(Streams, {}, calls))
+    num_samples = sum(len(uneven(rank)) for rank in range(lab.num_workers))
+    assert [found["num_samples"] for found in together.results] == [num_samples] * 3
+    alone = run_alone(Experiment(Joined, {"batches": uneven_steps(lab.num_workers)}, (("train", None),) * 2))
+    assert_close(together.model[-1], alone.model[0])
+
+
+def test_a_rank_without_data_is_an_error_and_not_a_wait(two: TorchTrainer) -> None:
+    pids = [info.pid for info in two.worker_group.infos]
+    empty_for_rank_1 = per_rank(lambda rank: [] if rank else [0, 1])
+    with pytest.raises(ValueError, match=r"(?s)loader of this rank is empty.*on rank 1,"):
+        run_together(two, Experiment(empty_for_rank_1, {}, options=NOT_DIVIDED))
+    assert two.train()["num_samples"] == 23
+    assert [info.pid for info in two.worker_group.infos] != pids, "rank 0 waited for rank 1 and had to be ended"
+
+
+def test_no_rank_reports_success_when_the_ranks_took_different_steps(two: TorchTrainer) -> None:
+    state = two.state_dict()
+    with pytest.raises(UnevenStepsError, match=r"\[1, 2\] batches"):
+        two.train(info={"draw": [1, 2]})
+    two.load_state_dict(state)
+    assert two.train()["num_samples"] == 23
+
+
+def test_an_epoch_without_any_data_is_no_error(lab: TorchTrainer) -> None:
+    empty = per_rank(lambda rank: [])
+    [found] = run_together(lab, Experiment(empty, {}, options=NOT_DIVIDED)).results
+    assert found == {"num_samples": 0, "epoch": 1, "batch_count": 0}
+
+
+def test_different_data_where_one_is_to_be_divided_is_refused(ray_cluster: None) -> None:
+    with pytest.raises(ValueError, match=r"different train data.*add_dist_sampler=False"):
+        TorchTrainer(training_operator_cls=per_rank(uneven), num_workers=2)
+
+
+# ------------------------------------------------------------------------------------------------ kinds of metrics
+
+
+class Reports(LinearOperator):
+    """Reports what a function in the config makes of a batch."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        report = self.config["report"](self, batch_info["batch_idx"])
+        return {**report, "num_samples": len(batch[1])}
+
+    validate_batch = train_batch
+
+
+def reported(lab: TorchTrainer, report: Callable[[Any, int], dict[str, Any]], num_samples: int = 23) -> Findings:
+    return run_together(lab, Experiment(Reports, {"num_samples": num_samples, "report": report}))
+
+
+def test_a_nan_on_any_rank_is_a_nan(lab: TorchTrainer) -> None:
+    def report(operator: Any, batch_idx: int) -> dict[str, Any]:
+        is_last = operator.world_rank == operator._context.world.size - 1
+        return {"score": math.nan if is_last and batch_idx == 0 else 1.0, "clean": 2.0}
+
+    [found] = reported(lab, report).results
+    assert math.isnan(found["score"])
+    assert (found["last_score"], found["clean"]) == (1.0, 2.0)
+
+
+def test_tensors_are_averaged_like_numbers(lab: TorchTrainer) -> None:
+    def as_tensor(operator: Any, batch_idx: int) -> dict[str, Any]:
+        return {"score": torch.tensor(operator.world_rank + batch_idx / 10)}
+
+    def as_number(operator: Any, batch_idx: int) -> dict[str, Any]:
+        return {"score": operator.world_rank + batch_idx / 10}
+
+    [of_tensors], [of_numbers] = reported(lab, as_tensor).results, reported(lab, as_number).results
+    assert list(of_tensors) == list(of_numbers)
+    assert of_tensors["score"] == pytest.approx(of_numbers["score"], rel=1e-6)
+
+
+def test_a_metric_of_some_ranks_is_averaged_over_those(lab: TorchTrainer) -> None:
+    def report(operator: Any, batch_idx: int) -> dict[str, Any]:
+        return {f"of_{operator.world_rank}": 4.0} if batch_idx else {}
+
+    [found] = reported(lab, report, num_samples=8 * lab.num_workers).results
+    for rank in range(lab.num_workers):
+        assert (found[f"of_{rank}"], found[f"last_of_{rank}"]) == (4.0, 4.0)
+
+
+def test_tensors_of_a_loop_of_the_users_own_are_averaged_too(lab: TorchTrainer) -> None:
+    class Own(LinearOperator):
+        def train_epoch(self, iterator: Iterable[Any], info: Any) -> dict[str, Any]:  # type: ignore[override]
+            num_samples = sum(len(batch[1]) for batch in iterator)
+            return {"rank": torch.tensor(float(self.world_rank)), "num_samples": num_samples, "name": "own"}
+
+    findings = run_together(lab, Experiment(Own, {"num_samples": 4 * lab.num_workers}))
+    [found] = findings.results
+    assert found["rank"] == pytest.approx((lab.num_workers - 1) / 2)
+    assert found["name"] == "own"
+
+
+class Classifies(LinearOperator):
+    """Predicts three classes badly, and counts with metric objects."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score
+
+        super().setup(config)
+        self.accuracy = MulticlassAccuracy(num_classes=3, average="micro")
+        self.f1 = MulticlassF1Score(num_classes=3, average="macro")
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, number, _ = batch
+        self.seen.append(number.tolist())
+        predicted, target = classes(features, number)
+        for metric in (self.accuracy, self.f1):
+            metric.update(predicted, target)
+        return {"accuracy": self.accuracy, "f1": self.f1, "num_samples": len(number)}
+
+
+def classes(features: torch.Tensor, number: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return features.argmax(dim=1), torch.where(number % 5 == 0, features.argmin(dim=1), features.argmax(dim=1))
+
+
+@RunIf(modules=["torchmetrics"])
+def test_metric_objects_are_merged_exactly_and_start_anew_each_time(lab: TorchTrainer) -> None:
+    config = {"num_validation_samples": 29}
+    findings = run_together(lab, Experiment(Classifies, config, (("validate", None),) * 2))
+    features, number, _ = dataset(29, seed=1).tensors
+    predicted, target = classes(features, number)
+    for found in findings.results:
+        assert found["accuracy"] == pytest.approx(accuracy_score(target, predicted))
+        assert found["f1"] == pytest.approx(f1_score(target, predicted, average="macro"))
+        assert found["num_samples"] == 29
+
+
+@RunIf(modules=["torchmetrics"])
+def test_without_merging_each_rank_has_the_value_of_its_own_share(lab: TorchTrainer) -> None:
+    findings = run_together(lab, Experiment(Classifies, {"num_validation_samples": 29}, (("validate", None),)))
+    features, number, _ = dataset(29, seed=1).tensors
+    for own, seen in zip(findings.single[0], findings.seen, strict=True):
+        share = [index for batch in seen for index in batch]
+        predicted, target = classes(features[share], number[share])
+        assert isinstance(own["accuracy"], float)
+        assert own["accuracy"] == pytest.approx(accuracy_score(target, predicted))
+    assert len({own["accuracy"] for own in findings.single[0]}) > 1
+
+
+def test_scores_have_the_numerics_of_old(lab: TorchTrainer) -> None:
+    num_workers = lab.num_workers
+    num_steps = math.ceil(600 / (4 * num_workers))
+    config = {
+        "num_samples": 600,
+        "num_validation_samples": 500,
+        "scores": [1] + [0] * num_steps,
+        "val_scores": [1] + [0] * math.ceil(500 / (4 * num_workers)),
+        "key": "score",
+    }
+    experiment = Experiment(get_test_metrics_operator(LinearOperator), config, (("train", None), ("validate", None)))
+    trained, validated = run_together(lab, experiment).results
+    assert (trained["num_samples"], trained["batch_count"], trained["last_score"]) == (600, num_steps, 0)
+    assert trained["score"] == pytest.approx(num_workers / 600)
+    assert (validated["num_samples"], validated["last_score"]) == (500, 0)
+    assert validated["score"] == pytest.approx(num_workers / 500)
