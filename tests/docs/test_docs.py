@@ -105,7 +105,7 @@ def pages_with_python() -> list[object]:
 @pytest.mark.parametrize("name", pages_with_python())
 def test_the_python_of_a_page_runs(name: str, tmp_path: Path) -> None:
     page = ROOT / name
-    script = tmp_path / f"{page.stem}.py"
+    script = tmp_path / f"page_{page.stem}.py"
     script.write_text(program(python_blocks(page, "python")), encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
     result = subprocess.run(

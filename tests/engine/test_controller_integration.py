@@ -17,7 +17,8 @@ from ray.util import placement_group, remove_placement_group
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.policies import ScalingPolicy
-from raysgd.engine.types import Resources, World
+from raysgd.engine.resources import cluster_view
+from raysgd.engine.types import ClusterView, Resources, World
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostError
 from tests.conftest import NUM_CPUS
@@ -77,6 +78,7 @@ class Trainer:
         num_workers: int = 2,
         is_large: bool = False,
         scaling: ScalingPolicy | None = None,
+        view: Callable[[], ClusterView] = cluster_view,
         **spec: Any,
     ) -> None:
         values: dict[str, Any] = {
@@ -85,7 +87,8 @@ class Trainer:
             "reservation_timeout_s": 60.0,
             **spec,
         }
-        self.controller = ElasticController(GroupSpec(**values), scaling or ScalingPolicy(num_workers))
+        scaling = scaling or ScalingPolicy(num_workers)
+        self.controller = ElasticController(GroupSpec(**values), scaling, view=view)
         self.controller.start()
 
     def train(self, step: int, max_retries: int = 3, function: Any = train, tick: Any = None) -> list[Any]:
@@ -249,20 +252,49 @@ def test_ctrl_c_ends_the_workers_and_the_next_call_starts_from_the_last_state(
 # -------------------------------------------------------------------------------------------- sizes
 
 
+class Rival:
+    """Somebody who takes a CPU as soon as the workers of a trainer are gone."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.is_waiting = False
+
+    def view(self) -> ClusterView:
+        """The cluster, as a trainer looks at it that has just given its resources back."""
+        if self.is_waiting:
+            self.is_waiting = False
+            self.group = placement_group([{"CPU": 1}], name="somebody-else")
+            assert self.group.wait(30)
+        return cluster_view()
+
+    def leave(self, num_free: float) -> None:
+        """Gives the CPU back; then so many are free."""
+        if self.group is not None:
+            remove_placement_group(self.group)
+            wait_until(lambda: ray.available_resources().get("CPU", 0.0) == num_free)
+        self.group = None
+
+
+@pytest.fixture
+def rival() -> Iterator[Rival]:
+    rival = Rival()
+    yield rival
+    if rival.group is not None:
+        remove_placement_group(rival.group)
+
+
 def test_the_group_shrinks_with_the_room_and_grows_back_without_a_retry(
-    make: Make, plan: FailurePlan
+    make: Make, plan: FailurePlan, rival: Rival
 ) -> None:
-    trainer = make(plan.die(rank=1, step=2), resources=Resources(num_cpus=2))
+    trainer = make(plan.die(rank=1, step=2), resources=Resources(num_cpus=2), view=rival.view)
     trainer.train(1)
-    taken = placement_group([{"CPU": 1}], name="somebody-else")  # comes to hold one when the workers lose theirs
+    rival.is_waiting = True
     assert trainer.train(2) == [(3, 2)]
     assert trainer.controller.num_workers == 1
     assert trainer.train(3, max_retries=0) == [(6, 3)]
-    remove_placement_group(taken)
-    wait_until(lambda: ray.available_resources().get("CPU", 0.0) == NUM_CPUS - 2)
-    num_calls_of_second = trainer.train(4, max_retries=0)[1][1]
+    rival.leave(num_free=NUM_CPUS - 2)
+    assert trainer.train(4, max_retries=0) == [(10, 4), (10, 1)]  # nobody had kept what was the second rank's own
     assert trainer.controller.num_workers == 2
-    assert num_calls_of_second == 1  # nobody had kept what the second rank had for itself
     assert trainer.controller.num_failures == 1
 
 
@@ -273,17 +305,20 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_when_no_room_is_left_the_message_says_who_has_it(make: Make, plan: FailurePlan) -> None:
+def test_when_no_room_is_left_the_message_says_who_has_it(
+    make: Make, plan: FailurePlan, rival: Rival
+) -> None:
     scaling = ScalingPolicy(1, num_attempts=2, first_delay_s=0.1)
-    trainer = make(plan.die(rank=0, step=2), resources=Resources(num_cpus=NUM_CPUS), scaling=scaling)
+    need = Resources(num_cpus=NUM_CPUS)
+    trainer = make(plan.die(rank=0, step=2), resources=need, scaling=scaling, view=rival.view)
     trainer.train(1)
-    taken = placement_group([{"CPU": 1}], name="somebody-else")
+    rival.is_waiting = True
     with pytest.raises(WorkersLostError) as caught:
         trainer.train(2)
     assert "held by placement group somebody-else (CREATED):  [{'CPU': 1.0}]" in str(caught.value)
     assert f"asked for:  1 x {{'CPU': {NUM_CPUS}.0}}" in str(caught.value)
-    remove_placement_group(taken)
     assert trainer.controller.snapshot().shared_state == 1
+    rival.leave(num_free=NUM_CPUS)
     assert trainer.train(3) == [(4, 2)]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -23,7 +24,7 @@ PATIENCE_S = 15
 
 # Not the scripts' own: Ray's logs of its sessions, PyTorch's cache, and the lock of data creators, which stays so that
 # nobody locks a file that somebody else removes.
-MAY_STAY = ("ray", "torchinductor_", ".raydata.lock")
+MAY_STAY = re.compile(r"ray|torchinductor_.*|\.raydata\.lock")
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ def test_a_smoke_test_ends_well_and_leaves_nothing_behind(script: str, surroundi
     assert lines, "nothing for people to read"
     assert not [line for line in lines if "raylet" in line or "INFO" in line or "WARNING" in line]
     assert processes_of(surroundings) == []
-    assert not [path for path in surroundings.temporary.iterdir() if not path.name.startswith(MAY_STAY)]
+    assert not [path for path in surroundings.temporary.iterdir() if not MAY_STAY.fullmatch(path.name)]
     assert list(surroundings.working.iterdir()) == []
 
 

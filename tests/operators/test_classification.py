@@ -110,11 +110,11 @@ class TestParts:
             assert trainer.train()["batch_count"] == num_batches
 
     def test_loaders_of_the_user_are_used_as_they_are(self) -> None:
-        class OwnLoader(Bands):
+        class WithLoader(Bands):
             def build_data(self, config: dict[str, Any]) -> Any:
                 return DataLoader(two_bands(), batch_size=45, drop_last=True), None
 
-        with local_trainer(OwnLoader, {"batch_size": 3}) as trainer:
+        with local_trainer(WithLoader, {"batch_size": 3}) as trainer:
             assert trainer.train()["batch_count"] == 2
 
     def test_a_scheduler_is_stepped_by_the_library(self) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import doctest
+import importlib
 import subprocess
 import sys
 
@@ -18,6 +20,14 @@ def test_every_public_name_can_be_used_and_is_listed() -> None:
         raysgd.operators.__all__
     )
     assert set(raysgd.operators.__all__) <= set(dir(raysgd.operators))
+
+
+@pytest.mark.parametrize("name", ["classification", "gan", "loaders", "options"])
+def test_the_examples_in_the_docstrings_do_what_they_show(name: str) -> None:
+    module = importlib.import_module(f"raysgd.operators.{name}")
+    results = doctest.testmod(module, optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert results.attempted > 0
+    assert results.failed == 0
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
