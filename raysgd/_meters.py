@@ -87,9 +87,7 @@ class MetricSummary(dict[str, Any]):
     the user put there and never resurrects what was replaced. Copies (`copy.copy`) and pickles keep
     everything; `dict.copy` and `dict(...)` give a bare dict.
 
-    >>> summary = MetricSummary(
-    ...     {"loss": 0.5, "accuracy": 1.0}, totals={"loss": (2.0, 4.0), "accuracy": (4.0, 4.0)}
-    ... )
+    >>> summary = MetricSummary({"loss": 0.5, "accuracy": 1.0}, totals={"loss": (2.0, 4.0), "accuracy": (4.0, 4.0)})
     >>> summary["accuracy"] = 0.75
     >>> summary.totals
     {'loss': (2.0, 4.0)}
@@ -213,9 +211,7 @@ class AverageMeterCollection:
 
     def _read_pending(self) -> None:
         """Read the tensors of all metrics with one call, hence with one wait for the device."""
-        meters = [
-            meter for meter in self._meters.values() if isinstance(meter, _NumberMeter) and meter.pending
-        ]
+        meters = [meter for meter in self._meters.values() if isinstance(meter, _NumberMeter) and meter.pending]
         if not meters:
             return
         floats = iter(self._to_floats([tensor for meter in meters for tensor in meter.pending]))
@@ -310,9 +306,7 @@ class _ObjectMeter:
                 that is known by two names must be captured once.
         """
         if self._live is not None:
-            state = already.get(id(self._live)) or already.setdefault(
-                id(self._live), self._capture(self._live)
-            )
+            state = already.get(id(self._live)) or already.setdefault(id(self._live), self._capture(self._live))
             self._captured = state if self._captured is None else self._captured.merged_with([state])
             self._live = None
         assert self._captured is not None

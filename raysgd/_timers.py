@@ -36,9 +36,7 @@ class TimerStat(AbstractContextManager[None]):
 
     def __init__(self, window_size: int = 10, clock: Clock = time.perf_counter) -> None:
         if window_size < 1:
-            raise ValueError(
-                f"`window_size={window_size}`: need at least 1, the number of durations to look at."
-            )
+            raise ValueError(f"`window_size={window_size}`: need at least 1, the number of durations to look at.")
         self._clock = clock
         self._durations_s: deque[float] = deque(maxlen=window_size)
         self._units_processed: deque[float] = deque(maxlen=window_size)
@@ -52,9 +50,7 @@ class TimerStat(AbstractContextManager[None]):
             AssertionError: If the timer already runs: one timer times one thing at a time.
         """
         if self._started_at is not None:
-            raise AssertionError(
-                "this `TimerStat` already runs: nest two timers instead of entering one twice."
-            )
+            raise AssertionError("this `TimerStat` already runs: nest two timers instead of entering one twice.")
         self._started_at = self._clock()
 
     def __exit__(

@@ -18,7 +18,8 @@ class RaySGDError(Exception):
 class InvalidCountError(ValueError, AssertionError):
     """A count such as `max_retries` is out of range.
 
-    The old library asserted such counts, so code in the wild catches ``AssertionError``; new code expects ``ValueError``.
+    The old library asserted such counts, so code in the wild catches ``AssertionError``; new code expects
+    ``ValueError``.
     """
 
 
@@ -76,7 +77,8 @@ class WorkerError(RaySGDError):
     """User code failed in a worker.
 
     What reaches the caller is an instance of this class *and* of the class that the user code raised, so that
-    ``except ValueError`` works as if the code had run in the driver. `faults` holds every rank's fault, the earliest first.
+    ``except ValueError`` works as if the code had run in the driver. `faults` holds every rank's fault, the earliest
+    first.
     """
 
     faults: tuple[WorkerFault, ...] = ()

@@ -53,9 +53,7 @@ class FailurePlan:
         """An ordinary exception in user code."""
         return self.raise_(rank=rank, error=InjectedError(f"injected at step {step}"), step=step, times=times)
 
-    def raise_(
-        self, *, rank: int | None, error: BaseException, step: int | None = None, times: int = 1
-    ) -> FailurePlan:
+    def raise_(self, *, rank: int | None, error: BaseException, step: int | None = None, times: int = 1) -> FailurePlan:
         """This very exception."""
         return self._with(_Raise(error), rank, step, times)
 

@@ -75,9 +75,7 @@ class CountingReplica:
             return Capture(self.num_own_calls)
         if not self.is_large:
             return Capture(self.num_own_calls, shared_state=self.total)
-        self._kept = {
-            token: kept for token, kept in self._kept.items() if landed_token is None or token > landed_token
-        }
+        self._kept = {token: kept for token, kept in self._kept.items() if landed_token is None or token > landed_token}
         self._next_token += 1
         self._kept[self._next_token] = self.total
         return Capture(self.num_own_calls, token=self._next_token)

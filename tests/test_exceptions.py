@@ -123,9 +123,7 @@ def test_a_worker_error_is_also_what_the_user_raised_with_all_it_holds(
 
 
 @pytest.mark.parametrize(("original", "attributes"), ERRORS, ids=IDS)
-def test_it_stays_both_when_it_crosses_a_process_boundary(
-    original: Exception, attributes: dict[str, Any]
-) -> None:
+def test_it_stays_both_when_it_crosses_a_process_boundary(original: Exception, attributes: dict[str, Any]) -> None:
     error = worker_error((fault(0, original), fault(1, ValueError("too"))))
     copy = pickle.loads(pickle.dumps(error))
     assert isinstance(copy, WorkerError)
@@ -187,8 +185,8 @@ def test_workers_of_workers_raise_the_innermost_class_once() -> None:
     outer = worker_error((fault(0, inner, type_name="KeyError"),))
     copy = pickle.loads(pickle.dumps(outer))
     for error in (outer, copy):
-        assert isinstance(error, KeyError)
         assert error.faults[0].rank == 0
+        assert isinstance(error, KeyError)
         assert isinstance(error.__cause__, KeyError)
         assert error.__cause__ is not error
 

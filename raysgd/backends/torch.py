@@ -13,7 +13,8 @@ from raysgd.engine.types import Rendezvous, World
 
 logger = logging.getLogger(__name__)
 
-# What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError raised by a collective.
+# What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError raised by a
+# collective.
 _BROKEN = (
     "connection closed by peer",
     "connection reset by peer",
@@ -66,7 +67,8 @@ class TorchBackend(Backend):
         if dist.is_initialized():
             raise RuntimeError(
                 "`torch.distributed` is initialized in this process already. A trainer with `use_local=True` needs the "
-                "default process group of the driver for itself: destroy the other group or shut the other trainer down."
+                "default process group of the driver for itself: destroy the other group or shut the other trainer "
+                "down."
             )
         self._choose_interface(rendezvous)
         if self._store is None:

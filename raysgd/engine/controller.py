@@ -122,13 +122,15 @@ class ElasticController:
     def start(self) -> None:
         """Starts the full number of workers, for the first time.
 
-        A worker that dies while starting is tried again a few times; an exception in the user's set-up is raised at once.
+        A worker that dies while starting is tried again a few times; an exception in the user's set-up is raised at
+        once.
         """
         for _ in range(1 + _DEFAULT_RETRIES):
             if self._try_start(self._scaling.max_workers, self._spec.reservation_timeout_s):
                 return
         raise WorkersLostError(
-            f"Worker start-up failed: a worker process died in each of {1 + _DEFAULT_RETRIES} attempts. The log above and "
+            f"Worker start-up failed: a worker process died in each of {1 + _DEFAULT_RETRIES} attempts. The log "
+            "above and "
             "Ray's worker logs name the cause; too little memory is a frequent one."
         )
 
@@ -226,9 +228,7 @@ class ElasticController:
         if call.changes_state and self._group is not None:
             self._snapshots.touch()
 
-    def _raise(
-        self, call: Call, diagnosis: Diagnosis, report: GroupReport, decision: Raise, max_retries: int
-    ) -> None:
+    def _raise(self, call: Call, diagnosis: Diagnosis, report: GroupReport, decision: Raise, max_retries: int) -> None:
         """Raises for good. The group is kept only when every rank lives, is connected and has answered."""
         if not report.all_answered:
             self._give_group_up()
@@ -253,7 +253,8 @@ class ElasticController:
     def _check_active(self) -> None:
         if self._is_stopped:
             raise TrainerShutdownError(
-                "This trainer is not active any more: it was shut down. Create a new one; `save` before `shutdown` keeps "
+                "This trainer is not active any more: it was shut down. Create a new one; `save` before `shutdown` "
+                "keeps "
                 "the state."
             )
 
@@ -365,7 +366,8 @@ class ElasticController:
 
         table = explain(self._spec.resources, self._scaling.max_workers, view)
         return WorkersLostError(
-            f"No workers can be had: {decision.reason}.\n{table}\nThe last completed state is kept: it can be saved, and "
+            f"No workers can be had: {decision.reason}.\n{table}\nThe last completed state is kept: it can be "
+            "saved, and "
             "the next call looks for resources again."
         )
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from raysgd.engine.types import Failure, FailureKind, GroupReport
 from raysgd.exceptions import WorkerFault
 
-
 _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 
@@ -16,8 +15,8 @@ class Diagnosis:
     """The one cause that a failed call is put down to.
 
     Attributes:
-        kind: "died" (a process or node is gone), "disconnected" (the group lost its connection although nobody is known to
-            be dead) or "user" (an exception in user code).
+        kind: "died" (a process or node is gone), "disconnected" (the group lost its connection although nobody is
+            known to be dead) or "user" (an exception in user code).
         faults: The faults of that kind, in rank order.
     """
 
@@ -32,8 +31,8 @@ class Diagnosis:
 def classify(report: GroupReport) -> Diagnosis:
     """Names the cause of a failed call.
 
-    A death outranks everything, because the survivors' errors follow from it. A user exception outranks lost connections,
-    which follow from the rank that stopped. Lost connections alone mean a peer that could not be reached.
+    A death outranks everything, because the survivors' errors follow from it. A user exception outranks lost
+    connections, which follow from the rank that stopped. Lost connections alone mean a peer that could not be reached.
     """
     failures = [outcome.failure for outcome in report.outcomes if outcome.failure is not None]
     assert failures, "classify() needs a report with at least one failure"

@@ -1,7 +1,7 @@
 """A worker in the driver itself: `use_local=True`.
 
-It answers to the same methods as a remote one, but a call runs when it is gathered, in the driver's own thread, so that a
-debugger stops where the user wants it to.
+It answers to the same methods as a remote one, but a call runs when it is gathered, in the driver's own thread, so
+that a debugger stops where the user wants it to.
 """
 
 from __future__ import annotations

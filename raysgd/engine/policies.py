@@ -97,7 +97,7 @@ class ScalingPolicy:
         return Wait(self.delay_s(attempt))
 
     def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> Resize | Keep:
-        """Whether a running group of `num_workers`, which gives `num_reserved` back, gains from what is free beside it."""
+        """Whether a group of `num_workers`, which gives `num_reserved` back, gains from what is free beside it."""
         target = min(self.max_workers, num_reserved + capacity(view, need))
         return Resize(target) if target > num_workers else Keep()
 

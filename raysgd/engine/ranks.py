@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from raysgd.engine.types import World, WorkerInfo
+from raysgd.engine.types import WorkerInfo, World
 
 
 def assign(infos: Sequence[WorkerInfo]) -> list[World]:

@@ -15,9 +15,10 @@ class Capture:
 
     Attributes:
         rank_state: What only this rank knows (its random state); small.
-        shared_state: What all ranks share (model, optimizer, ...), from rank 0 alone and only when it is small enough to
-            travel with the answer.
-        token: Names the shared state that waits in the worker's memory to be fetched; None when there is nothing to fetch.
+        shared_state: What all ranks share (model, optimizer, ...), from rank 0 alone and only when it is small enough
+            to travel with the answer.
+        token: Names the shared state that waits in the worker's memory to be fetched; None when there is nothing to
+            fetch.
     """
 
     rank_state: Any = None
@@ -26,7 +27,7 @@ class Capture:
 
 
 class Replica(Protocol):
-    """A framework object in a worker process. All methods but `fetch` run one after the other in the worker's main task."""
+    """A framework object in a worker process. All methods but `fetch` run one after the other."""
 
     def setup(self) -> Any:
         """Builds the user's objects; the communication group exists already. Returns facts for the front end."""
@@ -35,7 +36,7 @@ class Replica(Protocol):
         """Copies the state, once. `landed_token` names the newest shared state that the driver holds by now."""
 
     def fetch(self, token: int) -> Any:
-        """Returns the shared state that `token` names. Called from a second thread while the replica may be training."""
+        """Returns the shared state that `token` names. Called from a second thread, while the replica may train."""
 
     def restore(self, shared_state: Any, rank_states: Sequence[Any]) -> None:
         """Takes over a snapshot, whatever the number of ranks that it was taken with."""

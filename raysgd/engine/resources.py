@@ -60,7 +60,7 @@ def cluster_view() -> ClusterView:
 
 
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
-    """Free resources node by node; Ray's public interface has only the sum, which serves when there is a single node."""
+    """Free resources node by node; Ray's public interface has only the sum, which serves for a single node."""
     ray = _ray()
     try:
         return dict(importlib.import_module("ray._private.state").available_resources_per_node())

@@ -1,7 +1,8 @@
 """Pure: the metrics of all workers -> one result.
 
-Metrics are merged by name. What the library averaged itself arrives as sum and count and is divided once, here, so that N
-workers report what one process over the same samples would. What a user computed counts by the `num_samples` beside it.
+Metrics are merged by name. What the library averaged itself arrives as sum and count and is divided once, here, so
+that N workers report what one process over the same samples would. What a user computed counts by the `num_samples`
+beside it.
 """
 
 from __future__ import annotations

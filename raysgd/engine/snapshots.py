@@ -1,8 +1,9 @@
 """The retry point: the state to which a group that lost workers goes back.
 
-The bytes are held by the driver, because a value that an actor returned may exist only on the node that was just lost. A
-snapshot is copied once in the worker, at the end of a call, and travels while the group already works on the next one. Until
-it has landed, the calls that it covers are remembered, so that they can be run again from the snapshot before it.
+The bytes are held by the driver, because a value that an actor returned may exist only on the node that was just lost.
+A snapshot is copied once in the worker, at the end of a call, and travels while the group already works on the next
+one. Until it has landed, the calls that it covers are remembered, so that they can be run again from the snapshot
+before it.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ class SnapshotKeeper(Generic[CallT]):
         self._land(Snapshot(state, self._coming.rank_states), self._coming.token, self._num_covered)
 
     def leave_group(self) -> None:
-        """Notes that the workers are gone: what is still on its way will not come, and new workers count tokens anew."""
+        """Notes that the workers are gone: what is on its way will not come, and new workers count tokens anew."""
         if self._coming is not None:
             self._coming, self._is_stale = None, True
         self.landed_token = None

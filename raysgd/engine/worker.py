@@ -25,7 +25,7 @@ _LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.s
 
 
 class WorkerFailed(Exception):
-    """Carries a worker's failure across the process boundary, as a raised exception so that Ray ends the wait at once."""
+    """Carries a worker's failure across the process boundary; raised, so that Ray ends the wait at once."""
 
     def __init__(self, failure: Failure) -> None:
         super().__init__(failure)

@@ -168,7 +168,7 @@ class WorkerGroup:
         return self._gather(calls, tick)
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs `function(replica, *args)` on a rank while it may be busy. Returns a transfer with `result(timeout_s)`."""
+        """Runs `function(replica, *args)` on a rank that may be busy. Returns a transfer with `result(timeout_s)`."""
         call = self._workers[rank].submit("beside", function, *args)
         return _Done(call.function()) if isinstance(call, LocalCall) else _Reference(call)
 

@@ -97,9 +97,7 @@ class _LoadableCopy:
         for key, item in value.items():
             item_path = f"{path}[{_quoted(key)}]"
             copy[self.convert(key, f"key of {item_path}")] = self.convert(item, item_path)
-        if isinstance(
-            value, collections.OrderedDict
-        ):  # A module's state dict keeps its layers' versions there.
+        if isinstance(value, collections.OrderedDict):  # A module's state dict keeps its layers' versions there.
             vars(copy).update(self.convert(vars(value), f"vars({path})"))
         return copy
 

@@ -78,9 +78,7 @@ class UnsafeCheckpointError(ValueError):
     """The file needs more than plain data to be loaded, and was not declared trustworthy."""
 
 
-def write(
-    path: str | os.PathLike[str], state: dict[str, Any], *, format_version: int = FORMAT_VERSION
-) -> None:
+def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version: int = FORMAT_VERSION) -> None:
     """Write `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
 
     Args:
@@ -94,9 +92,7 @@ def write(
     """
     missing = _missing_keys(state)
     if missing:
-        raise ValueError(
-            f"`write({os.fspath(path)!r}, state)`: `state` lacks {missing}; {_REQUIRED_KEYS_HINT}"
-        )
+        raise ValueError(f"`write({os.fspath(path)!r}, state)`: `state` lacks {missing}; {_REQUIRED_KEYS_HINT}")
     content = {key: value for key, value in state.items() if key != FORMAT_KEY}
     content[FORMAT_KEY] = format_version
     with _replacing(os.path.realpath(path)) as file:
@@ -175,9 +171,7 @@ class AsyncWriter:
             self._raise_failure()
             self._jobs.append(_Job(os.fspath(path), produce))
             if self._thread is None:
-                self._thread = threading.Thread(
-                    target=self._work, name="raysgd-checkpoint-writer", daemon=False
-                )
+                self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 self._thread.start()
 
     def wait(self) -> None:
@@ -317,9 +311,7 @@ def _replacing(target: str) -> Iterator[IO[bytes]]:
     """Open a new file that becomes `target` when the block ends well, and vanishes when it does not."""
     folder = os.path.dirname(target)
     if not os.path.isdir(folder):
-        raise FileNotFoundError(
-            errno.ENOENT, "the checkpoint's folder does not exist: create it first", folder
-        )
+        raise FileNotFoundError(errno.ENOENT, "the checkpoint's folder does not exist: create it first", folder)
     if os.path.isdir(target):
         raise IsADirectoryError(errno.EISDIR, "the checkpoint's path is a folder: add a file name", target)
     temporary = os.path.join(folder, f".raysgd-{secrets.token_hex(8)}.tmp")
@@ -370,9 +362,7 @@ def _is_zip_end(tail: bytes) -> bool:
 def _is_sealed(tail: bytes) -> bool:
     """Whether these last bytes of a file end a zip archive whose comment is a checksum."""
     comment_length = tail[-_SEAL_BYTES - _COMMENT_LENGTH_BYTES : -_SEAL_BYTES]
-    return (
-        bool(_SEAL.fullmatch(tail[-_SEAL_BYTES:])) and int.from_bytes(comment_length, "little") == _SEAL_BYTES
-    )
+    return bool(_SEAL.fullmatch(tail[-_SEAL_BYTES:])) and int.from_bytes(comment_length, "little") == _SEAL_BYTES
 
 
 class _CheckedFile(io.FileIO):
@@ -420,9 +410,7 @@ class _CheckedFile(io.FileIO):
         """Fill `target` from the current position, as far as the file goes; large pieces are checked."""
         view = memoryview(target).cast("B")
         start = self.tell()
-        counts = len(view) >= self._LARGE_BYTES and self._num_counted <= start <= self._num_to_count - len(
-            view
-        )
+        counts = len(view) >= self._LARGE_BYTES and self._num_counted <= start <= self._num_to_count - len(view)
         if counts:
             self._count_up_to(start)
             self.seek(start)
@@ -506,9 +494,7 @@ def _corrupted(name: str, finding: str) -> CheckpointCorruptedError:
 def _training_state(loaded: Any, name: str) -> dict[str, Any]:
     """Return the state without its version, having made sure that it is one."""
     if not isinstance(loaded, dict):
-        raise ValueError(
-            f"`{name}` holds a `{type(loaded).__name__}`, no training state; {_REQUIRED_KEYS_HINT}"
-        )
+        raise ValueError(f"`{name}` holds a `{type(loaded).__name__}`, no training state; {_REQUIRED_KEYS_HINT}")
     version = loaded.pop(FORMAT_KEY, FORMAT_VERSION)
     if not isinstance(version, int) or version > FORMAT_VERSION:
         raise ValueError(
@@ -521,9 +507,7 @@ def _training_state(loaded: Any, name: str) -> dict[str, Any]:
     return loaded
 
 
-_REQUIRED_KEYS_HINT = (
-    f"a training state, as a trainer's `state_dict()` returns it, has {list(REQUIRED_KEYS)}."
-)
+_REQUIRED_KEYS_HINT = f"a training state, as a trainer's `state_dict()` returns it, has {list(REQUIRED_KEYS)}."
 
 
 def _missing_keys(state: dict[str, Any]) -> list[str]:

@@ -1,9 +1,9 @@
 """How the replicas of a model are kept equal: one object, asked nowhere else.
 
-The loss of a batch is the mean over its samples, and the transport takes the plain mean of the ranks' gradients. Where the
-ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the samples first
-(`Step.weight`, 1.0 nearly always). Where the library itself runs the backward pass it weights the loss, which is free; where
-user code may call `backward` by itself, a communication hook weights the gradient on its way out.
+The loss of a batch is the mean over its samples, and the transport takes the plain mean of the ranks' gradients. Where
+the ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the
+samples first (`Step.weight`, 1.0 nearly always). Where the library itself runs the backward pass it weights the loss,
+which is free; where user code may call `backward` by itself, a communication hook weights the gradient on its way out.
 """
 
 # No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.

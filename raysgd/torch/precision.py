@@ -1,7 +1,7 @@
 """In which number format a model is trained: one object, asked nowhere else.
 
-`Precision` itself is plain fp32; the others override only what differs. One parser, at the end, turns the user's flag into an
-object, and reports a bad flag.
+`Precision` itself is plain fp32; the others override only what differs. One parser, at the end, turns the user's flag
+into an object, and reports a bad flag.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ def _apex_amp() -> Any:
 
 def _apex_missing() -> ImportError:
     return ImportError(
-        '`use_fp16="apex"` needs `apex.amp`, which cannot be imported. Apex installs from source only, and its `amp` has left '
+        '`use_fp16="apex"` needs `apex.amp`, which cannot be imported. Apex installs from source only, and its '
+        "`amp` has left "
         "its main line: build a version that still has it, or use PyTorch's own mixed precision with `use_fp16=True`."
     )
-

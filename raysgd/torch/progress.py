@@ -1,7 +1,7 @@
 """The progress bar, drawn in the driver: workers only count.
 
-In a terminal or a notebook it is one bar that is cleared when the epoch ends. In a log file, where a bar would fill pages, it
-is one line at the end of the epoch.
+In a terminal or a notebook it is one bar that is cleared when the epoch ends. In a log file, where a bar would fill
+pages, it is one line at the end of the epoch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ class ProgressBar:
     def __enter__(self) -> ProgressBar:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.close()
         elif self._last is not None and kind is None:
@@ -47,7 +49,9 @@ class ProgressBar:
         if not self._is_interactive():
             return
         if self._bar is None:
-            self._bar = self._tqdm(total=progress.total, desc=_label(progress), unit="batch", leave=False, file=self._stream)
+            self._bar = self._tqdm(
+                total=progress.total, desc=_label(progress), unit="batch", leave=False, file=self._stream
+            )
         self._bar.n = progress.num_steps
         if progress.loss is not None:
             self._bar.set_postfix({"loss": f"{progress.loss:.4g}"}, refresh=False)

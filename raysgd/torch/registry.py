@@ -42,7 +42,8 @@ def models_of(given: Any) -> Parts:
     if strangers or not parts.items:
         found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
         raise InvalidRegistrationError(
-            f"`register(models=...)` got {found}: pass a `torch.nn.Module`, or a list or tuple of them. Criteria go into "
+            f"`register(models=...)` got {found}: pass a `torch.nn.Module`, or a list or tuple of them. Criteria "
+            "go into "
             "`criterion`, loaders into `register_data`."
         )
     return parts
@@ -59,7 +60,8 @@ def optimizers_of(given: Any) -> Parts:
     strangers = [item for item in parts.items if not hasattr(item, "step")]
     if strangers:
         raise InvalidRegistrationError(
-            f"`register(optimizers=...)` got `{type(strangers[0]).__name__}`, which has no `step`: pass an optimizer, or a "
+            f"`register(optimizers=...)` got `{type(strangers[0]).__name__}`, which has no `step`: pass an "
+            "optimizer, or a "
             "list or tuple of them."
         )
     return parts

@@ -92,9 +92,7 @@ class ResNet(nn.Module):
     ) -> None:
         super().__init__()
         if len(num_blocks) != len(_STAGE_WIDTHS):
-            raise ValueError(
-                f"`num_blocks={list(num_blocks)}`: need {len(_STAGE_WIDTHS)} numbers, one for each stage."
-            )
+            raise ValueError(f"`num_blocks={list(num_blocks)}`: need {len(_STAGE_WIDTHS)} numbers, one for each stage.")
         self.conv1 = nn.Conv2d(3, _STAGE_WIDTHS[0], kernel_size=3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(_STAGE_WIDTHS[0])
         stages = []

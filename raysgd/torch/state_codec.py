@@ -280,8 +280,7 @@ def _build_tensors(parts: list[_TensorPart], buffer: _Bytes, copy: bool) -> list
         warnings.simplefilter("ignore", UserWarning)
         contents = [torch.from_numpy(_slice(buffer, part)) for part in parts]
     return [
-        _build_tensor(part, content.clone() if copy else content)
-        for part, content in zip(parts, contents, strict=True)
+        _build_tensor(part, content.clone() if copy else content) for part, content in zip(parts, contents, strict=True)
     ]
 
 

@@ -1,8 +1,8 @@
 """Batches that come one after the other, across calls: the position in the data of one replica.
 
-A stream keeps a live iterator over its source between calls, so that `num_steps` goes on where the last call stopped. The
-sources differ in what is known beforehand: a loader that the library divides knows every rank's share of every step; any
-other loader does not, so the ranks agree step by step, one step ahead of the training and beside it.
+A stream keeps a live iterator over its source between calls, so that `num_steps` goes on where the last call stopped.
+The sources differ in what is known beforehand: a loader that the library divides knows every rank's share of every
+step; any other loader does not, so the ranks agree step by step, one step ahead of the training and beside it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from raysgd.torch.parallel import Step
 from raysgd.torch.sampling import ShardedLoader, count_samples
 
 _END = object()
+_NO_BATCH = object()  # this rank has no sample in a joint step, which counts all the same
 
 
 class Source(Protocol):
     """Where the batches of a pass come from."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[tuple[Any, float, int | None]]:
-        """Starts a pass after `consumed` samples. Yields batch, gradient weight, and number of real samples if known."""
+        """Starts a pass after `consumed` samples. Yields batch, gradient weight, and real samples if known."""
 
     def num_steps(self) -> int | None:
         """Steps of the pass that was opened last, if known."""
@@ -36,8 +37,8 @@ class Source(Protocol):
 class DividedSource:
     """A loader that the library divides over the ranks.
 
-    A loader draws a seed for its processes whenever it is opened. Here it draws that from a generator of its own, so that a
-    pass that was interrupted and resumed leaves the model's random numbers as they would have been.
+    A loader draws a seed for its processes whenever it is opened. Here it draws that from a generator of its own, so
+    that a pass that was interrupted and resumed leaves the model's random numbers as they would have been.
 
     Args:
         sharded: The rebuilt loader.
@@ -58,9 +59,12 @@ class DividedSource:
         for step, batch in enumerate(self._sharded.loader):
             share = plan.share(step, rank)
             yield batch, share.weight, share.num_samples
+        if plan.num_batches(rank) < plan.num_steps:
+            yield _NO_BATCH, 0.0, 0
 
     def num_steps(self) -> int | None:
-        return len(self._sharded.sampler)
+        plan = self._sharded.sampler.plan
+        return len(self._sharded.sampler) if plan is None else plan.num_steps
 
     def consumed_after(self, num_steps: int) -> int:
         plan = self._sharded.sampler.plan
@@ -110,7 +114,8 @@ class LockstepSource(PlainSource):
             has_own, last = coming is not _END, last if coming is _END else coming
             if last is _END:
                 raise ValueError(
-                    "The train loader of this rank is empty while other ranks have data, so it has no batch to step with. "
+                    "The train loader of this rank is empty while other ranks have data, so it has no batch to "
+                    "step with. "
                     "Give every rank at least one batch."
                 )
             own = count_samples(last) if has_own else 0
@@ -203,7 +208,9 @@ class BatchStream:
                 continue
             just_opened = False
             produced += 1
-            yield self._hand_out(*item)
+            batch = self._hand_out(*item)
+            if batch is not _NO_BATCH:
+                yield batch
 
     def _open(self) -> Iterator[tuple[Any, float, int | None]]:
         if self._to_resume is not None:

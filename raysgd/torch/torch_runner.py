@@ -1,4 +1,4 @@
-"""`TorchRunner`: the replica that lives in each worker. It owns the operator, the position in the data and the timers."""
+"""`TorchRunner`: the replica in each worker. It owns the operator, the position in the data and the timers."""
 
 from __future__ import annotations
 
@@ -78,7 +78,8 @@ class RunnerFacts:
 class EpochRequest:
     """One call of `train` or `validate`, as one worker sees it.
 
-    `tick` is called between steps, some ten times a second, by a replica in the driver: there, nobody else has the time to.
+    `tick` is called between steps, some ten times a second, by a replica in the driver: there, nobody else has the
+    time to.
     """
 
     num_steps: int | None
@@ -199,7 +200,8 @@ class TorchRunner:
     def restore(
         self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any], may_keep: bool = False
     ) -> None:
-        """Takes over a snapshot or a checkpoint, which in the driver needs no encoding; nothing is changed if it does not fit.
+        """Takes over a snapshot or a checkpoint, which in the driver needs no encoding; nothing is changed if it does
+        not fit.
 
         Raises:
             KeyError: A part is missing.
@@ -207,7 +209,9 @@ class TorchRunner:
         """
         state = decode(shared_state, copy=False) if isinstance(shared_state, EncodedState) else shared_state
         self._check(state)
-        self._apply(state if may_keep else {**state, **copy.deepcopy({key: state[key] for key in _KEPT if key in state})})
+        self._apply(
+            state if may_keep else {**state, **copy.deepcopy({key: state[key] for key in _KEPT if key in state})}
+        )
         if self._world.rank < len(rank_states) and rank_states[self._world.rank] is not None:
             rng.restore(rank_states[self._world.rank])
 
@@ -271,7 +275,9 @@ class TorchRunner:
         stream, began_at, num_steps, info = running
         loss = as_number(self.operator._latest_metrics.get("train_loss"))
         total = num_steps if num_steps is not None else stream.source.num_steps()
-        return Progress(stream.num_steps_taken - began_at, total, info.get("epoch_idx", 0), info.get("num_epochs"), loss)
+        return Progress(
+            stream.num_steps_taken - began_at, total, info.get("epoch_idx", 0), info.get("num_epochs"), loss
+        )
 
     def _answer(self, returned: Any, extra: dict[str, Any], profile: bool, num_steps: int) -> EpochAnswer:
         timings = {"profile": self._timers.stats()} if profile else {}
@@ -374,7 +380,8 @@ class TorchRunner:
         found = getattr(self.operator, name, None)
         if found is None:
             raise NotRegisteredError(
-                f"`{type(self.operator).__name__}.setup` never called `register`: register models and optimizers there, so that "
+                f"`{type(self.operator).__name__}.setup` never called `register`: register models and optimizers "
+                "there, so that "
                 "the library can save and restore them."
             )
         return list(found)
@@ -460,7 +467,9 @@ def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) 
     """
     parameters = list(inspect.signature(method).parameters.values())[1:]
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        positional = [p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name not in named]
+        positional = [
+            p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name not in named
+        ]
         if positional and positional[0].default is inspect.Parameter.empty:
             return method(iterator, named.pop("info"), **named)
         return method(iterator, **named)
@@ -546,6 +555,7 @@ def _check_groups(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     saved_sizes = [len(group["params"]) for group in saved.get("param_groups", ())]
     if sizes != saved_sizes:
         raise ValueError(
-            f"The state of an optimizer does not fit, nothing was loaded: its groups have {saved_sizes} parameters, the "
+            f"The state of an optimizer does not fit, nothing was loaded: its groups have {saved_sizes} "
+            "parameters, the "
             f"registered optimizer's {sizes}."
         )

@@ -68,7 +68,8 @@ class TorchTrainer:
         use_fp16: True for PyTorch's own mixed precision, "apex" for Apex.
         use_tqdm: Whether to show a progress bar in `train`.
         add_dist_sampler: Whether registered loaders over map-style datasets are divided over the workers.
-        scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for never.
+        scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
+            never.
         use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
 
     Raises:
@@ -113,15 +114,21 @@ class TorchTrainer:
         data_loader_args: Any = None,
         **unknown: Any,
     ) -> None:
-        _check_count("num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`.")
+        _check_count(
+            "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
+        )
         _refuse_creators(model_creator, data_creator, optimizer_creator, scheduler_creator, loss_creator)
         if use_local:
             _check_use_local(num_workers)
         if num_workers > 1 and not torch.distributed.is_available():
-            raise ValueError(f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`; it can use 1.")
+            raise ValueError(
+                f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`; it can use 1."
+            )
         _refuse_retired(num_replicas=num_replicas, batch_size=batch_size, apex_args=apex_args)
         if serialize_data_creation is True:
-            logger.warning("`serialize_data_creation` of the trainer has no effect; `TrainingOperator.from_creators` has it")
+            logger.warning(
+                "`serialize_data_creation` of the trainer has no effect; `TrainingOperator.from_creators` has it"
+            )
         _refuse_retired(data_loader_args=data_loader_args or None)
         _validate_scheduler_step_freq(scheduler_step_freq)
         _refuse_unknown(unknown)
@@ -196,7 +203,8 @@ class TorchTrainer:
             reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
             max_retries: How many times this call is run again after a loss of workers.
             info: Handed to the operator.
-            dataset: Trained on instead of the registered loader, for this call: has `set_num_shards(n)` and `get_shard(i)`.
+            dataset: Trained on instead of the registered loader, for this call: has `set_num_shards(n)` and
+                `get_shard(i)`.
 
         Returns:
             `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and its last value.
@@ -207,7 +215,9 @@ class TorchTrainer:
             WorkersLostError: Workers were lost and the retries are used up.
         """
         if not isinstance(max_retries, int) or max_retries < 0:
-            raise InvalidCountError(f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more.")
+            raise InvalidCountError(
+                f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more."
+            )
         _check_num_steps(num_steps)
         with ExitStack() as stack:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
@@ -228,7 +238,7 @@ class TorchTrainer:
         reduce_results: bool = True,
         info: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Evaluates on the validation loader, every sample exactly once; arguments and result as in `train`, no `epoch`."""
+        """Evaluates on the validation loader, every sample once; arguments and result as in `train`, no `epoch`."""
         _check_num_steps(num_steps)
         requests = partial(self._requests, num_steps, profile, dict(info or {}), None, None)
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
@@ -268,8 +278,10 @@ class TorchTrainer:
         counts = [answer.num_steps for answer in answers]
         if self._facts.is_synchronous and len(set(counts)) > 1:
             raise UnevenStepsError(
-                f"The workers drew {counts} batches: replicas under `DistributedDataParallel` must take the same number of steps. "
-                "Let `train_epoch` consume its iterator alike on all ranks, or pass `wrap_ddp=False` and keep them equal yourself."
+                f"The workers drew {counts} batches: replicas under `DistributedDataParallel` must take the same "
+                "number of steps. "
+                "Let `train_epoch` consume its iterator alike on all ranks, or pass `wrap_ddp=False` and keep them "
+                "equal yourself."
             )
 
     # ------------------------------------------------------------------------------------------------ functions
@@ -293,7 +305,8 @@ class TorchTrainer:
         runner = self._controller.group.local_replica
         if runner is None:
             raise NotImplementedError(
-                "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with `use_local=True`."
+                "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with "
+                "`use_local=True`."
             )
         self._controller.touch()  # whoever asks for it may change it
         operator: TrainingOperator = runner.operator
@@ -342,9 +355,10 @@ class TorchTrainer:
 
         Args:
             checkpoint: The path.
-            blocking: False returns once the state is copied and writes in the background; an error is raised by the next
-                `save` or by `shutdown`.
-            weights_only: False lets the operator's own state hold any object; such a file needs `load(..., weights_only=False)`.
+            blocking: False returns once the state is copied and writes in the background; an error is raised by the
+                next `save` or by `shutdown`.
+            weights_only: False lets the operator's own state hold any object; such a file needs `load(...,
+                weights_only=False)`.
 
         Returns:
             `checkpoint`.
@@ -422,7 +436,9 @@ class TorchTrainer:
     def __enter__(self) -> TorchTrainer:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.shutdown(force=error is not None)
 
     # ------------------------------------------------------------------------------------------------ to read
@@ -466,17 +482,21 @@ class TorchTrainer:
         split = split_batch_size(self._requested_config[BATCH_SIZE], self.max_replicas)
         if split.effective != split.requested:
             logger.warning(
-                "the batch size %s does not divide over %s workers: taking %s", split.requested, self.max_replicas, split.effective
+                "the batch size %s does not divide over %s workers: taking %s",
+                split.requested,
+                self.max_replicas,
+                split.effective,
             )
 
     def _check_same_data(self) -> None:
-        """All ranks must divide the same data; otherwise they would train on overlapping parts without anybody noticing."""
+        """All ranks must divide the same data; otherwise they would train on overlapping parts unnoticed."""
         for name in ("train_data", "validation_data"):
             found = [getattr(facts, name) for facts in self._controller.facts]
             if len(set(found)) > 1:
                 self.shutdown(force=True)
                 raise ValueError(
-                    f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one dataset that "
+                    f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one "
+                    "dataset that "
                     "all workers have alike. If each worker loads a part of its own, pass `add_dist_sampler=False`."
                 )
 
@@ -492,7 +512,8 @@ def _merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
     if len(metrics) < len(answers):
         strange = next(answer.returned for answer in answers if answer.metrics is None)
         raise TypeError(
-            f"The operator returned a `{type(strange).__name__}`, which cannot be merged over workers: return a dict of metrics, "
+            f"The operator returned a `{type(strange).__name__}`, which cannot be merged over workers: return a "
+            "dict of metrics, "
             "or pass `reduce_results=False` to get every worker's own."
         )
     return results.merge(metrics)
@@ -514,7 +535,8 @@ def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
     for key, count in expected.items():
         if len(state[key]) != count:
             raise ValueError(
-                f"The state holds {len(state[key])} {key}, but the operator registered {count}. Nothing was loaded; load it with "
+                f"The state holds {len(state[key])} {key}, but the operator registered {count}. Nothing was "
+                "loaded; load it with "
                 "the operator that saved it."
             )
 
@@ -536,7 +558,9 @@ def _check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any
 
 def _check_num_steps(num_steps: Any) -> None:
     if num_steps is not None and (isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0):
-        raise InvalidCountError(f"`num_steps={num_steps!r}`: need a number of batches per worker, or None for one pass.")
+        raise InvalidCountError(
+            f"`num_steps={num_steps!r}`: need a number of batches per worker, or None for one pass."
+        )
 
 
 def _check_use_local(num_workers: int) -> None:
@@ -544,7 +568,9 @@ def _check_use_local(num_workers: int) -> None:
         from raysgd.engine.resources import is_ray_client
 
         if is_ray_client():
-            raise ValueError("`use_local=True` does not work through a Ray Client connection: this process is not in the cluster.")
+            raise ValueError(
+                "`use_local=True` does not work through a Ray Client connection: this process is not in the cluster."
+            )
     _warn_local_once()
 
 
@@ -560,7 +586,11 @@ def _warn_local_once() -> None:
 def _check_operator_class(operator_cls: Any) -> None:
     if isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator):
         return
-    found = f"an instance of `{type(operator_cls).__name__}`" if isinstance(operator_cls, TrainingOperator) else repr(operator_cls)
+    found = (
+        f"an instance of `{type(operator_cls).__name__}`"
+        if isinstance(operator_cls, TrainingOperator)
+        else repr(operator_cls)
+    )
     raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `TrainingOperator`, the class itself.")
 
 
@@ -635,5 +665,3 @@ def _resolve_timeout(timeout_s: float | None, backend: str) -> float:
 def _abandon(controller: ElasticController) -> None:
     """For a trainer that was never shut down: at its collection or at the end of the program."""
     controller.stop(force=True)
-
-

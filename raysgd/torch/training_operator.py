@@ -54,8 +54,8 @@ class TrainingOperator:
     """Defines a training by subclassing; every worker has one instance.
 
     Override `setup` (required): create models, optimizers and loaders there, and hand them to `register` and
-    `register_data`. With a single `self.model`, `self.optimizer` and `self.criterion` nothing else is needed. Do not override
-    `__init__`.
+    `register_data`. With a single `self.model`, `self.optimizer` and `self.criterion` nothing else is needed. Do not
+    override `__init__`.
 
     Example:
         >>> import torch
@@ -65,7 +65,8 @@ class TrainingOperator:
         ...         model = torch.nn.Linear(1, 1)
         ...         optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
         ...         self.model, self.optimizer, self.criterion = self.register(
-        ...             models=model, optimizers=optimizer, criterion=torch.nn.MSELoss())
+        ...             models=model, optimizers=optimizer, criterion=torch.nn.MSELoss()
+        ...         )
         ...         x = torch.linspace(0, 1, 64).reshape(-1, 1)
         ...         self.register_data(train_loader=DataLoader(TensorDataset(x, 2 * x), batch_size=8))
         >>> from raysgd import TorchTrainer
@@ -207,12 +208,16 @@ class TrainingOperator:
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluates one batch: `val_loss`, `val_accuracy` (share of samples whose largest output is the target) and weight."""
+        """Evaluates one batch: `val_loss`, `val_accuracy` (how often the largest output is the target) and weight."""
         features, target = self.prepare_batch(batch)
         with self.timers.record("eval_fwd"), self._precision.forward():
             output, loss = self.forward(features, target)
         num_samples = count_samples((target,))
-        return {"val_loss": loss.detach(), "val_accuracy": _accuracy(output, target, num_samples), NUM_SAMPLES: num_samples}
+        return {
+            "val_loss": loss.detach(),
+            "val_accuracy": _accuracy(output, target, num_samples),
+            NUM_SAMPLES: num_samples,
+        }
 
     def state_dict(self) -> Any:
         """State of your own for checkpoints and recovery; what is registered is taken care of. Return CPU data."""
@@ -234,7 +239,8 @@ class TrainingOperator:
         apex_args: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> Any:
-        """Hands models, optimizers, criterion and schedulers to the library: placed, prepared, and wrapped, in this order.
+        """Hands models, optimizers, criterion and schedulers to the library: placed, prepared, and wrapped, in this
+        order.
 
         Args:
             models: One module, or a list or tuple of them.
@@ -258,7 +264,8 @@ class TrainingOperator:
         scheduler_parts = registry.schedulers_of(schedulers)
         if scheduler_parts is not None and self.scheduler_step_freq is None:
             raise ValueError(
-                "`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass \"batch\" or \"epoch\" to have "
+                '`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass "batch" or "epoch" '
+                "to have "
                 'the library step `self.scheduler`, or "manual" to step by yourself.'
             )
         placed = [self._place(model) for model in model_parts.items]
@@ -399,8 +406,8 @@ class TrainingOperator:
             data_creator: `config` -> train loader, or train and validation loader.
             loss_creator: A loss class of PyTorch, or `config` -> loss.
             scheduler_creator: What the optimizer creator returned, `config` -> scheduler or schedulers.
-            serialize_data_creation: Lets the workers of a node create their data one after the other, so that only the first
-                one downloads.
+            serialize_data_creation: Lets the workers of a node create their data one after the other, so that only the
+                first one downloads.
 
         Raises:
             ValueError: The model or optimizer creator is not callable.
@@ -445,7 +452,8 @@ class TrainingOperator:
             return getattr(self, name)
         except AttributeError:
             raise NotRegisteredError(
-                f"The stock methods need `self.{name}`: set it in `setup` from what `register` returns, or override the method "
+                f"The stock methods need `self.{name}`: set it in `setup` from what `register` returns, or "
+                "override the method "
                 f"that uses it (`{type(self).__name__}` does neither)."
             ) from None
 
@@ -483,7 +491,9 @@ class CreatorOperator(TrainingOperator):
         optimizers = self._optimizer_creator(models, config)
         schedulers = self._scheduler_creator(optimizers, config) if self._scheduler_creator else None
         criterion = self._create_loss(config)
-        self._registered = self.register(models=models, optimizers=optimizers, criterion=criterion, schedulers=schedulers)
+        self._registered = self.register(
+            models=models, optimizers=optimizers, criterion=criterion, schedulers=schedulers
+        )
         self._has_schedulers = schedulers is not None
         if _is_multiple(models) or _is_multiple(optimizers):
             logger.info("several models or optimizers: the stock loops use the first of each")
@@ -501,7 +511,9 @@ class CreatorOperator(TrainingOperator):
         if not isinstance(loaders, list | tuple):
             return loaders, None
         if len(loaders) > 2:
-            raise ValueError(f"`data_creator` returned {len(loaders)} loaders: return one (train) or two (train, validation).")
+            raise ValueError(
+                f"`data_creator` returned {len(loaders)} loaders: return one (train) or two (train, validation)."
+            )
         return loaders[0], loaders[1] if len(loaders) == 2 else None
 
     def _create_loss(self, config: dict[str, Any]) -> Any:
@@ -571,7 +583,7 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def _accuracy(output: Any, target: Any, num_samples: int) -> Any:
-    """Share of samples (of pixels, where each has a class) whose largest output is the target; NaN where there is no such."""
+    """Share of samples (or pixels) whose largest output is the target; NaN where that means nothing."""
     if not isinstance(output, torch.Tensor) or output.ndim < 2 or not isinstance(target, torch.Tensor):
         return float("nan")
     predicted = output.argmax(dim=1)
@@ -583,7 +595,9 @@ def _accuracy(output: Any, target: Any, num_samples: int) -> Any:
 def _refuse_unknown(unknown: dict[str, Any]) -> None:
     if not unknown:
         return
-    hint = "Loaders go into `register_data(train_loader=..., validation_loader=...)`. " if "loader" in str(unknown) else ""
+    hint = (
+        "Loaders go into `register_data(train_loader=..., validation_loader=...)`. " if "loader" in str(unknown) else ""
+    )
     raise TypeError(
         f"`register` does not know {', '.join(f'`{name}`' for name in unknown)}. {hint}"
         "Allowed are models, optimizers, criterion, schedulers, ddp_args and apex_args."
@@ -622,7 +636,7 @@ def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOper
 
 
 def get_test_metrics_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
-    """An operator for tests that reports `config["scores"]` and `config["val_scores"]` under the name `config["key"]`."""
+    """An operator for tests that reports `config["scores"]` and `config["val_scores"]` as `config["key"]`."""
 
     class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]
         def setup(self, config: dict[str, Any]) -> None:

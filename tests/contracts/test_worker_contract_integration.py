@@ -303,17 +303,15 @@ def test_a_lost_connection_is_told_from_the_users_own_errors_by_whoever_has_peer
 # -------------------------------------------------------------------------------------------- beside
 
 
-def wait_for_a_second(replica: CountingReplica) -> float:
-    time.sleep(1.0)
-    return time.time()
+def wait_for(replica: CountingReplica, path: Path) -> str:
+    """Keeps the worker busy until a file is there."""
+    while not path.exists():
+        time.sleep(0.01)
+    return "waited"
 
 
-def fetch(replica: CountingReplica, token: int) -> tuple[float, float]:
-    return replica.fetch(token), time.time()
-
-
-def lose_connection_beside(replica: CountingReplica) -> None:
-    raise KeyError("beside")
+def fetch(replica: CountingReplica, token: int) -> float:
+    return replica.fetch(token)
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -327,26 +325,28 @@ def large(request: pytest.FixtureRequest, ray_cluster: None) -> Iterator[Started
     group.kill(10)
 
 
-def test_a_large_state_waits_under_a_token_and_is_fetched_while_its_worker_is_busy(large: Started) -> None:
+def test_a_large_state_waits_under_a_token_and_is_fetched_while_its_worker_is_busy(
+    large: Started, tmp_path: Path
+) -> None:
     captures = [answer.capture for answer in large.call(add, 2.0, capture=True).values]
     assert captures[0].shared_state is None
     assert all(capture.token is None for capture in captures[1:])
-    if large.kind.use_local:  # the driver is busy only while nobody else can ask
-        state, _ = large.group.beside(0, fetch, captures[0].token).result(None)
-        assert state == 2.0
-        return
-    reference = large.group._workers[0].submit("on_replica", wait_for_a_second, False, None)
-    state, fetched_at = large.group.beside(0, fetch, captures[0].token).result(5.0)
-    assert state == 2.0
-    assert fetched_at < ray.get(reference).value
+    busy: Any = large.group._workers[0].submit("on_replica", wait_for, False, None, tmp_path / "done")
+    assert large.group.beside(0, fetch, captures[0].token).result(20.0) == 2.0
+    (tmp_path / "done").touch()
+    if not large.kind.use_local:  # there it was not busy yet: its call runs when it is gathered
+        assert ray.get(busy).value == "waited"
 
 
-def test_a_transfer_that_is_not_there_in_time_says_so_and_can_be_asked_again(large: Started) -> None:
-    transfer = large.group.beside(0, wait_for_a_second)
+def test_a_transfer_that_is_not_there_in_time_says_so_and_can_be_asked_again(large: Started, tmp_path: Path) -> None:
+    if large.kind.use_local:  # there it never travels
+        (tmp_path / "done").touch()
+    transfer = large.group.beside(0, wait_for, tmp_path / "done")
     if not large.kind.use_local:
         with pytest.raises(TimeoutError):
             transfer.result(0.0)
-    assert transfer.result(None) > 0
+    (tmp_path / "done").touch()
+    assert transfer.result(None) == "waited"
 
 
 def test_a_released_state_cannot_be_fetched_any_more(large: Started) -> None:

@@ -28,7 +28,6 @@ from tests.fakes import (
     read,
 )
 
-
 HOURS = 3600.0
 
 
@@ -54,9 +53,7 @@ class Trainer:
                 use_local=use_local,
                 captures=captures,
             ),
-            ScalingPolicy(
-                max_workers, num_local=int(use_local), **{"draw": lambda: 0.0, **scaling}
-            ),  # no jitter
+            ScalingPolicy(max_workers, num_local=int(use_local), **{"draw": lambda: 0.0, **scaling}),  # no jitter
             make_group=self.cluster.make_group,
             view=self.cluster.view,
             clock=self.clock.as_clock(),

@@ -158,9 +158,7 @@ def test_a_worker_may_die_while_it_starts_while_it_is_restored_and_when_it_start
     assert plan.num_fired == 3
 
 
-def test_a_worker_that_always_dies_while_it_starts_is_an_error_in_the_end(
-    make: Make, plan: FailurePlan
-) -> None:
+def test_a_worker_that_always_dies_while_it_starts_is_an_error_in_the_end(make: Make, plan: FailurePlan) -> None:
     with pytest.raises(WorkersLostError, match="died in each of 4 attempts"):
         make(plan.die(rank=0, step=SET_UP, times=99), num_workers=1)
     assert plan.num_fired == 4
@@ -175,9 +173,7 @@ def test_a_spent_budget_is_an_error_and_the_state_is_still_there(make: Make, pla
     assert trainer.train(3, max_retries=0) == [(4, 2)] * 2
 
 
-def test_a_large_state_that_was_on_its_way_when_its_worker_died_is_made_again(
-    make: Make, plan: FailurePlan
-) -> None:
+def test_a_large_state_that_was_on_its_way_when_its_worker_died_is_made_again(make: Make, plan: FailurePlan) -> None:
     trainer = make(plan, is_large=True)
     trainer.train(1)
     trainer.train(2)
@@ -186,9 +182,7 @@ def test_a_large_state_that_was_on_its_way_when_its_worker_died_is_made_again(
     assert trainer.train(3) == [(6, 3)] * 2
 
 
-def test_in_a_real_process_group_a_death_is_told_from_the_errors_that_follow(
-    make: Make, plan: FailurePlan
-) -> None:
+def test_in_a_real_process_group_a_death_is_told_from_the_errors_that_follow(make: Make, plan: FailurePlan) -> None:
     trainer = make(plan.die(rank=0, step=2), backend=TorchBackend(timeout_s=60))
     for step, total in ((1, 1), (2, 3), (3, 6)):
         assert trainer.train(step, max_retries=1, function=train_together) == [(total, step)] * 2
@@ -233,9 +227,7 @@ def test_an_exception_in_the_set_up_is_not_tried_again(make: Make, plan: Failure
     assert plan.num_fired == 1
 
 
-def test_ctrl_c_ends_the_workers_and_the_next_call_starts_from_the_last_state(
-    make: Make, plan: FailurePlan
-) -> None:
+def test_ctrl_c_ends_the_workers_and_the_next_call_starts_from_the_last_state(make: Make, plan: FailurePlan) -> None:
     trainer = make(plan.hang(rank=0, seconds=FOR_EVER_S, step=2))
     trainer.train(1)
     pids = trainer.pids()
@@ -305,9 +297,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_when_no_room_is_left_the_message_says_who_has_it(
-    make: Make, plan: FailurePlan, rival: Rival
-) -> None:
+def test_when_no_room_is_left_the_message_says_who_has_it(make: Make, plan: FailurePlan, rival: Rival) -> None:
     scaling = ScalingPolicy(1, num_attempts=2, first_delay_s=0.1)
     need = Resources(num_cpus=NUM_CPUS)
     trainer = make(plan.die(rank=0, step=2), resources=need, scaling=scaling, view=rival.view)

@@ -9,9 +9,7 @@ from tests.fakes import failure
 
 def report(*kinds: FailureKind | None) -> GroupReport:
     return GroupReport(
-        tuple(
-            Outcome(rank, failure=failure(kind, rank) if kind else None) for rank, kind in enumerate(kinds)
-        )
+        tuple(Outcome(rank, failure=failure(kind, rank) if kind else None) for rank, kind in enumerate(kinds))
     )
 
 

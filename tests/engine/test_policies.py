@@ -49,9 +49,7 @@ def policy(max_workers: int = 4, **options: float) -> ScalingPolicy:
         ({}, Resources(), 0),
     ],
 )
-def test_the_scarcest_resource_decides_how_many_fit(
-    free: dict[str, float], need: Resources, expected: int
-) -> None:
+def test_the_scarcest_resource_decides_how_many_fit(free: dict[str, float], need: Resources, expected: int) -> None:
     assert num_fitting(free, need) == expected
 
 

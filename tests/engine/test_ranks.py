@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from raysgd.engine import ranks
-from raysgd.engine.types import World, WorkerInfo
+from raysgd.engine.types import WorkerInfo, World
 
 
 def infos(nodes: str) -> list[WorkerInfo]:

@@ -126,7 +126,8 @@ def in_a_trial(num_bundles: int, function: Callable[[], Any]) -> Any:
         placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
     )
     try:
-        return ray.get(Trial.options(scheduling_strategy=strategy).remote().run.remote(function))
+        trial: Any = Trial
+        return ray.get(trial.options(scheduling_strategy=strategy).remote().run.remote(function))
     finally:
         remove_placement_group(group)
 

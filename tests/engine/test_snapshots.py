@@ -6,13 +6,15 @@ from typing import Any
 from raysgd.engine.replica import Capture
 from raysgd.engine.snapshots import Snapshot, SnapshotKeeper
 
+ON_ITS_WAY = TimeoutError("on its way")
+
 
 @dataclass
 class Transfer:
     """A transfer that a test lets arrive or be lost."""
 
     token: int
-    outcome: Any = TimeoutError("on its way")
+    outcome: Any = ON_ITS_WAY
     waits: list[float | None] = field(default_factory=list)
 
     def result(self, timeout_s: float | None) -> Any:
@@ -91,7 +93,7 @@ def test_until_a_large_state_has_landed_its_calls_are_kept() -> None:
     assert keeper.is_coming
     assert keeper.is_current
     keeper.completed("second")
-    assert keeper.calls_since == ("first", "second")
+    assert list(keeper.calls_since) == ["first", "second"]
     assert keeper.landed == Snapshot("start", ("own 0",))
     wire.transfers[0].outcome = "large"
     keeper.poll()

@@ -20,8 +20,8 @@ from raysgd.engine import worker_group
 from raysgd.engine.failures import classify
 from raysgd.engine.types import GroupReport, Resources, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
-from tests.fakes import CountingReplica, NullBackend, add, read
 from tests.failure_plan import FailurePlan
+from tests.fakes import CountingReplica, NullBackend, add, read
 
 # Where a test waits for an answer that must not be waited for, it waits so long; the limit of a test is shorter.
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
@@ -29,9 +29,7 @@ FOR_EVER_S = 600.0
 
 
 def make_group(num_workers: int = 2, **options: Any) -> WorkerGroup:
-    return WorkerGroup(
-        GroupSpec(**{"backend": NullBackend(), "make_replica": CountingReplica, **options}), num_workers
-    )
+    return WorkerGroup(GroupSpec(**{"backend": NullBackend(), "make_replica": CountingReplica, **options}), num_workers)
 
 
 @pytest.fixture
@@ -49,10 +47,7 @@ def on_all(group: WorkerGroup, function: Callable[..., Any], *args: Any) -> Grou
 
 def kinds(report: GroupReport) -> list[str | None]:
     """What became of each rank."""
-    return [
-        outcome.failure.kind if outcome.failure else "fine" if outcome.ok else None
-        for outcome in report.outcomes
-    ]
+    return [outcome.failure.kind if outcome.failure else "fine" if outcome.ok else None for outcome in report.outcomes]
 
 
 def follow(replica: CountingReplica, plan: FailurePlan, seconds: float = 0.0) -> None:
@@ -191,9 +186,7 @@ def only_there(replica: CountingReplica) -> Any:
     return OnlyThere()
 
 
-@pytest.mark.parametrize(
-    ("function", "words"), [(make_lock, "cannot pickle"), (only_there, "no such module here")]
-)
+@pytest.mark.parametrize(("function", "words"), [(make_lock, "cannot pickle"), (only_there, "no such module here")])
 def test_a_value_that_cannot_travel_is_an_error_of_the_user_not_a_death(
     group: WorkerGroup, function: Callable[..., Any], words: str
 ) -> None:
@@ -206,9 +199,7 @@ def test_a_value_that_cannot_travel_is_an_error_of_the_user_not_a_death(
 # -------------------------------------------------------------------------------------------- starting
 
 
-def test_a_hook_that_raises_is_told_with_its_ranks_and_leaves_nothing(
-    ray_cluster: None, tmp_path: Path
-) -> None:
+def test_a_hook_that_raises_is_told_with_its_ranks_and_leaves_nothing(ray_cluster: None, tmp_path: Path) -> None:
     plan = FailurePlan(tmp_path).fail(rank=None, times=2)
     group = make_group(initialization_hook=partial(plan.check, 0))
     report = group.start()
@@ -218,9 +209,7 @@ def test_a_hook_that_raises_is_told_with_its_ranks_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("verb", ["die", "fail"])
-def test_a_set_up_that_fails_is_reported_and_leaves_nothing(
-    verb: str, ray_cluster: None, tmp_path: Path
-) -> None:
+def test_a_set_up_that_fails_is_reported_and_leaves_nothing(verb: str, ray_cluster: None, tmp_path: Path) -> None:
     plan = getattr(FailurePlan(tmp_path), verb)(rank=1)
     group = make_group(make_replica=partial(PlannedReplica, plan))
     report = group.start()
@@ -330,9 +319,7 @@ def test_a_process_that_waits_for_the_driver_is_not_waited_for_when_that_one_fai
     assert kinds(report) == ["user", None]
 
 
-def test_a_group_whose_process_raised_while_the_driver_finished_can_go_on(
-    mixed: WorkerGroup, tmp_path: Path
-) -> None:
+def test_a_group_whose_process_raised_while_the_driver_finished_can_go_on(mixed: WorkerGroup, tmp_path: Path) -> None:
     report = on_all(mixed, follow, FailurePlan(tmp_path).fail(rank=1), 0.2)
     assert kinds(report) == ["fine", "user"]
     assert report.all_answered

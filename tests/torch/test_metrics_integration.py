@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from itertools import chain, zip_longest
 from typing import Any
 
 import pytest
@@ -34,14 +35,16 @@ class Laboratory(LinearOperator):
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any], **rest: Any) -> dict[str, Any]:  # type: ignore[override]
         if "draw" not in info:
             return super().train_epoch(iterator, info, **rest)
-        drawn = [batch for batch, _ in zip(iterator, range(info["draw"][self.world_rank]), strict=False)]
+        drawn = [batch for _, batch in zip(range(info["draw"][self.world_rank]), iterator, strict=False)]
         return {"drawn": len(drawn)}
 
 
-def start(num_workers: int) -> TorchTrainer:
-    config = {"num_samples": 23, "num_validation_samples": 13}
+def start(num_workers: int, operator_cls: Any = Laboratory) -> TorchTrainer:
     return TorchTrainer(
-        training_operator_cls=Laboratory, num_workers=num_workers, num_cpus_per_worker=0.5, config=config
+        training_operator_cls=operator_cls,
+        num_workers=num_workers,
+        num_cpus_per_worker=0.5,
+        config={"num_samples": 23, "num_validation_samples": 13},
     )
 
 
@@ -57,9 +60,9 @@ def three(ray_cluster: None) -> Iterator[TorchTrainer]:
         yield trainer
 
 
-@pytest.fixture(params=["two", "three"])
-def lab(request: pytest.FixtureRequest) -> TorchTrainer:
-    return request.getfixturevalue(request.param)  # type: ignore[no-any-return]
+@pytest.fixture(params=[2, 3], ids=["two", "three"])
+def lab(request: pytest.FixtureRequest, two: TorchTrainer, three: TorchTrainer) -> TorchTrainer:
+    return {2: two, 3: three}[request.param]
 
 
 def joined(experiment: Experiment, num_workers: int) -> Experiment:
@@ -203,7 +206,7 @@ def uneven(rank: int) -> list[int]:
 def uneven_steps(num_workers: int) -> list[list[int]]:
     """The batches of all ranks, step by step, until all have run out."""
     batches = [[uneven(rank)[i : i + 4] for i in range(0, 10 - 4 * rank, 4)] for rank in range(num_workers)]
-    return [sum((own[step] for own in batches if step < len(own)), []) for step in range(3)]
+    return [list(chain(*step)) for step in zip_longest(*batches, fillvalue=[])]
 
 
 NOT_DIVIDED = {"add_dist_sampler": False}
@@ -256,13 +259,14 @@ def test_streams_of_different_lengths_do_not_hang(lab: TorchTrainer) -> None:
     assert_close(together.model[-1], alone.model[0])
 
 
-def test_a_rank_without_data_is_an_error_and_not_a_wait(two: TorchTrainer) -> None:
-    pids = [info.pid for info in two.worker_group.infos]
-    empty_for_rank_1 = per_rank(lambda rank: [] if rank else [0, 1])
-    with pytest.raises(ValueError, match=r"(?s)loader of this rank is empty.*on rank 1,"):
-        run_together(two, Experiment(empty_for_rank_1, {}, options=NOT_DIVIDED))
-    assert two.train()["num_samples"] == 23
-    assert [info.pid for info in two.worker_group.infos] != pids, "rank 0 waited for rank 1 and had to be ended"
+def test_a_rank_without_data_is_an_error_and_not_a_wait(ray_cluster: None) -> None:
+    with start(2) as trainer:
+        pids = [info.pid for info in trainer.worker_group.infos]
+        empty_for_rank_1 = per_rank(lambda rank: [] if rank else [0, 1])
+        with pytest.raises(ValueError, match=r"(?s)loader of this rank is empty.*on rank 1,"):
+            run_together(trainer, Experiment(empty_for_rank_1, {}, options=NOT_DIVIDED))
+        assert trainer.train()["num_samples"] == 23
+        assert [info.pid for info in trainer.worker_group.infos] != pids, "rank 0 waited, and had to be ended"
 
 
 def test_no_rank_reports_success_when_the_ranks_took_different_steps(two: TorchTrainer) -> None:
@@ -281,7 +285,7 @@ def test_an_epoch_without_any_data_is_no_error(lab: TorchTrainer) -> None:
 
 def test_different_data_where_one_is_to_be_divided_is_refused(ray_cluster: None) -> None:
     with pytest.raises(ValueError, match=r"different train data.*add_dist_sampler=False"):
-        TorchTrainer(training_operator_cls=per_rank(uneven), num_workers=2)
+        start(2, per_rank(uneven))
 
 
 # ------------------------------------------------------------------------------------------------ kinds of metrics

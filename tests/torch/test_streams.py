@@ -49,10 +49,16 @@ class OneShot:
 
 
 def divided(
-    num_samples: int = 10, *, batch_size: int = 1, shuffle: bool = False, rank: int = 0, world_size: int = 1
+    num_samples: int = 10,
+    *,
+    batch_size: int = 1,
+    shuffle: bool = False,
+    rank: int = 0,
+    world_size: int = 1,
+    training: bool = True,
 ) -> ShardedLoader:
     loader = DataLoader(TensorDataset(torch.arange(num_samples)), batch_size=batch_size, shuffle=shuffle)
-    sharded = shard_loader(loader, rank=rank, world_size=world_size, training=True)
+    sharded = shard_loader(loader, rank=rank, world_size=world_size, training=training)
     assert isinstance(sharded, ShardedLoader)
     return sharded
 
@@ -248,6 +254,17 @@ def test_a_rank_without_samples_in_the_last_step_knows_that_its_batch_is_padding
     step = Step()
     stream = BatchStream(DividedSource(divided(3, rank=1, world_size=2), SEED), step, Passes())
     assert [(step.weight, step.is_padding) for _ in stream.take(None)] == [(1.0, False), (0.0, True)]
+
+
+def test_in_an_evaluation_ranks_count_joint_steps_also_where_one_has_no_sample() -> None:
+    calls = (1, 1, None, 3, None, None)
+    found = []
+    for rank in range(2):
+        source = DividedSource(divided(5, batch_size=2, rank=rank, world_size=2, training=False), SEED)
+        stream, passes = make_stream(source)
+        found.append(([numbers(stream.take(num_steps)) for num_steps in calls], passes.num_begun, source.num_steps()))
+    assert found[0] == ([[[0, 1]], [4], [[0, 1], 4], [[0, 1], 4, [0, 1]], [4], [[0, 1], 4]], 5, 2)
+    assert found[1] == ([[[2, 3]], [], [[2, 3]], [[2, 3], [2, 3]], [], [[2, 3]]], 5, 2)
 
 
 def test_the_position_counts_the_samples_of_all_ranks() -> None:

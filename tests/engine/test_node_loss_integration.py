@@ -1,0 +1,45 @@
+"""A whole node is lost, with the only worker that could tell the state."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def seen() -> dict[str, Any]:
+    """What the story of `node_loss_scenario` saw; it is told once."""
+    command = [sys.executable, "-m", "tests.engine.node_loss_scenario"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=160, check=False)
+    assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-3000:]
+    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return found
+
+
+def test_what_is_left_over_on_two_nodes_makes_no_worker(seen: dict[str, Any]) -> None:
+    assert seen["capacity"] == 2  # of 2 CPUs each, on two nodes with 3
+
+
+def test_workers_are_spread_and_ranked_by_node(seen: dict[str, Any]) -> None:
+    assert seen["nodes"] == 2
+    assert seen["node ranks"] == [[0, 2], [1, 2]]
+
+
+def test_the_state_survives_the_node_of_the_worker_that_had_told_it(seen: dict[str, Any]) -> None:
+    assert seen["first"] == [1.0, 1.0]
+    assert seen["after the loss"] == [11.0]
+    assert seen["failures"] == 1
+
+
+def test_a_node_that_comes_is_used_without_spending_a_retry(seen: dict[str, Any]) -> None:
+    assert seen["after the gain"] == [111.0, 111.0]
+    assert seen["failures in the end"] == 1

@@ -1,0 +1,276 @@
+"""Saving with one number of workers and going on with another."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+from raysgd.torch import TorchTrainer, checkpoint_file
+from raysgd.torch.checkpoint_file import CheckpointCorruptedError
+from raysgd.torch.torch_runner import RESUME
+from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal, samples_seen
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+NUM_SAMPLES = 44
+
+
+class Resumed(DropoutOperator):
+    """Everything that a state has, in a model whose size and dropout the config decides."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        parts = {"models": self._original_models[0], "optimizers": self.optimizer}
+        scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=3, gamma=0.7)
+        self.model, self.optimizer, self.scheduler = self.register(**parts, schedulers=scheduler)
+        self.extra: Any = None
+
+    def make_model(self) -> torch.nn.Module:
+        width, dropout = self.config.get("width", 8), self.config.get("dropout", 0.0)
+        layers = torch.nn.Linear(NUM_FEATURES, width), torch.nn.Dropout(dropout), torch.nn.Linear(width, 1)
+        return torch.nn.Sequential(*layers)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().train_batch(batch, batch_info), "noise": numpy.random.random()}
+
+    def state_dict(self) -> Any:
+        return self.extra
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.extra = state_dict
+
+
+def config_of(**changes: Any) -> dict[str, Any]:
+    return {"num_samples": NUM_SAMPLES, "shuffle": True, "optimizer": "adam", **changes}
+
+
+def start(num_workers: int, **options: Any) -> TorchTrainer:
+    config = config_of(**options.pop("config", {}))
+    return TorchTrainer(
+        training_operator_cls=Resumed,
+        num_workers=num_workers,
+        config=config,
+        scheduler_step_freq="batch",
+        num_cpus_per_worker=0.5,
+        **options,
+    )
+
+
+@pytest.fixture
+def alone(make_local: Callable[..., TorchTrainer]) -> Callable[..., TorchTrainer]:
+    def make(**changes: Any) -> TorchTrainer:
+        return make_local(Resumed, config=config_of(**changes), scheduler_step_freq="batch")
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def drops(ray_cluster: None) -> Iterator[TorchTrainer]:
+    """Two workers that draw random numbers in each step."""
+    with start(2, config={"dropout": 0.5}) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def three(ray_cluster: None) -> Iterator[TorchTrainer]:
+    """Three workers, of another seed than everybody else."""
+    with start(3, config={"seed": 9}) as trainer:
+        yield trainer
+
+
+@pytest.fixture(scope="module")
+def large(ray_cluster: None) -> Iterator[TorchTrainer]:
+    """One worker whose state is too large to travel with an answer; and it does not wrap its model."""
+    with start(1, config={"width": 9999, "lr": 1e-6}, wrap_ddp=False) as trainer:
+        yield trainer
+
+
+def flat(seen: list[list[list[int]]]) -> list[int]:
+    return [number for rank in seen for batch in rank for number in batch]
+
+
+# ------------------------------------------------------------------------------------------------ the same number
+
+
+@pytest.mark.parametrize("num_steps", [None, 3], ids=["between passes", "inside a pass"])
+def test_two_workers_resume_to_the_last_bit(num_steps: int | None, drops: TorchTrainer, tmp_path: Path) -> None:
+    drops.train(num_steps=num_steps)
+    drops.validate()
+    path = drops.save(tmp_path / "last.pt")
+    results = [drops.train(), drops.validate(), drops.train(num_steps=4)]
+    seen, end = drops.apply_all_operators(samples_seen), drops.state_dict()
+    drops.load(path)
+    assert [drops.train(), drops.validate(), drops.train(num_steps=4)] == results
+    again = drops.apply_all_operators(samples_seen)
+    assert [batches[-len(again[0]) :] for batches in seen] == again
+    assert equal(drops.state_dict(), end)
+
+
+def test_two_new_workers_resume_to_the_last_bit(drops: TorchTrainer, tmp_path: Path) -> None:
+    drops.train(num_steps=8)
+    path = drops.save(tmp_path / "last.pt")
+    results, end = [drops.train(), drops.train()], drops.state_dict()
+    with start(2, config={"dropout": 0.5, "seed": 123}) as fresh:
+        fresh.load(path)
+        assert [fresh.train(), fresh.train()] == results
+        assert equal(fresh.state_dict(), end)
+
+
+def test_a_file_keeps_the_random_state_of_every_rank(drops: TorchTrainer, tmp_path: Path) -> None:
+    drops.train()
+    saved = torch.load(drops.save(tmp_path / "last.pt"), weights_only=False)
+    first, second = saved[RESUME]["rng"]
+    assert first != second
+
+
+# ------------------------------------------------------------------------------------------------ another number
+
+
+def test_a_state_goes_through_every_number_of_workers(
+    three: TorchTrainer, drops: TorchTrainer, alone: Callable[..., TorchTrainer], tmp_path: Path
+) -> None:
+    first = alone(seed=5)
+    first.train()
+    first.apply_all_operators(lambda operator: operator.load_state_dict({"best": 0.25}))
+    expected = first.state_dict()
+    assert (expected["epoch"], expected["operator"]) == (1, {"best": 0.25})
+    path = first.save(tmp_path / "1.pt")
+    for trainer in (three, drops):
+        trainer.load(path)
+        assert equal(trainer.state_dict(), expected)
+        path = trainer.save(tmp_path / f"{trainer.num_workers}.pt")
+    last = alone()
+    last.load(path)
+    assert equal(last.state_dict(), expected)
+    three.load_state_dict(expected)
+    assert equal(three.state_dict(), expected)
+    assert three.apply_all_operators(lambda operator: operator.extra) == [{"best": 0.25}] * 3  # type: ignore[attr-defined]
+    assert three.train()["epoch"] == 2
+
+
+def test_a_pass_goes_on_with_another_number_of_workers(
+    three: TorchTrainer, drops: TorchTrainer, alone: Callable[..., TorchTrainer], tmp_path: Path
+) -> None:
+    """From 1 to 3 to 2 and back to 1 inside one shuffled pass: each sample once, and the steps of one process."""
+    first = alone()
+    first.train(num_steps=2)
+    path = first.save(tmp_path / "1.pt")
+    seen = flat(first.apply_all_operators(samples_seen))
+    assert len(seen) == 8
+
+    reference = alone(batch_size=12)
+    three.apply_all_operators(samples_seen)
+    for trainer in (three, reference):
+        trainer.load(path)
+        result = trainer.train(num_steps=1)
+        assert (result["epoch"], result["num_samples"]) == (1, 12)
+    torch.testing.assert_close(three.get_model().state_dict(), reference.get_model().state_dict(), rtol=1e-6, atol=1e-6)
+    seen += flat(three.apply_all_operators(samples_seen))
+
+    drops.apply_all_operators(samples_seen)
+    drops.load(three.save(tmp_path / "3.pt"))
+    drops.train(num_steps=2)
+    seen += flat(drops.apply_all_operators(samples_seen))
+    assert drops.apply_all_operators(lambda operator: operator.global_step) == [5, 5]
+
+    last = alone()
+    last.load(drops.save(tmp_path / "2.pt"))
+    result = last.train()
+    assert (result["epoch"], result["num_samples"]) == (1, NUM_SAMPLES - 8 - 12 - 16)
+    assert sorted(seen + flat(last.apply_all_operators(samples_seen))) == list(range(NUM_SAMPLES))
+    assert last.train()["num_samples"] == NUM_SAMPLES
+
+
+def test_a_file_of_the_old_library_is_loaded_into_workers(
+    three: TorchTrainer, alone: Callable[..., TorchTrainer], tmp_path: Path
+) -> None:
+    first = alone()
+    first.train()
+    torch.save(first.state_dict(), tmp_path / "legacy.pt")
+    three.load(tmp_path / "legacy.pt")
+    assert equal(three.state_dict(), first.state_dict())
+    assert three.train()["epoch"] == 2
+
+
+# ------------------------------------------------------------------------------------------------ what does not fit
+
+
+def test_what_does_not_fit_leaves_the_workers_as_they_were(three: TorchTrainer, tmp_path: Path) -> None:
+    three.train(num_steps=2)
+    before = three.state_dict()
+    pids = [info.pid for info in three.worker_group.infos]
+    path = three.save(tmp_path / "last.pt")
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(CheckpointCorruptedError, match=r"last\.pt"):
+        three.load(path)
+    with pytest.raises(FileNotFoundError):
+        three.load(tmp_path / "other.pt")
+    with pytest.raises(ValueError, match=r"2 models.*registered 1"):
+        three.load_state_dict({**before, "models": before["models"] * 2})
+    with pytest.raises(KeyError, match="schedulers"):
+        three.load_state_dict({key: value for key, value in before.items() if key != "schedulers"})
+    with pytest.raises(ValueError, match=r"(?s)nothing was loaded.*on ranks 0, 1, 2") as caught:
+        three.load_state_dict({**before, "models": [{"weight": torch.ones(1)}]})
+    assert str(caught.value).count("raised at") == 1
+    assert equal(three.state_dict(), before)
+    assert [info.pid for info in three.worker_group.infos] == pids
+    assert three.train()["num_samples"] == NUM_SAMPLES - 24
+
+
+def test_what_could_not_be_loaded_back_is_refused_by_name(large: TorchTrainer, tmp_path: Path) -> None:
+    large.apply_all_operators(lambda operator: operator.load_state_dict({"when": slice(3)}))
+    with pytest.raises(ValueError, match=r'state\["operator"\]\["when"\].*slice'):
+        large.save(tmp_path / "last.pt")
+    assert list(tmp_path.iterdir()) == []
+    large.apply_all_operators(lambda operator: operator.load_state_dict(None))
+
+
+# ------------------------------------------------------------------------------------------------ in the background
+
+
+def test_a_file_written_later_holds_the_state_of_the_call(
+    large: TorchTrainer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    released = threading.Event()
+    write = checkpoint_file.write
+    monkeypatch.setattr(checkpoint_file, "write", lambda *args: (released.wait(60), write(*args)))
+    large.train()
+    expected = large.state_dict()
+    assert sum(tensor.nbytes for tensor in expected["models"][0].values()) > 2**17
+    large.save(tmp_path / "first.pt", blocking=False)
+    for _ in range(3):
+        large.train()
+        large.state_dict()
+    released.set()
+    large.save(tmp_path / "second.pt")
+    assert equal(torch.load(tmp_path / "first.pt", weights_only=False)["models"], expected["models"])
+    large.load(tmp_path / "first.pt")
+    assert equal(large.state_dict(), expected)
+    large.load(tmp_path / "second.pt")
+    assert large.state_dict()["epoch"] == expected["epoch"] + 3
+
+
+def test_a_state_survives_the_object_store_unchanged(large: TorchTrainer) -> None:
+    state = large.state_dict()
+    large.load_state_dict(state)
+    large.train()
+    assert not equal(large.state_dict(), state)
+    large.load_state_dict(state)
+    assert equal(large.state_dict(), state)
+
+
+def test_wrapping_makes_no_difference_to_a_state(ray_cluster: None, alone: Callable[..., TorchTrainer]) -> None:
+    first = alone()
+    with start(2, wrap_ddp=False) as trainer:
+        trainer.load_state_dict(first.state_dict())
+        assert equal(trainer.state_dict(), first.state_dict())
+        assert not isinstance(trainer.get_model(), torch.nn.parallel.DistributedDataParallel)
+        trainer.train()
+        first.load_state_dict(trainer.state_dict())
+        assert equal(first.state_dict(), trainer.state_dict())
