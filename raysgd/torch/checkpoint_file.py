@@ -66,7 +66,7 @@ _SEAL = re.compile(re.escape(_SEAL_PREFIX) + rb"[0-9a-f]+")
 
 _REFUSED_GLOBAL = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
 _REFUSAL = re.compile(
-    r"(?:uns|Uns)upported (?:GLOBAL|global)|unrecognized function|Can only (?:create|build)|must be imported"
+    r"(?:unsupported|Unsupported) (?:GLOBAL|global)|unrecognized function|Can only (?:create|build)|must be imported"
 )
 
 

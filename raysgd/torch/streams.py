@@ -93,16 +93,20 @@ class LockstepSource(PlainSource):
     """Any iterable on ranks that step together, however many batches each of them has.
 
     A rank that has run out repeats its last batch with weight 0 until all have run out, so no rank ever waits in vain.
+
+    Args:
+        loader: This rank's batches.
+        world_size: How many ranks step together.
+        agreement: How they agree; it can serve one source after the other.
     """
 
-    def __init__(self, loader: Any, world_size: int) -> None:
+    def __init__(self, loader: Any, world_size: int, agreement: Agreement) -> None:
         super().__init__(loader)
         self._world_size = world_size
-        self._agreement: _Agreement | None = None
+        self._agreement = agreement
 
     def open(self, pass_index: int, consumed: int) -> Iterator[tuple[Any, float, int | None]]:
         tell_epoch(self._loader, pass_index)
-        self._agreement = self._agreement or _Agreement()
         batches = iter(self._loader)
         coming = next(batches, _END)
         vote = self._agreement.ask(coming)
@@ -124,8 +128,11 @@ class LockstepSource(PlainSource):
             yield last, own * self._world_size / num_samples if num_samples else 0.0, own
 
 
-class _Agreement:
-    """Tells every rank, ahead of a step, how many ranks have a batch and how many samples these hold together."""
+class Agreement:
+    """Tells every rank, ahead of a step, how many ranks have a batch and how many samples these hold together.
+
+    All ranks must make theirs at the same time.
+    """
 
     def __init__(self) -> None:
         # A group of its own: on the default one these calls could overtake those of the backward pass.

@@ -25,7 +25,7 @@ from raysgd.torch.parallel import DDP, NoParallel, Step, unwrap
 from raysgd.torch.precision import make_precision, saved_state
 from raysgd.torch.sampling import DataSignature, ShardedLoader
 from raysgd.torch.state_codec import EncodedState, StateEncoder, decode
-from raysgd.torch.streams import BatchStream, DividedSource, LockstepSource, PlainSource, Source
+from raysgd.torch.streams import Agreement, BatchStream, DividedSource, LockstepSource, PlainSource, Source
 from raysgd.torch.training_operator import OperatorContext, TrainingOperator
 
 logger = logging.getLogger(__name__)
@@ -130,6 +130,7 @@ class TorchRunner:
         self._timers = TimerCollection()
         self._train_stream: BatchStream | None = None
         self._validation_stream: BatchStream | None = None
+        self._agreement: Agreement | None = None
         self._resume: Mapping[str, Any] | None = None
         self._encoder = StateEncoder()
         self._captured: dict[int, EncodedState] = {}
@@ -200,8 +201,12 @@ class TorchRunner:
     def restore(
         self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any], may_keep: bool = False
     ) -> None:
-        """Takes over a snapshot or a checkpoint, which in the driver needs no encoding; nothing is changed if it does
-        not fit.
+        """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
+
+        Args:
+            shared_state: Encoded; or as it is, where it did not have to travel.
+            rank_states: By rank; there may be fewer or more of them than ranks.
+            may_keep: Whether the state is nobody else's, so that optimizers may keep the very tensors.
 
         Raises:
             KeyError: A part is missing.
@@ -329,7 +334,8 @@ class TorchRunner:
 
     def _plain_source(self, loader: Any, lockstep: bool) -> Source:
         if lockstep and self._parallel.synchronizes:
-            return LockstepSource(loader, self._world.size)
+            self._agreement = self._agreement or Agreement()
+            return LockstepSource(loader, self._world.size, self._agreement)
         return PlainSource(loader)
 
     def _data(self, attribute: str) -> Any:

@@ -239,8 +239,7 @@ class TrainingOperator:
         apex_args: dict[str, Any] | None = None,
         **unknown: Any,
     ) -> Any:
-        """Hands models, optimizers, criterion and schedulers to the library: placed, prepared, and wrapped, in this
-        order.
+        """Hands models, optimizers, criterion and schedulers to the library, which places, prepares and wraps them.
 
         Args:
             models: One module, or a list or tuple of them.
@@ -249,6 +248,7 @@ class TrainingOperator:
             schedulers: One learning-rate scheduler or several; needs the trainer's `scheduler_step_freq`.
             ddp_args: Options for `DistributedDataParallel`.
             apex_args: Options for `apex.amp.initialize`.
+            **unknown: Refused, with advice.
 
         Returns:
             `(models, optimizers[, criterion][, schedulers])`, each in the container it was given in.

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 from raysgd.exceptions import UnevenStepsError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.training_operator import get_test_metrics_operator
+from raysgd.utils import BATCH_SIZE
 from tests.run_if import RunIf
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import (
@@ -411,3 +412,12 @@ def test_scores_have_the_numerics_of_old(lab: TorchTrainer) -> None:
     assert trained["score"] == pytest.approx(num_workers / 600)
     assert (validated["num_samples"], validated["last_score"]) == (500, 0)
     assert validated["score"] == pytest.approx(num_workers / 500)
+
+
+def test_a_batch_size_of_the_group_makes_the_steps_of_old(two: TorchTrainer) -> None:
+    class Split(LinearOperator):
+        def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+            return DataLoader(data, batch_size=self.config[BATCH_SIZE])
+
+    [found] = run_together(two, Experiment(Split, {"num_samples": 600, BATCH_SIZE: 21})).results
+    assert (found["num_samples"], found["batch_count"]) == (600, 30)

@@ -193,6 +193,15 @@ def test_the_epoch_index_is_that_of_the_pass_being_trained() -> None:
     assert found == [(0, 1), (1, 2), (1, 2), (1, 3), (2, 4), (4, 5)]
 
 
+def test_the_epoch_index_counts_passes_over_datasets_too() -> None:
+    runner = make_runner(InfoOperator)
+    found = []
+    for shard in ([1, 2], None, [1, 2]):
+        answer = train(runner, shard=shard)
+        found.append((runner.operator.told["epoch_idx"], values(answer)["epoch"]))  # type: ignore[attr-defined]
+    assert found == [(0, 1), (1, 2), (2, 3)]
+
+
 def test_validation_is_told_what_the_user_passed_and_never_none() -> None:
     runner = make_runner(InfoOperator)
     given = {"mine": 1}

@@ -205,7 +205,7 @@ def test_an_instance_is_told_from_a_class() -> None:
     class Instance(LinearOperator):
         def __init__(self) -> None: ...
 
-    with pytest.raises(TypeError, match="an instance of `Instance`.*the class itself"):
+    with pytest.raises(TypeError, match=r"an instance of `Instance`.*the class itself"):
         TorchTrainer(training_operator_cls=Instance())  # type: ignore[arg-type]
 
 
@@ -378,7 +378,7 @@ def test_an_operator_may_return_whatever_it_likes_unless_it_is_to_be_reduced(mak
 
     trainer = make_local(Odd)
     assert trainer.train(reduce_results=False) == ["done"]
-    with pytest.raises(TypeError, match="returned a `str`.*reduce_results=False"):
+    with pytest.raises(TypeError, match=r"returned a `str`.*reduce_results=False"):
         trainer.train()
 
 

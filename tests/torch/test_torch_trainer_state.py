@@ -157,7 +157,7 @@ def test_a_state_that_does_not_fit_leaves_the_trainer_as_it_was(
 
 def test_schedulers_that_nobody_registered_are_not_ignored(make_local: MakeTrainer) -> None:
     state = stateful(make_local).state_dict()
-    with pytest.raises(ValueError, match="1 schedulers.*registered 0"):
+    with pytest.raises(ValueError, match=r"1 schedulers.*registered 0"):
         make_local(DropoutOperator, config={"optimizer": "adam"}).load_state_dict(state)
 
 

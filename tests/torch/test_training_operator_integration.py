@@ -266,3 +266,15 @@ def test_processes_of_a_loader_may_read_ahead(two: TorchTrainer) -> None:
         return DataLoader(data, batch_size=2, num_workers=1)
 
     assert seen_with(two, loader) == [[[0, 1], [4, 5]], [[2, 3], [6, 7]]]
+
+
+# ------------------------------------------------------------------------------------------------ mixed precision
+
+
+def test_mixed_precision_on_cpus_trains_as_without(two: TorchTrainer) -> None:
+    calls = (("train", None), ("validate", None))
+    found, expected = (
+        run_together(two, Experiment(LinearOperator, calls=calls, options={"use_fp16": use_fp16}))
+        for use_fp16 in (True, False)
+    )
+    assert found.results == expected.results

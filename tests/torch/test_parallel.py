@@ -1,0 +1,133 @@
+"""How replicas are kept equal: what is wrapped, what is weighted, and when ranks wait for each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.torch.parallel import DDP, NoParallel, unwrap
+
+
+@pytest.fixture(autouse=True)
+def process_group() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def a_model() -> torch.nn.Module:
+    return torch.nn.Linear(2, 1, bias=False)
+
+
+def gradient(parallel: NoParallel, model: torch.nn.Module) -> list[float]:
+    """The gradient of one step on inputs of 1, with the loss weighted as the stock loop does."""
+    model.zero_grad()
+    parallel.weighted(model(torch.ones(1, 2)).sum()).backward()
+    return unwrap(model).weight.grad.tolist()[0]  # type: ignore[no-any-return, union-attr]
+
+
+def test_a_single_replica_is_left_as_it_is() -> None:
+    parallel, model = NoParallel(), a_model()
+    parallel.step.weight = 0.5
+    assert parallel.wrap(model, None, {}) is model
+    parallel.arm([model], weight_in_hook=True)
+    assert gradient(parallel, model) == [1.0, 1.0]
+    with parallel.evaluating([model]):
+        pass
+    assert not parallel.synchronizes
+
+
+def test_a_model_is_wrapped_with_the_options_of_the_user() -> None:
+    model = a_model()
+    wrapped = DDP().wrap(model, None, {"find_unused_parameters": True})
+    assert isinstance(wrapped, DistributedDataParallel)
+    assert wrapped.module is model
+    assert wrapped.find_unused_parameters
+
+
+def test_a_frozen_model_is_not_wrapped() -> None:
+    frozen = a_model().requires_grad_(False)
+    assert DDP().wrap(frozen, None, {}) is frozen
+    empty = torch.nn.Identity()
+    assert DDP().wrap(empty, None, {}) is empty
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25, 0.0])
+def test_the_loss_is_weighted_where_only_the_library_computes_gradients(weight: float) -> None:
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    parallel.arm([model], weight_in_hook=False)
+    parallel.step.weight = weight
+    assert gradient(parallel, model) == [weight, weight]
+    assert not model._comm_hooks
+
+
+@pytest.mark.parametrize("weight", [1.0, 0.25, 0.0])
+def test_the_gradient_is_weighted_once_where_user_code_may_compute_it(weight: float) -> None:
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    for _ in range(2):
+        parallel.arm([model], weight_in_hook=True)
+        parallel.step.weight = weight
+        assert gradient(parallel, model) == [weight, weight]
+    model.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    assert model.module.weight.grad.tolist() == [[weight, weight]]
+
+
+def test_a_hook_of_the_users_own_stays_the_only_one() -> None:
+    def doubles(state: None, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer() * 2)
+        return future
+
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    model.register_comm_hook(None, doubles)
+    parallel.arm([model], weight_in_hook=True)
+    assert gradient(parallel, model) == [2.0, 2.0]
+
+
+def test_in_an_evaluation_no_forward_pass_waits_for_others() -> None:
+    parallel = DDP()
+    model = parallel.wrap(torch.nn.BatchNorm1d(2), None, {})
+    assert model.require_forward_param_sync
+    with parallel.evaluating([model, a_model()]):
+        assert not model.require_forward_param_sync
+    assert model.require_forward_param_sync
+
+
+def fail_in_evaluation(parallel: NoParallel, model: torch.nn.Module) -> None:
+    with parallel.evaluating([model]):
+        raise KeyError("user code")
+
+
+def test_a_failed_evaluation_leaves_the_model_as_it_was() -> None:
+    parallel = DDP()
+    model = parallel.wrap(torch.nn.BatchNorm1d(2), None, {})
+    with pytest.raises(KeyError):
+        fail_in_evaluation(parallel, model)
+    assert model.require_forward_param_sync
+
+
+def test_a_wrapper_is_taken_off_and_anything_else_stays() -> None:
+    model = a_model()
+    holder = torch.nn.Module()
+    holder.module = model
+    named = torch.nn.Module()
+    named.module = "a name"  # type: ignore[assignment]
+    assert unwrap(DDP().wrap(model, None, {})) is model
+    assert unwrap(holder) is model
+    assert unwrap(model) is model
+    assert unwrap(named) is named
+
+
+def test_a_step_without_samples_is_padding() -> None:
+    step = NoParallel().step
+    assert not step.is_padding, "unknown is not none"
+    step.num_samples = 0
+    assert step.is_padding
