@@ -32,6 +32,9 @@ class Backend(ABC):
     def join(self, rendezvous: Rendezvous, world: World) -> None:
         """Joins the group; returns when all ranks did."""
 
+    def interrupt(self) -> None:  # noqa: B027 - most backends have nothing to interrupt
+        """From another thread: ends a `join` that waits for ranks which will never come."""
+
     @abstractmethod
     def leave(self) -> None:
         """Leaves the group. Harmless when never joined or when the group is broken."""

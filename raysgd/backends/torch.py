@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import logging
 import os
+import time
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +13,8 @@ from raysgd.backends.base import Backend
 from raysgd.engine.types import Rendezvous, World
 
 logger = logging.getLogger(__name__)
+
+_POLL_S = 0.002
 
 # What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError raised by a
 # collective.
@@ -44,6 +47,7 @@ class TorchBackend(Backend):
     transport: str = "gloo"
     timeout_s: float = 1800.0
     _store: Any = field(default=None, repr=False, compare=False)
+    _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
 
@@ -51,6 +55,7 @@ class TorchBackend(Backend):
         import torch.distributed  # noqa: F401
 
     def open_rendezvous(self) -> int:
+        self._is_interrupted = False
         self._store = _store("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return int(self._store.port)
 
@@ -73,10 +78,27 @@ class TorchBackend(Backend):
         self._choose_interface(rendezvous)
         if self._store is None:
             self._store = _store(rendezvous.address, rendezvous.port, is_master=False, timeout=self._timeout)
+        self._store.set(_arrival(world.rank), "here")
+        if world.rank == 0:
+            self._await_others(world.size)
         self._has_joined = True
         dist.init_process_group(
             self.transport, store=self._store, rank=world.rank, world_size=world.size, timeout=self._timeout
         )
+
+    def _await_others(self, world_size: int) -> None:
+        """Waits until all ranks are at the door. Forming the group cannot be interrupted, waiting for it can."""
+        from torch.distributed import DistNetworkError
+
+        arrivals = [_arrival(rank) for rank in range(world_size)]
+        deadline = time.monotonic() + self.timeout_s
+        while not self._store.check(arrivals):
+            if self._is_interrupted or time.monotonic() > deadline:
+                raise DistNetworkError("another rank failed, or took too long, before it joined the group")
+            time.sleep(_POLL_S)
+
+    def interrupt(self) -> None:
+        self._is_interrupted = True
 
     def leave(self) -> None:
         if self._has_joined:  # another group in this process is not ours to end
@@ -108,6 +130,10 @@ class TorchBackend(Backend):
         if name not in os.environ:
             os.environ[name] = value
             self._own_variables.append(name)
+
+
+def _arrival(rank: int) -> str:
+    return f"raysgd/arrived/{rank}"
 
 
 def _store(*args: Any, **options: Any) -> Any:

@@ -47,6 +47,10 @@ class LocalWorker:
         """Notes the call; nothing runs yet."""
         return LocalCall(lambda: getattr(self._process, method)(*args))
 
+    def interrupt(self) -> None:
+        """From another thread: frees a worker that waits for the others to join."""
+        self._process.interrupt()
+
     @property
     def replica(self) -> Any:
         """The live replica."""

@@ -138,6 +138,10 @@ class WorkerProcess:
         """Runs `function(replica, *args)` in a second thread, while the replica may be busy."""
         return function(self.replica, *args)
 
+    def interrupt(self) -> None:
+        """From another thread: ends the wait for ranks that will never join."""
+        self._backend.interrupt()
+
     def close(self) -> None:
         """Lets the replica and the group go; errors of a broken group do not matter any more."""
         replica, self._replica = self._replica, None

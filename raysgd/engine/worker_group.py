@@ -282,6 +282,8 @@ class WorkerGroup:
         for worker in self._workers:
             if isinstance(worker, RemoteWorker):
                 worker.kill()
+            else:
+                worker.interrupt()
         return {rank: replace(outcome, answered=False) for rank, outcome in heard.items()}
 
 

@@ -412,12 +412,16 @@ class TorchTrainer:
             self._controller.touch()
             return
         encoded = StateEncoder().encode(whole)
+        # A file of this very group leaves nothing out: afterwards it is what the workers have.
+        is_complete = is_ours and len(rank_states) == self.num_workers
         call = Call(
             TorchRunner.restore,
             lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(encoded)],
+            changes_state=not is_complete,
         )
         self._controller.run(call, max_retries=_DEFAULT_RETRIES)
-        self._controller.adopt(Snapshot(encoded, rank_states))
+        if is_complete:
+            self._controller.adopt(Snapshot(encoded, rank_states))
 
     # ------------------------------------------------------------------------------------------------ life
 

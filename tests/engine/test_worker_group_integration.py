@@ -276,7 +276,7 @@ def mixed(ray_cluster: None) -> Iterator[WorkerGroup]:
 @pytest.fixture
 def connected(ray_cluster: None) -> Iterator[WorkerGroup]:
     """The same, in a real process group."""
-    group = make_group(use_local=True, backend=TorchBackend(timeout_s=60))
+    group = make_group(use_local=True, backend=TorchBackend(timeout_s=20))
     assert group.start().ok
     yield group
     group.kill(10)
@@ -308,6 +308,8 @@ def test_a_driver_that_waits_for_a_process_is_freed_when_that_one_fails(
     report = on_all(connected, sum_up, getattr(FailurePlan(tmp_path), verb)(rank=1))
     diagnosis = classify(report)
     assert (diagnosis.kind, diagnosis.ranks) == (kind, [1])
+    assert report.outcomes[0].failure is not None
+    assert "Timed out" not in report.outcomes[0].failure.fault.message  # it did not have to wait for that
     assert not report.all_answered
     assert listeners() == []
 

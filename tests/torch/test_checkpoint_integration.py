@@ -39,6 +39,9 @@ class Resumed(DropoutOperator):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         return {**super().train_batch(batch, batch_info), "noise": numpy.random.random()}
 
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().validate_batch(batch, batch_info), "noise": torch.rand(())}
+
     def state_dict(self) -> Any:
         return self.extra
 
@@ -198,10 +201,26 @@ def test_a_file_of_the_old_library_is_loaded_into_workers(
     assert three.train()["epoch"] == 2
 
 
+def test_what_was_loaded_is_not_taken_for_the_state_itself(
+    three: TorchTrainer, drops: TorchTrainer, tmp_path: Path
+) -> None:
+    """The state is what the workers have, whatever was left out of what they loaded or added to it."""
+    three.train()
+    saved = torch.load(three.save(tmp_path / "before.pt"), weights_only=False)
+    three.load_state_dict({**three.state_dict(), "unknown": 1})
+    assert list(three.state_dict()) == ["epoch", "operator", "models", "optimizers", "schedulers"]
+    again = torch.load(three.save(tmp_path / "after.pt"), weights_only=False)
+    assert again[RESUME]["global_step"] == saved[RESUME]["global_step"] > 0
+    three.load(drops.save(tmp_path / "two.pt"))
+    again = torch.load(three.save(tmp_path / "three.pt"), weights_only=False)
+    assert len(again[RESUME]["rng"]) == 3
+
+
 # ------------------------------------------------------------------------------------------------ what does not fit
 
 
 def test_what_does_not_fit_leaves_the_workers_as_they_were(three: TorchTrainer, tmp_path: Path) -> None:
+    three.train()  # whatever is left of a pass
     three.train(num_steps=2)
     before = three.state_dict()
     pids = [info.pid for info in three.worker_group.infos]

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 
 from raysgd.exceptions import WorkerError, WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.utils import BATCH_SIZE
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal, samples_seen
 
 # Far below the half hour for which a collective would wait: whoever hangs there, fails here.
@@ -173,6 +175,52 @@ def test_a_driver_that_is_a_worker_survives_the_loss_of_another(
         assert trainer._num_failures == 1
         assert trainer.apply_all_workers(os.getpid)[0] == os.getpid()
         assert results == undisturbed["results"][:2]
+
+
+@ray.remote(num_cpus=2)
+class Competitor:
+    """Takes the place of a worker as soon as there is one."""
+
+    def ready(self) -> None: ...
+
+
+class TakesBatchSizeOfGroup(Mishap):
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        return torch.utils.data.DataLoader(data, batch_size=self.config[BATCH_SIZE], shuffle=shuffle)
+
+
+def test_a_group_shrinks_when_somebody_took_the_room_and_grows_when_there_is_some(
+    ray_cluster: None, mishap: Callable[..., dict[str, Any]]
+) -> None:
+    with TorchTrainer(
+        training_operator_cls=TakesBatchSizeOfGroup,
+        num_workers=2,
+        num_cpus_per_worker=2,
+        scheduler_step_freq="batch",
+        config={BATCH_SIZE: 7, "num_samples": 21},
+    ) as trainer:
+        assert trainer.train()["batch_count"] == 4  # of 6 samples, 3 for each worker
+        competitor = Competitor.remote()
+        result = trainer.train(info=mishap(be_killed, rank=1))
+        ray.get(competitor.ready.remote())
+        assert (trainer.num_workers, trainer._num_failures) == (1, 1)
+        assert (result["epoch"], result["num_samples"], result["batch_count"]) == (2, 21, 3)
+        assert trainer.config[BATCH_SIZE] == 7, "what was asked for is not rounded twice"
+        assert trainer.apply_all_operators(lambda operator: operator.config[BATCH_SIZE]) == [7]
+        assert trainer.train(num_steps=1)["num_samples"] == 7
+        ray.kill(competitor)
+        wait_for_free_cpus(2)
+        result = trainer.train()
+        assert trainer.num_workers == 2
+        assert (result["epoch"], result["num_samples"]) == (3, 14), "it went on inside the pass"
+        assert trainer._num_failures == 1, "growing is no failure"
+        assert trainer.config[BATCH_SIZE] == 6
+
+
+def wait_for_free_cpus(num_cpus: int) -> None:
+    deadline = time.monotonic() + 30
+    while ray.available_resources().get("CPU", 0) < num_cpus and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 # ------------------------------------------------------------------------------------------------ exceptions

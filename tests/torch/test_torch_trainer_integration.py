@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,9 @@ class Inspected(LinearOperator):
     def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any], **rest: Any) -> dict[str, Any]:  # type: ignore[override]
         self.told.append(info)
         return {**super().train_epoch(iterator, info, **rest), "rank": self.world_rank}
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().validate_batch(batch, batch_info), "noise": torch.rand(())}
 
 
 def gathered_ranks(operator: TrainingOperator) -> list[int]:
@@ -214,6 +218,18 @@ def test_a_model_from_elsewhere_is_a_copy_without_wrapper(pair: TorchTrainer) ->
 def test_the_state_names_no_wrapper(pair: TorchTrainer) -> None:
     [model] = pair.state_dict()["models"]
     assert list(model) == ["weight", "bias"]
+
+
+def test_random_numbers_that_a_validation_drew_are_in_the_file(pair: TorchTrainer, tmp_path: Path) -> None:
+    def draw() -> float:
+        return torch.rand(()).item()
+
+    pair.train()
+    pair.validate()
+    path = pair.save(tmp_path / "last.pt")
+    drawn = pair.apply_all_workers(draw)
+    pair.load(path)
+    assert pair.apply_all_workers(draw) == drawn
 
 
 def test_every_worker_steps_its_scheduler(pair: TorchTrainer) -> None:

@@ -42,6 +42,9 @@ class Stateful(DropoutOperator):
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         return {**super().train_batch(batch, batch_info), "noise": random.random() + numpy.random.random()}
 
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().validate_batch(batch, batch_info), "noise": torch.rand(()) + random.random()}
+
     def state_dict(self) -> Any:
         return self.extra
 
@@ -113,6 +116,12 @@ def test_the_operator_is_given_its_state_also_if_it_is_nothing(make_local: MakeT
     trainer = stateful(make_local, extra="something")
     trainer.load_state_dict({**trainer.state_dict(), "operator": None})
     assert trainer.get_local_operator().extra is None  # type: ignore[attr-defined]
+
+
+def test_what_was_loaded_is_not_taken_for_the_state_itself(make_local: MakeTrainer) -> None:
+    trainer = stateful(make_local)
+    trainer.load_state_dict({**trainer.state_dict(), "unknown": 1, "amp_native": {}})
+    assert list(trainer.state_dict()) == ["epoch", "operator", "models", "optimizers", "schedulers"]
 
 
 def test_a_loaded_state_is_not_shared_with_the_trainer(make_local: MakeTrainer) -> None:
@@ -210,6 +219,24 @@ def test_what_could_not_be_loaded_back_is_refused_by_name(tmp_path: Path, make_l
         trainer.save(path)
     assert path.read_bytes() == content
     assert [each.name for each in tmp_path.iterdir()] == ["last.pt"]
+
+
+def test_whoever_wants_to_can_save_anything(tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = stateful(make_local, extra={"history": [1, Custom()]})
+    path = trainer.save(tmp_path / "last.pt", weights_only=False)
+    fresh = stateful(make_local)
+    with pytest.raises(UnsafeCheckpointError, match="weights_only=False"):
+        fresh.load(path)
+    fresh.load(path, weights_only=False)
+    assert isinstance(fresh.get_local_operator().extra["history"][1], Custom)  # type: ignore[attr-defined]
+
+
+def test_what_cannot_be_saved_is_refused_at_once_also_in_the_background(
+    tmp_path: Path, make_local: MakeTrainer
+) -> None:
+    trainer = stateful(make_local, extra=Custom())
+    with pytest.raises(ValueError, match=r'state\["operator"\]'):
+        trainer.save(tmp_path / "last.pt", blocking=False)
 
 
 def legacy_state(trainer: TorchTrainer) -> dict[str, Any]:
