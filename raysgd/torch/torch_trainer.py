@@ -6,7 +6,6 @@ failures are the engine's business.
 
 from __future__ import annotations
 
-import difflib
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -18,7 +17,6 @@ from weakref import finalize
 
 import torch
 
-from raysgd._optional import require
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
@@ -27,7 +25,7 @@ from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import InvalidCountError, UnevenStepsError
-from raysgd.torch import checkpoint_file, constants
+from raysgd.torch import arguments, checkpoint_file, constants
 from raysgd.torch.batching import split_batch_size
 from raysgd.torch.precision import choose_amp_backend
 from raysgd.torch.progress import ProgressBar
@@ -114,39 +112,39 @@ class TorchTrainer:
         data_loader_args: Any = None,
         **unknown: Any,
     ) -> None:
-        _check_count(
+        arguments.check_count(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
         )
-        _refuse_creators(model_creator, data_creator, optimizer_creator, scheduler_creator, loss_creator)
+        arguments.refuse_creators(model_creator, data_creator, optimizer_creator, scheduler_creator, loss_creator)
         if use_local:
-            _check_use_local(num_workers)
+            arguments.check_use_local(num_workers)
         if num_workers > 1 and not torch.distributed.is_available():
             raise ValueError(
                 f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`; it can use 1."
             )
-        _refuse_retired(num_replicas=num_replicas, batch_size=batch_size, apex_args=apex_args)
+        arguments.refuse_retired(num_replicas=num_replicas, batch_size=batch_size, apex_args=apex_args)
         if serialize_data_creation is True:
             logger.warning(
                 "`serialize_data_creation` of the trainer has no effect; `TrainingOperator.from_creators` has it"
             )
-        _refuse_retired(data_loader_args=data_loader_args or None)
-        _validate_scheduler_step_freq(scheduler_step_freq)
-        _refuse_unknown(unknown)
-        _check_operator_class(training_operator_cls)
-        _check_kinds(config, initialization_hook, num_cpus_per_worker)
+        arguments.refuse_retired(data_loader_args=data_loader_args or None)
+        arguments.validate_scheduler_step_freq(scheduler_step_freq)
+        arguments.refuse_unknown(unknown, TorchTrainer.__init__.__annotations__)
+        arguments.check_operator_class(training_operator_cls)
+        arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
         choose_amp_backend(use_fp16)
         if use_tqdm:
-            _check_tqdm()
+            arguments.check_tqdm()
 
         self.training_operator_cls = training_operator_cls
         self.initialization_hook = initialization_hook
         self.num_cpus_per_worker = num_cpus_per_worker
-        self.use_gpu = _resolve_use_gpu(use_gpu)
-        self.backend = _resolve_backend(backend, self.use_gpu)
+        self.use_gpu = arguments.resolve_use_gpu(use_gpu)
+        self.backend = arguments.resolve_backend(backend, self.use_gpu)
         self.max_replicas = num_workers
         self.serialize_data_creation = serialize_data_creation
         self.wrap_ddp = wrap_ddp
-        self.timeout_s = _resolve_timeout(timeout_s, self.backend)
+        self.timeout_s = arguments.resolve_timeout(timeout_s, self.backend)
         self.use_fp16 = use_fp16
         self.use_tqdm = use_tqdm
         self.add_dist_sampler = add_dist_sampler
@@ -218,7 +216,7 @@ class TorchTrainer:
             raise InvalidCountError(
                 f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more."
             )
-        _check_num_steps(num_steps)
+        arguments.check_num_steps(num_steps)
         with ExitStack() as stack:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
             tick = (lambda: bar.show(self._progress())) if bar is not None else None
@@ -239,7 +237,7 @@ class TorchTrainer:
         info: Mapping[str, Any] | None = None,
     ) -> Any:
         """Evaluates on the validation loader, every sample once; arguments and result as in `train`, no `epoch`."""
-        _check_num_steps(num_steps)
+        arguments.check_num_steps(num_steps)
         requests = partial(self._requests, num_steps, profile, dict(info or {}), None, None)
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         answers = self._controller.run(call, max_retries=_DEFAULT_RETRIES)
@@ -543,127 +541,6 @@ def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
                 "loaded; load it with "
                 "the operator that saved it."
             )
-
-
-def _check_count(name: str, value: Any, hint: str) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"`{name}={value!r}`: need at least 1, as an integer. {hint}")
-
-
-def _check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any) -> None:
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` is given.")
-    if initialization_hook is not None and not callable(initialization_hook):
-        raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
-    is_number = isinstance(num_cpus_per_worker, int | float) and not isinstance(num_cpus_per_worker, bool)
-    if not is_number or num_cpus_per_worker < 0:
-        raise ValueError(f"`num_cpus_per_worker={num_cpus_per_worker!r}`: need a number of CPUs, 0 or more.")
-
-
-def _check_num_steps(num_steps: Any) -> None:
-    if num_steps is not None and (isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0):
-        raise InvalidCountError(
-            f"`num_steps={num_steps!r}`: need a number of batches per worker, or None for one pass."
-        )
-
-
-def _check_use_local(num_workers: int) -> None:
-    if num_workers > 1:
-        from raysgd.engine.resources import is_ray_client
-
-        if is_ray_client():
-            raise ValueError(
-                "`use_local=True` does not work through a Ray Client connection: this process is not in the cluster."
-            )
-    _warn_local_once()
-
-
-_warned: set[str] = set()
-
-
-def _warn_local_once() -> None:
-    if "use_local" not in _warned and torch.cuda.is_available():
-        _warned.add("use_local")
-        logger.warning("`use_local=True`: rank 0 shares this process, and its view of CUDA devices, with your program")
-
-
-def _check_operator_class(operator_cls: Any) -> None:
-    if isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator):
-        return
-    found = (
-        f"an instance of `{type(operator_cls).__name__}`"
-        if isinstance(operator_cls, TrainingOperator)
-        else repr(operator_cls)
-    )
-    raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `TrainingOperator`, the class itself.")
-
-
-def _check_tqdm() -> None:
-    try:
-        require("tqdm.auto", extra="progress", purpose="`use_tqdm=True`")
-    except ImportError as error:
-        raise ValueError(str(error)) from error
-
-
-def _refuse_creators(*creators: Any) -> None:
-    if any(creators):
-        raise DeprecationWarning(
-            "Creator functions are not arguments of `TorchTrainer` any more: make an operator class of them with "
-            "`TrainingOperator.from_creators(...)` and pass it as `training_operator_cls`."
-        )
-
-
-_REPLACEMENTS = {
-    "num_replicas": "use `num_workers`",
-    "batch_size": f"put the batch size of all workers into `config` under `raysgd.utils.BATCH_SIZE` ({BATCH_SIZE!r})",
-    "apex_args": "pass it to `TrainingOperator.register`",
-    "data_loader_args": "make the `DataLoader` with these options in the operator's `setup`",
-}
-
-
-def _refuse_retired(**arguments: Any) -> None:
-    for name, value in arguments.items():
-        if value is not None:
-            raise DeprecationWarning(f"`{name}` is not an argument of `TorchTrainer` any more: {_REPLACEMENTS[name]}.")
-
-
-def _refuse_unknown(unknown: Mapping[str, Any]) -> None:
-    for name in unknown:
-        known = [*TorchTrainer.__init__.__annotations__]
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean `{close[0]}`?" if close else ""
-        raise TypeError(f"`TorchTrainer` does not know `{name}`.{hint}")
-
-
-def _validate_scheduler_step_freq(scheduler_step_freq: Any) -> None:
-    if scheduler_step_freq and scheduler_step_freq not in constants.VALID_SCHEDULER_STEP:
-        allowed = ", ".join(repr(name) for name in sorted(constants.VALID_SCHEDULER_STEP))
-        raise ValueError(f"`scheduler_step_freq={scheduler_step_freq!r}`: allowed are None, {allowed}.")
-
-
-def _resolve_use_gpu(use_gpu: bool | str) -> bool:
-    available = torch.cuda.is_available()
-    if use_gpu == "auto":
-        return available
-    if not use_gpu and available:
-        logger.info("GPUs are there, but `use_gpu` is off: pass `use_gpu=True` to train on them")
-    return bool(use_gpu)
-
-
-def _resolve_backend(backend: str, use_gpu: bool) -> str:
-    if backend == "auto":
-        return "nccl" if use_gpu else "gloo"
-    if backend not in ("nccl", "gloo"):
-        raise ValueError(f'`backend={backend!r}`: allowed are "auto", "gloo" and "nccl".')
-    return backend
-
-
-def _resolve_timeout(timeout_s: float | None, backend: str) -> float:
-    if timeout_s is not None:
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
-            raise ValueError(f"`timeout_s={timeout_s!r}`: need a positive number of seconds.")
-        return timeout_s
-    return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
 
 
 def _abandon(controller: ElasticController) -> None:

@@ -5,11 +5,7 @@ All of them read the same config, every key of which has a default; see `setting
 
 from __future__ import annotations
 
-import os
-import signal
-import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -120,34 +116,6 @@ class OwnEpochOperator(LinearOperator):
             self.optimizer.step()
             total, num_samples = total + loss.item() * len(target), num_samples + len(target)
         return {"train_loss": total / max(1, num_samples), "num_samples": num_samples}
-
-
-class MortalOperator(DropoutOperator):
-    """Is killed once: at `config["rank"]`, before step `config["step"]`, unless the file `config["once"]` is there."""
-
-    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.meet_fate("train", self.global_step)
-        return super().train_batch(batch, batch_info)
-
-    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        self.meet_fate("validate", batch_info["batch_idx"])
-        return super().validate_batch(batch, batch_info)
-
-    def meet_fate(self, phase: str, step: int) -> None:
-        fate = self.config.get("fate")
-        if fate is None or (fate["phase"], fate["rank"], fate["step"]) != (phase, self.world_rank, step):
-            return
-        once = Path(fate["once"])
-        if not once.exists():
-            once.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-            time.sleep(60)
-
-
-def die(operator: TrainingOperator, rank: int = 1) -> None:
-    """For `apply_all_operators`: ends the process of one rank."""
-    if operator.world_rank == rank:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def samples_seen(operator: LinearOperator) -> list[list[int]]:

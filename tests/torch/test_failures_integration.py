@@ -177,6 +177,29 @@ def test_a_driver_that_is_a_worker_survives_the_loss_of_another(
         assert results == undisturbed["results"][:2]
 
 
+class DiesInSetup(LinearOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        if self.world_rank == 1 and not Path(config["once"]).exists():
+            Path(config["once"]).touch()
+            be_killed()
+        super().setup(config)
+
+
+def test_a_worker_that_dies_in_setup_is_replaced(ray_cluster: None, tmp_path: Path) -> None:
+    config = {"once": str(tmp_path / "once")}
+    with TorchTrainer(training_operator_cls=DiesInSetup, num_workers=2, config=config) as trainer:
+        assert trainer.train()["num_samples"] == 20
+
+
+def test_a_worker_that_always_dies_in_setup_is_given_up(ray_cluster: None) -> None:
+    class Stillborn(LinearOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            os._exit(7)
+
+    with pytest.raises(RuntimeError, match="start-up failed"):
+        TorchTrainer(training_operator_cls=Stillborn)
+
+
 @ray.remote(num_cpus=2)
 class Competitor:
     """Takes the place of a worker as soon as there is one."""
@@ -262,6 +285,18 @@ def test_an_exception_on_one_rank_is_raised_once_and_soon(
         assert trainer.apply_all_workers(os.getpid) == pids
         assert trainer.validate()["num_samples"] == 13
         assert trainer.train()["epoch"] == 3
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_exception_beside_or_in_the_driver_is_raised_all_the_same(
+    rank: int, ray_cluster: None, mishap: Callable[..., dict[str, Any]]
+) -> None:
+    with trainer_of_two(use_local=True) as trainer:
+        trainer.train()
+        with pytest.raises(ZeroDivisionError) as caught:
+            trainer.train(info=mishap(divide_by_zero, rank=rank))
+        assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', f"rank {rank}")
+        assert trainer.train()["epoch"] == 2
 
 
 class FailsInSetup(LinearOperator):
