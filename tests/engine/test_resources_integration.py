@@ -127,7 +127,8 @@ def in_a_trial(num_bundles: int, function: Callable[[], Any]) -> Any:
     )
     try:
         trial: Any = Trial
-        return ray.get(trial.options(scheduling_strategy=strategy).remote().run.remote(function))
+        actor = trial.options(scheduling_strategy=strategy).remote()  # held: an actor nobody holds may end unstarted
+        return ray.get(actor.run.remote(function), timeout=60)
     finally:
         remove_placement_group(group)
 
