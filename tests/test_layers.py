@@ -145,10 +145,7 @@ def test_the_engine_knows_no_framework_and_no_tune() -> None:
 def test_the_engine_stands_on_itself_and_the_utilities() -> None:
     found = imports_of("raysgd/engine")
     assert (
-        words(
-            found for found in found if found.is_of("raysgd") and not found.is_of("raysgd.engine", *UTILITIES)
-        )
-        == []
+        words(found for found in found if found.is_of("raysgd") and not found.is_of("raysgd.engine", *UTILITIES)) == []
     )
 
 
@@ -179,8 +176,7 @@ def test_front_ends_do_not_know_each_other() -> None:
         if found.is_of(*(f"raysgd.{name}" for name in FRONT_ENDS))
         and package_of(found.importer) != package_of(found.target)
         and not any(
-            found.importer == importer and found.is_of(target)
-            for importer, target in ALLOWED_BETWEEN_FRONT_ENDS
+            found.importer == importer and found.is_of(target) for importer, target in ALLOWED_BETWEEN_FRONT_ENDS
         )
     ]
     assert words(found) == []
@@ -190,9 +186,7 @@ def test_nobody_imports_a_leaf_but_lazily() -> None:
     found = [
         found
         for found in imports_of("raysgd")
-        if found.is_of(*LEAVES)
-        and not found.in_function
-        and package_of(found.importer) != package_of(found.target)
+        if found.is_of(*LEAVES) and not found.in_function and package_of(found.importer) != package_of(found.target)
     ]
     assert words(found) == []
 
@@ -208,9 +202,7 @@ def test_operators_use_public_modules_only() -> None:
 
 
 def test_nothing_but_a_comparison_imports_ray_train() -> None:
-    found = [
-        found for found in imports_of("raysgd", "operators", "examples", "tests") if found.is_of("ray.train")
-    ]
+    found = [found for found in imports_of("raysgd", "operators", "examples", "tests") if found.is_of("ray.train")]
     assert words(found for found in found if not found.importer.startswith("examples.benchmarks.")) == []
 
 
@@ -264,9 +256,7 @@ class TestTheReadingOfImports:
         ]
 
     def test_leaves_out_what_only_type_checkers_read(self) -> None:
-        source = (
-            "if TYPE_CHECKING:\n    import a\nelse:\n    import b\nif typing.TYPE_CHECKING:\n    import c\n"
-        )
+        source = "if TYPE_CHECKING:\n    import a\nelse:\n    import b\nif typing.TYPE_CHECKING:\n    import c\n"
         assert [found.target for found in imports_in(source)] == ["b"]
 
     def test_finds_the_modules_of_this_repository(self) -> None:

@@ -189,9 +189,7 @@ class TestNumbers:
 
     @pytest.mark.parametrize("value", ["0.5", None, [0.5], {"a": 1}, 1j], ids=repr)
     def test_other_things_are_refused_by_name(self, value: Any) -> None:
-        with pytest.raises(
-            TypeError, match=rf"metric `speed` is a `{type(value).__name__}`: allowed are numbers"
-        ):
+        with pytest.raises(TypeError, match=rf"metric `speed` is a `{type(value).__name__}`: allowed are numbers"):
             AverageMeterCollection().update({"speed": value})
 
     def test_arrays_with_several_elements_are_refused_by_name(self) -> None:
@@ -266,9 +264,7 @@ class TestTensors:
 
     @pytest.mark.parametrize("size", [0, 2])
     def test_with_more_or_less_than_one_element_are_refused_by_name(self, size: int) -> None:
-        with pytest.raises(
-            ValueError, match=rf"metric `logits` has shape `\({size},\)`.*exactly one element"
-        ):
+        with pytest.raises(ValueError, match=rf"metric `logits` has shape `\({size},\)`.*exactly one element"):
             AverageMeterCollection().update({"logits": FakeTensor(*[0.0] * size)})
 
     def test_weight_zero_keeps_even_nan_out_of_the_mean(self) -> None:

@@ -27,9 +27,7 @@ def test_gpus_are_counted(num_gpus: int, monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(torch.cuda, "is_available", lambda: num_gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: num_gpus)
     assert missing_requirements(cuda=True) == ([] if num_gpus else ["1 GPU(s) with CUDA, sees 0"])
-    assert missing_requirements(min_gpus=2) == (
-        [] if num_gpus == 2 else [f"2 GPU(s) with CUDA, sees {num_gpus}"]
-    )
+    assert missing_requirements(min_gpus=2) == ([] if num_gpus == 2 else [f"2 GPU(s) with CUDA, sees {num_gpus}"])
 
 
 def test_the_reason_of_a_skip_names_everything_that_is_missing() -> None:

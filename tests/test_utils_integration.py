@@ -38,9 +38,7 @@ def test_true_when_there_is_nothing_to_wait_for(ray_cluster: None) -> None:
     assert check_for_failure([]) is True
 
 
-def test_false_when_a_worker_dies_and_the_death_is_logged(
-    worker: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_false_when_a_worker_dies_and_the_death_is_logged(worker: Any, caplog: pytest.LogCaptureFixture) -> None:
     assert check_for_failure([worker.work.remote(), worker.die.remote()]) is False
     assert "a worker died" in caplog.text
 

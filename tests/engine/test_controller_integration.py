@@ -26,7 +26,7 @@ from tests.failure_plan import FailurePlan, InjectedError
 from tests.fakes import CountingReplica, NullBackend
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
-FOR_EVER_S = 600.0
+FOR_EVER_S = 60.0
 
 
 class PlannedReplica(CountingReplica):

@@ -23,9 +23,8 @@ from raysgd.engine.worker_group import GroupSpec, WorkerGroup
 from tests.failure_plan import FailurePlan
 from tests.fakes import CountingReplica, NullBackend, add, read
 
-# Where a test waits for an answer that must not be waited for, it waits so long; the limit of a test is shorter.
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(90)]
-FOR_EVER_S = 600.0
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+FOR_EVER_S = 60.0  # an answer that must not be waited for comes so late; that it came is what a test sees then
 
 
 def make_group(num_workers: int = 2, **options: Any) -> WorkerGroup:

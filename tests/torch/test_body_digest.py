@@ -90,9 +90,7 @@ def test_exchanged_stretches_of_equal_numbers_are_found(values: tuple[float, flo
 def test_exchanged_pages_of_an_identity_matrix_are_found() -> None:
     content = np.eye(512).tobytes()  # Every page has the same sum.
     expected = digest(content)
-    assert all(
-        digest(exchanged(content, 0, start, PAGE)) != expected for start in range(PAGE, len(content), PAGE)
-    )
+    assert all(digest(exchanged(content, 0, start, PAGE)) != expected for start in range(PAGE, len(content), PAGE))
 
 
 def test_exchanged_sectors_and_blocks_are_found(content: bytes) -> None:

@@ -104,9 +104,7 @@ def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str
 
 class TestRoundTrip:
     def test_a_state_comes_back_as_it_was_written(self, tmp_path: Path) -> None:
-        state = training_state(
-            operator={"best": 0.5, "seen": [1, (2, "x")], "rng": b"\x00\x01", "none": None}
-        )
+        state = training_state(operator={"best": 0.5, "seen": [1, (2, "x")], "rng": b"\x00\x01", "none": None})
         write(tmp_path / "last.pt", state)
         assert_same(read(tmp_path / "last.pt"), state)
 
@@ -189,9 +187,7 @@ class TestRoundTrip:
             zipfile.ZipFile(tmp_path / "gpu.pt", "w") as other,
         ):
             for name in archive.namelist():  # What a machine with a GPU would have written.
-                other.writestr(
-                    name, archive.read(name).replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1")
-                )
+                other.writestr(name, archive.read(name).replace(b"X\x03\x00\x00\x00cpu", b"X\x06\x00\x00\x00cuda:1"))
         assert b"cuda:1" in (tmp_path / "gpu.pt").read_bytes()
         assert b"cuda:1" not in content
         assert read(tmp_path / "gpu.pt")["models"][0]["0.weight"].device.type == "cpu"
@@ -372,9 +368,7 @@ class TestDamage:
         assert_corrupted(tmp_path / "last.pt", large_file[:-missing])
 
     @pytest.mark.parametrize("share", [0.0001, 0.1, 0.5, 0.99])
-    def test_the_beginning_of_a_file_is_no_file(
-        self, tmp_path: Path, large_file: bytes, share: float
-    ) -> None:
+    def test_the_beginning_of_a_file_is_no_file(self, tmp_path: Path, large_file: bytes, share: float) -> None:
         assert_corrupted(tmp_path / "last.pt", large_file[: int(len(large_file) * share)])
 
     @pytest.mark.parametrize("start", [0, 4096, 1_000_000, 2_000_000])
@@ -394,9 +388,7 @@ class TestDamage:
         for extra in (b"x", bytes(100), small_file):
             assert_corrupted(tmp_path / "last.pt", small_file + extra)
 
-    @pytest.mark.parametrize(
-        "content", [b"", b"PK", b"hello " * 100, b"PK\x03\x04" + bytes(500), bytes(5000)]
-    )
+    @pytest.mark.parametrize("content", [b"", b"PK", b"hello " * 100, b"PK\x03\x04" + bytes(500), bytes(5000)])
     def test_what_is_no_checkpoint_is_found(self, tmp_path: Path, content: bytes) -> None:
         assert_corrupted(tmp_path / "last.pt", content)
 
@@ -455,9 +447,7 @@ class TestContent:
     def test_code_is_refused_and_does_not_run(self, tmp_path: Path) -> None:
         write(tmp_path / "last.pt", training_state(operator=Mischief()))
         RAN.clear()
-        with pytest.raises(
-            UnsafeCheckpointError, match=r"last\.pt` needs `.*`.*`load\(path, weights_only=False\)`"
-        ):
+        with pytest.raises(UnsafeCheckpointError, match=r"last\.pt` needs `.*`.*`load\(path, weights_only=False\)`"):
             read(tmp_path / "last.pt")
         assert RAN == []
 
@@ -476,9 +466,7 @@ class TestContent:
         assert got[0].value == 5
         assert got[1] == collections.deque([1])
 
-    def test_an_object_whose_class_is_gone_is_no_damage(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_an_object_whose_class_is_gone_is_no_damage(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         write(tmp_path / "last.pt", training_state(operator=Setting(5)))
         monkeypatch.delattr(sys.modules[__name__], "Setting")
         with pytest.raises(AttributeError, match="Setting"):

@@ -13,9 +13,7 @@ def test_the_names_are_those_of_existing_code() -> None:
     assert {"batch", "epoch", "manual"} == constants.VALID_SCHEDULER_STEP
 
 
-@pytest.mark.parametrize(
-    ("name", "default"), [("NCCL_TIMEOUT_S", 1800), ("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)]
-)
+@pytest.mark.parametrize(("name", "default"), [("NCCL_TIMEOUT_S", 1800), ("SGD_PLACEMENT_GROUP_TIMEOUT_S", 100)])
 def test_limits_come_from_the_environment_or_have_defaults(
     name: str, default: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -24,9 +22,7 @@ def test_limits_come_from_the_environment_or_have_defaults(
     monkeypatch.setenv(name, "7")
     assert getattr(importlib.reload(constants), name) == 7
     monkeypatch.setenv(name, "soon")
-    with pytest.raises(
-        ValueError, match=rf"environment variable `{name}=soon`: need a whole number of seconds"
-    ):
+    with pytest.raises(ValueError, match=rf"environment variable `{name}=soon`: need a whole number of seconds"):
         importlib.reload(constants)
     monkeypatch.undo()
     importlib.reload(constants)

@@ -102,9 +102,7 @@ REFUSED = [
 
 @pytest.mark.parametrize("value", REFUSED, ids=lambda value: type(value).__name__)
 def test_what_could_not_come_back_is_refused(value: Any) -> None:
-    with pytest.raises(
-        ValueError, match=r'`state\["operator"\]\["x"\]` is a `.*`, which a checkpoint cannot'
-    ):
+    with pytest.raises(ValueError, match=r'`state\["operator"\]\["x"\]` is a `.*`, which a checkpoint cannot'):
         check_loadable({"epoch": 1, "operator": {"x": value}})
 
 

@@ -141,9 +141,7 @@ def close(left: Any, right: Any) -> None:
     torch.testing.assert_close(torch.tensor(left), torch.tensor(right), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("make_metric", "make_batch"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
-)
+@pytest.mark.parametrize(("make_metric", "make_batch"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
 class TestMergingEqualsOneMetricFedWithEverything:
     def test_over_uneven_shares(self, make_metric: Any, make_batch: Any) -> None:
         data = batches(make_batch)
@@ -269,9 +267,7 @@ def test_copies_of_a_state_are_states() -> None:
 
 @pytest.mark.parametrize("thing", [torchmetrics.MetricCollection([BinaryF1Score()]), torch.ones(1)])
 def test_other_things_are_refused(thing: Any) -> None:
-    with pytest.raises(
-        TypeError, match=rf"`{type(thing).__name__}` is not a metric object.*`torchmetrics\.Metric`"
-    ):
+    with pytest.raises(TypeError, match=rf"`{type(thing).__name__}` is not a metric object.*`torchmetrics\.Metric`"):
         capture(thing)
 
 

@@ -149,7 +149,5 @@ def test_draws_on_a_gpu_go_on_identically() -> None:
 def test_a_state_from_a_machine_with_a_gpu_is_restored_without_one() -> None:
     state = rng.capture()
     expected = draw()
-    rng.restore(
-        {**state, "torch_cuda": None} if torch.cuda.is_available() else {**state, "torch_cuda": b"0" * 16}
-    )
+    rng.restore({**state, "torch_cuda": None} if torch.cuda.is_available() else {**state, "torch_cuda": b"0" * 16})
     assert draw() == expected

@@ -111,9 +111,7 @@ def test_the_steps_still_to_come_are_counted_from_the_position(
         (1, [Share(0, 1, 1, 3.0), Share(0, 1, 0, 0.0), Share(0, 1, 0, 0.0)]),
     ],
 )
-def test_a_step_is_divided_contiguously_with_the_larger_shares_first(
-    joined: int, expected: list[Share]
-) -> None:
+def test_a_step_is_divided_contiguously_with_the_larger_shares_first(joined: int, expected: list[Share]) -> None:
     assert shares_of(make_plan(joined, world_size=3), step=0) == expected
 
 
@@ -597,12 +595,8 @@ def test_iterating_without_a_pass_is_refused() -> None:
         iter(sampler)
 
 
-@pytest.mark.parametrize(
-    ("rank", "world_size", "batch_size"), [(0, 0, None), (2, 2, None), (-1, 2, None), (0, 1, 0)]
-)
-def test_an_impossible_place_is_refused_and_changes_nothing(
-    rank: int, world_size: int, batch_size: int | None
-) -> None:
+@pytest.mark.parametrize(("rank", "world_size", "batch_size"), [(0, 0, None), (2, 2, None), (-1, 2, None), (0, 1, 0)])
+def test_an_impossible_place_is_refused_and_changes_nothing(rank: int, world_size: int, batch_size: int | None) -> None:
     sampler = make_sampler(SequentialOrder(4))
     sampler.begin_pass(0, seed=0)
     with pytest.raises(ValueError, match="must be"):
