@@ -2,12 +2,14 @@
 
 * Wrong arguments are plain ``ValueError`` or ``TypeError`` wherever one class is enough; the classes here exist where a
   caller may rightly expect two classes at once, or needs to tell one kind of failure from another.
-* All of them pickle, with their message and their cause.
+* All of them pickle, with their message; a `WorkerError` also with the faults behind it and so with its cause.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
 
@@ -72,6 +74,69 @@ class WorkerFault:
     location: str
     traceback_text: str
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "error": _Packed.of(self.error)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        error = state["error"]
+        self.__dict__.update({**state, "error": error.unpacked() if isinstance(error, _Packed) else error})
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """An exception in parts. Many classes cannot be pickled as they are: their constructor takes what `args` lacks."""
+
+    user_class: type[BaseException]
+    args: tuple[Any, ...]
+    attributes: dict[str, Any]
+    slots: tuple[tuple[type, str, Any], ...]
+
+    @staticmethod
+    def of(error: BaseException | None) -> _Packed | BaseException | None:
+        if error is None or _pickles_in_its_own_way(type(error)):
+            return error
+        slots = tuple((owner, name, value) for owner, name, value in _slots(error) if name != "obj")  # may be large
+        return _Packed(type(error), error.args, dict(error.__dict__), slots)
+
+    def unpacked(self) -> BaseException:
+        return _made(self.user_class, self.args, self.attributes, self.slots)
+
+
+def _pickles_in_its_own_way(user_class: type[BaseException]) -> bool:
+    methods = ("__reduce__", "__reduce_ex__")
+    owners = [owner for owner in user_class.__mro__ if any(name in vars(owner) for name in methods)]
+    return owners[0].__module__ != "builtins"
+
+
+def _slots(error: BaseException) -> Iterator[tuple[type, str, Any]]:
+    """What an exception keeps outside of its `__dict__`: `args`, `errno`, whatever a class lists in `__slots__`."""
+    for owner in type(error).__mro__:
+        for name, descriptor in vars(owner).items():
+            if name.startswith("__") or not isinstance(descriptor, MemberDescriptorType | GetSetDescriptorType):
+                continue
+            try:
+                yield owner, name, descriptor.__get__(error)
+            except AttributeError:  # not set
+                continue
+
+
+def _made(
+    user_class: type[BaseException],
+    args: tuple[Any, ...],
+    attributes: dict[str, Any],
+    slots: tuple[tuple[type, str, Any], ...],
+) -> BaseException:
+    """An exception from its parts, past the constructor of the user's class."""
+    builtin = next(owner for owner in user_class.__mro__ if owner.__module__ == "builtins")
+    error: BaseException = builtin.__new__(user_class, *args)
+    error.__dict__.update(attributes)
+    for owner, name, value in slots:
+        try:
+            vars(owner)[name].__set__(error, value)
+        except (AttributeError, TypeError):  # read only: made by `__new__` already
+            continue
+    return error
+
 
 class WorkerError(RaySGDError):
     """User code failed in a worker.
@@ -87,7 +152,7 @@ class WorkerError(RaySGDError):
         return describe_faults(self.faults) if self.faults else super().__str__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (worker_error, (self.faults,))
+        return (worker_error, (self.faults,)) if self.faults else (WorkerError, self.args)
 
 
 def worker_error(faults: tuple[WorkerFault, ...]) -> WorkerError:
@@ -96,24 +161,28 @@ def worker_error(faults: tuple[WorkerFault, ...]) -> WorkerError:
     error = _as_both(original) if original is not None else WorkerError(faults[0].message)
     error.faults = tuple(faults)
     error.__cause__ = original
+    if original is not None:  # live where the worker is this process: a debugger then lands in the user's frame
+        error.__traceback__ = original.__traceback__
     return error
 
 
 def _as_both(original: BaseException) -> WorkerError:
     """An exception of both classes, with the original's arguments and attributes; a plain one where that cannot be."""
-    user_class = type(original)
-    if isinstance(original, WorkerError):
-        return original
-    if not isinstance(original, Exception):  # SystemExit and the like must not end the driver
-        user_class = RuntimeError
     try:
-        both = type(f"WorkerError({user_class.__name__})", (WorkerError, user_class), {"__module__": __name__})
-        error: WorkerError = both.__new__(both, *original.args)
-        error.__dict__.update(original.__dict__)
-        error.args = original.args
-    except TypeError:  # a class that refuses to be subclassed or built this way
+        both = _class_of_both(type(original))
+        error = _made(both, original.args, original.__dict__, tuple(_slots(original)))
+    except Exception:  # a class that refuses to be subclassed or built this way; the original is still the cause
         return WorkerError(str(original))
+    assert isinstance(error, WorkerError)
     return error
+
+
+def _class_of_both(user_class: type[BaseException]) -> type[BaseException]:
+    if issubclass(user_class, WorkerError):  # of workers that have workers
+        return user_class
+    if not issubclass(user_class, Exception):  # SystemExit and the like must not end the driver
+        user_class = RuntimeError
+    return type(f"WorkerError({user_class.__name__})", (WorkerError, user_class), {"__module__": __name__})
 
 
 def describe_faults(faults: tuple[WorkerFault, ...]) -> str:
