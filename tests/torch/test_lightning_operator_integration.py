@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +17,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from raysgd.torch import TorchTrainer, TrainingOperator
-from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, die
+from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
 
 pytestmark = pytest.mark.integration
 
@@ -168,7 +170,7 @@ def die_once(operator: Any) -> None:
     mark = Path(operator.config["folder"]) / "died"
     if operator.world_rank == 1 and not mark.exists():
         mark.touch()
-        die(operator)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.usefixtures("ray_cluster")
