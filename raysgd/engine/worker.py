@@ -135,8 +135,9 @@ class WorkerProcess:
         return self.on_replica(function, capture, landed, *args)
 
     def beside(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Runs `function(replica, *args)` in a second thread, while the replica may be busy."""
-        return function(self.replica, *args)
+        """Runs `function(replica, *args)` in a second thread, while the replica may be busy; None once it is closed."""
+        replica = self._replica
+        return None if replica is None else function(replica, *args)
 
     def interrupt(self) -> None:
         """From another thread: ends the wait for ranks that will never join."""
