@@ -53,6 +53,10 @@ class Call:
     rank: int | None = None
     tick: Callable[[], None] | None = None
 
+    def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
+        """Of the arguments of all ranks those of the ranks that it runs on."""
+        return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}
+
 
 @dataclass(frozen=True)
 class Clock:
@@ -134,7 +138,7 @@ class ElasticController:
             "Ray's worker logs name the cause; too little memory is a frequent one."
         )
 
-    def run(self, call: Call, *, max_retries: int) -> list[Any]:
+    def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES) -> list[Any]:
         """Runs `call` on every rank and returns the values in rank order.
 
         Args:
@@ -171,7 +175,7 @@ class ElasticController:
         self._check_active()
         self._snapshots.poll(timeout_s=None)
         if not self._snapshots.is_current:
-            self.run(Call(_nothing, captures=True), max_retries=_DEFAULT_RETRIES)
+            self.run(Call(_nothing, captures=True))
             self._snapshots.poll(timeout_s=None)
         assert self._snapshots.landed is not None
         return self._snapshots.landed
@@ -202,11 +206,10 @@ class ElasticController:
 
     def _attempt(self, group: WorkerGroup, call: Call, args: Sequence[Sequence[Any]]) -> GroupReport:
         """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers."""
-        ranks = range(len(group)) if call.rank is None else (call.rank,)
         self._snapshots.poll()
         report = group.on_replica(
             call.function,
-            {rank: args[rank] for rank in ranks},
+            call.on_its_ranks(args),
             capture=call.captures or (call.changes_state and self._spec.captures and not self._snapshots.is_coming),
             landed=self._snapshots.landed_token,
             tick=call.tick,
@@ -373,9 +376,7 @@ class ElasticController:
 
 
 def _replay(group: WorkerGroup, call: Call) -> GroupReport:
-    args = call.args_for(group.worlds)
-    ranks = range(len(group)) if call.rank is None else (call.rank,)
-    return group.on_replica(call.function, {rank: args[rank] for rank in ranks})
+    return group.on_replica(call.function, call.on_its_ranks(call.args_for(group.worlds)))
 
 
 def _nothing(replica: Replica) -> None:

@@ -9,7 +9,7 @@ import sysconfig
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.engine.replica import Capture, Replica, ReplicaFactory
 from raysgd.engine.types import Failure, FailureKind, Rendezvous, WorkerInfo, World
@@ -49,14 +49,6 @@ class Answer:
 
     value: Any
     capture: Capture | None = None
-
-
-class WorkerHandle(Protocol):
-    """The driver's end of a worker. `submit` starts a call; the group gathers."""
-
-    is_local: bool
-
-    def submit(self, method: str, *args: Any) -> Any: ...
 
 
 @dataclass(frozen=True)

@@ -119,8 +119,7 @@ class LockstepSource(PlainSource):
             if last is _END:
                 raise ValueError(
                     "The train loader of this rank is empty while other ranks have data, so it has no batch to "
-                    "step with. "
-                    "Give every rank at least one batch."
+                    "step with. Give every rank at least one batch."
                 )
             own = count_samples(last) if has_own else 0
             coming = next(batches, _END) if has_own else _END

@@ -20,7 +20,6 @@ from raysgd.engine.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import rng
 from raysgd.torch.batching import config_for_worker
-from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.parallel import DDP, NoParallel, Step, unwrap
 from raysgd.torch.precision import make_precision, saved_state
 from raysgd.torch.sampling import DataSignature, ShardedLoader
@@ -236,13 +235,7 @@ class TorchRunner:
         self._parallel.arm(getattr(operator, "_models", ()), weight_in_hook=_may_run_backward(operator))
         stream = self._training_stream(request)
         epoch_idx = self._pass_index(stream)
-        info = {
-            **request.info,
-            NUM_STEPS: request.num_steps,
-            USE_FP16: bool(operator.use_fp16),
-            "epoch_idx": epoch_idx,
-            SCHEDULER_STEP: operator.scheduler_step_freq,
-        }
+        info = {**request.info, **operator._own_info(request.num_steps, epoch_idx)}
         began_at, epoch_before = stream.num_steps_taken, self.epoch
         batches = stream.take(request.num_steps)
         iterator = _Watched(batches if request.tick is None else _ticking(batches, request.tick))
@@ -387,8 +380,7 @@ class TorchRunner:
         if found is None:
             raise NotRegisteredError(
                 f"`{type(self.operator).__name__}.setup` never called `register`: register models and optimizers "
-                "there, so that "
-                "the library can save and restore them."
+                "there, so that the library can save and restore them."
             )
         return list(found)
 

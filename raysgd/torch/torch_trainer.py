@@ -44,7 +44,6 @@ from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
-_DEFAULT_RETRIES = 3  # for calls other than `train`, which says so itself
 _RNG = "rng"
 
 
@@ -240,7 +239,7 @@ class TorchTrainer:
         arguments.check_num_steps(num_steps)
         requests = partial(self._requests, num_steps, profile, dict(info or {}), None, None)
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
-        answers = self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+        answers = self._controller.run(call)
         self._controller.touch()  # it may have drawn random numbers, which `save` keeps
         return _merged(answers, reduce_results)
 
@@ -287,12 +286,12 @@ class TorchTrainer:
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs `fn()` once in each worker process; returns the results in rank order."""
         call = Call(TorchRunner.execute, lambda worlds: [(fn,)] * len(worlds), changes_state=True)  # it may seed, say
-        return self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+        return self._controller.run(call)
 
     def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
         """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order."""
         call = Call(TorchRunner.apply, lambda worlds: [(fn,)] * len(worlds), changes_state=True)
-        return self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+        return self._controller.run(call)
 
     def get_local_operator(self) -> TrainingOperator:
         """The live operator of rank 0, with `use_local=True` only.
@@ -313,7 +312,7 @@ class TorchTrainer:
     def update_scheduler(self, metric: Any) -> None:
         """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""
         call = Call(TorchRunner.update_schedulers, lambda worlds: [(metric,)] * len(worlds), changes_state=True)
-        self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+        self._controller.run(call)
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -324,7 +323,7 @@ class TorchTrainer:
         """
         is_local = self._controller.group.local_replica is not None
         call = Call(TorchRunner.models, lambda worlds: [(to_cpu or not is_local,)] * len(worlds), rank=0)
-        models = self._controller.run(call, max_retries=_DEFAULT_RETRIES)[0]
+        models = self._controller.run(call)[0]
         if self.use_gpu and torch.cuda.is_available() and not to_cpu:
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models
@@ -404,9 +403,7 @@ class TorchTrainer:
         rank_states = tuple(resume.pop(_RNG, ()))
         whole = {**state, RESUME: resume}
         if self._controller.group.is_driver_only:
-            self._controller.run(
-                Call(TorchRunner.restore, lambda worlds: [(whole, rank_states, is_ours)]), max_retries=_DEFAULT_RETRIES
-            )
+            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, rank_states, is_ours)]))
             self._controller.touch()
             return
         encoded = StateEncoder().encode(whole)
@@ -417,7 +414,7 @@ class TorchTrainer:
             lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(encoded)],
             changes_state=not is_complete,
         )
-        self._controller.run(call, max_retries=_DEFAULT_RETRIES)
+        self._controller.run(call)
         if is_complete:
             self._controller.adopt(Snapshot(encoded, rank_states))
 
