@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from raysgd.operators import options
-from raysgd.operators.loaders import make_loaders
+from raysgd.operators.loaders import make_loaders, seeded
 from raysgd.torch import TrainingOperator
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -116,13 +116,10 @@ class ClassificationOperator(TrainingOperator):
             TypeError: A `build_...` method returned something of the wrong kind.
         """
         seed, batch_size = options.seed(config), options.batch_size(config)
-        if seed is not None:
-            torch.manual_seed(seed)  # the same on all ranks: they must agree on the order of the data
-        self._register_parts(config)
-        train, validation = make_loaders(self.build_data(config), batch_size)
-        self.register_data(train_loader=train, validation_loader=validation)
-        if seed is not None:
-            torch.manual_seed(seed + 1 + self.world_rank)  # but each rank its own dropout
+        with seeded(seed, self.world_rank):
+            self._register_parts(config)
+            train, validation = make_loaders(self.build_data(config), batch_size)
+            self.register_data(train_loader=train, validation_loader=validation)
 
     def _register_parts(self, config: dict[str, Any]) -> None:
         model = self.build_model(config)

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.operators import options
-from raysgd.operators.loaders import make_loaders
+from raysgd.operators.loaders import make_loaders, seeded
 from raysgd.torch import TrainingOperator
 from raysgd.utils import NUM_SAMPLES
 
@@ -137,13 +137,10 @@ class GANOperator(TrainingOperator):
         """
         seed, batch_size = options.seed(config), options.batch_size(config)
         self.noise_dim = options.count(config, "noise_dim", default=64)
-        if seed is not None:
-            torch.manual_seed(seed)  # the same on all ranks: they must agree on the order of the data
-        self._register_parts(config)
-        train, validation = make_loaders(self.build_data(config), batch_size)
-        self.register_data(train_loader=train, validation_loader=validation)
-        if seed is not None:
-            torch.manual_seed(seed + 1 + self.world_rank)  # but each rank its own noise
+        with seeded(seed, self.world_rank):
+            self._register_parts(config)
+            train, validation = make_loaders(self.build_data(config), batch_size)
+            self.register_data(train_loader=train, validation_loader=validation)
 
     def _register_parts(self, config: dict[str, Any]) -> None:
         discriminator, generator = self.build_discriminator(config), self.build_generator(config)

@@ -1,9 +1,12 @@
-"""Turns what a `build_data` method returned into loaders."""
+"""What the ready-made operators share in their set-up: loaders out of data, and the seeds."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 _ALLOWED = "return `(train, validation)`, each a dataset or a `DataLoader`, with None for `validation` if there is none"
@@ -58,3 +61,17 @@ def _is_data(value: Any) -> bool:
 
 def _is_indexed(value: Any) -> bool:
     return hasattr(value, "__getitem__") and hasattr(value, "__len__")
+
+
+@contextmanager
+def seeded(seed: int | None, rank: int) -> Iterator[None]:
+    """Seed PyTorch for the set-up of an operator, and for the training behind it; with None leave it alone.
+
+    All ranks set up with the same seed, because they must agree on the order of the data. Behind it each has its own,
+    so that dropout and noise differ between ranks.
+    """
+    if seed is not None:
+        torch.manual_seed(seed)
+    yield
+    if seed is not None:
+        torch.manual_seed(seed + 1 + rank)
