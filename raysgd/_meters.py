@@ -204,6 +204,30 @@ class AverageMeterCollection:
                 values[f"last_{name}"] = meter.last
         return MetricSummary(values, totals, objects)
 
+    def go_on_from(self, summary: MetricSummary) -> None:
+        """Count what another collection, perhaps in a process that is gone, had counted when it made `summary`."""
+        self._num_batches = max(self._num_batches, summary.get(BATCH_COUNT, 0))
+        self.n += summary.get(NUM_SAMPLES, 0)
+        for name, (total, count) in summary.totals.items():
+            meter = self._meters.setdefault(name, _NumberMeter(name, self._to_floats))
+            assert isinstance(meter, _NumberMeter)
+            meter.add_total(total, count, summary.get(f"last_{name}", float("nan")))
+        for name, state in summary.objects.items():
+            if self._capture_object is None:
+                raise TypeError(f"metric `{name}` is a metric object, which this collection cannot go on with.")
+            holder = self._meters.setdefault(name, _ObjectMeter(name, self._capture_object))
+            assert isinstance(holder, _ObjectMeter)
+            holder.add_captured(state)
+
+    def skip_to(self, num_batches: int) -> None:
+        """Say that so many batches have gone by in all, whoever counted what was in them."""
+        self._num_batches = num_batches
+
+    @property
+    def num_batches(self) -> int:
+        """How many batches have gone by."""
+        return self._num_batches
+
     def _new_meter(self, name: str, value: Any) -> _NumberMeter | _ObjectMeter:
         if self._capture_object is not None and _is_metric_object(type(value)):
             return _ObjectMeter(name, self._capture_object)
@@ -244,6 +268,12 @@ class _NumberMeter:
             number = _as_float(self._name, value)
         self._last = number
         self._count(number, weight)
+
+    def add_total(self, total: float, count: float, last: Any) -> None:
+        """Count what was summed up elsewhere, before anything of its own."""
+        self.total += total
+        self.count += count
+        self._last = last
 
     def fold(self, floats: list[float]) -> None:
         """Replace the pending tensors by their values."""
@@ -297,6 +327,10 @@ class _ObjectMeter:
                 f"`{type(value).__name__}` now: give the object in every batch, or use two names."
             )
         self._live = value
+
+    def add_captured(self, state: CapturedMetric) -> None:
+        """Count what was captured elsewhere."""
+        self._captured = state if self._captured is None else self._captured.merged_with([state])
 
     def captured(self, already: dict[int, CapturedMetric]) -> CapturedMetric:
         """Capture the object if it was seen since the last time.

@@ -29,15 +29,24 @@ class Backend(ABC):
         """On rank 0: opens the meeting point and returns its port."""
 
     @abstractmethod
-    def join(self, rendezvous: Rendezvous, world: World) -> None:
-        """Joins the group; returns when all ranks did."""
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        """Joins the group; returns when all ranks did.
+
+        Args:
+            rendezvous: Where the ranks meet.
+            world: This worker's place.
+            even_alone: Whether to form a group also of a single rank. A model that was wrapped for a group needs one.
+        """
 
     def interrupt(self) -> None:  # noqa: B027 - most backends have nothing to interrupt
-        """From another thread: ends a `join` that waits for ranks which will never come."""
+        """From another thread: ends all waiting for other ranks, in `join` and in collectives, and so breaks the group.
+
+        A backend that cannot do it loses such ranks where others could be kept.
+        """
 
     @abstractmethod
     def leave(self) -> None:
-        """Leaves the group. Harmless when never joined or when the group is broken."""
+        """Leaves the group, and lets ranks that still wait for this one know. Harmless when never joined, or broken."""
 
     @abstractmethod
     def is_connection_error(self, error: BaseException) -> bool:

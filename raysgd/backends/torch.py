@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import datetime
+import json
 import logging
 import os
 import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.backends._sockets import Connection, between_ranks, open_sockets, opened_since
 from raysgd.backends.base import Backend
 from raysgd.engine.types import Rendezvous, World
 
@@ -49,6 +51,7 @@ class TorchBackend(Backend):
     _store: Any = field(default=None, repr=False, compare=False)
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
+    _connections: list[Connection] = field(default_factory=list, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def load(self) -> None:
@@ -59,13 +62,13 @@ class TorchBackend(Backend):
         self._store = _store("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return int(self._store.port)
 
-    def join(self, rendezvous: Rendezvous, world: World) -> None:
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Forms the default process group.
 
         Raises:
             RuntimeError: If this process has a default process group already, which then belongs to someone else.
         """
-        if not world.is_distributed:
+        if not world.is_distributed and not even_alone:
             return
         import torch.distributed as dist
 
@@ -82,9 +85,20 @@ class TorchBackend(Backend):
         if world.rank == 0:
             self._await_others(world.size)
         self._has_joined = True
+        sockets_before = open_sockets()
         dist.init_process_group(
             self.transport, store=self._store, rank=world.rank, world_size=world.size, timeout=self._timeout
         )
+        if self.transport == "gloo" and world.is_distributed:
+            self._connections = self._find_connections(sockets_before, world)
+
+    def _find_connections(self, sockets_before: dict[int, str], world: World) -> list[Connection]:
+        """The connections to other ranks: those that were opened meanwhile, and that another rank has the end of."""
+        own = opened_since(sockets_before)
+        self._store.set(_sockets_of(world.rank), json.dumps([connection.ends for connection in own]))
+        keys = [_sockets_of(rank) for rank in range(world.size) if rank != world.rank]
+        others = [tuple(ends) for found in self._store.multi_get(keys) for ends in json.loads(found)]
+        return between_ranks(own, others)
 
     def _await_others(self, world_size: int) -> None:
         """Waits until all ranks are at the door. Forming the group cannot be interrupted, waiting for it can."""
@@ -99,8 +113,17 @@ class TorchBackend(Backend):
 
     def interrupt(self) -> None:
         self._is_interrupted = True
+        self._cut()
+
+    def _cut(self) -> None:
+        connections, self._connections = self._connections, []
+        for connection in connections:
+            connection.shut()
+        if self.transport == "nccl" and self._has_joined:
+            _abort_process_group()
 
     def leave(self) -> None:
+        self._cut()
         if self._has_joined:  # another group in this process is not ours to end
             _destroy_process_group()
         self._store, self._has_joined = None, False
@@ -136,10 +159,23 @@ def _arrival(rank: int) -> str:
     return f"raysgd/arrived/{rank}"
 
 
+def _sockets_of(rank: int) -> str:
+    return f"raysgd/sockets/{rank}"
+
+
 def _store(*args: Any, **options: Any) -> Any:
     from torch import distributed
 
     return vars(distributed)["TCPStore"](*args, **options)
+
+
+def _abort_process_group() -> None:
+    """Ends the kernels of a broken NCCL group, which would hold the device for ever."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    if dist.is_initialized() and hasattr(group, "abort"):
+        group.abort()  # type: ignore[union-attr]
 
 
 def _destroy_process_group() -> None:

@@ -6,31 +6,25 @@ It runs in the driver and is synchronous: `run` blocks until every rank has answ
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from raysgd.engine.failures import Diagnosis, classify
-from raysgd.engine.policies import FailurePolicy, GiveUp, Raise, Resize, ScalingPolicy, Wait, capacity
-from raysgd.engine.replica import Replica
+from raysgd.engine.history import History
+from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle, words
+from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
+from raysgd.engine.replica import Capture, Replica
 from raysgd.engine.snapshots import Snapshot, SnapshotKeeper
-from raysgd.engine.types import ClusterView, GroupReport, World
-from raysgd.engine.worker import Answer
+from raysgd.engine.types import ClusterView, GroupReport, Held, World
+from raysgd.engine.watch import Watch
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
-from raysgd.exceptions import (
-    ReservationTimeoutError,
-    TrainerShutdownError,
-    WorkersLostError,
-    worker_error,
-)
+from raysgd.exceptions import TrainerShutdownError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRIES = 3
-_SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
-_REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or somebody else took it
+_NODES_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -44,6 +38,8 @@ class Call:
         captures: Whether to copy the state afterwards in any case.
         rank: The only rank to run on; None for all.
         tick: Called in the driver some ten times a second while it waits.
+        resume: Goes on with the call in a group that was formed anew, with the arguments of `function`. None for a
+            call that can only be begun again; where replicas are not changed by it, that is as good.
     """
 
     function: Callable[..., Any]
@@ -52,22 +48,20 @@ class Call:
     captures: bool = False
     rank: int | None = None
     tick: Callable[[], None] | None = None
+    resume: Callable[..., Any] | None = None
+
+    @property
+    def can_rejoin(self) -> bool:
+        """Whether survivors of a loss can go on with it."""
+        return self.resume is not None or not self.changes_state
 
     def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
         """Of the arguments of all ranks those of the ranks that it runs on."""
         return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}
 
 
-@dataclass(frozen=True)
-class Clock:
-    """Time as the controller sees it; tests bring their own."""
-
-    monotonic: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
-
-
 class ElasticController:
-    """Runs calls on a group of replicas and replaces the group when workers are lost.
+    """Runs calls on a group of replicas and replaces or mends the group when workers are lost.
 
     Args:
         spec: What a group is started from.
@@ -77,6 +71,7 @@ class ElasticController:
         view: Reads the cluster.
         clock: Time.
         release_timeout_s: How long to wait until Ray has taken the reservation back.
+        rules: How the group follows the cluster.
     """
 
     def __init__(
@@ -88,27 +83,46 @@ class ElasticController:
         view: Callable[[], ClusterView] | None = None,
         clock: Clock | None = None,
         release_timeout_s: float = 100.0,
+        rules: ElasticRules | None = None,
     ) -> None:
         self._spec = spec
-        self._scaling = scaling
         self._failures = failures or FailurePolicy()
-        self._make_group = make_group
-        self._view = view or _cluster_view
-        self._clock = clock or Clock()
-        self._release_timeout_s = release_timeout_s
-        self._group: WorkerGroup | None = None
-        self._is_stopped = False
         self._snapshots: SnapshotKeeper[Call] = SnapshotKeeper()
-        self.num_failures = 0
-        self.last_resize = float("-inf")
-        self.facts: list[Any] = []
+        self._life = Lifecycle(
+            spec,
+            scaling,
+            self._snapshots,
+            make_group,
+            view or _cluster_view,
+            clock or Clock(),
+            release_timeout_s,
+            rules or ElasticRules(),
+        )
+        self._is_stopped = False
+        self._nodes_due = float("-inf")
+        self.watch: Watch | None = None
 
     # ---------------------------------------------------------------------------------------------- public
 
     @property
     def num_workers(self) -> int:
         """How many workers there are now; while there is no group, how many the next one is meant to have."""
-        return self._group.num_workers if self._group is not None else self._scaling.max_workers
+        return self._life.num_workers
+
+    @property
+    def facts(self) -> list[Any]:
+        """What the replicas said of themselves when they were set up, by rank."""
+        return self._life.facts
+
+    @property
+    def history(self) -> History:
+        """What happened to the workers so far."""
+        return self._life.history
+
+    @property
+    def snapshots(self) -> SnapshotKeeper[Call]:
+        """The retry point."""
+        return self._snapshots
 
     @property
     def group(self) -> WorkerGroup:
@@ -118,25 +132,14 @@ class ElasticController:
             TrainerShutdownError: After `stop`.
         """
         self._check_active()
-        if self._group is None:
-            self._rebuild(cause="the last group was given up")
-        assert self._group is not None
-        return self._group
+        if self._life.group is None:
+            self._life.rebuild(cause="the last group was given up")
+        assert self._life.group is not None
+        return self._life.group
 
     def start(self) -> None:
-        """Starts the full number of workers, for the first time.
-
-        A worker that dies while starting is tried again a few times; an exception in the user's set-up is raised at
-        once.
-        """
-        for _ in range(1 + _DEFAULT_RETRIES):
-            if self._try_start(self._scaling.max_workers, self._spec.reservation_timeout_s):
-                return
-        raise WorkersLostError(
-            f"Worker start-up failed: a worker process died in each of {1 + _DEFAULT_RETRIES} attempts. The log "
-            "above and "
-            "Ray's worker logs name the cause; too little memory is a frequent one."
-        )
+        """Starts the full number of workers, for the first time."""
+        self._life.start()
 
     def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES) -> list[Any]:
         """Runs `call` on every rank and returns the values in rank order.
@@ -149,26 +152,66 @@ class ElasticController:
             WorkerError: An exception in user code; of its class too. Never retried.
             WorkersLostError: When the retries are spent or no workers can be had.
         """
-        if call.changes_state:
-            self._grow_if_possible()
-        for num_restarts in range(max_retries + 1):
+        try:
+            self._adapt(call)
+            return self._run(call, RetryBudget(max_retries))
+        finally:
+            self.watch = None
+
+    def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
+        function = call.function
+        while True:
             group = self.group
             args = call.args_for(group.worlds)
             try:
-                report = self._attempt(group, call, args)
+                report = self._attempt(group, call, function, args)
             except BaseException:  # Ctrl-C, or an exception in the driver: the ranks are somewhere inside the call
-                self._give_group_up(unless_local=True)
+                self._life.give_up(unless_local=True)
                 self._leave_call(call)
                 raise
-            if report.ok:
+            if report.ok and not _is_held(report):
                 return [answer.value for answer in report.values]
-            diagnosis = classify(report)
-            decision = self._failures.decide(diagnosis, num_restarts, max_retries)
-            if isinstance(decision, Raise):
-                self._raise(call, diagnosis, report, decision, max_retries)
-            self.num_failures += 1
-            self._rebuild(cause=_words(diagnosis))
-        raise AssertionError("unreachable: the failure policy ends the loop")
+            try:
+                is_inside = self._go_on(call, report, budget)
+            except BaseException:
+                self._leave_call(call)
+                raise
+            function = call.resume if is_inside and call.resume is not None else call.function
+
+    def _go_on(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
+        """Mends or replaces the group after a loss, or changes it where it was held for that.
+
+        Returns:
+            Whether the replicas are inside the call, so that it can be gone on with.
+        """
+        if report.ok:
+            assert self.watch is not None, "nobody else asks the ranks to stop"
+            reason = self.watch.reason
+            leaving = self._life.leaving_nodes_in_use()
+            self._life.take_parts([answer.value.part for answer in report.values])
+            if self._spec.regroups and self._life.change(leaving, reason, self._tick):
+                return True
+            self._snapshots.poll(timeout_s=None)
+            self._life.rebuild(reason, "left" if leaving else "grown")
+            return self._is_restored_inside
+        diagnosis = classify(report)
+        decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
+        if isinstance(decision, Raise):
+            self._raise(diagnosis, report, decision, budget)
+        if isinstance(decision, Rejoin) and self._life.rejoin(report, words(diagnosis), budget, self._tick):
+            self.history.num_failures += 1
+            return True
+        if budget.is_spent:
+            self._raise(diagnosis, report, Raise(lost=True), budget)
+        self.history.num_failures += 1
+        budget.pay_for_rebuild()
+        self._life.rebuild(words(diagnosis))
+        return self._is_restored_inside
+
+    @property
+    def _is_restored_inside(self) -> bool:
+        """Whether the snapshot that was just restored was taken inside the running call."""
+        return self._snapshots.is_inside and not self._snapshots.calls_since
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""
@@ -193,210 +236,130 @@ class ElasticController:
         if self._is_stopped:
             return
         self._is_stopped = True
-        group, self._group = self._group, None
+        group, self._life.group = self._life.group, None
         self._snapshots.forget()
         if group is None:
             return
         if force:
-            group.kill(self._release_timeout_s)
+            group.kill(self._life.release_timeout_s)
         else:
-            group.stop(self._release_timeout_s)
+            group.stop(self._life.release_timeout_s)
 
     # ---------------------------------------------------------------------------------------------- one attempt
 
-    def _attempt(self, group: WorkerGroup, call: Call, args: Sequence[Sequence[Any]]) -> GroupReport:
+    def _attempt(
+        self, group: WorkerGroup, call: Call, function: Callable[..., Any], args: Sequence[Sequence[Any]]
+    ) -> GroupReport:
         """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers."""
         self._snapshots.poll()
+        self.watch = Watch(self._life, call.resume is not None, self._take_inside) if group.remote_ranks else None
         report = group.on_replica(
-            call.function,
+            function,
             call.on_its_ranks(args),
             capture=call.captures or (call.changes_state and self._spec.captures and not self._snapshots.is_coming),
             landed=self._snapshots.landed_token,
-            tick=call.tick,
+            tick=self._ticking(call),
         )
-        if report.ok and call.changes_state:
-            self._snapshots.completed(call if self._spec.captures else None)
-        if report.ok:
-            self._take_snapshot(group, report)
+        if report.ok and not _is_held(report):
+            if call.changes_state:
+                self._snapshots.completed(call if self._spec.captures else None)
+            self._life.take_snapshot(report)
         return report
 
-    def _take_snapshot(self, group: WorkerGroup, report: GroupReport, *, is_first: bool = False) -> None:
-        answers: list[Answer] = report.values
-        captures = [answer.capture for answer in answers if answer.capture is not None]
-        if captures:
-            self._snapshots.take(captures, lambda token: group.beside(0, _fetch, token), is_first=is_first)
+    def _ticking(self, call: Call) -> Callable[[], None] | None:
+        if self.watch is None:
+            return call.tick
+
+        def tick() -> None:
+            self._tick()
+            if call.tick is not None:
+                call.tick()
+
+        return tick
+
+    def _tick(self) -> None:
+        if self.watch is not None:
+            self.watch.tick()
+
+    def _take_inside(self, parts: Sequence[Capture]) -> bool:
+        """Takes a snapshot from inside the running call; not while another one is on its way."""
+        self._snapshots.poll()
+        if self._snapshots.is_coming:
+            return False
+        self._life.take_parts(parts)
+        return True
 
     def _leave_call(self, call: Call) -> None:
         """Notes that a call ended half-way: ranks that were kept are in no state that a snapshot knows."""
-        if call.changes_state and self._group is not None:
+        self._snapshots.leave_call()
+        if call.changes_state and self._life.group is not None:
             self._snapshots.touch()
 
-    def _raise(self, call: Call, diagnosis: Diagnosis, report: GroupReport, decision: Raise, max_retries: int) -> None:
+    def _raise(self, diagnosis: Diagnosis, report: GroupReport, decision: Raise, budget: RetryBudget) -> None:
         """Raises for good. The group is kept only when every rank lives, is connected and has answered."""
         if not report.all_answered:
-            self._give_group_up()
-        self._leave_call(call)
+            self._life.give_up()
         if not decision.lost:
             raise worker_error(diagnosis.faults)
         raise WorkersLostError(
-            f"{_words(diagnosis)}, and the {max_retries} allowed retries of this call are used up. The last completed "
-            "state is kept: call again to go on from it with new workers, or use `shutdown(force=True)`."
+            f"{words(diagnosis)}, and the {budget.num_restarts} allowed retries of this call are used up. The last "
+            "completed state is kept: call again to go on from it with new workers, or use `shutdown(force=True)`."
         ) from diagnosis.faults[0].error
-
-    def _give_group_up(self, unless_local: bool = False) -> None:
-        """Ends the processes; the next call starts new ones from the last snapshot.
-
-        A worker that is the driver itself, alone, waits for nobody: it can be kept as it stands.
-        """
-        if self._group is None or (unless_local and self._group.is_driver_only):
-            return
-        group, self._group = self._group, None
-        group.kill(self._release_timeout_s)
 
     def _check_active(self) -> None:
         if self._is_stopped:
             raise TrainerShutdownError(
                 "This trainer is not active any more: it was shut down. Create a new one; `save` before `shutdown` "
-                "keeps "
-                "the state."
+                "keeps the state."
             )
 
-    # ---------------------------------------------------------------------------------------------- resizing
+    # ---------------------------------------------------------------------------------------------- adapting
+
+    def _adapt(self, call: Call) -> None:
+        """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry."""
+        now = self._life.now()
+        if now >= self._nodes_due:
+            self._nodes_due = now + _NODES_S
+            if self._life.leaving_nodes_in_use():
+                self._leave_nodes()
+        if call.changes_state:
+            self._grow_if_possible()
+
+    def _leave_nodes(self) -> None:
+        """Moves to other nodes, in place if that can be done."""
+        reason = "a node is going away"
+        if self._spec.regroups and self._life.can_change_in_place():
+            if self._life.change(self._life.leaving_nodes_in_use(), reason, self._tick):
+                return
+        else:
+            self.snapshot()
+        self._life.rebuild(reason, "left")
 
     def _grow_if_possible(self) -> None:
-        """Starts a larger group when something is free for it. Spends no retry."""
+        """Lets more workers step in, or starts a larger group, when something is free for it."""
         group = self.group
-        if len(group) >= self._scaling.max_workers:
+        self._life.call_up_spares()
+        if len(group) >= self._life.scaling.max_workers:
             return
-        num_reserved = 0 if group.is_driver_only else len(group)
-        decision = self._scaling.grow(self._view(), self._spec.resources, len(group), num_reserved)
-        if isinstance(decision, Resize):
-            self.snapshot()
-            if self.num_workers < decision.num_workers:  # else a loss came between, and what is free was used already
-                self._rebuild(cause=f"resources for {decision.num_workers} workers are free")
-
-    def _rebuild(self, cause: str) -> None:
-        """Kills what is left, sizes a new group by what is free, starts it, and restores the last snapshot."""
-        began = self._clock.monotonic()
-        old_size = self.num_workers
-        self._snapshots.poll(timeout_s=_SETTLE_S)
-        self._snapshots.leave_group()
-        self._give_group_up()
-        for attempt in range(self._scaling.num_attempts):
-            view = self._settled_view()
-            decision = self._scaling.decide(view, self._spec.resources, attempt)
-            if isinstance(decision, GiveUp):
-                raise self._starved(decision, view)
-            if isinstance(decision, Wait):
-                logger.warning("%s; nothing is free, waiting %.1f s", cause, decision.delay_s)
-                self._clock.sleep(decision.delay_s)
-            elif self._try_restart(decision.num_workers):
-                self.last_resize = self._clock.monotonic()
-                seconds = self.last_resize - began
-                logger.info("resized %s -> %s in %.2f s: %s", old_size, self.num_workers, seconds, cause)
-                return
-        raise WorkersLostError(f"No group could be started in {self._scaling.num_attempts} attempts after: {cause}.")
-
-    def _settled_view(self) -> ClusterView:
-        """The cluster, once its view of what is free has caught up with what we just gave back."""
-        deadline = self._clock.monotonic() + _SETTLE_S
-        while True:
-            view = self._view()
-            need = self._spec.resources
-            wanted = min(self._scaling.max_workers, capacity(view, need, free_only=False))
-            if capacity(view, need) >= wanted or self._clock.monotonic() >= deadline:
-                return view
-            self._clock.sleep(0.05)
-
-    def _try_restart(self, num_workers: int) -> bool:
-        """Starts a group and restores it; False when a worker died or the resources went to somebody else meanwhile."""
-        try:
-            return self._try_start(num_workers, _REBUILD_RESERVATION_S) and self._restore()
-        except ReservationTimeoutError:
-            logger.warning("the resources for %s workers were taken by somebody else", num_workers)
-            return False
-        except BaseException:  # Ctrl-C too: nobody may ever use a group that is restored half-way
-            self._give_group_up()
-            raise
-
-    def _try_start(self, num_workers: int, timeout_s: float) -> bool:
-        """Starts a group; False when a worker died.
-
-        Raises:
-            WorkerError: The user's set-up failed.
-            ReservationTimeoutError: The resources were not granted in time.
-        """
-        group = self._make_group(self._spec, num_workers)
-        report = group.start(timeout_s)
-        if not report.ok:
-            diagnosis = classify(report)
-            if diagnosis.kind == "user":
-                raise worker_error(diagnosis.faults)
-            logger.warning("starting %s workers failed: %s", num_workers, _words(diagnosis))
-            return False
-        self._group = group
-        self.facts = [answer.value for answer in report.values]
-        if not self._snapshots.has_any:
-            self._take_snapshot(group, report, is_first=True)
-        return True
-
-    def _restore(self) -> bool:
-        """Brings the new group to the state of the last completed call; False when a worker died over it."""
-        group, snapshot = self._group, self._snapshots.landed
-        assert group is not None
-        reports: list[Callable[[], GroupReport]] = []
-        if snapshot is not None:
-            state = group.share(snapshot.shared_state)
-            args = {rank: (state[rank], snapshot.rank_states) for rank in range(len(group))}
-            reports.append(lambda: group.on_replica(_restore, args))
-        for call in self._snapshots.calls_since:
-            logger.info("running a completed call again, because its snapshot was lost with its worker")
-            reports.append(partial(_replay, group, call))
-        for produce in reports:
-            report = produce()
-            if report.ok:
-                continue
-            diagnosis = classify(report)
-            self._give_group_up()
-            if diagnosis.kind == "user":
-                raise worker_error(diagnosis.faults)
-            logger.warning("restoring the state failed: %s", _words(diagnosis))
-            return False
-        return True
-
-    def _starved(self, decision: GiveUp, view: ClusterView) -> WorkersLostError:
-        from raysgd.engine.resources import explain
-
-        table = explain(self._spec.resources, self._scaling.max_workers, view)
-        return WorkersLostError(
-            f"No workers can be had: {decision.reason}.\n{table}\nThe last completed state is kept: it can be "
-            "saved, and "
-            "the next call looks for resources again."
-        )
+        if self._spec.regroups and self._life.can_change_in_place():
+            self._life.grow_in_place(self._tick)
+            return
+        num_more = self._life.find_room()
+        if not num_more:
+            return
+        target = len(group) + num_more
+        self.snapshot()
+        if self.num_workers < target:  # else a loss came between, and what is free was used already
+            self._life.rebuild(f"resources for {target} workers are free", "grown")
 
 
-def _replay(group: WorkerGroup, call: Call) -> GroupReport:
-    return group.on_replica(call.function, call.on_its_ranks(call.args_for(group.worlds)))
+def _is_held(report: GroupReport) -> bool:
+    """Whether the ranks stopped at a step boundary instead of finishing the call."""
+    return isinstance(report.values[0].value, Held)
 
 
 def _nothing(replica: Replica) -> None:
     """A call that does nothing but let the state be copied behind it."""
-
-
-def _fetch(replica: Replica, token: int) -> Any:
-    return replica.fetch(token)
-
-
-def _restore(replica: Replica, shared_state: Any, rank_states: Sequence[Any]) -> None:
-    replica.restore(shared_state, rank_states)
-
-
-def _words(diagnosis: Diagnosis) -> str:
-    """The cause in a few words, for logs and messages."""
-    ranks = ", ".join(map(str, diagnosis.ranks))
-    reason = diagnosis.faults[0].message
-    what = "lost" if diagnosis.kind == "died" else "lost the connection to"
-    return f"{what} rank {ranks} ({diagnosis.faults[0].type_name}: {reason})"
 
 
 def _cluster_view() -> ClusterView:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raysgd.engine.failures import Diagnosis
-from raysgd.engine.types import ClusterView, Resources
+from raysgd.engine.types import ClusterView, Resources, Standing
 
 _TOLERANCE = 1e-6  # Ray counts resources in 1/10000; sums of floats may be off by less
 
@@ -36,6 +36,11 @@ class GiveUp:
 @dataclass(frozen=True)
 class Keep:
     """Leave the group as it is."""
+
+
+@dataclass(frozen=True)
+class Rejoin:
+    """Let the survivors form a new group and go on with the call."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +112,71 @@ class ScalingPolicy:
         return delay * (1.0 + self.jitter * self.draw())
 
 
+class RetryBudget:
+    """The restarts that one call may use up.
+
+    Going on with survivors is free when something was learned since the loss before; anything else costs one.
+
+    Args:
+        num_restarts: How many there are; with 0 the first loss ends the call, whatever it would cost.
+    """
+
+    def __init__(self, num_restarts: int) -> None:
+        self.num_restarts = num_restarts
+        self._num_left = num_restarts
+        self._progress = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self._num_left == 0
+
+    def covers_rejoin(self, progress: int) -> bool:
+        """Whether going on is free after `progress` steps in all, or can still be paid for."""
+        return self.num_restarts > 0 and (progress > self._progress or not self.is_spent)
+
+    def pay_for_rejoin(self, progress: int) -> None:
+        if progress <= self._progress:
+            self._num_left -= 1
+        self._progress = progress
+
+    def pay_for_rebuild(self) -> None:
+        self._num_left -= 1
+        self._progress = 0
+
+
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Decides what follows a failed call. Only the loss of workers is ever retried, never an error in user code."""
+    """Decides what follows a failed call. Only the loss of workers is ever retried, never an error in user code.
 
-    def decide(self, diagnosis: Diagnosis, num_restarts: int, max_restarts: int) -> Rebuild | Raise:
-        """What to do when `num_restarts` of the `max_restarts` of this call are used up already."""
+    Attributes:
+        rejoins: Whether survivors are kept where that is possible.
+    """
+
+    rejoins: bool = False
+
+    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | Raise:
+        """What to do next; `can_rejoin` says whether the call could go on with the survivors."""
         if diagnosis.kind == "user":
             return Raise(lost=False)
-        return Rebuild() if num_restarts < max_restarts else Raise(lost=True)
+        if self.rejoins and can_rejoin and budget.num_restarts > 0:
+            return Rejoin()
+        return Raise(lost=True) if budget.is_spent else Rebuild()
+
+
+def choose_source(standings: Sequence[Standing]) -> int | None:
+    """Index of the replica that all others go on from: the most advanced whole one; None when no one can go on.
+
+    A step that one replica has completed carries every rank's gradient, those of lost ranks too.
+    """
+    if any(standing.obstacle for standing in standings):
+        return None
+    whole = [(-standing.progress, index) for index, standing in enumerate(standings) if standing.is_whole]
+    return min(whole)[1] if whole else None
+
+
+def takers(standings: Sequence[Standing], source: int) -> tuple[int, ...]:
+    """Indices of the replicas that have to take over the state of `source`."""
+    progress = standings[source].progress
+    return tuple(
+        index for index, standing in enumerate(standings) if not standing.is_whole or standing.progress != progress
+    )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raysgd.engine.types import World
+from raysgd.engine.types import Beat, Handover, Standing, World
 
 
 @dataclass(frozen=True)
@@ -17,12 +17,14 @@ class Capture:
         rank_state: What only this rank knows (its random state); small.
         shared_state: What all ranks share (model, optimizer, ...), from rank 0 alone and only when it is small enough
             to travel with the answer.
+        progress: How far this rank is in the running call, for a snapshot taken inside one; small.
         token: Names the shared state that waits in the worker's memory to be fetched; None when there is nothing to
             fetch.
     """
 
     rank_state: Any = None
     shared_state: Any = None
+    progress: Any = None
     token: int | None = None
 
 
@@ -43,6 +45,41 @@ class Replica(Protocol):
 
     def shutdown(self) -> None:
         """Lets go of everything that a killed process would leak or that another replica here would trip over."""
+
+
+class RegroupingReplica(Replica, Protocol):
+    """A replica that survives the loss of others: it keeps its process and its memory and goes on in a new group.
+
+    `beat`, `propose_hold` and `settle_hold` are called from a second thread, while a call runs.
+    """
+
+    def standing(self) -> Standing:
+        """How far it is. The old group has been left when this is called."""
+
+    def prime(self) -> None:
+        """Pays in advance for everything that happens for the first time. Its state is taken over from another one."""
+
+    def regroup(self, world: World, handover: Handover) -> Any:
+        """Goes on in the new group, which exists already, at `world`. Returns facts, like `setup`."""
+
+    def beat(self) -> Beat:
+        """A sign of life."""
+
+    def propose_hold(self, margin: int, at: int | None) -> int | None:
+        """Asks to stop ahead of step `at` of the running call; with None, of the step `margin` steps from now.
+
+        Returns:
+            The step; None when it cannot stop there. A rank that gets there waits until the proposal is settled.
+        """
+
+    def settle_hold(self, is_agreed: bool) -> None:
+        """All ranks will stop at the proposed step, or none will."""
+
+    def restore_inside(self, shared_state: Any, rank_states: Sequence[Any], progress: Sequence[Any]) -> None:
+        """Does what `restore` does with a snapshot that was taken inside a call, which will be gone on with."""
+
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        """This rank's part of the snapshot `number` taken inside the running call; None if it is not kept any more."""
 
 
 ReplicaFactory = Callable[[World], Replica]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import logging
+import os
+import signal
 import time
 import uuid
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from raysgd.engine.types import ClusterView, Holder, NodeView, Resources
+from raysgd.engine.types import ClusterView, Holder, NodeView, Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError
 
 logger = logging.getLogger(__name__)
@@ -48,13 +51,13 @@ def cluster_view() -> ClusterView:
         return ClusterView(
             tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles)
         )
-    free = _free_by_node()
+    free, leaving = _free_by_node(), draining_nodes()
     nodes = tuple(
         NodeView(
             node["NodeID"], node["NodeManagerAddress"], _plain(node["Resources"]), _plain(free.get(node["NodeID"], {}))
         )
         for node in ray.nodes()
-        if node["Alive"]
+        if node["Alive"] and node["NodeID"] not in leaving
     )
     return ClusterView(nodes, _holders())
 
@@ -82,6 +85,35 @@ def _plain(amounts: Mapping[str, float]) -> dict[str, float]:
     """Without the bookkeeping entries that Ray keeps beside the real resources."""
     hidden = ("node:", "object_store_memory", "memory")
     return {name: amount for name, amount in amounts.items() if not name.startswith(hidden) and "_group_" not in name}
+
+
+def draining_nodes() -> frozenset[str]:
+    """The nodes that Ray knows will go away soon. Ray keeps this query private; where it is missing, none are known."""
+    try:
+        return frozenset(importlib.import_module("ray._private.state").state.get_draining_nodes())
+    except (ImportError, AttributeError):
+        return frozenset()
+
+
+def kill_process(info: WorkerInfo) -> None:
+    """Ends a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
+    ray = _ray()
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    if info.node_id == ray.get_runtime_context().get_node_id():
+        _sigkill(info.pid)
+        return
+    options = {
+        "num_cpus": 0,
+        "max_retries": 0,
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, True),
+    }
+    ray.remote(**options)(_sigkill).remote(info.pid)
+
+
+def _sigkill(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
@@ -152,6 +184,15 @@ class Reservation:
                 placement_group_capture_child_tasks=True,
             )
         return options
+
+    def nodes(self) -> list[str | None]:
+        """For each bundle the live node that holds it now, or None; Ray moves the bundles of a node that was lost."""
+        ray = _ray()
+        alive = {node["NodeID"] for node in ray.nodes() if node["Alive"]}
+        if self._own is None:
+            return [next(iter(alive), None)] * self._num_workers
+        holders = ray.util.placement_group_table(self._own).get("bundles_to_node_id", {})
+        return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
     def release(self, timeout_s: float) -> None:
         """Gives the resources back and waits until Ray says so; after `timeout_s` only a warning is logged."""

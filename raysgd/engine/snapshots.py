@@ -9,7 +9,7 @@ before it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from raysgd.engine.replica import Capture
@@ -19,10 +19,17 @@ CallT = TypeVar("CallT")
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A state that the driver holds: what all ranks share, and what each rank had for itself."""
+    """A state that the driver holds.
+
+    Attributes:
+        shared_state: What all ranks share.
+        rank_states: What each rank had for itself.
+        progress: How far each rank was in the call in which it was taken; None when it was taken between calls.
+    """
 
     shared_state: Any
     rank_states: tuple[Any, ...]
+    progress: tuple[Any, ...] | None = None
 
 
 class Transfer(Protocol):
@@ -37,6 +44,7 @@ class _OnItsWay:
     transfer: Transfer
     token: int
     rank_states: tuple[Any, ...]
+    progress: tuple[Any, ...] | None
 
 
 class SnapshotKeeper(Generic[CallT]):
@@ -49,6 +57,11 @@ class SnapshotKeeper(Generic[CallT]):
         self._num_covered = 0
         self._calls: list[CallT] = []
         self._is_stale = False
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether `landed` was taken inside the call that follows those it covers: that one can be gone on with."""
+        return self.landed is not None and self.landed.progress is not None
 
     @property
     def calls_since(self) -> tuple[CallT, ...]:
@@ -75,6 +88,13 @@ class SnapshotKeeper(Generic[CallT]):
         """Notes that the state may have changed in a way that no call explains."""
         self._is_stale = True
 
+    def leave_call(self) -> None:
+        """Notes that the running call was broken off for good: nobody will go on with it from inside."""
+        if self._coming is not None and self._coming.progress is not None:
+            self._coming = None
+        if self.landed is not None and not self._calls:
+            self.landed = replace(self.landed, progress=None)
+
     @property
     def is_coming(self) -> bool:
         """Whether a snapshot is on its way. Another one would overtake it, and under haste none would ever land."""
@@ -90,10 +110,11 @@ class SnapshotKeeper(Generic[CallT]):
         self._is_stale = len(self._calls) > num_covered
         rank_states = tuple(capture.rank_state for capture in captures)
         source = captures[0]
+        progress = tuple(capture.progress for capture in captures) if source.progress is not None else None
         if source.token is None:
-            self._land(Snapshot(source.shared_state, rank_states), None, num_covered)
+            self._land(Snapshot(source.shared_state, rank_states, progress), None, num_covered)
         else:
-            self._coming = _OnItsWay(fetch(source.token), source.token, rank_states)
+            self._coming = _OnItsWay(fetch(source.token), source.token, rank_states, progress)
             self._num_covered = num_covered
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
@@ -108,7 +129,8 @@ class SnapshotKeeper(Generic[CallT]):
             self._coming = None
             self._is_stale = True
             return
-        self._land(Snapshot(state, self._coming.rank_states), self._coming.token, self._num_covered)
+        coming = self._coming
+        self._land(Snapshot(state, coming.rank_states, coming.progress), coming.token, self._num_covered)
 
     def leave_group(self) -> None:
         """Notes that the workers are gone: what is on its way will not come, and new workers count tokens anew."""

@@ -118,6 +118,68 @@ class Outcome:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """How far a replica is in a call that broke off, or that was held at a step boundary.
+
+    Attributes:
+        progress: Steps of the call that it has completed, counted alike on all ranks.
+        is_whole: Whether its state is that of a completed step, so that others may take it over.
+        obstacle: Why it cannot go on in another group; None when it can.
+        words: How far that is in the user's terms, for the log.
+    """
+
+    progress: int = 0
+    is_whole: bool = True
+    obstacle: str | None = None
+    words: str = ""
+
+
+@dataclass(frozen=True)
+class Handover:
+    """Who takes over whose state when a group is formed anew.
+
+    Attributes:
+        source: Rank, in the new group, whose state is the one to go on from.
+        takers: The ranks whose state is another one, or none yet.
+    """
+
+    source: int = 0
+    takers: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A sign of life of a replica.
+
+    Attributes:
+        epoch: The pass over the data that it is in.
+        step: Steps completed in the running call; -1 between calls.
+        phase: What it is doing.
+        num_samples: Samples that this rank has worked on in the running call.
+        snapshot: Number of the newest snapshot taken inside the running call; 0 when there is none.
+    """
+
+    epoch: int = 0
+    step: int = -1
+    phase: str = "idle"
+    num_samples: int = 0
+    snapshot: int = 0
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a call returns on every rank that stopped at the step boundary at which it was asked to stop.
+
+    Attributes:
+        step: Steps of the call completed.
+        part: This rank's part of a snapshot taken there (a `Capture`).
+    """
+
+    step: int
+    part: Any
+
+
+@dataclass(frozen=True)
 class GroupReport:
     """The outcomes of one call, in rank order."""
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import pickle
 import socket
+import sys
 import sysconfig
+import threading
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.engine.replica import Capture, Replica, ReplicaFactory
-from raysgd.engine.types import Failure, FailureKind, Rendezvous, WorkerInfo, World
+from raysgd.engine.types import Failure, FailureKind, Handover, Held, Rendezvous, Standing, WorkerInfo, World
 from raysgd.exceptions import WorkerFault
 
 if TYPE_CHECKING:
     from raysgd.backends.base import Backend
+    from raysgd.engine.seats import Seat
 
 ValueT = TypeVar("ValueT")
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -52,6 +55,22 @@ class Answer:
 
 
 @dataclass(frozen=True)
+class Enlisted:
+    """What a worker answers that is ready to step in."""
+
+    info: WorkerInfo
+    facts: Any
+
+
+@dataclass(frozen=True)
+class Stood:
+    """What a worker answers that has left its group: how far it is, and the port it opened if it was to."""
+
+    standing: Standing
+    port: int | None
+
+
+@dataclass(frozen=True)
 class _Room:
     """Stands for an object in Ray's store among packed arguments; Ray hands such an object over by itself."""
 
@@ -77,6 +96,7 @@ class WorkerProcess:
         self._is_remote = is_remote
         self._world = World(rank=-1, size=0)
         self._replica: Replica | None = None
+        self._busy_thread: int | None = None
 
     def describe(self) -> WorkerInfo:
         """Where this worker lives."""
@@ -107,12 +127,57 @@ class WorkerProcess:
 
         return self._guarded(body)
 
+    def enlist(self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory) -> Enlisted:
+        """Gets ready to step in: everything that a rank does before it joins, in a group of its own.
+
+        Args:
+            hook: The user's initialization hook.
+            world: A place it might be given.
+            make_replica: Builds the replica.
+        """
+
+        def body() -> Enlisted:
+            port = self.prepare(hook, is_first=True).port
+            assert port is not None
+            self._backend.join(Rendezvous("127.0.0.1", port, on_one_node=True), World(rank=0, size=1), even_alone=True)
+            replica: Any = make_replica(world)
+            self._replica = replica
+            facts = replica.setup()
+            replica.prime()
+            return Enlisted(self.describe(), facts)
+
+        return self._guarded(body)
+
+    def stand(self, is_first: bool) -> Stood:
+        """Leaves the group, whatever is left of it, and says how far the replica is."""
+
+        def body() -> Stood:
+            self._backend.leave()
+            replica: Any = self.replica
+            return Stood(replica.standing(), self._backend.open_rendezvous() if is_first else None)
+
+        return self._guarded(body)
+
+    def regroup(self, world: World, rendezvous: Rendezvous, handover: Handover, is_first: bool) -> Any:
+        """Joins a new group and goes on in it. Returns the replica's facts."""
+
+        def body() -> Any:
+            self._world = world
+            if not is_first:  # the first rank has opened the new meeting point already
+                self._backend.leave()
+            self._backend.join(rendezvous, world, even_alone=True)
+            replica: Any = self.replica
+            return replica.regroup(world, handover)
+
+        return self._guarded(body)
+
     def on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> Answer:
         """Runs `function(replica, *args)`, and copies the state right behind it when `capture` is set."""
 
         def body() -> Answer:
             value = function(self.replica, *args)
-            return Answer(value, self.replica.capture(landed) if capture else None)
+            is_over = not isinstance(value, Held)
+            return Answer(value, self.replica.capture(landed) if capture and is_over else None)
 
         return self._guarded(body)
 
@@ -132,8 +197,13 @@ class WorkerProcess:
         return None if replica is None else function(replica, *args)
 
     def interrupt(self) -> None:
-        """From another thread: ends the wait for ranks that will never join."""
+        """From another thread: ends all waiting for other ranks."""
         self._backend.interrupt()
+
+    def stack(self) -> str:
+        """From another thread: where the thread is that runs the calls."""
+        frame = sys._current_frames().get(self._busy_thread or 0)
+        return "".join(traceback.format_stack(frame)) if frame is not None else "no call was made yet"
 
     def close(self) -> None:
         """Lets the replica and the group go; errors of a broken group do not matter any more."""
@@ -150,12 +220,15 @@ class WorkerProcess:
         return self._replica
 
     def _guarded(self, body: Callable[[], ValueT]) -> ValueT:
+        self._busy_thread = threading.get_ident()
         try:
             return body()
         except (Exception, SystemExit) as error:
             kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
             fault = describe_fault(error, self._world.rank, portable=self._is_remote)
             failure = Failure(kind, fault)
+        if kind == "disconnected":
+            self._backend.interrupt()  # ranks that wait for this one shall know; nobody else would tell them
         raise WorkerFailed(failure)
 
     def _has_lost_its_group(self, error: BaseException) -> bool:
@@ -168,8 +241,9 @@ class RemoteWorker:
 
     is_local = False
 
-    def __init__(self, options: dict[str, Any], backend: Backend, num_threads: int | None) -> None:
-        self.actor = _actor_class().options(**options).remote(backend, num_threads)
+    def __init__(self, seat: Seat, backend: Backend, num_threads: int | None) -> None:
+        self.seat = seat
+        self.actor = _actor_class().options(**seat.options).remote(backend, num_threads)
 
     def submit(self, method: str, *args: Any) -> Any:
         """Starts a call and returns Ray's reference to its result."""
@@ -188,15 +262,22 @@ def _actor_class() -> Any:
     if _ACTOR_CLASS is None:
         import ray
 
-        members = {"beside": ray.method(concurrency_group="beside")(_beside)}
+        members = {
+            name: ray.method(concurrency_group="beside")(_forwarding(name)) for name in ("beside", "interrupt", "stack")
+        }
         hosted = type("RaySGDWorker", (WorkerProcess,), members)
         options: dict[str, Any] = {"concurrency_groups": {"beside": 1}, "max_restarts": 0, "max_task_retries": 0}
         _ACTOR_CLASS = ray.remote(**options)(hosted)
     return _ACTOR_CLASS
 
 
-def _beside(self: WorkerProcess, function: Callable[..., Any], *args: Any) -> Any:
-    return WorkerProcess.beside(self, function, *args)
+def _forwarding(name: str) -> Callable[..., Any]:
+    """A method that Ray may mark as its own without marking that of `WorkerProcess`."""
+
+    def method(self: WorkerProcess, *args: Any) -> Any:
+        return getattr(WorkerProcess, name)(self, *args)
+
+    return method
 
 
 _ACTOR_CLASS: Any = None
@@ -243,8 +324,6 @@ def _picklable(error: BaseException) -> BaseException | None:
 
 def _node() -> tuple[str, str]:
     """Node id and address of this process; the host's name stands in for both where Ray is not running."""
-    import sys
-
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():
         context = ray.get_runtime_context()

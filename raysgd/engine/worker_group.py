@@ -8,27 +8,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine import ranks
+from raysgd.engine.gathering import Listener, grace_s, outcome
 from raysgd.engine.local_worker import LocalCall, LocalWorker
+from raysgd.engine.recruits import Recruit, Recruits
 from raysgd.engine.replica import ReplicaFactory
-from raysgd.engine.types import Failure, GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
-from raysgd.engine.worker import RemoteWorker, WorkerFailed, pack
-from raysgd.exceptions import ReservationTimeoutError, WorkerFault
+from raysgd.engine.seats import Seats
+from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, Resources, WorkerInfo, World
+from raysgd.engine.worker import RemoteWorker, pack
+from raysgd.exceptions import ReservationTimeoutError
 
 if TYPE_CHECKING:
     from raysgd.backends.base import Backend
 
 logger = logging.getLogger(__name__)
 
-_DEATH_GRACE_S = 0.05  # how long to listen on after a death: other deaths of the same moment follow within this
-_CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a death that Ray reports a little later
-_USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that rank in a collective never answer
-_POLL_S = 0.1
 _CLOSE_TIMEOUT_S = 5.0
+_FREED_S = 30.0  # a survivor may finish a long step of its own before it sees that its group is gone
+_SILENCE_S = 2.0  # a live worker answers beside its work well within this
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,8 @@ class GroupSpec:
         initialization_hook: Run once in each worker process before anything else.
         reservation_timeout_s: How long to wait until the cluster grants the resources.
         captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
+        regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
+        num_spares: How many workers wait, ready, to step in.
     """
 
     backend: Backend
@@ -52,6 +55,13 @@ class GroupSpec:
     initialization_hook: Callable[[], Any] | None = None
     reservation_timeout_s: float = 100.0
     captures: bool = True
+    regroups: bool = False
+    num_spares: int = 0
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of one worker."""
+        return max(1, int(self.resources.num_cpus))
 
 
 class WorkerGroup:
@@ -59,11 +69,14 @@ class WorkerGroup:
 
     def __init__(self, spec: GroupSpec, num_workers: int) -> None:
         self._spec = spec
-        self._reservation: Any = None
+        self._seats = Seats(spec.resources)
+        self.recruits = Recruits(spec, self._seats)
         self._workers: list[LocalWorker | RemoteWorker] = []
+        self._unanswered: dict[int, Any] = {}
         self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
         self.num_workers = num_workers
+        self.num_spares = spec.num_spares
 
     def __len__(self) -> int:
         return self.num_workers
@@ -113,11 +126,11 @@ class WorkerGroup:
         from raysgd.engine import resources
 
         resources.ensure_ray()
-        self._reservation = resources.Reservation(spec.resources, self.num_workers)  # the driver's share is held too
-        self._reservation.wait(timeout_s)
-        num_threads = max(1, int(spec.resources.num_cpus))
-        for rank in range(len(self._workers), self.num_workers):
-            self._workers.append(RemoteWorker(self._reservation.actor_options(rank), spec.backend, num_threads))
+        self._seats.reserve(self.num_workers + self.num_spares, timeout_s)  # the driver's share is held too
+        if spec.use_local:
+            self._seats.take()
+        for _ in range(len(self._workers), self.num_workers):
+            self._workers.append(RemoteWorker(self._seats.take(), spec.backend, spec.num_threads))
 
     def _prepare(self, timeout_s: float) -> GroupReport:
         remote = [worker for worker in self._workers if isinstance(worker, RemoteWorker)]
@@ -126,7 +139,7 @@ class WorkerGroup:
             rank: worker.submit("prepare", self._spec.initialization_hook, rank == 0)
             for rank, worker in enumerate(self._workers)
         }
-        if placed and not self._reservation.is_own:
+        if placed and not self._seats.are_own:
             self._await_placement(placed, timeout_s)
         return self._gather(calls)
 
@@ -184,13 +197,134 @@ class WorkerGroup:
     @property
     def is_driver_only(self) -> bool:
         """Whether the only worker is the driver itself, so that no worker can be lost."""
-        return not self._remote_ranks()
+        return not self.remote_ranks
 
     @property
     def local_replica(self) -> Any:
         """The replica in the driver; None when all workers are remote."""
         worker = self._workers[0]
         return worker.replica if isinstance(worker, LocalWorker) else None
+
+    # ---------------------------------------------------------------------------------------------- regrouping
+
+    def settle(self, report: GroupReport) -> list[int]:
+        """After a failed call: frees the ranks that wait for lost ones, and returns those that can be counted on."""
+        lost = {found.rank for found in report.outcomes if found.failure is not None and found.failure.kind == "died"}
+        silent = self._free(rank for rank in self._unanswered if rank not in lost)
+        deadline = time.monotonic() + _FREED_S
+        for rank, reference in self._unanswered.items():
+            if rank in lost or rank in silent:
+                continue
+            while not (found := outcome(rank, reference)).answered and time.monotonic() < deadline:
+                time.sleep(0.002)
+            if not found.answered or (found.failure is not None and found.failure.kind == "died"):
+                lost.add(rank)
+        self._unanswered = {}
+        return [rank for rank in range(len(self._workers)) if rank not in lost and rank not in silent]
+
+    def _free(self, waiting: Iterable[int]) -> set[int]:
+        """Ends what these ranks wait for; returns those that do not even answer to that."""
+        calls = {rank: self._workers[rank].submit("interrupt") for rank in waiting}
+        remote = {}
+        for rank, call in calls.items():
+            if isinstance(call, LocalCall):
+                call.run()
+            else:
+                remote[rank] = call
+        answers = self._within(remote, _SILENCE_S)
+        return {rank for rank, found in answers.items() if not found.ok}
+
+    def stand(self, survivors: Sequence[int]) -> GroupReport:
+        """Lets the survivors leave their group. Each tells how far it is; the first opens the next meeting point."""
+        return self._gather({rank: self._workers[rank].submit("stand", rank == survivors[0]) for rank in survivors})
+
+    def let_go(self, leaving: Sequence[int]) -> None:
+        """Ends the workers of these ranks, dead or alive; their seats are free for others."""
+        for rank in leaving:
+            worker = self._workers[rank]
+            assert isinstance(worker, RemoteWorker), "the driver cannot leave its own group"
+            worker.kill()
+            self._seats.give_back(worker.seat)
+
+    def regroup(
+        self,
+        survivors: Sequence[int],
+        joining: Sequence[Recruit],
+        port: int,
+        handover: Handover,
+        tick: Callable[[], None] | None = None,
+    ) -> GroupReport:
+        """Forms a new group of the `survivors`, in this order, and those that join them.
+
+        Args:
+            survivors: Ranks in the old group, which have left it.
+            joining: Workers from `recruits`.
+            port: The meeting point that the first survivor opened.
+            handover: Whose state the others take over, by new rank.
+            tick: Called now and then while it waits.
+
+        Returns:
+            The replicas' facts. On anything but success the group cannot be used any more.
+        """
+        self._workers = [self._workers[rank] for rank in survivors] + [recruit.worker for recruit in joining]
+        self.infos = [self.infos[rank] for rank in survivors] + [recruit.info for recruit in joining]
+        self.worlds = ranks.assign(self.infos)
+        self.num_workers = len(self._workers)
+        rendezvous = Rendezvous.at(port, self.infos)
+        return self._gather(
+            {
+                rank: worker.submit("regroup", self.worlds[rank], rendezvous, handover, rank == 0)
+                for rank, worker in enumerate(self._workers)
+            },
+            tick,
+        )
+
+    def call_up(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
+        """Begins to make up to `count` more workers ready where there is reserved room; returns for how many there is.
+
+        Args:
+            count: How many are wanted beside those that are coming or ready.
+            world_size: The size of the group that they are meant for.
+            avoid: Nodes that are lost, as far as we know, or going away.
+        """
+        self.recruits.avoid(avoid)
+        seats = self._seats.take_usable(count, avoid)
+        self.recruits.call_up(seats, world_size)
+        return len(seats)
+
+    def reserve(self, count: int, timeout_s: float) -> None:
+        """Reserves room for more workers; raises `ReservationTimeoutError` if that is not granted in time."""
+        self._seats.reserve(count, timeout_s)
+
+    def ask_beside(
+        self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _SILENCE_S
+    ) -> dict[int, Any]:
+        """What ranks (all, unless said) answer to `method` beside their work; without those that are late."""
+        asked = range(len(self._workers)) if ranks is None else ranks
+        calls = {rank: self._workers[rank].submit(method, *args) for rank in asked}
+        remote = {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
+        answers = {rank: found.value for rank, found in self._within(remote, timeout_s).items() if found.ok}
+        answers.update({rank: call.run()[0] for rank, call in calls.items() if isinstance(call, LocalCall)})
+        return answers
+
+    def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Asks a remote rank beside its work; returns the call, to be listened to."""
+        return self._workers[rank].submit("beside", function, *args)
+
+    def kill_rank(self, rank: int) -> None:
+        """Ends a worker that does not answer any more, in a way that reaches a stopped process too."""
+        from raysgd.engine import resources
+
+        self._workers[rank].kill()
+        resources.kill_process(self.infos[rank])
+
+    def _within(self, references: Mapping[int, Any], timeout_s: float) -> dict[int, Outcome]:
+        if not references:
+            return {}
+        import ray
+
+        ray.wait(list(references.values()), num_returns=len(references), timeout=timeout_s)
+        return {rank: outcome(rank, reference) for rank, reference in references.items()}
 
     # ---------------------------------------------------------------------------------------------- stopping
 
@@ -224,42 +358,54 @@ class WorkerGroup:
     def kill(self, timeout_s: float = 5.0) -> None:
         """Ends the processes at once and gives the resources back. Safe at any time, also half-started or twice."""
         workers, self._workers = self._workers, []
-        reservation, self._reservation = self._reservation, None
         try:
+            self.recruits.dismiss_all()
             for worker in sorted(workers, key=lambda w: w.is_local):  # remote first: a local one may wait for them
                 worker.kill()
         finally:
-            if reservation is not None:
-                reservation.release(timeout_s)
+            self._seats.release(timeout_s)
 
     # ---------------------------------------------------------------------------------------------- gathering
 
-    def _remote_ranks(self) -> list[int]:
+    @property
+    def remote_ranks(self) -> list[int]:
+        """The ranks that are not the driver itself."""
         return [rank for rank, worker in enumerate(self._workers) if not worker.is_local]
 
     def _gather(self, calls: Mapping[int, Any], tick: Callable[[], None] | None = None) -> GroupReport:
         """Waits for all answers; after the first failure, only as long as it takes to see what belongs to it."""
         local = {rank: call for rank, call in calls.items() if isinstance(call, LocalCall)}
         remote = {rank: call for rank, call in calls.items() if rank not in local}
-        outcomes = self._gather_both(local, remote) if local else _Listener(remote).listen(tick)
+        if local:
+            outcomes = self._gather_both(local, remote, tick)
+        else:
+            outcomes = Listener(remote, self._spec.regroups).listen(tick)
+        self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
         return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
 
-    def _gather_both(self, local: Mapping[int, LocalCall], remote: Mapping[int, Any]) -> dict[int, Outcome]:
+    def _gather_both(
+        self, local: Mapping[int, LocalCall], remote: Mapping[int, Any], tick: Callable[[], None] | None
+    ) -> dict[int, Outcome]:
         """The local call runs here while a thread listens to the remote ones.
 
         The local rank may be waiting for a remote one that failed. Nothing but the end of the others frees it.
         """
-        listener = _Listener(remote)
+        listener = Listener(remote, self._spec.regroups)
         heard: dict[int, Outcome] = {}
         is_local_done = threading.Event()
 
         def listen() -> None:
-            heard.update(listener.listen())
-            if all(outcome.ok for outcome in heard.values()):
+            heard.update(listener.listen(tick))
+            if all(found.ok for found in heard.values()):
                 return
-            kinds: set[str] = {outcome.failure.kind for outcome in heard.values() if outcome.failure}
-            if not is_local_done.wait(_grace_s(kinds)):
-                heard.update(self._kill_remote(heard))
+            kinds: set[str] = {found.failure.kind for found in heard.values() if found.failure}
+            if is_local_done.wait(grace_s(kinds)):
+                return
+            if self._spec.regroups and "user" not in kinds:
+                self._free(range(len(self._workers)))
+                if is_local_done.wait(_FREED_S):
+                    return
+            heard.update(self._kill_remote(heard))
 
         thread = threading.Thread(target=listen, name="raysgd-listener", daemon=True)
         if remote:
@@ -284,106 +430,15 @@ class WorkerGroup:
                 worker.kill()
             else:
                 worker.interrupt()
-        return {rank: replace(outcome, answered=False) for rank, outcome in heard.items()}
+        return {rank: replace(found, answered=False) for rank, found in heard.items()}
 
 
-class _Listener:
-    """Gathers the answers of remote calls, and decides how long to listen on after a failure."""
-
-    def __init__(self, references: Mapping[int, Any]) -> None:
-        self._references = references
-        self._abandoned = threading.Event()
-
-    def abandon(self) -> None:
-        """The local rank failed: the others get the usual grace, no more."""
-        self._abandoned.set()
-
-    def listen(self, tick: Callable[[], None] | None = None) -> dict[int, Outcome]:
-        """The outcomes by rank. Blocks until all have answered or a failure has been understood."""
-        if not self._references:
-            return {}
-        values = self._wait_for_all_or_first_failure(tick)
-        if values is not None:
-            return {rank: Outcome(rank, value) for rank, value in zip(self._references, values, strict=True)}
-        return self._look_closer()
-
-    def _wait_for_all_or_first_failure(self, tick: Callable[[], None] | None) -> list[Any] | None:
-        import ray
-
-        pause_s = _POLL_S if tick or self._is_beside_local() else None
-        waiting = {reference: rank for rank, reference in self._references.items()}
-        values: dict[int, Any] = {}
-        while waiting and not self._abandoned.is_set():
-            # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
-            done, rest = ray.wait(list(waiting), num_returns=1, timeout=pause_s)
-            if not done and tick is not None:
-                tick()
-            if done and rest:  # all that are ready by now, in one go
-                done += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
-            for reference in done:
-                try:
-                    values[waiting.pop(reference)] = ray.get(reference)
-                except (ray.exceptions.RayError, WorkerFailed):
-                    return None
-        return None if waiting else [values[rank] for rank in self._references]
-
-    def _is_beside_local(self) -> bool:
-        return threading.current_thread() is not threading.main_thread()
-
-    def _look_closer(self) -> dict[int, Outcome]:
-        """Listens until the kind of failure is plain: see the grace periods above."""
-        began = time.monotonic()
-        while True:
-            outcomes = {rank: _outcome(rank, reference) for rank, reference in self._references.items()}
-            if all(outcome.answered for outcome in outcomes.values()):
-                return outcomes
-            kinds: set[str] = {outcome.failure.kind for outcome in outcomes.values() if outcome.failure}
-            if time.monotonic() - began >= _grace_s(kinds):
-                return outcomes
-            time.sleep(0.005)
-
-
-def _grace_s(kinds: set[str]) -> float:
-    if "died" in kinds:
-        return _DEATH_GRACE_S
-    return _CONNECTION_GRACE_S if kinds == {"disconnected"} else _USER_GRACE_S
-
-
-def _outcome(rank: int, reference: Any) -> Outcome:
-    """What is known of one call right now."""
-    import ray
-
-    try:
-        return Outcome(rank, ray.get(reference, timeout=0))
-    except ray.exceptions.GetTimeoutError:
-        return Outcome(rank, answered=False)
-    except WorkerFailed as carrier:  # Ray raises a class derived from ours
-        return Outcome(rank, failure=_carried(carrier))
-    except ray.exceptions.RayTaskError as error:  # the worker could not even word its failure, or Ray could not run it
-        return Outcome(rank, failure=Failure("user", _fault(rank, error.cause or error, str(error))))
-    except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
-        return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
-    except ray.exceptions.RayError as error:
-        return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
-
-
-def _ranked(outcome: Outcome) -> Outcome:
+def _ranked(found: Outcome) -> Outcome:
     """With the rank filled in where the worker did not know its own yet."""
-    failure = outcome.failure
+    failure = found.failure
     if failure is None or failure.fault.rank >= 0:
-        return outcome
-    return replace(outcome, failure=replace(failure, fault=replace(failure.fault, rank=outcome.rank)))
-
-
-def _carried(carrier: Any) -> Failure:
-    cause = getattr(carrier, "cause", carrier)
-    failure: Failure = cause.failure
-    return failure
-
-
-def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
-    first_line = str(error).strip().partition("\n")[0]
-    return WorkerFault(rank, "unknown", error, type(error).__name__, first_line, "the worker process", traceback_text)
+        return found
+    return replace(found, failure=replace(failure, fault=replace(failure.fault, rank=found.rank)))
 
 
 @dataclass(frozen=True)

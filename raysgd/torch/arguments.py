@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 def check_count(name: str, value: Any, hint: str) -> None:
     """Refuses anything but a positive integer."""
     if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"`{name}={value!r}`: need at least 1, as an integer. {hint}")
+        raise InvalidCountError(f"`{name}={value!r}`: need at least 1, as an integer. {hint}")
 
 
 def check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any) -> None:
@@ -153,3 +153,46 @@ def resolve_timeout(timeout_s: float | None, backend: str) -> float:
             raise ValueError(f"`timeout_s={timeout_s!r}`: need a positive number of seconds.")
         return timeout_s
     return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
+
+
+def check_elastic(
+    num_workers: int,
+    *,
+    recovery: Any,
+    min_workers: Any,
+    spare_workers: Any,
+    resize_check_s: Any,
+    snapshot_every_n_steps: Any,
+    heartbeat_s: Any,
+) -> None:
+    """Checks what says how a trainer follows losses and gains of workers.
+
+    Raises:
+        ValueError: `recovery` is unknown or a time is not positive.
+        InvalidCountError: A count is out of range.
+    """
+    if recovery not in ("rejoin", "rebuild"):
+        raise ValueError(
+            f'`recovery={recovery!r}`: allowed are "rejoin" (the survivors of a loss go on) and "rebuild" (all workers '
+            "are started anew)."
+        )
+    check_count("min_workers", min_workers, hint="It is the number of workers to wait for after a loss.")
+    if min_workers > num_workers:
+        raise InvalidCountError(
+            f"`min_workers={min_workers}` with `num_workers={num_workers}`: there are never more than `num_workers`. "
+            "Lower the one or raise the other."
+        )
+    if isinstance(spare_workers, bool) or not isinstance(spare_workers, int) or spare_workers < 0:
+        raise InvalidCountError(f"`spare_workers={spare_workers!r}`: need 0 or more, as an integer.")
+    if spare_workers and recovery == "rebuild":
+        raise ValueError(
+            f'`spare_workers={spare_workers}` with `recovery="rebuild"`: spares step in beside survivors, which that '
+            'recovery does not keep. Use `recovery="rejoin"` or no spares.'
+        )
+    if snapshot_every_n_steps is not None:
+        check_count("snapshot_every_n_steps", snapshot_every_n_steps, hint="None copies the state between calls only.")
+    for name, seconds in (("resize_check_s", resize_check_s), ("heartbeat_s", heartbeat_s)):
+        if seconds is None and name == "resize_check_s":
+            continue
+        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
+            raise ValueError(f"`{name}={seconds!r}`: need a number of seconds above 0.")

@@ -17,6 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+# What a module is given from outside, and what making it anew would clear.
+_KEPT_BY_WRAPPER = (
+    "training",
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
 
 @dataclass
 class Step:
@@ -55,6 +67,14 @@ class NoParallel:
     def arm(self, models: Sequence[torch.nn.Module], weight_in_hook: bool) -> None:
         """Gets ready to weight gradients."""
 
+    @property
+    def obstacle(self) -> str | None:
+        """Why the models cannot go on in a group that is formed anew; None when they can."""
+        return "the replicas are not kept equal by `DistributedDataParallel`"
+
+    def reform(self) -> None:
+        """Connects the models to the group that was formed anew; they stay the same objects."""
+
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to run the backward pass on."""
         return loss
@@ -73,11 +93,31 @@ class DDP(NoParallel):
     def __init__(self) -> None:
         super().__init__()
         self._weights_in_hook = False
+        self._wrapped: list[tuple[DistributedDataParallel, dict[str, Any]]] = []
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a frozen model, and there is no gradient to average
-        return DistributedDataParallel(model, device_ids=device_ids, **options)
+        wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
+        self._wrapped.append((wrapped, {"device_ids": device_ids, **options}))
+        return wrapped
+
+    @property
+    def obstacle(self) -> str | None:
+        if any("process_group" in options for _, options in self._wrapped):
+            return "`ddp_args` names a process group of its own"
+        if not self._weights_in_hook and any(wrapped._comm_hooks for wrapped, _ in self._wrapped):
+            return "a model has a communication hook of its own"
+        return None
+
+    def reform(self) -> None:
+        """Builds each wrapper anew around the same model, as the same object: user code holds on to it."""
+        was_armed, self._weights_in_hook = self._weights_in_hook, False
+        for wrapped, options in self._wrapped:
+            kept = {name: wrapped.__dict__[name] for name in _KEPT_BY_WRAPPER if name in wrapped.__dict__}
+            wrapped.__init__(wrapped.module, init_sync=False, **options)  # type: ignore[misc]
+            wrapped.__dict__.update(kept)
+        self.arm([wrapped for wrapped, _ in self._wrapped], was_armed)
 
     def arm(self, models: Sequence[torch.nn.Module], weight_in_hook: bool) -> None:
         """Installs the hook that weights gradients, once and only if it is needed.

@@ -160,6 +160,11 @@ class BatchStream:
         source: Where the batches come from.
         step: Told about each step before its batch is handed out.
         next_pass: Called whenever a new pass is opened; returns its index.
+
+    Attributes:
+        at_boundary: Called between two steps, if it is set. What it raises ends the iteration.
+        pass_index: Index of the pass begun last.
+        num_steps_taken: Steps whose batch was handed out.
     """
 
     def __init__(self, source: Source, step: Step, next_pass: Callable[[], int]) -> None:
@@ -169,29 +174,51 @@ class BatchStream:
         self._live: Iterator[tuple[Any, float, int | None]] | None = None
         self._to_resume: tuple[int, int] | None = None
         self._num_steps_in_pass = 0
+        self._is_in_step = False
+        self.at_boundary: Callable[[], None] | None = None
         self.pass_index = 0
         self.num_steps_taken = 0
 
     @property
+    def num_steps_completed(self) -> int:
+        """Steps whose batch was asked to be followed by another one, or by the end."""
+        return self.num_steps_taken - self._is_in_step
+
+    @property
     def is_mid_pass(self) -> bool:
         """Whether the next batch belongs to the pass that was begun last."""
-        return self._live is not None or self._to_resume is not None
+        return self._live is not None or self._to_resume is not None or self._is_in_step
 
     @property
     def consumed(self) -> int:
-        """Samples of the pass begun last that all ranks together have used; 0 where that is not known."""
+        """Samples of the pass begun last that all ranks together have used; 0 where that is not known.
+
+        Those of a step that broke off were not used.
+        """
         if self._to_resume is not None:
             return self._to_resume[1]
-        return self.source.consumed_after(self._num_steps_in_pass) if self._num_steps_in_pass else 0
+        num_steps = self._num_steps_in_pass - self._is_in_step
+        return self.source.consumed_after(num_steps) if self._num_steps_in_pass else 0
+
+    def ledger(self) -> tuple[int, int, int]:
+        """Samples due in this pass, used so far, and in the step that broke off, over all ranks."""
+        due = self.source.consumed_after(self.source.num_steps() or 0)
+        if self._to_resume is not None:
+            return due, self._to_resume[1], 0
+        in_flight = self.source.consumed_after(self._num_steps_in_pass) - self.consumed if self._is_in_step else 0
+        return due, self.consumed, in_flight
+
+    def break_off(self) -> None:
+        """Forgets the step that broke off, if there is one: its batch will be handed out again, perhaps elsewhere."""
+        if self.is_mid_pass:
+            self.resume(self.pass_index, self.consumed)
+        self.num_steps_taken = self.num_steps_completed
+        self._live, self._is_in_step, self._num_steps_in_pass = None, False, 0
 
     def resume(self, pass_index: int, consumed: int) -> None:
         """Goes on inside a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
         self._live = None
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
-
-    def rewind(self) -> None:
-        """Forgets the position: the next batch opens a new pass."""
-        self._live, self._to_resume, self._num_steps_in_pass = None, None, 0
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
         """Yields `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
@@ -216,7 +243,11 @@ class BatchStream:
             produced += 1
             batch = self._hand_out(*item)
             if batch is not _NO_BATCH:
+                self._is_in_step = True
                 yield batch
+                self._is_in_step = False
+                if self.at_boundary is not None:
+                    self.at_boundary()
 
     def _open(self) -> Iterator[tuple[Any, float, int | None]]:
         if self._to_resume is not None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,16 +18,27 @@ from raysgd._meters import MetricSummary
 from raysgd._timers import TimerCollection
 from raysgd.engine.replica import Capture
 from raysgd.engine.results import WorkerMetrics, as_number
-from raysgd.engine.types import World
+from raysgd.engine.types import Beat, Handover, Held, Standing, World
 from raysgd.exceptions import NotRegisteredError
+from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
 from raysgd.torch.batching import config_for_worker
+from raysgd.torch.epoch_run import (
+    EpochAnswer,
+    EpochRequest,
+    EpochRun,
+    Gate,
+    HeldAtBoundary,
+    InsideSnapshots,
+    RunState,
+)
 from raysgd.torch.parallel import DDP, NoParallel, Step, unwrap
 from raysgd.torch.precision import make_precision, saved_state
 from raysgd.torch.sampling import DataSignature, ShardedLoader
 from raysgd.torch.state_codec import EncodedState, StateEncoder, decode
 from raysgd.torch.streams import Agreement, BatchStream, DividedSource, LockstepSource, PlainSource, Source
 from raysgd.torch.training_operator import OperatorContext, TrainingOperator
+from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +61,7 @@ class RunnerSpec:
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
     use_local: bool = False
+    snapshot_every_n_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -71,35 +85,6 @@ class RunnerFacts:
     seed: int
     keeps_own_state: bool
     is_synchronous: bool
-
-
-@dataclass(frozen=True)
-class EpochRequest:
-    """One call of `train` or `validate`, as one worker sees it.
-
-    `tick` is called between steps, some ten times a second, by a replica in the driver: there, nobody else has the
-    time to.
-    """
-
-    num_steps: int | None
-    info: Mapping[str, Any]
-    profile: bool
-    seed: int
-    shard: Any = None
-    tick: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True)
-class EpochAnswer:
-    """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
-
-    `epoch_idx` is the pass that a training call began with.
-    """
-
-    metrics: WorkerMetrics | None
-    returned: Any
-    num_steps: int
-    epoch_idx: int = 0
 
 
 @dataclass(frozen=True)
@@ -135,6 +120,11 @@ class TorchRunner:
         self._captured: dict[int, EncodedState] = {}
         self._next_token = 0
         self._running: tuple[BatchStream, int, int | None, Mapping[str, Any]] | None = None
+        self._run: EpochRun | None = None
+        self._inside = InsideSnapshots(spec.snapshot_every_n_steps)
+        self._claims = threading.Lock()
+        self._fetched: int | None = None
+        self._num_optimizer_steps = 0
         self.epoch = 0
 
     @property
@@ -161,7 +151,18 @@ class TorchRunner:
             parallel=self._parallel,
         )
         self._operator = spec.operator_cls(config_for_worker(spec.config, world.size), context)
+        if _overrides(self._operator, "train_batch") or len(getattr(self._operator, "_optimizers", ())) > 1:
+            self._watch_optimizers()
         return self._facts()
+
+    def _watch_optimizers(self) -> None:
+        """Counts steps, for batches that may step before their last collective: then a broken batch is half done."""
+        for optimizer in getattr(self.operator, "_optimizers", ()):
+            if hasattr(optimizer, "register_step_post_hook"):
+                optimizer.register_step_post_hook(self._note_step)
+
+    def _note_step(self, *_: Any) -> None:
+        self._num_optimizer_steps += 1
 
     def _facts(self) -> RunnerFacts:
         operator = self.operator
@@ -182,20 +183,39 @@ class TorchRunner:
         rank_state = rng.capture()
         if self._world.rank:
             return Capture(rank_state)
-        for token in [token for token in self._captured if landed_token is not None and token <= landed_token]:
-            landed = self._captured.pop(token)
-            if not self._spec.use_local:  # in the driver nothing travelled: these very bytes are the snapshot
-                self._encoder.release(landed)
+        with self._claims:
+            self._release([token for token in self._captured if landed_token is not None and token <= landed_token])
+        return self._capture_shared(Capture(rank_state))
+
+    def _capture_inside(self, run: EpochRun) -> Capture:
+        """The same inside a call; a copy that nobody came for gives way to this one."""
+        part = Capture(rng.capture(), progress=run.state(with_metrics=True))
+        if self._world.rank:
+            return part
+        with self._claims:
+            self._release([token for token in self._captured if token != self._fetched])
+        return self._capture_shared(part)
+
+    def _capture_shared(self, part: Capture) -> Capture:
         encoded = self._encoder.encode(self.state())
         if encoded.num_bytes <= _INLINE_BYTES:
-            return Capture(rank_state, shared_state=encoded)
+            return replace(part, shared_state=encoded)
         self._next_token += 1
         self._captured[self._next_token] = encoded
-        return Capture(rank_state, token=self._next_token)
+        return replace(part, token=self._next_token)
+
+    def _release(self, tokens: Iterable[int]) -> None:
+        for token in tokens:
+            encoded = self._captured.pop(token)
+            if not self._spec.use_local:  # in the driver nothing travelled: these very bytes are the snapshot
+                self._encoder.release(encoded)
 
     def fetch(self, token: int) -> EncodedState:
-        """The copy of the state that `token` names."""
-        return self._captured[token]
+        """The copy of the state that `token` names. Whoever asks for one has got what he asked for before."""
+        with self._claims:
+            self._release([old for old in self._captured if old < token])
+            self._fetched = token
+            return self._captured[token]
 
     def restore(
         self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any], may_keep: bool = False
@@ -216,39 +236,212 @@ class TorchRunner:
         self._apply(
             state if may_keep else {**state, **copy.deepcopy({key: state[key] for key in _KEPT if key in state})}
         )
+        self._run = None
+        self._inside.clear()
         if self._world.rank < len(rank_states) and rank_states[self._world.rank] is not None:
             rng.restore(rank_states[self._world.rank])
 
     def shutdown(self) -> None:
         """Drops the iterators, and with them the processes of the loaders. The operator itself stays usable."""
-        self._train_stream = self._validation_stream = self._running = None
+        self._train_stream = self._validation_stream = self._running = self._run = None
+        self._inside.clear()
         self._captured.clear()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
+    # ------------------------------------------------------------------------------------------------ regrouping
+
+    def standing(self) -> Standing:
+        """How far the training call is that broke off or was held, or the last one that was completed."""
+        run, obstacle = self._run, self._group_obstacle
+        if run is None or run.is_finished:
+            return Standing(run.num_completed + 1 if run is not None else 0, True, obstacle)
+        is_whole = self._num_optimizer_steps == 0
+        return Standing(run.num_completed, is_whole, obstacle or self._epoch_obstacle, self._words())
+
+    def _words(self) -> str:
+        stream = self._train_stream
+        if stream is None or not isinstance(stream.source, DividedSource):
+            return ""
+        due, used, in_flight = stream.ledger()
+        return f"pass {stream.pass_index}: {used} of {due} samples used, {in_flight} in flight come again"
+
+    @property
+    def _group_obstacle(self) -> str | None:
+        """Why this replica cannot go on in another group at all."""
+        if self._parallel.obstacle is not None:
+            return self._parallel.obstacle
+        for name in ("train", "validation"):
+            data = self._data(f"_{name}_data")
+            if data is not None and not isinstance(data, ShardedLoader):
+                return f"the {name} loader is not divided by the library ({data.reason})"
+        return None
+
+    @property
+    def _epoch_obstacle(self) -> str | None:
+        """Why an epoch of this operator can only be begun again."""
+        operator = self.operator
+        if operator.resumes_epochs or (operator.resumes_epochs is None and not _overrides(operator, "train_epoch")):
+            return self._group_obstacle
+        return f"`{type(operator).__name__}` has a `train_epoch` of its own and does not set `resumes_epochs`"
+
+    def prime(self) -> None:
+        """Takes one step on the first batch; whatever it changes is taken over from another rank later."""
+        operator, data = self.operator, self._data("_train_data")
+        if self._epoch_obstacle is not None or not isinstance(data, ShardedLoader):
+            return
+        try:
+            self._parallel.arm(operator._models, weight_in_hook=_may_run_backward(operator))
+            for model in operator._models:
+                model.train()
+            batch = next(DividedSource(data, data.seed_hint).open(0, 0), None)
+            if batch is not None:
+                operator.train_batch(batch[0], {"batch_idx": 0, "global_step": 0, **operator._own_info(None, 0)})
+        except Exception as error:  # it is only practice; in earnest it would be the user's to know
+            logger.warning("a worker that is to step in could not take a step in advance: %r", error)
+
+    def regroup(self, world: World, handover: Handover) -> RunnerFacts:
+        """Goes on in the new group; takes over the state of `handover.source` if it is among the takers."""
+        if self._train_stream is not None:
+            self._train_stream.break_off()
+        if self._run is not None and not self._run.is_finished:
+            self._run.detach()
+        self._take_place(world)
+        self._parallel.reform()
+        device = self.operator.device
+        if world.rank == handover.source and handover.takers:
+            run = self._run.state(with_metrics=False) if self._run is not None else None
+            handing_over.send((self.state(), run), handover.takers, device)
+        elif world.rank in handover.takers:
+            self._take_over(*handing_over.receive(handover.source, device))
+        self.operator.world_changed()
+        return self._facts()
+
+    def _take_place(self, world: World) -> None:
+        self._world = world
+        self._inside.clear()
+        self._validation_stream = None
+        before = self.operator.config.get(BATCH_SIZE)
+        self.operator._take_place(world)
+        self.operator.config.update(config_for_worker(self._spec.config, world.size))
+        now = self.operator.config.get(BATCH_SIZE)
+        for name in ("_train_data", "_validation_data"):
+            data = self._data(name)
+            if isinstance(data, ShardedLoader):
+                sampler = data.sampler
+                sampler.reshape(world.rank, world.size, now if sampler.batch_size == before else None)
+
+    def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
+        self._apply(state)
+        if run is None:
+            self._run = None
+            return
+        self._run = self._run or EpochRun(run.epoch_idx, run.num_requested, self.operator._new_meters())
+        self._run.take_over(run)
+
+    def restore_inside(
+        self, shared_state: EncodedState, rank_states: Sequence[Any], progress: Sequence[RunState]
+    ) -> None:
+        """Takes over a snapshot that was taken inside a training call, ready to go on with the call."""
+        self.restore(shared_state, rank_states)
+        run = EpochRun(progress[0].epoch_idx, progress[0].num_requested, self.operator._new_meters())
+        rank, size = self._world.rank, self._world.size
+        for metrics in (part.metrics for part in progress[rank::size]):  # those of ranks that are no more, too
+            if metrics is not None:
+                run.meters.go_on_from(metrics)
+        run.take_over(progress[0])
+        self._run = run
+
+    def beat(self) -> Beat:
+        """A sign of life; called from a second thread, so it only reads."""
+        run, running = self._run, self._running
+        if run is None or running is None:
+            return Beat(self.epoch, -1, "between calls" if running is None else "validating")
+        return Beat(self.epoch, run.num_completed, "training", int(run.meters.n), self._inside.newest)
+
+    def propose_hold(self, margin: int, at: int | None) -> int | None:
+        """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
+        run = self._run
+        if run is None or self._running is None or self._epoch_obstacle is not None:
+            return None
+        step = run.num_completed + margin if at is None else at
+        return step if run.gate.propose(step, lambda: run.num_completed) else None
+
+    def settle_hold(self, is_agreed: bool) -> None:
+        """Says what became of the proposal."""
+        if self._run is not None:
+            self._run.gate.settle(is_agreed)
+
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        """This rank's part of the snapshot taken inside the running call after `number` steps."""
+        part = self._inside.part(number)
+        if part is not None and part.token is not None:
+            with self._claims:
+                if part.token not in self._captured:
+                    return None
+                self._fetched = part.token  # claimed: it stays until it was fetched
+        return part
+
     # ------------------------------------------------------------------------------------------------ epochs
 
-    def train_epoch(self, request: EpochRequest) -> EpochAnswer:
+    def train_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
         """Runs the operator's `train_epoch` once."""
-        operator = self.operator
-        self._arm_timers(request.profile)
-        self._parallel.arm(getattr(operator, "_models", ()), weight_in_hook=_may_run_backward(operator))
         stream = self._training_stream(request)
-        epoch_idx = self._pass_index(stream)
-        info = {**request.info, **operator._own_info(request.num_steps, epoch_idx)}
-        began_at, epoch_before = stream.num_steps_taken, self.epoch
-        batches = stream.take(request.num_steps)
+        self._arm_timers(request.profile)
+        self._inside.clear()
+        self._run = EpochRun(self._pass_index(stream), request.num_steps, self.operator._new_meters())
+        return self._go_through(self._run, stream, request)
+
+    def resume_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
+        """Goes on with a `train_epoch` that broke off or was held, wherever in the data it is by now."""
+        run = self._run
+        if run is None:  # nothing was begun yet when it broke off
+            return self.train_epoch(request)
+        if run.answer is not None:
+            return run.answer
+        if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
+            return self._finish(run, run.meters.summary(), request)
+        return self._go_through(run, self._training_stream(request), request)
+
+    def _go_through(self, run: EpochRun, stream: BatchStream, request: EpochRequest) -> EpochAnswer | Held:
+        operator = self.operator
+        self._parallel.arm(getattr(operator, "_models", ()), weight_in_hook=_may_run_backward(operator))
+        info = {**request.info, **operator._own_info(request.num_steps, run.epoch_idx)}
+        epoch_before = self.epoch
+        run.attach(stream)
+        stream.at_boundary = partial(self._at_boundary, run) if self._epoch_obstacle is None else None
+        batches = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         iterator = _Watched(batches if request.tick is None else _ticking(batches, request.tick))
-        self._running = (stream, began_at, request.num_steps, info)
-        with self._timers.record("train_epoch"):
-            returned = call_with_accepted(
-                operator.train_epoch, iterator, info=info, num_steps=request.num_steps, epoch_idx=epoch_idx
-            )
-        self._running = None
+        self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
+        operator._meters_to_fill = run.meters
+        self._num_optimizer_steps = 0
+        try:
+            with self._timers.record("train_epoch"):
+                returned = call_with_accepted(
+                    operator.train_epoch, iterator, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
+                )
+        except HeldAtBoundary:
+            run.gate = Gate()
+            return Held(run.num_completed, self._capture_inside(run))
+        finally:
+            self._running = operator._meters_to_fill = stream.at_boundary = None
         if not iterator.was_touched and self.epoch == epoch_before:
             self.epoch += 1  # an epoch that brought its own data
-        answer = self._answer(returned, {"epoch": self.epoch}, request.profile, stream.num_steps_taken - began_at)
-        return replace(answer, epoch_idx=epoch_idx)
+        return self._finish(run, returned, request)
+
+    def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
+        answer = self._answer(returned, {"epoch": self.epoch}, request.profile, run.num_completed)
+        run.finish(replace(answer, epoch_idx=run.epoch_idx))
+        assert run.answer is not None
+        return run.answer
+
+    def _at_boundary(self, run: EpochRun) -> None:
+        """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
+        self._num_optimizer_steps = 0
+        if self._inside.is_due(run.num_completed):
+            self._inside.keep(run.num_completed, self._capture_inside(run))
+        if run.gate.stops(run.num_completed):
+            raise HeldAtBoundary
 
     def validate(self, request: EpochRequest) -> EpochAnswer:
         """Runs the operator's `validate` once."""
@@ -341,7 +534,12 @@ class TorchRunner:
             return dict(self._resume["position"]) if self._resume and self._resume.get("position") else None
         if not isinstance(stream.source, DividedSource):
             return None
-        position = {"pass_index": stream.pass_index, "consumed": stream.consumed if stream.is_mid_pass else 0}
+        is_mid_pass = stream.is_mid_pass
+        position = {
+            "pass_index": stream.pass_index,
+            "consumed": stream.consumed if is_mid_pass else 0,
+            "is_mid_pass": is_mid_pass,
+        }
         data = self._data("_train_data")
         return {**position, "seed": stream.source.seed, "num_samples": data.num_samples}
 
@@ -354,7 +552,7 @@ class TorchRunner:
             logger.warning("the train data has another size than when the state was saved: starting a fresh pass")
             return
         stream.source.seed = position["seed"]
-        if position["consumed"]:
+        if position.get("is_mid_pass", position["consumed"] > 0):
             stream.resume(position["pass_index"], position["consumed"])
 
     # ------------------------------------------------------------------------------------------------ state

@@ -20,25 +20,20 @@ import torch
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
-from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.lifecycle import ElasticRules
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import InvalidCountError, UnevenStepsError
 from raysgd.torch import arguments, checkpoint_file, constants
 from raysgd.torch.batching import split_batch_size
+from raysgd.torch.epoch_run import EpochAnswer, EpochRequest
 from raysgd.torch.precision import choose_amp_backend
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.state_codec import StateEncoder, decode
-from raysgd.torch.torch_runner import (
-    RESUME,
-    EpochAnswer,
-    EpochRequest,
-    Progress,
-    RunnerFacts,
-    RunnerSpec,
-    TorchRunner,
-)
+from raysgd.torch.torch_runner import RESUME, Progress, RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -68,6 +63,15 @@ class TorchTrainer:
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
             never.
         use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
+        recovery: What follows a loss of workers. "rejoin": the others keep their processes and go on where they are,
+            if that can be done, see `docs/fault-tolerance.md`; else, and with "rebuild": all workers are started anew
+            from the last snapshot.
+        min_workers: With fewer than these, wait for resources.
+        spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
+        resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then goes on
+            with the workers that are left instead of waiting for new ones. None: growing waits for the next call.
+        snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
+        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost.
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
@@ -99,6 +103,12 @@ class TorchTrainer:
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
         use_local: bool = False,
+        recovery: str = "rejoin",
+        min_workers: int = 1,
+        spare_workers: int = 0,
+        resize_check_s: float | None = None,
+        snapshot_every_n_steps: int | None = None,
+        heartbeat_s: float = 30.0,
         model_creator: Any = None,
         data_creator: Any = None,
         optimizer_creator: Any = None,
@@ -130,6 +140,15 @@ class TorchTrainer:
         arguments.validate_scheduler_step_freq(scheduler_step_freq)
         arguments.refuse_unknown(unknown, TorchTrainer.__init__.__annotations__)
         arguments.check_operator_class(training_operator_cls)
+        arguments.check_elastic(
+            num_workers,
+            recovery=recovery,
+            min_workers=min_workers,
+            spare_workers=spare_workers,
+            resize_check_s=resize_check_s,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            heartbeat_s=heartbeat_s,
+        )
         arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
         choose_amp_backend(use_fp16)
         if use_tqdm:
@@ -149,6 +168,12 @@ class TorchTrainer:
         self.add_dist_sampler = add_dist_sampler
         self.use_local = use_local
         self.scheduler_step_freq = scheduler_step_freq
+        self.recovery = recovery
+        self.min_workers = min_workers
+        self.spare_workers = spare_workers
+        self.resize_check_s = resize_check_s
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        self.heartbeat_s = heartbeat_s
         self._requested_config = dict(config or {})
         self._check_batch_size()
         self._writer = checkpoint_file.AsyncWriter()
@@ -168,7 +193,10 @@ class TorchTrainer:
             add_dist_sampler=self.add_dist_sampler,
             scheduler_step_freq=self.scheduler_step_freq,
             use_local=self.use_local,
+            snapshot_every_n_steps=self.snapshot_every_n_steps,
         )
+        is_alone = self.use_local and self.max_replicas == 1
+        rejoins = self.recovery == "rejoin"
         group = GroupSpec(
             backend=TorchBackend(self.backend, self.timeout_s),
             make_replica=partial(TorchRunner, spec),
@@ -176,10 +204,20 @@ class TorchTrainer:
             use_local=self.use_local,
             initialization_hook=self.initialization_hook,
             reservation_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
-            captures=not (self.use_local and self.max_replicas == 1),
+            captures=not is_alone,
+            regroups=not is_alone,
+            num_spares=self.spare_workers,
         )
-        scaling = ScalingPolicy(max_workers=self.max_replicas, num_local=int(self.use_local))
-        return ElasticController(group, scaling, release_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S)
+        scaling = ScalingPolicy(
+            max_workers=self.max_replicas, min_workers=self.min_workers, num_local=int(self.use_local)
+        )
+        return ElasticController(
+            group,
+            scaling,
+            FailurePolicy(rejoins=rejoins and not is_alone),
+            release_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
+            rules=ElasticRules(self.resize_check_s, self.heartbeat_s, draining_nodes),
+        )
 
     # ------------------------------------------------------------------------------------------------ epochs
 
@@ -220,7 +258,8 @@ class TorchTrainer:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
             tick = (lambda: bar.show(self._progress())) if bar is not None else None
             requests = partial(self._requests, num_steps, profile, dict(info or {}), dataset, tick)
-            call = Call(TorchRunner.train_epoch, requests, changes_state=True, tick=tick)
+            resume = TorchRunner.resume_epoch if dataset is None else None
+            call = Call(TorchRunner.train_epoch, requests, changes_state=True, tick=tick, resume=resume)
             answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
             self._check_even_steps(answers)
             result = _merged(answers, reduce_results)
@@ -462,11 +501,11 @@ class TorchTrainer:
 
     @property
     def _num_failures(self) -> int:
-        return self._controller.num_failures
+        return self._controller.history.num_failures
 
     @property
     def _last_resize(self) -> float:
-        return self._controller.last_resize
+        return self._controller.history.last_resize
 
     @property
     def _facts(self) -> RunnerFacts:

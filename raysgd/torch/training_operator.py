@@ -15,7 +15,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Sequence, Sized
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -81,7 +81,13 @@ class TrainingOperator:
         global_step: Batches trained on by the stock `train_epoch`.
         train_loader: The registered train loader, as this worker iterates over it.
         validation_loader: The registered validation loader, likewise.
+        resumes_epochs: Whether an epoch may be gone on with after workers were lost or added, by calling `train_epoch`
+            again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator with a
+            `train_epoch` of its own may set it to True if that keeps nothing between batches but what the library or
+            `state_dict` knows; False makes every loss start from the last snapshot.
     """
+
+    resumes_epochs: bool | None = None
 
     def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
         self._config = config
@@ -101,6 +107,7 @@ class TrainingOperator:
         self._amp: Any = None
         self._amp_scaler: Any = None
         self._latest_metrics: dict[str, Any] = {}
+        self._meters_to_fill: AverageMeterCollection | None = None
         self.world_size = context.world.size
         self.timers = TimerCollection()
         self.global_step = 0
@@ -138,9 +145,9 @@ class TrainingOperator:
         info = {**self._own_info(num_steps, epoch_idx), **(info or {})}
         scheduler = getattr(self, "scheduler", None)
         steps_scheduler = scheduler is not None and self.scheduler_step_freq == SCHEDULER_STEP_BATCH
-        meters = self._new_meters()
+        meters, self._meters_to_fill = self._meters_to_fill or self._new_meters(), None
         step = self._parallel.step
-        for batch_idx, batch in enumerate(iterator):
+        for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **info}
             metrics = self.train_batch(batch, batch_info=batch_info)
             if steps_scheduler:
@@ -225,6 +232,13 @@ class TrainingOperator:
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Takes over what `state_dict` returned, which may be None."""
+
+    def world_changed(self) -> None:
+        """Called on every worker after the number of workers has changed under it, with the new `world_size`.
+
+        For what `setup` computed from the number of workers, such as a learning rate. A worker that steps in has run
+        `setup`; one that stayed has not run it again.
+        """
 
     # ------------------------------------------------------------------------------------------------ to call in setup
 
@@ -456,6 +470,11 @@ class TrainingOperator:
                 "override the method "
                 f"that uses it (`{type(self).__name__}` does neither)."
             ) from None
+
+    def _take_place(self, world: World) -> None:
+        self._context = replace(self._context, world=world)
+        self._world_rank, self._local_rank = world.rank, world.local_rank
+        self._is_distributed, self.world_size = world.is_distributed, world.size
 
     def _own_info(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         return {

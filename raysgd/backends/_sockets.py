@@ -1,0 +1,88 @@
+"""The TCP connections between the ranks of a group, so that a broken group can be cut at once.
+
+When a rank dies, only the ranks that were talking to it notice. The others wait for ranks which have given up, and gloo
+has no call that ends such a wait. Shutting their sockets down does, from any thread, and also where no packet will ever
+say that the other side is gone.
+
+Linux only, as it reads `/proc`. Elsewhere nothing is found and nothing cut; such ranks are then replaced, not kept.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+Ends: TypeAlias = tuple[str, str]
+"""Local and remote end of a connection, as text."""
+
+_FOLDER = "/proc/self/fd"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """One open connection; `identity` tells it from a later one under the same number."""
+
+    number: int
+    identity: str
+    ends: Ends
+
+    def shut(self) -> None:
+        """Ends it for both sides; nothing happens if it is closed already."""
+        if _identity(self.number) != self.identity:
+            return
+        try:
+            with socket.socket(fileno=os.dup(self.number)) as duplicate:
+                duplicate.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # closed in this very moment
+
+
+def open_sockets() -> dict[int, str]:
+    """The sockets of this process by number, with their identity."""
+    try:
+        numbers = [int(name) for name in os.listdir(_FOLDER)]
+    except OSError:
+        return {}
+    found = {number: _identity(number) for number in numbers}
+    return {number: identity for number, identity in found.items() if identity.startswith("socket:")}
+
+
+def opened_since(before: dict[int, str]) -> list[Connection]:
+    """The TCP connections that exist now and did not when `before` was taken."""
+    found = []
+    for number, identity in open_sockets().items():
+        ends = _ends(number) if before.get(number) != identity else None
+        if ends is not None:
+            found.append(Connection(number, identity, ends))
+    return found
+
+
+def between_ranks(own: Sequence[Connection], others: Collection[Ends]) -> list[Connection]:
+    """Those of `own` that another rank has the other end of; `others` are all connections that the others found."""
+    mirrored = {(remote, local) for local, remote in others}
+    return [connection for connection in own if connection.ends in mirrored]
+
+
+def _identity(number: int) -> str:
+    try:
+        return os.readlink(f"{_FOLDER}/{number}")
+    except OSError:
+        return ""
+
+
+def _ends(number: int) -> Ends | None:
+    try:
+        with socket.socket(fileno=os.dup(number)) as duplicate:
+            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+                return None
+            return _text(duplicate.getsockname()), _text(duplicate.getpeername())
+    except OSError:  # a socket that listens has no other end
+        return None
+
+
+def _text(address: tuple[object, ...]) -> str:
+    host = str(address[0]).removeprefix("::ffff:")
+    return f"{host}:{address[1]}"

@@ -1,0 +1,119 @@
+"""Listening to remote calls: which ranks answered, what became of the others, and how long to wait to understand it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from raysgd.engine.types import Failure, Outcome
+from raysgd.engine.worker import WorkerFailed
+from raysgd.exceptions import WorkerFault
+
+_DEATH_GRACE_S = 0.05  # how long to listen on after a death: other deaths of the same moment follow within this
+_CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a death that Ray reports a little later
+_SHORT_CONNECTION_GRACE_S = 0.3  # where survivors are asked next: the loss of a node may be reported much later
+_USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that rank in a collective never answer
+_POLL_S = 0.1
+
+
+class Listener:
+    """Gathers the answers of remote calls, and decides how long to listen on after a failure.
+
+    Args:
+        references: The calls, by rank.
+        asks_survivors: Whether the survivors will be asked who is alive, so that a broken connection needs no
+            explanation.
+    """
+
+    def __init__(self, references: Mapping[int, Any], asks_survivors: bool = False) -> None:
+        self._references = references
+        self._asks_survivors = asks_survivors
+        self._abandoned = threading.Event()
+
+    def abandon(self) -> None:
+        """The local rank failed: the others get the usual grace, no more."""
+        self._abandoned.set()
+
+    def listen(self, tick: Callable[[], None] | None = None) -> dict[int, Outcome]:
+        """The outcomes by rank. Blocks until all have answered or a failure has been understood."""
+        if not self._references:
+            return {}
+        values = self._wait_for_all_or_first_failure(tick)
+        if values is not None:
+            return {rank: Outcome(rank, value) for rank, value in zip(self._references, values, strict=True)}
+        return self._look_closer()
+
+    def _wait_for_all_or_first_failure(self, tick: Callable[[], None] | None) -> list[Any] | None:
+        import ray
+
+        pause_s = _POLL_S if tick or self._is_beside_local() else None
+        waiting = {reference: rank for rank, reference in self._references.items()}
+        values: dict[int, Any] = {}
+        while waiting and not self._abandoned.is_set():
+            # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
+            done, rest = ray.wait(list(waiting), num_returns=1, timeout=pause_s)
+            if not done and tick is not None:
+                tick()
+            if done and rest:  # all that are ready by now, in one go
+                done += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+            for reference in done:
+                try:
+                    values[waiting.pop(reference)] = ray.get(reference)
+                except (ray.exceptions.RayError, WorkerFailed):
+                    return None
+        return None if waiting else [values[rank] for rank in self._references]
+
+    def _is_beside_local(self) -> bool:
+        return threading.current_thread() is not threading.main_thread()
+
+    def _look_closer(self) -> dict[int, Outcome]:
+        """Listens until the kind of failure is plain: see the grace periods above."""
+        began = time.monotonic()
+        while True:
+            outcomes = {rank: outcome(rank, reference) for rank, reference in self._references.items()}
+            if all(outcome.answered for outcome in outcomes.values()):
+                return outcomes
+            kinds: set[str] = {outcome.failure.kind for outcome in outcomes.values() if outcome.failure}
+            if time.monotonic() - began >= grace_s(kinds, self._asks_survivors):
+                return outcomes
+            time.sleep(0.005)
+
+
+def grace_s(kinds: set[str], asks_survivors: bool = False) -> float:
+    """How long to listen on after failures of these kinds."""
+    if "died" in kinds:
+        return _DEATH_GRACE_S
+    if kinds == {"disconnected"}:
+        return _SHORT_CONNECTION_GRACE_S if asks_survivors else _CONNECTION_GRACE_S
+    return _USER_GRACE_S
+
+
+def outcome(rank: int, reference: Any) -> Outcome:
+    """What is known of one call right now."""
+    import ray
+
+    try:
+        return Outcome(rank, ray.get(reference, timeout=0))
+    except ray.exceptions.GetTimeoutError:
+        return Outcome(rank, answered=False)
+    except WorkerFailed as carrier:  # Ray raises a class derived from ours
+        return Outcome(rank, failure=_carried(carrier))
+    except ray.exceptions.RayTaskError as error:  # the worker could not even word its failure, or Ray could not run it
+        return Outcome(rank, failure=Failure("user", _fault(rank, error.cause or error, str(error))))
+    except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
+        return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
+    except ray.exceptions.RayError as error:
+        return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
+
+
+def _carried(carrier: Any) -> Failure:
+    cause = getattr(carrier, "cause", carrier)
+    failure: Failure = cause.failure
+    return failure
+
+
+def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
+    first_line = str(error).strip().partition("\n")[0]
+    return WorkerFault(rank, "unknown", error, type(error).__name__, first_line, "the worker process", traceback_text)

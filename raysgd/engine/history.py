@@ -1,0 +1,68 @@
+"""What happened to a trainer's workers: one record and one log line for each event."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+logger = logging.getLogger(__name__)
+
+EventKind = Literal["started", "rejoined", "rebuilt", "grown", "left", "hung"]
+
+
+@dataclass(frozen=True)
+class Event:
+    """One change in the life of a group.
+
+    Attributes:
+        kind: "started"; "rejoined" (survivors of a loss went on), "rebuilt" (new workers from a snapshot), "grown",
+            "left" (a node that is going away), or "hung" (a worker was ended because it gave no sign of life).
+        old_size: Workers before.
+        new_size: Workers after.
+        seconds: How long it took.
+        cause: Why.
+        detail: What it means for the work, in the user's terms.
+        at: When it was over, in seconds since the epoch.
+    """
+
+    kind: EventKind
+    old_size: int
+    new_size: int
+    seconds: float
+    cause: str
+    detail: str = ""
+    at: float = 0.0
+
+    def __str__(self) -> str:
+        detail = f"; {self.detail}" if self.detail else ""
+        return f"{self.kind}: {self.old_size} -> {self.new_size} workers in {self.seconds:.2f} s: {self.cause}{detail}"
+
+
+class History:
+    """The events so far.
+
+    Args:
+        now: The time of day.
+    """
+
+    def __init__(self, now: Callable[[], float] = time.time) -> None:
+        self._now = now
+        self.events: list[Event] = []
+        self.num_failures = 0
+        self.last_resize = float("-inf")
+
+    def record(
+        self, kind: EventKind, old_size: int, new_size: int, seconds: float, cause: str, detail: str = ""
+    ) -> None:
+        """Notes an event and logs it."""
+        event = Event(kind, old_size, new_size, seconds, cause, detail, self._now())
+        self.events.append(event)
+        level = logging.DEBUG if kind == "started" else logging.WARNING if kind == "hung" else logging.INFO
+        logger.log(level, "%s", event)
+
+    def count(self, kind: EventKind) -> int:
+        """How many events of this kind there were."""
+        return sum(event.kind == kind for event in self.events)

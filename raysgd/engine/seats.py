@@ -1,0 +1,78 @@
+"""The places that a group's workers, and those that wait to step in, have in the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.engine.resources import Reservation
+from raysgd.engine.types import Resources
+
+
+@dataclass(frozen=True)
+class Seat:
+    """One bundle of a reservation: room for one worker."""
+
+    reservation: Reservation
+    index: int
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options that place an actor here."""
+        return self.reservation.actor_options(self.index)
+
+
+class Seats:
+    """All that is reserved, and what of it is free.
+
+    Args:
+        need: What one worker needs.
+    """
+
+    def __init__(self, need: Resources) -> None:
+        self._need = need
+        self._reservations: list[Reservation] = []
+        self._free: list[Seat] = []
+
+    @property
+    def are_own(self) -> bool:
+        """Whether what is reserved is held already, so that an actor finds its place at once."""
+        return all(reservation.is_own for reservation in self._reservations)
+
+    def reserve(self, count: int, timeout_s: float) -> None:
+        """Reserves room for `count` more workers, all or none.
+
+        Raises:
+            ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
+        """
+        reservation = Reservation(self._need, count)
+        reservation.wait(timeout_s)
+        self._reservations.append(reservation)
+        self._free += [Seat(reservation, index) for index in range(count)]
+
+    def take(self) -> Seat:
+        """A free seat, whatever became of its node; for a group that is just starting."""
+        return self._free.pop(0)
+
+    def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Seat]:
+        """Up to `count` free seats on live nodes other than those to `avoid`."""
+        nodes = {id(reservation): reservation.nodes() for reservation in self._reservations} if self._free else {}
+        usable = []
+        for seat in self._free:
+            node = nodes[id(seat.reservation)][seat.index]
+            if node is not None and node not in avoid:
+                usable.append(seat)
+        taken = usable[:count]
+        self._free = [seat for seat in self._free if seat not in taken]
+        return taken
+
+    def give_back(self, seat: Seat) -> None:
+        """Says that nobody is on `seat` any more."""
+        self._free.append(seat)
+
+    def release(self, timeout_s: float) -> None:
+        """Gives everything back to the cluster."""
+        reservations, self._reservations, self._free = self._reservations, [], []
+        for reservation in reservations:
+            reservation.release(timeout_s)

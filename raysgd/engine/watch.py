@@ -1,0 +1,187 @@
+"""Looks after a group while a call runs: signs of life, snapshots taken inside the call, and when to stop for a change.
+
+The driver calls `tick` some ten times a second while it waits for the call. All questions go to the second thread of
+each worker; between two rounds nothing is asked, so a call that takes less than a round costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from raysgd.engine.gathering import outcome
+from raysgd.engine.replica import Capture
+from raysgd.engine.types import Beat
+
+if TYPE_CHECKING:
+    from raysgd.engine.lifecycle import Lifecycle
+
+logger = logging.getLogger(__name__)
+
+_ROUND_S = 1.0
+_ROUNDS_PER_HEARTBEAT = 5
+_NODES_S = 2.0
+_HOLD_AHEAD_S = 0.05
+_MIN_MARGIN = 2
+
+
+class Watch:
+    """Watches one call.
+
+    Args:
+        life: Owns the group.
+        can_hold: Whether the call can be stopped at a step boundary and gone on with.
+        take_inside: Takes over the parts of a snapshot that the ranks took inside the call.
+    """
+
+    def __init__(self, life: Lifecycle, can_hold: bool, take_inside: Callable[[list[Capture]], bool]) -> None:
+        self._life = life
+        self._can_hold = can_hold
+        self._take_inside = take_inside
+        self._round_s = min(_ROUND_S, life.rules.heartbeat_s / _ROUNDS_PER_HEARTBEAT)
+        now = life.now()
+        self._next_round = now + self._round_s
+        self._next_nodes = now + _NODES_S
+        self._next_growth = now + (life.rules.resize_check_s or 0.0)
+        self._asked: dict[int, tuple[Any, float]] = {}
+        self._snapshot = 0
+        self._margin = _MIN_MARGIN
+        self._is_holding = False
+        self._rate = 0.0
+        self.beats: dict[int, Beat] = {}
+        self.reason = ""
+
+    def tick(self) -> None:
+        """Does what is due."""
+        now = self._life.now()
+        self._hear(now)
+        if now < self._next_round:
+            return
+        self._next_round = now + self._round_s
+        self._ask(now)
+        if self._can_hold and not self._is_holding and self._should_hold(now):
+            self._hold()
+
+    # ---------------------------------------------------------------------------------------------- signs of life
+
+    def _ask(self, now: float) -> None:
+        group = self._life.group
+        if group is None:
+            return
+        for rank in group.remote_ranks:
+            if rank not in self._asked:
+                self._asked[rank] = group.submit_beside(rank, _beat), now
+
+    def _hear(self, now: float) -> None:
+        for rank, (call, asked_at) in list(self._asked.items()):
+            found = outcome(rank, call)
+            if found.answered:
+                del self._asked[rank]
+                if found.ok and found.value is not None:
+                    self._note(rank, found.value, now - asked_at)
+            elif now - asked_at > self._life.rules.heartbeat_s:
+                del self._asked[rank]
+                self._end_hung(rank, now - asked_at)
+        newest = min((beat.snapshot for beat in self.beats.values()), default=0)
+        if newest > self._snapshot and self._collect_snapshot(newest):
+            self._snapshot = newest
+
+    def _note(self, rank: int, beat: Beat, waited_s: float) -> None:
+        before = self.beats.get(rank)
+        if before is not None and beat.step > before.step >= 0:
+            self._rate = (beat.step - before.step) / (self._round_s + waited_s)
+        self.beats[rank] = beat
+
+    def _end_hung(self, rank: int, silent_s: float) -> None:
+        """A process that is stopped or frozen is lost; the failure of its call then takes the usual way."""
+        group = self._life.group
+        assert group is not None
+        cause = f"rank {rank} gave no sign of life for {silent_s:.0f} s"
+        logger.warning("%s\n%s", cause, self.report())
+        self._life.history.record("hung", len(group), len(group), silent_s, cause)
+        group.kill_rank(rank)
+
+    def report(self) -> str:
+        """Each rank's last step and present stack, as far as it answers."""
+        group = self._life.group
+        if group is None:
+            return "there is no group"
+        stacks: Mapping[int, str] = group.ask_beside("stack", timeout_s=1.0)
+        lines = []
+        for rank in range(len(group)):
+            beat = self.beats.get(rank)
+            place = f"epoch {beat.epoch}, step {beat.step}, {beat.phase}" if beat is not None else "not heard of yet"
+            lines.append(f"rank {rank}: {place}\n{stacks.get(rank, '  no answer')}")
+        return "\n".join(lines)
+
+    # ---------------------------------------------------------------------------------------------- snapshots
+
+    def _collect_snapshot(self, number: int) -> bool:
+        group = self._life.group
+        if group is None:
+            return False
+        parts = group.ask_beside("beside", _part_of_snapshot, number)
+        captures = [parts.get(rank) for rank in range(len(group))]
+        if any(capture is None for capture in captures):
+            return False
+        return self._take_inside([capture for capture in captures if capture is not None])
+
+    # ---------------------------------------------------------------------------------------------- stopping
+
+    def _should_hold(self, now: float) -> bool:
+        life, group = self._life, self._life.group
+        if group is None:
+            return False
+        if now >= self._next_nodes:
+            self._next_nodes = now + _NODES_S
+            if life.leaving_nodes_in_use():
+                self.reason = "a node is going away"
+                return True
+        check_s = life.rules.resize_check_s
+        if check_s is None or len(group) >= life.scaling.max_workers:
+            return False
+        if now >= self._next_growth:
+            self._next_growth = now + check_s
+            if not life.spec.regroups:
+                self.reason = "there is room for more workers"
+                return life.find_room() > 0
+            life.call_up_growth()
+        if life.spec.regroups and group.recruits.num_ready and not group.recruits.num_coming:
+            self.reason = "there is room for more workers"
+            return True
+        return False
+
+    def _hold(self) -> None:
+        """Agrees with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
+        group = self._life.group
+        assert group is not None
+        margin = max(self._margin, math.ceil(self._rate * _HOLD_AHEAD_S))
+        first = group.ask_beside("beside", _propose_hold, margin, None, ranks=[0])
+        at = first.get(0)
+        answers = {0: at}
+        if at is not None:
+            answers |= group.ask_beside("beside", _propose_hold, margin, at, ranks=range(1, len(group)))
+        is_agreed = len(answers) == len(group) and all(answer == at for answer in answers.values()) and at is not None
+        group.ask_beside("beside", _settle_hold, is_agreed)
+        self._is_holding = is_agreed
+        self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
+
+
+def _beat(replica: Any) -> Beat | None:
+    return replica.beat() if hasattr(replica, "beat") else None
+
+
+def _part_of_snapshot(replica: Any, number: int) -> Capture | None:
+    capture: Capture | None = replica.part_of_snapshot(number)
+    return capture
+
+
+def _propose_hold(replica: Any, margin: int, at: int | None) -> int | None:
+    step: int | None = replica.propose_hold(margin, at)
+    return step
+
+
+def _settle_hold(replica: Any, is_agreed: bool) -> None:
+    replica.settle_hold(is_agreed)

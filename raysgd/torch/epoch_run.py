@@ -1,0 +1,209 @@
+"""One call of `train` on one worker: how far it is, where it is held, and what is needed to go on with it elsewhere."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd._meters import AverageMeterCollection, MetricSummary
+from raysgd.engine.replica import Capture
+from raysgd.engine.results import WorkerMetrics
+from raysgd.torch.streams import BatchStream
+
+
+@dataclass(frozen=True)
+class EpochRequest:
+    """One call of `train` or `validate`, as one worker sees it.
+
+    `tick` is called between steps, some ten times a second, by a replica in the driver: there, nobody else has the
+    time to.
+    """
+
+    num_steps: int | None
+    info: Mapping[str, Any]
+    profile: bool
+    seed: int
+    shard: Any = None
+    tick: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class EpochAnswer:
+    """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
+
+    `epoch_idx` is the pass that a training call began with.
+    """
+
+    metrics: WorkerMetrics | None
+    returned: Any
+    num_steps: int
+    epoch_idx: int = 0
+
+
+class InsideSnapshots:
+    """This rank's parts of the snapshots taken inside a call: the newest two, by the number of steps before them.
+
+    Args:
+        every: How many steps lie between two of them; None for none at all.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._parts: dict[int, Capture] = {}
+        self.newest = 0
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether one is to be taken after this many steps."""
+        return self._every is not None and num_steps % self._every == 0
+
+    def keep(self, num_steps: int, part: Capture) -> None:
+        """Keeps a new one, and of those before only the last."""
+        self._parts = {number: self._parts[number] for number in (self.newest,) if number in self._parts}
+        self._parts[num_steps] = part
+        self.newest = num_steps
+
+    def part(self, number: int) -> Capture | None:
+        """The part with this number, if it is still kept."""
+        return self._parts.get(number)
+
+    def clear(self) -> None:
+        """Another call, or another group."""
+        self._parts, self.newest = {}, 0
+
+
+class HeldAtBoundary(BaseException):
+    """Ends an epoch between two steps, past any `except Exception` of user code; the call will be gone on with."""
+
+
+class Gate:
+    """Where all ranks have agreed to stop, seen from one of them.
+
+    The training thread calls `stops` between two steps. Proposals come from a second thread.
+    """
+
+    def __init__(self) -> None:
+        self._proposed: int | None = None
+        self._is_agreed: bool | None = None
+        self._changed = threading.Condition()
+
+    def propose(self, at: int, completed: Callable[[], int]) -> bool:
+        """Proposes to stop after `at` steps; False when it may be too late for that."""
+        with self._changed:
+            self._proposed, self._is_agreed = at, None
+            # In this order: a training thread that comes to the step after this look finds the proposal.
+            if completed() < at:
+                return True
+            self._proposed = None
+            self._changed.notify_all()
+            return False
+
+    def settle(self, is_agreed: bool) -> None:
+        """All ranks stop there, or none does."""
+        with self._changed:
+            if is_agreed:
+                self._is_agreed = True
+            else:
+                self._proposed, self._is_agreed = None, False
+            self._changed.notify_all()
+
+    def stops(self, completed: int) -> bool:
+        """Whether the epoch is to stop now. Waits while a proposal for this very step is not settled."""
+        if self._proposed is None or completed < self._proposed:
+            return False
+        with self._changed:
+            while self._proposed is not None and self._is_agreed is None:
+                self._changed.wait()
+            return self._proposed is not None
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What another process needs to go on with a run.
+
+    Attributes:
+        num_steps: Steps of the call completed.
+        epoch_idx: The pass that the call began with.
+        num_requested: How many steps the call is to take; None for the rest of the pass.
+        is_exhausted: Whether no step is left, though perhaps what follows the last one.
+        is_finished: Whether nothing of the call is left to do.
+        metrics: What was measured so far by the rank that says so; None where that does not travel.
+    """
+
+    num_steps: int
+    epoch_idx: int
+    num_requested: int | None
+    is_exhausted: bool = False
+    is_finished: bool = False
+    metrics: MetricSummary | None = None
+
+
+@dataclass
+class EpochRun:
+    """One training call, from its first step to its answer, whatever happens to the group in between.
+
+    Attributes:
+        epoch_idx: The pass that it began with.
+        num_steps: How many steps to take; None for the rest of the pass.
+        meters: What the stock loop measures.
+        num_steps_before: Steps completed before the stream was opened as it is now.
+        answer: Set once it is finished.
+        is_finished: Whether nothing is left to do, though perhaps by another rank's account.
+        is_exhausted: Whether no step is left, as of the last `detach`.
+    """
+
+    epoch_idx: int
+    num_steps: int | None
+    meters: AverageMeterCollection
+    num_steps_before: int = 0
+    answer: EpochAnswer | None = None
+    is_finished: bool = False
+    is_exhausted: bool = False
+    gate: Gate = field(default_factory=Gate)
+    _stream: BatchStream | None = None
+    _began_at: int = 0
+
+    def attach(self, stream: BatchStream) -> None:
+        """Takes its batches from `stream` from here on."""
+        self._stream, self._began_at = stream, stream.num_steps_completed
+
+    @property
+    def num_completed(self) -> int:
+        """Steps completed in all."""
+        here = self._stream.num_steps_completed - self._began_at if self._stream is not None else 0
+        return self.num_steps_before + here
+
+    @property
+    def num_steps_left(self) -> int | None:
+        """Steps still to take; None for the rest of the pass."""
+        return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
+
+    def detach(self) -> None:
+        """Counts what was completed; the stream will be another one, or at another place."""
+        num_completed = self.num_completed
+        if self.num_steps is not None:
+            self.is_exhausted = num_completed >= self.num_steps
+        elif self._stream is not None:
+            self.is_exhausted = num_completed > 0 and not self._stream.is_mid_pass
+        self.num_steps_before, self._stream = num_completed, None
+
+    def finish(self, answer: EpochAnswer) -> None:
+        """Nothing is left to do."""
+        self.answer, self.is_finished = answer, True
+
+    def state(self, with_metrics: bool) -> RunState:
+        """What another rank, or another process later, needs to go on."""
+        metrics = self.meters.summary() if with_metrics else None
+        return RunState(
+            self.num_completed, self.epoch_idx, self.num_steps, self.is_exhausted, self.is_finished, metrics
+        )
+
+    def take_over(self, state: RunState) -> None:
+        """Goes on from where another rank is; what this one has measured stays."""
+        self._stream = None
+        self.num_steps_before, self.epoch_idx = state.num_steps, state.epoch_idx
+        self.is_exhausted, self.is_finished = state.is_exhausted, state.is_finished
+        self.num_steps = state.num_requested
+        self.answer = None
+        self.meters.skip_to(state.num_steps)
