@@ -188,8 +188,9 @@ class ElasticController:
             assert self.watch is not None, "nobody else asks the ranks to stop"
             reason = self.watch.reason
             leaving = self._life.leaving_nodes_in_use()
-            self._life.take_parts([answer.value.part for answer in report.values])
-            if self._spec.regroups and self._life.change(leaving, reason, self._tick):
+            parts = [answer.value.part for answer in report.values]
+            self._life.take_parts(parts)
+            if self._spec.regroups and self._life.change(leaving, reason, self._tick, parts):
                 return True
             self._snapshots.poll(timeout_s=None)
             self._life.rebuild(reason, "left" if leaving else "grown")

@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.failures import Diagnosis, classify
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 START_ATTEMPTS = 4
 _SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
 _REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or somebody else took it
+_REASON_LENGTH = 160
 _RECRUIT_S = 30.0  # survivors do not wait longer for somebody new; who is late steps in later
 
 
@@ -63,6 +65,29 @@ class ElasticRules:
     resize_check_s: float | None = None
     heartbeat_s: float = 30.0
     leaving_nodes: Callable[[], frozenset[str]] = frozenset
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of the group in place.
+
+    Attributes:
+        kind: What it is called in the history.
+        cause: Why.
+        staying: Ranks that are to stay.
+        began: When it began.
+        can_wait: Whether to wait for workers that are still being made ready.
+        budget: What pays for it; None for what costs nothing.
+        orphans: How far the ranks were that leave in good order.
+    """
+
+    kind: EventKind
+    cause: str
+    staying: Sequence[int]
+    began: float
+    can_wait: bool
+    budget: RetryBudget | None = None
+    orphans: tuple[Any, ...] = ()
 
 
 class Lifecycle:
@@ -300,75 +325,76 @@ class Lifecycle:
         assert group is not None
         old_size = len(group)
         survivors = group.settle(report)
-        self._lost_nodes = self._nodes_of_unreported(group, survivors, report)
+        lost = [rank for rank in range(old_size) if rank not in survivors]
+        reported = {o.rank for o in report.outcomes if o.failure is not None and o.failure.kind == "died"}
+        silent = [rank for rank in lost if rank not in reported]
+        if silent:
+            cause = f"rank {', '.join(map(str, silent))} does not answer any more; {cause}"
+        # Perhaps the whole node is gone. Ray may need many seconds to say so.
+        self._lost_nodes = frozenset(group.infos[r].node_id for r in silent)
+        self._lost_nodes -= {group.infos[r].node_id for r in survivors}
         can_wait = self.rules.resize_check_s is None
-        return self._reform(survivors, began, old_size, cause, "rejoined", tick, budget, can_wait)
+        return self._reform(_Change("rejoined", cause, survivors, began, can_wait, budget), tick)
 
-    def change(self, leaving: frozenset[str], cause: str, tick: Callable[[], None]) -> bool:
-        """Between two steps or calls: lets the workers on the nodes `leaving` go, and those that are ready step in."""
+    def change(
+        self, leaving: frozenset[str], cause: str, tick: Callable[[], None], parts: Sequence[Capture] = ()
+    ) -> bool:
+        """Between two steps or calls: lets the workers on the nodes `leaving` go, and those that are ready step in.
+
+        Args:
+            leaving: Nodes that are going away.
+            cause: Why.
+            tick: Called now and then while it waits.
+            parts: What each rank copied of its progress when it was held inside a call.
+        """
         began = self._clock.monotonic()
         group = self.group
         assert group is not None
         staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
         kind: EventKind = "left" if len(staying) < len(group) else "grown"
-        return self._reform(staying, began, len(group), cause, kind, tick, None, kind == "left")
+        orphans = tuple(part.progress for rank, part in enumerate(parts) if rank not in staying)
+        return self._reform(_Change(kind, cause, staying, began, can_wait=kind == "left", orphans=orphans), tick)
 
-    def _nodes_of_unreported(self, group: WorkerGroup, survivors: Sequence[int], report: GroupReport) -> frozenset[str]:
-        """Nodes of ranks that went silent without a report of their death: perhaps the whole node is gone."""
-        reported = {o.rank for o in report.outcomes if o.failure is not None and o.failure.kind == "died"}
-        silent = [rank for rank in range(len(group)) if rank not in survivors and rank not in reported]
-        return frozenset(group.infos[rank].node_id for rank in silent) - {group.infos[r].node_id for r in survivors}
-
-    def _reform(self, *args: Any) -> bool:
+    def _reform(self, change: _Change, tick: Callable[[], None]) -> bool:
         try:
-            return self._try_reform(*args)
+            return self._try_reform(change, tick)
         except BaseException:  # Ctrl-C too: nobody may ever use a group that is formed half-way
             self.give_up()
             raise
 
-    def _try_reform(
-        self,
-        survivors: Sequence[int],
-        began: float,
-        old_size: int,
-        cause: str,
-        kind: EventKind,
-        tick: Callable[[], None],
-        budget: RetryBudget | None,
-        can_wait: bool,
-    ) -> bool:
+    def _try_reform(self, change: _Change, tick: Callable[[], None]) -> bool:
         group = self.group
         assert group is not None
-        stood = self._stand(survivors)
+        old_size = len(group)
+        stood = self._stand(change.staying)
         if stood is None:
             return False
-        survivors, standings, port = stood
+        staying, standings, port = stood
         source = choose_source(standings)
         if source is None:
             logger.info("the survivors cannot go on by themselves: %s", _obstacle(standings))
             return False
         progress = standings[source].progress
-        if budget is not None and not budget.covers_rejoin(progress):
+        if change.budget is not None and not change.budget.covers_rejoin(progress):
             return False
-        group.let_go([rank for rank in range(old_size) if rank not in survivors])
-        joining = self._find_joining(len(survivors), can_wait)
-        if len(survivors) + len(joining) < self.scaling.min_workers:
+        group.let_go([rank for rank in range(old_size) if rank not in staying])
+        joining = self._find_joining(len(staying), change.can_wait)
+        new_size = len(staying) + len(joining)
+        if new_size < self.scaling.min_workers:
             for recruit in joining:
                 group.recruits.dismiss(recruit)
             return False
-        keeps_rank_zero = survivors[0] == 0
-        new_ranks = range(len(survivors), len(survivors) + len(joining))
-        handover = Handover(source, (*takers(standings, source), *new_ranks))
-        report = group.regroup(survivors, joining, port, handover, tick)
+        handover = Handover(source, (*takers(standings, source), *range(len(staying), new_size)), change.orphans)
+        report = group.regroup(staying, joining, port, handover, tick)
         if not report.ok:
             logger.warning("forming a new group failed: %s", words(classify(report)))
             return False
-        if not keeps_rank_zero:
+        if staying[0] != 0:
             self._snapshots.leave_group()
         self.facts = list(report.values)
-        if budget is not None:
-            budget.pay_for_rejoin(progress)
-        self._record(kind, old_size, began, cause, standings[source].words)
+        if change.budget is not None:
+            change.budget.pay_for_rejoin(progress)
+        self._record(change.kind, old_size, change.began, change.cause, standings[source].words)
         self.call_up_spares()
         return True
 
@@ -470,9 +496,9 @@ class Lifecycle:
 def words(diagnosis: Diagnosis) -> str:
     """The cause in a few words, for logs and messages."""
     ranks = ", ".join(map(str, diagnosis.ranks))
-    reason = diagnosis.faults[0].message
-    what = "lost" if diagnosis.kind == "died" else "lost the connection to"
-    return f"{what} rank {ranks} ({diagnosis.faults[0].type_name}: {reason})"
+    reason = shorten(diagnosis.faults[0].message.partition("\n")[0], _REASON_LENGTH, placeholder=" ...")
+    what = "lost rank" if diagnosis.kind == "died" else "lost the connection between ranks, says rank"
+    return f"{what} {ranks} ({diagnosis.faults[0].type_name}: {reason})"
 
 
 def _obstacle(standings: Sequence[Standing]) -> str:

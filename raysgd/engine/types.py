@@ -141,10 +141,12 @@ class Handover:
     Attributes:
         source: Rank, in the new group, whose state is the one to go on from.
         takers: The ranks whose state is another one, or none yet.
+        orphans: How far the ranks were that left in good order; rank 0 counts what they had measured.
     """
 
     source: int = 0
     takers: tuple[int, ...] = ()
+    orphans: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,6 +198,12 @@ class EpochRun:
         return RunState(
             self.num_completed, self.epoch_idx, self.num_steps, self.is_exhausted, self.is_finished, metrics
         )
+
+    def count(self, measured: Iterable[MetricSummary | None]) -> None:
+        """Counts what others had measured in this call."""
+        for metrics in measured:
+            if metrics is not None:
+                self.meters.go_on_from(metrics)
 
     def take_over(self, state: RunState) -> None:
         """Goes on from where another rank is; what this one has measured stays."""

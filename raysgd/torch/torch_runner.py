@@ -314,6 +314,8 @@ class TorchRunner:
             handing_over.send((self.state(), run), handover.takers, device)
         elif world.rank in handover.takers:
             self._take_over(*handing_over.receive(handover.source, device))
+        if world.rank == 0 and self._run is not None:
+            self._run.count(part.metrics for part in handover.orphans)
         self.operator.world_changed()
         return self._facts()
 
@@ -346,9 +348,7 @@ class TorchRunner:
         self.restore(shared_state, rank_states)
         run = EpochRun(progress[0].epoch_idx, progress[0].num_requested, self.operator._new_meters())
         rank, size = self._world.rank, self._world.size
-        for metrics in (part.metrics for part in progress[rank::size]):  # those of ranks that are no more, too
-            if metrics is not None:
-                run.meters.go_on_from(metrics)
+        run.count(part.metrics for part in progress[rank::size])  # those of ranks that are no more, too
         run.take_over(progress[0])
         self._run = run
 
