@@ -16,8 +16,9 @@ from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle, words
 from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.replica import Capture, Replica
 from raysgd.engine.snapshots import Snapshot, SnapshotKeeper
+from raysgd.engine.status import DataLedger, TrainerStatus, compose
 from raysgd.engine.types import ClusterView, GroupReport, Held, World
-from raysgd.engine.watch import Watch
+from raysgd.engine.watch import Watch, ask_beats
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
 from raysgd.exceptions import TrainerShutdownError, WorkersLostError, worker_error
 
@@ -199,9 +200,13 @@ class ElasticController:
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
         if isinstance(decision, Raise):
             self._raise(diagnosis, report, decision, budget)
-        if isinstance(decision, Rejoin) and self._life.rejoin(report, words(diagnosis), budget, self._tick):
+        if isinstance(decision, Rejoin) and self._life.rejoin(
+            report, words(diagnosis), budget, self._tick, self._tell_stuck
+        ):
             self.history.num_failures += 1
             return True
+        if diagnosis.kind == "disconnected" and not self._spec.regroups:
+            self._tell_stuck()
         if budget.is_spent:
             self._raise(diagnosis, report, Raise(lost=True), budget)
         self.history.num_failures += 1
@@ -231,6 +236,24 @@ class ElasticController:
     def touch(self) -> None:
         """Says that the state may have changed without a call that says so: the next `snapshot` looks again."""
         self._snapshots.touch()
+
+    def status(
+        self, own_s: Sequence[float | None], samples_per_s: float | None, data: DataLedger | None
+    ) -> TrainerStatus:
+        """How the workers are doing; the arguments are what the front end knows of its last call."""
+        self._check_active()
+        group = self._life.group
+        return compose(
+            infos=group.infos if group is not None else (),
+            beats=ask_beats(group) if group is not None else {},
+            own_s=own_s,
+            num_wanted=self._life.scaling.max_workers,
+            num_spares=group.recruits.num_ready if group is not None else 0,
+            samples_per_s=samples_per_s,
+            data=data,
+            history=self.history,
+            snapshots=self._snapshots,
+        )
 
     def stop(self, force: bool = False) -> None:
         """Ends everything. A second time it does nothing."""
@@ -281,6 +304,11 @@ class ElasticController:
     def _tick(self) -> None:
         if self.watch is not None:
             self.watch.tick()
+
+    def _tell_stuck(self) -> None:
+        """Says what every rank is doing, for whoever has to find out why one of them holds the others up."""
+        if self.watch is not None:
+            logger.warning("the workers do not come to an end:\n%s", self.watch.report())
 
     def _take_inside(self, parts: Sequence[Capture]) -> bool:
         """Takes a snapshot from inside the running call; not while another one is on its way."""

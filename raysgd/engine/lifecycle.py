@@ -314,8 +314,22 @@ class Lifecycle:
 
     # ---------------------------------------------------------------------------------------------- in place
 
-    def rejoin(self, report: GroupReport, cause: str, budget: RetryBudget, tick: Callable[[], None]) -> bool:
+    def rejoin(
+        self,
+        report: GroupReport,
+        cause: str,
+        budget: RetryBudget,
+        tick: Callable[[], None],
+        tell_stuck: Callable[[], None],
+    ) -> bool:
         """After a loss: lets the survivors form a new group, with spares and new workers as far as there are any.
+
+        Args:
+            report: The failed call.
+            cause: Why it failed.
+            budget: What pays for it.
+            tick: Called now and then while it waits.
+            tell_stuck: Called if a survivor takes long to come to an end with what it does.
 
         Returns:
             False when that cannot be done or failed; the group is good for nothing then but to be rebuilt.
@@ -324,7 +338,7 @@ class Lifecycle:
         group = self.group
         assert group is not None
         old_size = len(group)
-        survivors = group.settle(report)
+        survivors = group.settle(report, tell_stuck)
         lost = [rank for rank in range(old_size) if rank not in survivors]
         reported = {o.rank for o in report.outcomes if o.failure is not None and o.failure.kind == "died"}
         silent = [rank for rank in lost if rank not in reported]

@@ -8,6 +8,7 @@ before it.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
@@ -53,6 +54,7 @@ class SnapshotKeeper(Generic[CallT]):
     def __init__(self) -> None:
         self.landed: Snapshot | None = None
         self.landed_token: int | None = None
+        self.landed_at: float | None = None
         self._coming: _OnItsWay | None = None
         self._num_covered = 0
         self._calls: list[CallT] = []
@@ -150,5 +152,6 @@ class SnapshotKeeper(Generic[CallT]):
 
     def _land(self, snapshot: Snapshot, token: int | None, num_covered: int) -> None:
         self.landed, self._coming = snapshot, None
+        self.landed_at = time.monotonic()
         self.landed_token = token
         del self._calls[:num_covered]

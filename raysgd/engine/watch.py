@@ -17,6 +17,7 @@ from raysgd.engine.types import Beat
 
 if TYPE_CHECKING:
     from raysgd.engine.lifecycle import Lifecycle
+    from raysgd.engine.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
@@ -167,6 +168,12 @@ class Watch:
         group.ask_beside("beside", _settle_hold, is_agreed)
         self._is_holding = is_agreed
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
+
+
+def ask_beats(group: WorkerGroup) -> dict[int, Beat]:
+    """A sign of life of each rank that gives one within two seconds."""
+    answers = group.ask_beside("beside", _beat)
+    return {rank: beat for rank, beat in answers.items() if beat is not None}
 
 
 def _beat(replica: Any) -> Beat | None:

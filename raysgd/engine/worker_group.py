@@ -29,6 +29,7 @@ logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
 _FREED_S = 30.0  # a survivor may finish a long step of its own before it sees that its group is gone
+_STUCK_S = 5.0
 _SILENCE_S = 2.0  # a live worker answers beside its work well within this
 
 
@@ -207,16 +208,25 @@ class WorkerGroup:
 
     # ---------------------------------------------------------------------------------------------- regrouping
 
-    def settle(self, report: GroupReport) -> list[int]:
-        """After a failed call: frees the ranks that wait for lost ones, and returns those that can be counted on."""
+    def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
+        """After a failed call: frees the ranks that wait for lost ones, and returns those that can be counted on.
+
+        Args:
+            report: What is known of the call.
+            tell_stuck: Called once if a rank that lives takes long to come to an end with what it does.
+        """
         lost = {found.rank for found in report.outcomes if found.failure is not None and found.failure.kind == "died"}
         silent = self._free(rank for rank in self._unanswered if rank not in lost)
         deadline = time.monotonic() + _FREED_S
+        has_told = False
         for rank, reference in self._unanswered.items():
             if rank in lost or rank in silent:
                 continue
             while not (found := outcome(rank, reference)).answered and time.monotonic() < deadline:
                 time.sleep(0.002)
+                if not has_told and time.monotonic() > deadline - _FREED_S + _STUCK_S:
+                    tell_stuck()
+                    has_told = True
             if not found.answered or (found.failure is not None and found.failure.kind == "died"):
                 lost.add(rank)
         self._unanswered = {}

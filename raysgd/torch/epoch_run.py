@@ -10,6 +10,7 @@ from typing import Any
 from raysgd._meters import AverageMeterCollection, MetricSummary
 from raysgd.engine.replica import Capture
 from raysgd.engine.results import WorkerMetrics
+from raysgd.engine.status import DataLedger
 from raysgd.torch.streams import BatchStream
 
 
@@ -33,13 +34,16 @@ class EpochRequest:
 class EpochAnswer:
     """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
 
-    `epoch_idx` is the pass that a training call began with.
+    `epoch_idx` is the pass that a training call began with; `own_s` the time this rank spent without the others, if
+    that was measured; `data` what became of the samples of the last pass.
     """
 
     metrics: WorkerMetrics | None
     returned: Any
     num_steps: int
     epoch_idx: int = 0
+    own_s: float | None = None
+    data: DataLedger | None = None
 
 
 class InsideSnapshots:

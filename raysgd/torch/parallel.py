@@ -8,6 +8,7 @@ which is free; where user code may call `backward` by itself, a communication ho
 
 # No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,10 +38,14 @@ class Step:
     Attributes:
         weight: Factor for this rank's gradient.
         num_samples: This rank's samples in the step, 0 when the batch is only there to take part in the collectives.
+        began_at: When this rank asked for the batch.
+        own_s: Seconds from there to the backward pass, summed up: time that this rank spent without the others.
     """
 
     weight: float = 1.0
     num_samples: int | None = None
+    began_at: float = 0.0
+    own_s: float = 0.0
 
     @property
     def is_padding(self) -> bool:
@@ -132,6 +137,7 @@ class DDP(NoParallel):
                 model.register_comm_hook(self.step, _weight_and_average)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
+        self.step.own_s += time.perf_counter() - self.step.began_at
         if self._weights_in_hook or self.step.weight == 1.0:
             return loss
         return loss * self.step.weight

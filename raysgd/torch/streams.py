@@ -8,6 +8,7 @@ step; any other loader does not, so the ranks agree step by step, one step ahead
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -233,6 +234,7 @@ class BatchStream:
                     return
                 self._live = self._open()
                 just_opened = True
+            self._step.began_at = time.perf_counter()
             item = next(self._live, None)
             if item is None:
                 self._live = None

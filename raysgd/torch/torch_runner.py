@@ -18,6 +18,7 @@ from raysgd._meters import MetricSummary
 from raysgd._timers import TimerCollection
 from raysgd.engine.replica import Capture
 from raysgd.engine.results import WorkerMetrics, as_number
+from raysgd.engine.status import DataLedger
 from raysgd.engine.types import Beat, Handover, Held, Standing, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
@@ -260,11 +261,16 @@ class TorchRunner:
         return Standing(run.num_completed, is_whole, obstacle or self._epoch_obstacle, self._words())
 
     def _words(self) -> str:
+        data = self._ledger()
+        if data is None:
+            return ""
+        return f"pass {data.pass_index}: {data.used} of {data.due} samples used, {data.in_flight} in flight come again"
+
+    def _ledger(self) -> DataLedger | None:
         stream = self._train_stream
         if stream is None or not isinstance(stream.source, DividedSource):
-            return ""
-        due, used, in_flight = stream.ledger()
-        return f"pass {stream.pass_index}: {used} of {due} samples used, {in_flight} in flight come again"
+            return None
+        return DataLedger(stream.pass_index, *stream.ledger())
 
     @property
     def _group_obstacle(self) -> str | None:
@@ -308,6 +314,7 @@ class TorchRunner:
             self._run.detach()
         self._take_place(world)
         self._parallel.reform()
+        self._parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
         device = self.operator.device
         if world.rank == handover.source and handover.takers:
             run = self._run.state(with_metrics=False) if self._run is not None else None
@@ -389,6 +396,7 @@ class TorchRunner:
         stream = self._training_stream(request)
         self._arm_timers(request.profile)
         self._inside.clear()
+        self._parallel.step.own_s = 0.0
         self._run = EpochRun(self._pass_index(stream), request.num_steps, self.operator._new_meters())
         return self._go_through(self._run, stream, request)
 
@@ -431,7 +439,8 @@ class TorchRunner:
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
         answer = self._answer(returned, {"epoch": self.epoch}, request.profile, run.num_completed)
-        run.finish(replace(answer, epoch_idx=run.epoch_idx))
+        own_s = self._parallel.step.own_s or None
+        run.finish(replace(answer, epoch_idx=run.epoch_idx, own_s=own_s, data=self._ledger()))
         assert run.answer is not None
         return run.answer
 

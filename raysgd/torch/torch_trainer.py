@@ -7,6 +7,7 @@ failures are the engine's business.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -20,10 +21,12 @@ import torch
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.gauges import Gauges
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import InvalidCountError, UnevenStepsError
@@ -35,7 +38,7 @@ from raysgd.torch.progress import ProgressBar
 from raysgd.torch.state_codec import StateEncoder, decode
 from raysgd.torch.torch_runner import RESUME, Progress, RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.utils import BATCH_SIZE
+from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -177,6 +180,9 @@ class TorchTrainer:
         self._requested_config = dict(config or {})
         self._check_batch_size()
         self._writer = checkpoint_file.AsyncWriter()
+        self._gauges = Gauges(f"{training_operator_cls.__name__}-{id(self):x}")
+        self._samples_per_s: float | None = None
+        self._last_answers: Sequence[EpochAnswer] = ()
         self._controller = self._make_controller()
         self._finalizer = finalize(self, _abandon, self._controller)
         self._controller.start()
@@ -260,9 +266,11 @@ class TorchTrainer:
             requests = partial(self._requests, num_steps, profile, dict(info or {}), dataset, tick)
             resume = TorchRunner.resume_epoch if dataset is None else None
             call = Call(TorchRunner.train_epoch, requests, changes_state=True, tick=tick, resume=resume)
+            began = time.perf_counter()
             answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
             self._check_even_steps(answers)
             result = _merged(answers, reduce_results)
+            self._note_call(answers, time.perf_counter() - began)
             if bar is not None:
                 bar.show(_end_of(answers[0], info or {}))
         return result
@@ -300,6 +308,14 @@ class TorchTrainer:
         if self.use_local:
             requests[0] = (replace(requests[0][0], tick=tick),)
         return requests
+
+    def _note_call(self, answers: Sequence[EpochAnswer], seconds: float) -> None:
+        """Keeps what `status` tells of the last call."""
+        num_samples = [answer.metrics.values.get(NUM_SAMPLES) for answer in answers if answer.metrics is not None]
+        known = [count for count in num_samples if isinstance(count, int | float)]
+        self._samples_per_s = sum(known) / seconds if known else None
+        self._last_answers = answers
+        self._gauges.report(self.num_workers, self._samples_per_s, self._controller.history)
 
     def _progress(self) -> Any:
         transfer = self._controller.group.beside(0, TorchRunner.progress)
@@ -480,6 +496,18 @@ class TorchTrainer:
         self.shutdown(force=error is not None)
 
     # ------------------------------------------------------------------------------------------------ to read
+
+    def status(self) -> TrainerStatus:
+        """How the trainer is doing: workers, throughput, data, losses and recoveries, last snapshot.
+
+        Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
+        from a second thread while `train` runs.
+        """
+        return self._controller.status(
+            own_s=[answer.own_s for answer in self._last_answers],
+            samples_per_s=self._samples_per_s,
+            data=self._last_answers[0].data if self._last_answers else None,
+        )
 
     @property
     def config(self) -> dict[str, Any]:

@@ -1,0 +1,213 @@
+"""How a trainer is doing: what `trainer.status()` returns, as text and as a card in a notebook."""
+
+from __future__ import annotations
+
+import html
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from raysgd.engine.history import Event, History
+from raysgd.engine.snapshots import SnapshotKeeper
+from raysgd.engine.types import Beat, WorkerInfo
+
+_STRAGGLES = 1.2  # times the median of the ranks' own time
+
+
+@dataclass(frozen=True)
+class WorkerStatus:
+    """One worker.
+
+    Attributes:
+        rank: Its world rank.
+        node: Address of its node.
+        pid: Its process.
+        beat: Its last sign of life; None when it did not answer.
+        own_s: Seconds of the last training call that it spent on its own work rather than on waiting for others: from
+            asking for a batch to the end of its forward pass. None where that was not measured.
+    """
+
+    rank: int
+    node: str
+    pid: int
+    beat: Beat | None
+    own_s: float | None
+
+
+@dataclass(frozen=True)
+class DataLedger:
+    """What became of the samples of the pass over the data that is running or was run last.
+
+    Attributes:
+        pass_index: Which pass, from 0.
+        due: How many samples a step will use, or has used, in this pass.
+        used: How many have been used, each once, by all workers together.
+        in_flight: How many were in a step that broke off; they come again.
+    """
+
+    pass_index: int
+    due: int
+    used: int
+    in_flight: int = 0
+
+
+@dataclass(frozen=True)
+class SnapshotStatus:
+    """The state that a rebuild would start from.
+
+    Attributes:
+        age_s: How long ago it reached the driver.
+        num_calls_since: Completed calls that would be run again after it.
+        is_inside: Whether it was taken inside a call.
+    """
+
+    age_s: float
+    num_calls_since: int
+    is_inside: bool
+
+
+@dataclass(frozen=True)
+class TrainerStatus:
+    """How a trainer is doing.
+
+    Attributes:
+        workers: The workers, in rank order.
+        num_wanted: How many there are meant to be.
+        num_spares: How many wait to step in.
+        samples_per_s: Throughput of the last training call; None before the first.
+        straggler: The rank that the others wait for; None when no one stands out or it was not measured.
+        data: The samples of the present pass; None where the library does not divide the data.
+        losses: What became of the samples at each loss, oldest first.
+        num_failures: Losses that were recovered from.
+        num_rejoins: Of these, how often the survivors went on.
+        num_rebuilds: How often all workers were started anew.
+        events: The history of the workers.
+        snapshot: The last snapshot; None while there is none.
+    """
+
+    workers: tuple[WorkerStatus, ...]
+    num_wanted: int
+    num_spares: int
+    samples_per_s: float | None
+    straggler: int | None
+    data: DataLedger | None
+    losses: tuple[str, ...]
+    num_failures: int
+    num_rejoins: int
+    num_rebuilds: int
+    events: tuple[Event, ...]
+    snapshot: SnapshotStatus | None
+
+    def __str__(self) -> str:
+        lines = [f"{name + ':':<12}{value}" for name, value in self._rows()]
+        lines += [f"  rank {row[0]}: {', '.join(row[1:])}" for row in self._worker_rows()]
+        lines += [f"  {_at(event)} {event}" for event in self.events]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        facts = "".join(f"<tr><th>{_safe(name)}</th><td>{_safe(value)}</td></tr>" for name, value in self._rows())
+        head = "".join(f"<th>{name}</th>" for name in ("rank", "node", "process", "doing", "own time"))
+        workers = "".join(f"<tr>{_cells(row)}</tr>" for row in self._worker_rows())
+        events = "".join(f"<li>{_safe(f'{_at(event)} {event}')}</li>" for event in self.events)
+        return (
+            f"<div><table>{facts}</table><table><tr>{head}</tr>{workers}</table>"
+            f"<details><summary>history</summary><ul>{events}</ul></details></div>"
+        )
+
+    def _rows(self) -> list[tuple[str, str]]:
+        speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"
+        rows = [
+            ("workers", f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"),
+            ("throughput", speed if self.straggler is None else f"{speed}; the others wait for rank {self.straggler}"),
+            (
+                "recoveries",
+                f"{self.num_failures} losses: {self.num_rejoins} rejoined, {self.num_rebuilds} rebuilt",
+            ),
+        ]
+        if self.data is not None:
+            rows.append(("data", f"pass {self.data.pass_index}: {self.data.used} of {self.data.due} samples used"))
+        if self.snapshot is not None:
+            where = "inside a call" if self.snapshot.is_inside else "between calls"
+            behind = f", {self.snapshot.num_calls_since} calls since" if self.snapshot.num_calls_since else ""
+            rows.append(("snapshot", f"{self.snapshot.age_s:.0f} s old, taken {where}{behind}"))
+        return rows
+
+    def _worker_rows(self) -> list[tuple[str, ...]]:
+        return [
+            (
+                str(worker.rank),
+                worker.node,
+                str(worker.pid),
+                "no answer" if worker.beat is None else _doing(worker.beat),
+                "-" if worker.own_s is None else f"{worker.own_s:.2f} s",
+            )
+            for worker in self.workers
+        ]
+
+
+def find_straggler(own_s: Sequence[float | None]) -> int | None:
+    """The rank whose own work takes clearly longest, so that the others wait for it; None when there is none."""
+    known = [seconds for seconds in own_s if seconds is not None]
+    if len(known) < len(own_s) or len(known) < 2:
+        return None
+    slowest = max(range(len(known)), key=known.__getitem__)
+    others = known[:slowest] + known[slowest + 1 :]
+    return slowest if known[slowest] > _STRAGGLES * median(others) else None
+
+
+def compose(
+    *,
+    infos: Sequence[WorkerInfo],
+    beats: Mapping[int, Beat],
+    own_s: Sequence[float | None],
+    num_wanted: int,
+    num_spares: int,
+    samples_per_s: float | None,
+    data: DataLedger | None,
+    history: History,
+    snapshots: SnapshotKeeper[Any],
+) -> TrainerStatus:
+    """Puts together what the parts of a trainer know."""
+    measured = list(own_s) if len(own_s) == len(infos) else [None] * len(infos)
+    return TrainerStatus(
+        workers=tuple(
+            WorkerStatus(rank, info.node_ip, info.pid, beats.get(rank), measured[rank])
+            for rank, info in enumerate(infos)
+        ),
+        num_wanted=num_wanted,
+        num_spares=num_spares,
+        samples_per_s=samples_per_s,
+        straggler=find_straggler(measured),
+        data=data,
+        losses=tuple(event.detail for event in history.events if event.kind == "rejoined" and event.detail),
+        num_failures=history.num_failures,
+        num_rejoins=history.count("rejoined"),
+        num_rebuilds=history.count("rebuilt"),
+        events=tuple(history.events),
+        snapshot=_snapshot_status(snapshots),
+    )
+
+
+def _snapshot_status(snapshots: SnapshotKeeper[Any]) -> SnapshotStatus | None:
+    if snapshots.landed_at is None:
+        return None
+    return SnapshotStatus(time.monotonic() - snapshots.landed_at, len(snapshots.calls_since), snapshots.is_inside)
+
+
+def _doing(beat: Beat) -> str:
+    step = f", step {beat.step}" if beat.step >= 0 else ""
+    return f"{beat.phase}, epoch {beat.epoch}{step}"
+
+
+def _at(event: Event) -> str:
+    return time.strftime("%H:%M:%S", time.localtime(event.at))
+
+
+def _safe(text: str) -> str:
+    return html.escape(text)
+
+
+def _cells(row: Sequence[str]) -> str:
+    return "".join(f"<td>{_safe(cell)}</td>" for cell in row)
