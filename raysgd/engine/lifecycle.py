@@ -241,7 +241,7 @@ class Lifecycle:
                 continue
             num_spares = min(self.spec.num_spares, capacity(view, self.spec.resources) - decision.num_workers)
             if self._try_restart(decision.num_workers, max(0, num_spares)):
-                self._record(kind, old_size, began, cause)
+                self._record(kind, old_size, began, cause, self._restored_from())
                 return
         raise WorkersLostError(f"No group could be started in {self.scaling.num_attempts} attempts after: {cause}.")
 
@@ -292,6 +292,12 @@ class Lifecycle:
             if not self._is_fine(group.on_replica(function, call.on_its_ranks(call.args_for(group.worlds)))):
                 return False
         return True
+
+    def _restored_from(self) -> str:
+        snapshot = self._snapshots.landed
+        if snapshot is None or snapshot.progress is None:
+            return "from the last completed call"
+        return f"from a snapshot inside the call, {snapshot.progress[0]}"
 
     def _is_fine(self, report: GroupReport) -> bool:
         if report.ok:

@@ -142,6 +142,9 @@ class RunState:
     is_finished: bool = False
     metrics: MetricSummary | None = None
 
+    def __str__(self) -> str:
+        return f"after {self.num_steps} steps"
+
 
 @dataclass
 class EpochRun:
