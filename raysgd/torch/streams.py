@@ -189,10 +189,6 @@ class BatchStream:
         self._live = None
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
 
-    def rewind(self) -> None:
-        """Forgets the position: the next batch opens a new pass."""
-        self._live, self._to_resume, self._num_steps_in_pass = None, None, 0
-
     def take(self, num_steps: int | None) -> Iterator[Any]:
         """Yields `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
 
