@@ -477,8 +477,10 @@ def test_nested_structures_are_moved_as_a_whole() -> None:
         ([[1.0, 0.0], [0.0, 1.0]], [[0], [1]], 1.0),
         ([[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]], math.nan),
         ([1.0, 0.0], [1.0, 0.0], math.nan),
+        ([[1.0], [0.0]], [[1.0], [0.0]], math.nan),
+        ([[1.0, 0.5], [0.0, 0.5]], [0.0, 1.0], math.nan),
     ],
-    ids=["vector", "column", "another shape", "no classes"],
+    ids=["vector", "column", "another shape", "no classes", "values", "value and spread"],
 )
 def test_accuracy_compares_classes_sample_by_sample(output: Any, target: Any, accuracy: float) -> None:
     class Fixed(LinearOperator):
