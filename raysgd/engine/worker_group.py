@@ -6,6 +6,7 @@ Faults of remote workers come back as `Outcome`s; they are never raised from her
 from __future__ import annotations
 
 import logging
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,7 @@ from raysgd.engine import ranks
 from raysgd.engine.local_worker import LocalCall, LocalWorker
 from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.types import Failure, GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
-from raysgd.engine.worker import RemoteWorker, WorkerFailed, pack
+from raysgd.engine.worker import RemoteWorker, WorkerFailed, cannot_import, pack
 from raysgd.exceptions import ReservationTimeoutError, WorkerFault
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ _CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a 
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that rank in a collective never answer
 _POLL_S = 0.1
 _CLOSE_TIMEOUT_S = 5.0
+_MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
 @dataclass(frozen=True)
@@ -172,14 +174,19 @@ class WorkerGroup:
         call = self._workers[rank].submit("beside", function, *args)
         return _Done(call.function()) if isinstance(call, LocalCall) else _Reference(call)
 
-    def share(self, value: Any) -> list[Any]:
-        """`value` as an argument for each rank: remote ranks share one copy in the object store."""
+    def store(self, value: Any) -> Stored:
+        """Puts `value` where all ranks can take it from, once, whatever the group will look like then."""
         if self.is_driver_only:
-            return [value]
+            return Stored(value, None)
         import ray
 
         reference = ray.put(value)
-        return [value if worker.is_local else reference for worker in self._workers]
+        return Stored(ray.get(reference), reference)
+
+    def share(self, value: Any) -> list[Any]:
+        """`value`, stored already or not, as an argument for each rank: remote ranks share one copy."""
+        stored = value if isinstance(value, Stored) else self.store(value)
+        return [stored.value if worker.is_local else stored.reference for worker in self._workers]
 
     @property
     def is_driver_only(self) -> bool:
@@ -360,7 +367,7 @@ def _outcome(rank: int, reference: Any) -> Outcome:
     except WorkerFailed as carrier:  # Ray raises a class derived from ours
         return Outcome(rank, failure=_carried(carrier))
     except ray.exceptions.RayTaskError as error:  # the worker could not even word its failure, or Ray could not run it
-        return Outcome(rank, failure=Failure("user", _fault(rank, error.cause or error, str(error))))
+        return Outcome(rank, failure=Failure("user", _fault(rank, _cause_of(error), str(error))))
     except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
         return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
     except ray.exceptions.RayError as error:
@@ -381,9 +388,31 @@ def _carried(carrier: Any) -> Failure:
     return failure
 
 
+def _cause_of(error: Any) -> BaseException:
+    """What was wrong with a call. If Ray could not unpickle its arguments, only the text of the reason is left."""
+    import ray
+
+    cause: BaseException = error.cause or error
+    missing = _MISSING_MODULE.search(str(cause)) if isinstance(cause, ray.exceptions.RaySystemError) else None
+    return cannot_import(missing[1]) if missing else cause
+
+
 def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:
     first_line = str(error).strip().partition("\n")[0]
     return WorkerFault(rank, "unknown", error, type(error).__name__, first_line, "the worker process", traceback_text)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A value for all ranks.
+
+    Attributes:
+        value: The value; where there are remote ranks, as it lies in the object store of the driver's node.
+        reference: Ray's reference to it.
+    """
+
+    value: Any
+    reference: Any
 
 
 @dataclass(frozen=True)
