@@ -20,6 +20,7 @@ from raysgd.engine.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import rng
 from raysgd.torch.batching import config_for_worker
+from raysgd.torch.loading import load_model, load_optimizer
 from raysgd.torch.parallel import DDP, NoParallel, Step, unwrap
 from raysgd.torch.precision import make_precision, saved_state
 from raysgd.torch.sampling import DataSignature, ShardedLoader
@@ -31,7 +32,6 @@ logger = logging.getLogger(__name__)
 
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 _TICK_S = 0.1  # between two looks at a progress bar
-_KEPT = ("optimizers", "schedulers", "operator")  # parts whose new owners keep the very objects that they are given
 _INLINE_BYTES = 65536  # a state up to this size travels with the answer; a call of its own would cost more
 
 
@@ -183,9 +183,7 @@ class TorchRunner:
         if self._world.rank:
             return Capture(rank_state)
         for token in [token for token in self._captured if landed_token is not None and token <= landed_token]:
-            landed = self._captured.pop(token)
-            if not self._spec.use_local:  # in the driver nothing travelled: these very bytes are the snapshot
-                self._encoder.release(landed)
+            del self._captured[token]
         encoded = self._encoder.encode(self.state())
         if encoded.num_bytes <= _INLINE_BYTES:
             return Capture(rank_state, shared_state=encoded)
@@ -197,15 +195,12 @@ class TorchRunner:
         """The copy of the state that `token` names."""
         return self._captured[token]
 
-    def restore(
-        self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any], may_keep: bool = False
-    ) -> None:
+    def restore(self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any]) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
 
         Args:
-            shared_state: Encoded; or as it is, where it did not have to travel.
+            shared_state: Encoded; or as it is, where it did not have to travel. Nothing of it is kept.
             rank_states: By rank; there may be fewer or more of them than ranks.
-            may_keep: Whether the state is nobody else's, so that optimizers may keep the very tensors.
 
         Raises:
             KeyError: A part is missing.
@@ -213,9 +208,7 @@ class TorchRunner:
         """
         state = decode(shared_state, copy=False) if isinstance(shared_state, EncodedState) else shared_state
         self._check(state)
-        self._apply(
-            state if may_keep else {**state, **copy.deepcopy({key: state[key] for key in _KEPT if key in state})}
-        )
+        self._apply(state)
         if self._world.rank < len(rank_states) and rank_states[self._world.rank] is not None:
             rng.restore(rank_states[self._world.rank])
 
@@ -397,16 +390,16 @@ class TorchRunner:
     def _apply(self, state: Mapping[str, Any]) -> None:
         operator = self.operator
         for model, saved in zip(self._registered("_original_models"), state["models"], strict=True):
-            model.load_state_dict(saved)
+            load_model(model, saved)
         for optimizer, saved in zip(self._registered("_optimizers"), state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            load_optimizer(optimizer, saved)
         for scheduler, saved in zip(operator._schedulers, state.get("schedulers", ()), strict=False):
-            scheduler.load_state_dict(saved)
+            scheduler.load_state_dict(copy.deepcopy(saved))
         precision_state = saved_state(operator._precision, dict(state))
         if precision_state is not None:
-            operator._precision.load_state_dict(precision_state)
+            operator._precision.load_state_dict(copy.deepcopy(precision_state))
         self.epoch = state["epoch"]
-        operator.load_state_dict(state["operator"])
+        operator.load_state_dict(copy.deepcopy(state["operator"]))
         resume = state.get(RESUME) or {}
         operator.global_step = resume.get("global_step", operator.global_step)
         self._train_stream = self._validation_stream = None
