@@ -245,6 +245,20 @@ def test_loaders_may_be_missing() -> None:
     assert (operator.train_loader, operator.validation_loader) == (None, None)
 
 
+def test_loaders_can_be_looked_into_by_hand_before_the_first_pass() -> None:
+    class Looks(Bare):
+        def setup(self, config: dict[str, Any]) -> None:
+            loader = DataLoader(torch.arange(12), batch_size=2, shuffle=True)
+            self.register_data(train_loader=loader, validation_loader=loader)
+            self.first = next(iter(self.train_loader))
+
+    ranks = [make(Looks, world=World(rank=rank, size=2)) for rank in range(2)]
+    assert [len(operator.first) for operator in ranks] == [2, 2]
+    for name in ("train_loader", "validation_loader"):
+        seen = [number for operator in ranks for batch in getattr(operator, name) for number in batch.tolist()]
+        assert sorted(seen) == list(range(12))
+
+
 def test_a_loader_that_user_code_keeps_under_the_same_name_stays() -> None:
     class Keeps(Bare):
         def setup(self, config: dict[str, Any]) -> None:
