@@ -414,7 +414,10 @@ def targets_of(runs: dict[str, Figures]) -> list[Target]:
         samples = runs.get(contender, {}).get(figure)
         return estimate(samples).median * 1e3 if samples else None
 
-    load_ms, torch_ms = median_ms(LOCAL, "load_s"), median_ms(LOCAL, "torch_load_s")
+    def load_ratio(contender: str) -> float | None:
+        load_ms, torch_ms = median_ms(contender, "load_s"), median_ms(contender, "torch_load_s")
+        return load_ms / torch_ms if load_ms and torch_ms else None
+
     targets = [
         Target(f"{name}: save returns, ms", 30.0, True, median_ms(name, "stall_s")) for name in runs if OWN in name
     ]
@@ -423,8 +426,7 @@ def targets_of(runs: dict[str, Figures]) -> list[Target]:
         for name in runs
         if OWN in name and name != LOCAL
     ]
-    ratio = load_ms / torch_ms if load_ms and torch_ms else None
-    return [*targets, Target(f"{LOCAL}: load / torch.load", 1.0, True, ratio)]
+    return targets + [Target(f"{name}: load / torch.load", 1.0, True, load_ratio(name)) for name in runs if OWN in name]
 
 
 def main() -> None:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd.engine.types import Failure, Outcome
-from raysgd.engine.worker import WorkerFailed
+from raysgd.engine.worker import WorkerFailed, cannot_import
 from raysgd.exceptions import WorkerFault
 
 _DEATH_GRACE_S = 0.05  # how long to listen on after a death: other deaths of the same moment follow within this
@@ -16,6 +17,7 @@ _CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a 
 _SHORT_CONNECTION_GRACE_S = 0.3  # where survivors are asked next: the loss of a node may be reported much later
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that rank in a collective never answer
 _POLL_S = 0.1
+_MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
 class Listener:
@@ -101,7 +103,7 @@ def outcome(rank: int, reference: Any) -> Outcome:
     except WorkerFailed as carrier:  # Ray raises a class derived from ours
         return Outcome(rank, failure=_carried(carrier))
     except ray.exceptions.RayTaskError as error:  # the worker could not even word its failure, or Ray could not run it
-        return Outcome(rank, failure=Failure("user", _fault(rank, error.cause or error, str(error))))
+        return Outcome(rank, failure=Failure("user", _fault(rank, _cause_of(error), str(error))))
     except ray.exceptions.RaySystemError as error:  # the value arrived, but this process cannot unpickle it
         return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
     except ray.exceptions.RayError as error:
@@ -112,6 +114,15 @@ def _carried(carrier: Any) -> Failure:
     cause = getattr(carrier, "cause", carrier)
     failure: Failure = cause.failure
     return failure
+
+
+def _cause_of(error: Any) -> BaseException:
+    """What was wrong with a call. If Ray could not unpickle its arguments, only the text of the reason is left."""
+    import ray
+
+    cause: BaseException = error.cause or error
+    missing = _MISSING_MODULE.search(str(cause)) if isinstance(cause, ray.exceptions.RaySystemError) else None
+    return cannot_import(missing[1]) if missing else cause
 
 
 def _fault(rank: int, error: BaseException, traceback_text: str) -> WorkerFault:

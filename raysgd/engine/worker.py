@@ -185,7 +185,10 @@ class WorkerProcess:
         """Does what `on_replica` does with a call that `pack` made; `values` go where it left room for them."""
 
         def unpack() -> tuple[Callable[..., Any], bool, int | None, list[Any]]:
-            function, capture, landed, args = pickle.loads(packed)
+            try:
+                function, capture, landed, args = pickle.loads(packed)
+            except ModuleNotFoundError as error:
+                raise cannot_import(error.name) from error
             return function, capture, landed, [values[a.index] if isinstance(a, _Room) else a for a in args]
 
         function, capture, landed, args = self._guarded(unpack)
@@ -234,6 +237,16 @@ class WorkerProcess:
     def _has_lost_its_group(self, error: BaseException) -> bool:
         """A worker without others has no group to lose: any connection it speaks of is the user's own."""
         return self._world.is_distributed and self._backend.is_connection_error(error)
+
+
+def cannot_import(module: str | None) -> ModuleNotFoundError:
+    """What to tell whoever sent a worker something out of a module that its process does not find."""
+    message = (
+        f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
+        "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "
+        'let Ray ship it: `ray.init(runtime_env={"working_dir": "..."})` or `{"py_modules": [...]}`.'
+    )
+    return ModuleNotFoundError(message, name=module)
 
 
 class RemoteWorker:

@@ -186,14 +186,19 @@ class WorkerGroup:
         call = self._workers[rank].submit("beside", function, *args)
         return _Done(call.function()) if isinstance(call, LocalCall) else _Reference(call)
 
-    def share(self, value: Any) -> list[Any]:
-        """`value` as an argument for each rank: remote ranks share one copy in the object store."""
+    def store(self, value: Any) -> Stored:
+        """Puts `value` where all ranks can take it from, once, whatever the group will look like then."""
         if self.is_driver_only:
-            return [value]
+            return Stored(value, None)
         import ray
 
         reference = ray.put(value)
-        return [value if worker.is_local else reference for worker in self._workers]
+        return Stored(ray.get(reference), reference)
+
+    def share(self, value: Any) -> list[Any]:
+        """`value`, stored already or not, as an argument for each rank: remote ranks share one copy."""
+        stored = value if isinstance(value, Stored) else self.store(value)
+        return [stored.value if worker.is_local else stored.reference for worker in self._workers]
 
     @property
     def is_driver_only(self) -> bool:
@@ -449,6 +454,19 @@ def _ranked(found: Outcome) -> Outcome:
     if failure is None or failure.fault.rank >= 0:
         return found
     return replace(found, failure=replace(failure, fault=replace(failure.fault, rank=found.rank)))
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A value for all ranks.
+
+    Attributes:
+        value: The value; where there are remote ranks, as it lies in the object store of the driver's node.
+        reference: Ray's reference to it.
+    """
+
+    value: Any
+    reference: Any
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,11 @@ A write goes to a temporary file beside the target, which takes the target's nam
 the disk. A process killed in the middle leaves the earlier checkpoint intact, and a file `.raysgd-*.tmp` that
 may be deleted.
 
-Reading computes the checksum of the bytes on their way into the tensors: what was checked is what is
-returned. This takes about 8 ms for 200 MiB. The file is not mapped into memory, which would let a network
-file system that fails, or whoever shortens the file meanwhile, kill the process. So the tensors do not depend
-on the file afterwards.
+The checksum is computed before torch sees the file; 200 MiB take about 12 ms. There are two ways to read it.
+`read` copies it into memory of its own. `mapped` gives out tensors that lie in the file, for as long as it
+takes to copy them to where they belong: fresh memory for a large state costs more than all the rest. It relies
+on nobody writing into the file meanwhile. raysgd itself never does (it replaces files); whoever else does is
+found out afterwards, and one who cuts the file short may end the process.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ import collections
 import contextlib
 import enum
 import errno
-import io
 import logging
+import mmap
 import os
 import pickle
 import re
@@ -62,6 +63,7 @@ _OLD_TORCH_START = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 
 _SEAL_PREFIX = f"raysgd:1:{BodyDigest.NAME}:".encode()
 _SEAL_BYTES = len(_SEAL_PREFIX) + BodyDigest.NUM_HEX_DIGITS
+_PIECE_BYTES = 2**20
 _SEAL = re.compile(re.escape(_SEAL_PREFIX) + rb"[0-9a-f]+")
 
 _REFUSED_GLOBAL = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
@@ -119,18 +121,44 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
         UnsafeCheckpointError: The file needs `weights_only=False`. A `ValueError`.
         ValueError: The content is not a training state, or in the format of a newer version of raysgd.
     """
-    name = os.fspath(path)
-    with _CheckedFile(name) as file:
-        kind = file.recognise()
-        if not weights_only:
-            file.check()  # Damaged code must not run.
+    with _opened(os.fspath(path), weights_only, maps=False) as state:
+        return state
+
+
+@contextlib.contextmanager
+def mapped(path: str | os.PathLike[str], *, weights_only: bool = True) -> Iterator[dict[str, Any]]:
+    """Do what `read` does, but leave the tensors where they are: in the file, mapped into memory.
+
+    Inside the `with` block they may be copied elsewhere. Keep none of them. Writing to one changes it in memory
+    only. Files without a checksum, and those of file systems that cannot map, are read as by `read`.
+
+    Raises:
+        CheckpointCorruptedError: Also at the end of the block, if the file was written to meanwhile.
+        FileNotFoundError, UnsafeCheckpointError, ValueError: As in `read`.
+    """
+    with _opened(os.fspath(path), weights_only, maps=True) as state:
+        yield state
+
+
+@contextlib.contextmanager
+def _opened(name: str, weights_only: bool, *, maps: bool) -> Iterator[dict[str, Any]]:
+    """Check the file, and give out its state."""
+    with open(name, "rb", buffering=0) as file:
+        before = os.fstat(file.fileno())
+        kind = _recognise(file, before.st_size, name)
+        # By its descriptor: another file may take the name at any moment.
+        source = f"/dev/fd/{file.fileno()}" if os.path.exists(f"/dev/fd/{file.fileno()}") else name
+        is_mapped = False
+        if kind is _FileKind.SEALED:
+            is_mapped = _check(file, before.st_size, name, maps)
         try:
-            loaded = _load(file if kind is _FileKind.SEALED else name, weights_only)
+            loaded = _load(source, weights_only, is_mapped)
         except Exception as error:
-            file.check()  # Damage is what to report, not what it led to.
             raise _explained(error, name, kind, weights_only) from error
-        file.check()
-    return _training_state(loaded, name)
+        yield _training_state(loaded, name)
+        after = os.fstat(file.fileno())
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise _corrupted(name, "it was written to while it was read")
 
 
 class AsyncWriter:
@@ -365,98 +393,74 @@ def _is_sealed(tail: bytes) -> bool:
     return bool(_SEAL.fullmatch(tail[-_SEAL_BYTES:])) and int.from_bytes(comment_length, "little") == _SEAL_BYTES
 
 
-class _CheckedFile(io.FileIO):
-    """A file that computes its checksum while torch reads it, so that its content passes through memory once.
+def _recognise(file: IO[bytes], size: int, name: str) -> _FileKind:
+    """Tell what kind of file this is by its first and last bytes.
 
-    torch reads most of the file in large pieces and in order. These count as they come; what lies between
-    them is read for the checksum alone; smaller reads, which jump about, do not count.
+    Raises:
+        CheckpointCorruptedError: It is none that is known, or its end is missing.
     """
+    start = file.read(len(_OLD_TORCH_START))
+    file.seek(max(0, size - _SEAL_BYTES - _ZIP_END_BYTES))
+    tail = file.read()
+    if _is_sealed(tail):
+        return _FileKind.SEALED
+    if start == _OLD_TORCH_START:
+        return _FileKind.OLD_TORCH
+    if not start.startswith(_ZIP_START):
+        raise _corrupted(name, "it does not begin as a checkpoint does" if start else "it is empty")
+    if _is_zip_end(tail[-_ZIP_END_BYTES:]):
+        return _FileKind.PLAIN_ZIP
+    raise _corrupted(name, "its end is missing or altered, or a newer version of raysgd wrote it")
 
-    _LARGE_BYTES = 2**16
-    _CHUNK_BYTES = 2**20
 
-    def __init__(self, path: str) -> None:
-        super().__init__(path, "rb")
-        self._path = path
-        self._digest = BodyDigest()
-        self._num_counted = 0
-        self._num_to_count = 0
-        self._expected: str | None = None
+def _check(file: IO[bytes], size: int, name: str, maps: bool) -> bool:
+    """Compare the checksum of a sealed file with the one in its seal; return whether the file could be mapped.
 
-    def recognise(self) -> _FileKind:
-        """Tell what kind of file this is by its first and last bytes.
+    Raises:
+        CheckpointCorruptedError: They differ.
+    """
+    num_bytes = size - _SEAL_BYTES - _COMMENT_LENGTH_BYTES
+    content = _map(file, size) if maps else None
+    digest = BodyDigest()
+    for piece in _pieces_in_file(file, num_bytes) if content is None else _pieces_in_memory(content, num_bytes):
+        digest.update(piece)
+    digest.update(bytes(_COMMENT_LENGTH_BYTES))
+    file.seek(size - BodyDigest.NUM_HEX_DIGITS)
+    if digest.hexdigest().encode() != file.read():
+        raise _corrupted(name, "its checksum does not match its content")
+    return content is not None
 
-        Raises:
-            CheckpointCorruptedError: It is none that is known, or its end is missing.
-        """
-        start = self.read(len(_OLD_TORCH_START)) or b""
-        size = os.fstat(self.fileno()).st_size
-        self.seek(max(0, size - _SEAL_BYTES - _ZIP_END_BYTES))
-        tail = self.readall() or b""
-        self.seek(0)
-        if _is_sealed(tail):
-            self._num_to_count = size - _SEAL_BYTES - _COMMENT_LENGTH_BYTES
-            self._expected = tail[-BodyDigest.NUM_HEX_DIGITS :].decode()
-            return _FileKind.SEALED
-        if start == _OLD_TORCH_START:
-            return _FileKind.OLD_TORCH
-        if not start.startswith(_ZIP_START):
-            raise _corrupted(self._path, "it does not begin as a checkpoint does" if start else "it is empty")
-        if _is_zip_end(tail[-_ZIP_END_BYTES:]):
-            return _FileKind.PLAIN_ZIP
-        raise _corrupted(self._path, "its end is missing or altered, or a newer version of raysgd wrote it")
 
-    def readinto(self, target: Any) -> int:
-        """Fill `target` from the current position, as far as the file goes; large pieces are checked."""
-        view = memoryview(target).cast("B")
-        start = self.tell()
-        counts = len(view) >= self._LARGE_BYTES and self._num_counted <= start <= self._num_to_count - len(view)
-        if counts:
-            self._count_up_to(start)
-            self.seek(start)
-        while view:
-            num_read = super().readinto(view[: self._CHUNK_BYTES])
-            if not num_read:
-                break
-            if counts:
-                self._count(view[:num_read])
-            view = view[num_read:]
-        return self.tell() - start
+def _map(file: IO[bytes], size: int) -> mmap.mmap | None:
+    """Map the file into memory, or return None where that cannot be done."""
+    try:
+        return mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY)
+    except OSError as error:
+        logger.debug("reading a file that cannot be mapped: %s", error)
+        return None
 
-    def check(self) -> None:
-        """Read what was not read yet, and compare the checksums. Does nothing for a file that has none.
 
-        Raises:
-            CheckpointCorruptedError: They differ.
-        """
-        if self._expected is None:
+def _pieces_in_memory(content: mmap.mmap, num_bytes: int) -> Iterator[memoryview]:
+    with content, memoryview(content) as whole:
+        for start in range(0, num_bytes, _PIECE_BYTES):
+            with whole[start : min(start + _PIECE_BYTES, num_bytes)] as piece:
+                yield piece
+
+
+def _pieces_in_file(file: IO[bytes], num_bytes: int) -> Iterator[memoryview]:
+    file.seek(0)
+    buffer = memoryview(bytearray(min(_PIECE_BYTES, num_bytes)))
+    while num_bytes:
+        num_read = file.readinto(buffer[:num_bytes])  # type: ignore[attr-defined]
+        if not num_read:
             return
-        expected, self._expected = self._expected, None
-        self._count_up_to(self._num_to_count)
-        self._digest.update(bytes(_COMMENT_LENGTH_BYTES))
-        self._num_to_count = 0  # What is read from now on does not count.
-        self.seek(0)
-        if self._digest.hexdigest() != expected:
-            raise _corrupted(self._path, "its checksum does not match its content")
-
-    def _count_up_to(self, end: int) -> None:
-        """Read from where the checksum has got to up to `end`."""
-        self.seek(self._num_counted)
-        chunk = memoryview(bytearray(min(self._CHUNK_BYTES, end - self._num_counted)))
-        while self._num_counted < end:
-            num_read = super().readinto(chunk[: end - self._num_counted])
-            if not num_read:
-                return
-            self._count(chunk[:num_read])
-
-    def _count(self, content: memoryview) -> None:
-        self._digest.update(content)
-        self._num_counted += len(content)
+        num_bytes -= num_read
+        yield buffer[:num_read]
 
 
-def _load(source: str | _CheckedFile, weights_only: bool) -> Any:
+def _load(source: str, weights_only: bool, is_mapped: bool) -> Any:
     with data_allowed() if weights_only else contextlib.nullcontext():
-        return torch.load(source, map_location="cpu", weights_only=weights_only)
+        return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=is_mapped)
 
 
 def _explained(error: Exception, name: str, kind: _FileKind, weights_only: bool) -> Exception:

@@ -337,12 +337,19 @@ def _is_generator(value: object) -> bool:
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
+_SEED_BY_HAND = 0
+
+
 class ElasticBatchSampler(Sampler[list[int]]):
     """The batches of one rank, from any position in a pass and for any size of the group.
 
     Pass it to a `DataLoader` as `batch_sampler`. Before each iteration say where it starts with `begin_pass`.
     An iterator belongs to the plan it was started with: it may run ahead of training, and a later
     `begin_pass` or `reshape` does not disturb it.
+
+    Iterated by hand, before any pass was begun, it goes over all samples once, each time in another order if the
+    order is shuffled. The orders are the same on all ranks whatever their seeds are, because nobody has told the
+    ranks a common one.
 
     Attributes:
         order: The order of the samples.
@@ -378,6 +385,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.pad = pad
         self._indices: Indices = ()
         self._drawn_for: tuple[int, int] | None = None
+        self._num_by_hand = 0
         self.reshape(rank, world_size, batch_size)
 
     def begin_pass(self, pass_index: int, seed: int, consumed: int = 0) -> PassPlan:
@@ -413,14 +421,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.plan = None
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Iterate over this rank's batches in the rest of the pass.
-
-        Raises:
-            RuntimeError: No pass was begun.
-        """
-        if self.plan is None:
-            raise RuntimeError("No pass was begun: call `begin_pass(pass_index, seed)` before iterating.")
-        return _batches(self._indices, self.plan, self.rank)
+        """Iterate over this rank's batches in the rest of the pass; with no pass begun, in one by hand."""
+        if self.plan is not None:
+            return _batches(self._indices, self.plan, self.rank)
+        indices = self._draw(_SEED_BY_HAND, self._num_by_hand)
+        self._num_by_hand += 1
+        return _batches(indices, self._plan(len(indices), consumed=0), self.rank)
 
     def __len__(self) -> int:
         """Return this rank's batches in the pass as begun; with no pass begun, in a whole one."""

@@ -1,8 +1,9 @@
 """Moves a training state between processes with one copy.
 
-An encoded state is a small pickle in which every tensor is a number (the skeleton), and one flat array with
-the bytes of all tensors (the buffer). Pickle protocol 5 ships such an array out of band, so Ray places it in
-its object store with a single memory copy, and the receiver can use the tensors where they lie.
+An encoded state is a small pickle in which every tensor is a number (the skeleton), and the bytes of all
+tensors: in one flat array (the buffer), or, where the state is only lent, large ones where they lie. Pickle
+protocol 5 ships such arrays out of band, so Ray places them in its object store with a single memory copy, and
+the receiver can use the tensors where they lie.
 
 What is kept: types and order of containers, classes of other objects (through cloudpickle), which tensors are
 one and the same, dtypes, strides of dense tensors, `requires_grad`. What is not: the device (everything
@@ -18,7 +19,7 @@ import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import finalize
 
 import numpy as np
 import torch
@@ -33,42 +34,49 @@ _ALIGNMENT = 64
 _INLINE_ARRAY_BYTES = 4096
 """numpy arrays up to this size stay in the skeleton: their own part costs more than the copy it saves."""
 
+_LENT_BYTES = 2**16
+"""Tensors from this size on are not copied when a state is lent; smaller ones are, into one array."""
+
+_MAX_BUFFERS = 2
+"""How many buffers an encoder keeps: one holds the last state while the next one is written to the other."""
+
 
 @dataclass(frozen=True, eq=False)
 class EncodedState:
-    """A state ready to travel: pickled with protocol 5, as by Ray, `buffer` moves without a further copy.
+    """A state ready to travel: pickled with protocol 5, as by Ray, the arrays move without a further copy.
 
     Attributes:
         skeleton: The pickled structure, with a number in the place of each tensor.
-        buffer: The bytes of all tensors, each starting at a multiple of 64.
+        buffer: The bytes of the tensors, each starting at a multiple of 64.
+        apart: The bytes of those that are not in the buffer, one array for each.
     """
 
     skeleton: bytes
     buffer: _Bytes
+    apart: tuple[_Bytes, ...] = ()
 
     @property
     def num_bytes(self) -> int:
         """Size of the tensors' bytes, padding included."""
-        return int(self.buffer.nbytes)
+        return sum(int(content.nbytes) for content in (self.buffer, *self.apart))
 
 
 class StateEncoder:
-    """Encodes states into a host buffer that is kept, so that its pages are already there the next time.
+    """Encodes states into host buffers that are kept, so that their pages are already there the next time.
 
-    An encoded state's memory belongs to the caller until `release` is called for it, or for good when it
-    never is. Not safe for use from several threads at once.
+    A buffer is used again once nothing refers to the encoded state or to what was decoded from it with
+    `copy=False`, and not before. Two are kept at most. Not safe for use from several threads at once; the
+    encoded states may go to any thread.
 
     Example:
         >>> encoder = StateEncoder()
         >>> encoded = encoder.encode({"weight": torch.ones(2), "epoch": 3})
         >>> decode(encoded, copy=True)
         {'weight': tensor([1., 1.]), 'epoch': 3}
-        >>> encoder.release(encoded)
     """
 
     def __init__(self) -> None:
-        self._spare: torch.Tensor | None = None
-        self._lent: WeakKeyDictionary[EncodedState, torch.Tensor] = WeakKeyDictionary()
+        self._buffers = _Buffers()
 
     def encode(self, state: Any) -> EncodedState:
         """Copy `state` into host memory; later changes to its tensors do not show.
@@ -80,39 +88,56 @@ class StateEncoder:
                 `TypeError`.
         """
         parts = _Parts()
-        structure = io.BytesIO()
-        _SkeletonPickler(structure, parts).dump(state)
-        skeleton = pickle.dumps((parts.tensor_parts, parts.array_parts, structure.getvalue()), protocol=5)
-        memory = self._take(parts.num_bytes, pinned=parts.is_on_gpu)
-        parts.copy_into(memory)
-        encoded = EncodedState(skeleton, memory.numpy()[: parts.num_bytes])
-        self._lent[encoded] = memory
-        return encoded
+        skeleton = _skeleton(state, parts)
+        buffer = self._buffers.take(parts.num_bytes, pinned=parts.is_on_gpu)
+        parts.copy_into(torch.from_numpy(buffer))
+        return EncodedState(skeleton, buffer)
 
-    def release(self, encoded: EncodedState) -> None:
-        """Give the memory of `encoded` back; the next `encode` may overwrite it.
 
-        Call it when the bytes have left the process, for instance after `ray.put`, and no view decoded with
-        `copy=False` is in use any more.
+def lend(state: Any) -> EncodedState:
+    """Encode `state` without copying its large tensors, to send it off at once: later changes to them show.
 
-        Raises:
-            ValueError: This encoder did not hand `encoded` out, or it was released before.
-        """
-        memory = self._lent.pop(encoded, None)
+    Raises:
+        pickle.PicklingError: As in `StateEncoder.encode`.
+    """
+    parts = _Parts(lends=True)
+    skeleton = _skeleton(state, parts)
+    buffer = np.empty(parts.num_bytes, dtype=np.uint8)
+    parts.copy_into(torch.from_numpy(buffer))
+    return EncodedState(skeleton, buffer, tuple(parts.apart))
+
+
+class _Buffers:
+    """Host memory that comes back by itself when the last view of it is gone."""
+
+    def __init__(self) -> None:
+        self._spare: list[torch.Tensor] = []
+        self._num_lent = 0
+
+    def take(self, num_bytes: int, *, pinned: bool) -> _Bytes:
+        """Return that many bytes. A GPU writes into `pinned` memory directly."""
+        memory = self._fitting(num_bytes, pinned)
         if memory is None:
-            raise ValueError(
-                "`release(encoded)`: this encoder has not handed out `encoded`, or it was released before. "
-                "Release the very object that `encode` returned, once, in the process that encoded it."
-            )
-        self._spare = memory
+            self._spare.clear()  # Too small, or of the other kind. Before the new one is there.
+            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        whole = memory.numpy()
+        self._num_lent += 1
+        finalize(whole, self._give_back, memory).atexit = False
+        content = whole[:num_bytes]
+        assert content.base is whole, "every view, also of a view, must keep `whole` alive"
+        return content
 
-    def _take(self, num_bytes: int, *, pinned: bool) -> torch.Tensor:
-        """Take the spare buffer if it fits, else a new one. A GPU writes into `pinned` memory directly."""
-        spare, self._spare = self._spare, None
-        if spare is not None and spare.nbytes >= num_bytes and spare.is_pinned() == pinned:
-            return spare
-        del spare  # Before the new one is there, so that there are never both.
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    def _fitting(self, num_bytes: int, pinned: bool) -> torch.Tensor | None:
+        for index, memory in enumerate(self._spare):
+            if memory.nbytes >= num_bytes and memory.is_pinned() == pinned:
+                return self._spare.pop(index)
+        return None
+
+    def _give_back(self, memory: torch.Tensor) -> None:
+        """Called in whichever thread let go of the last view."""
+        self._num_lent -= 1
+        if self._num_lent + len(self._spare) < _MAX_BUFFERS:
+            self._spare.append(memory)
 
 
 def decode(encoded: EncodedState, copy: bool) -> Any:
@@ -121,12 +146,12 @@ def decode(encoded: EncodedState, copy: bool) -> Any:
     Args:
         encoded: What `StateEncoder.encode` returned, here or in another process.
         copy: True: the tensors own their memory. False: they are views of `encoded.buffer`, made without a
-            copy. Those are for reading only (out of Ray's object store, the memory is shared with other
-            processes), and they change when the buffer is released and used again. Either way each tensor has
-            a storage of its own, exactly over its bytes.
+            copy, and keep it alive. Those are for reading only: out of Ray's object store, the memory is
+            shared with other processes. Either way each tensor has a storage of its own, exactly over its
+            bytes.
     """
     tensor_parts, array_parts, structure = pickle.loads(encoded.skeleton)
-    tensors = _build_tensors(tensor_parts, encoded.buffer, copy)
+    tensors = _build_tensors(tensor_parts, encoded, copy)
     arrays = [_array(part, encoded.buffer, copy) for part in array_parts]
     return _SkeletonUnpickler(structure, arrays, tensors).load()
 
@@ -139,8 +164,9 @@ class _ArrayPart(NamedTuple):
 
 
 class _TensorPart(NamedTuple):
-    """Where a tensor's bytes lie, and how to read them."""
+    """Where a tensor's bytes lie, and how to read them: in the buffer, or in one of the arrays apart."""
 
+    apart: int | None
     start: int
     num_bytes: int
     dtype: torch.dtype
@@ -157,10 +183,12 @@ class _Parts:
     collection.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lends: bool = False) -> None:
         self.tensor_parts: list[_TensorPart] = []
         self.array_parts: list[_ArrayPart] = []
+        self.apart: list[_Bytes] = []
         self.num_bytes = 0
+        self._lends = lends
         self._tensors: list[torch.Tensor] = []
         self._arrays: list[memoryview] = []
         self._index_of: dict[Hashable, int] = {}
@@ -193,7 +221,7 @@ class _Parts:
         """Fill the bytes `memory` with all that was noted."""
         with torch.no_grad():
             for tensor, part in zip(self._tensors, self.tensor_parts, strict=True):
-                if part.num_bytes:
+                if part.num_bytes and part.apart is None:
                     _copy_tensor(tensor, _slice(memory, part), part)
         for content, array_part in zip(self._arrays, self.array_parts, strict=True):
             _slice(memory, array_part).numpy()[:] = np.frombuffer(content, dtype=np.uint8)
@@ -202,8 +230,12 @@ class _Parts:
 
     def _tensor_part(self, tensor: torch.Tensor) -> _TensorPart:
         num_bytes = tensor.numel() * tensor.element_size()
+        lends = self._lends and num_bytes >= _LENT_BYTES and _is_plain_memory(tensor)
+        if lends:
+            self.apart.append(tensor.detach().reshape(-1).view(torch.uint8).numpy())
         return _TensorPart(
-            start=self._reserve(num_bytes),
+            apart=len(self.apart) - 1 if lends else None,
+            start=0 if lends else self._reserve(num_bytes),
             num_bytes=num_bytes,
             dtype=tensor.dtype,
             shape=tuple(tensor.shape),
@@ -216,6 +248,13 @@ class _Parts:
         start = self.num_bytes
         self.num_bytes = start + -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
         return start
+
+
+def _skeleton(state: Any, parts: _Parts) -> bytes:
+    """Pickle `state` without the contents of its tensors, which are noted in `parts`."""
+    structure = io.BytesIO()
+    _SkeletonPickler(structure, parts).dump(state)
+    return pickle.dumps((parts.tensor_parts, parts.array_parts, structure.getvalue()), protocol=5)
 
 
 class _SkeletonPickler(CloudPickler):
@@ -247,6 +286,11 @@ def _is_plain_tensor(value: Any) -> bool:
     return value.layout is torch.strided and not (value.is_quantized or value.is_meta or value.is_nested)
 
 
+def _is_plain_memory(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements lie one behind the other in host memory, as they are."""
+    return tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
+
+
 def _identity(tensor: torch.Tensor) -> Hashable:
     """What two mentions of one tensor share. Empty tensors have no address, so each stands for itself."""
     if tensor.numel() == 0:
@@ -274,11 +318,14 @@ def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) 
     target.copy_(source, non_blocking=source.is_cuda)
 
 
-def _build_tensors(parts: list[_TensorPart], buffer: _Bytes, copy: bool) -> list[torch.Tensor]:
+def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) -> list[torch.Tensor]:
     """Make the tensors of their bytes. torch warns of read-only ones: that nobody writes is our promise."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        contents = [torch.from_numpy(_slice(buffer, part)) for part in parts]
+        contents = [
+            torch.from_numpy(_slice(encoded.buffer, part) if part.apart is None else encoded.apart[part.apart])
+            for part in parts
+        ]
     return [
         _build_tensor(part, content.clone() if copy else content) for part, content in zip(parts, contents, strict=True)
     ]

@@ -33,6 +33,7 @@ from raysgd.torch.epoch_run import (
     InsideSnapshots,
     RunState,
 )
+from raysgd.torch.loading import load_model, load_optimizer
 from raysgd.torch.parallel import DDP, NoParallel, Step, unwrap
 from raysgd.torch.precision import make_precision, saved_state
 from raysgd.torch.sampling import DataSignature, ShardedLoader
@@ -45,7 +46,6 @@ logger = logging.getLogger(__name__)
 
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 _TICK_S = 0.1  # between two looks at a progress bar
-_KEPT = ("optimizers", "schedulers", "operator")  # parts whose new owners keep the very objects that they are given
 _INLINE_BYTES = 65536  # a state up to this size travels with the answer; a call of its own would cost more
 
 
@@ -185,7 +185,7 @@ class TorchRunner:
         if self._world.rank:
             return Capture(rank_state)
         with self._claims:
-            self._release([token for token in self._captured if landed_token is not None and token <= landed_token])
+            self._captured = {t: kept for t, kept in self._captured.items() if landed_token is None or t > landed_token}
         return self._capture_shared(Capture(rank_state))
 
     def _capture_inside(self, run: EpochRun) -> Capture:
@@ -194,7 +194,7 @@ class TorchRunner:
         if self._world.rank:
             return part
         with self._claims:
-            self._release([token for token in self._captured if token != self._fetched])
+            self._captured = {token: kept for token, kept in self._captured.items() if token == self._fetched}
         return self._capture_shared(part)
 
     def _capture_shared(self, part: Capture) -> Capture:
@@ -205,28 +205,19 @@ class TorchRunner:
         self._captured[self._next_token] = encoded
         return replace(part, token=self._next_token)
 
-    def _release(self, tokens: Iterable[int]) -> None:
-        for token in tokens:
-            encoded = self._captured.pop(token)
-            if not self._spec.use_local:  # in the driver nothing travelled: these very bytes are the snapshot
-                self._encoder.release(encoded)
-
     def fetch(self, token: int) -> EncodedState:
         """The copy of the state that `token` names. Whoever asks for one has got what he asked for before."""
         with self._claims:
-            self._release([old for old in self._captured if old < token])
+            self._captured = {t: kept for t, kept in self._captured.items() if t >= token}
             self._fetched = token
             return self._captured[token]
 
-    def restore(
-        self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any], may_keep: bool = False
-    ) -> None:
+    def restore(self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any]) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
 
         Args:
-            shared_state: Encoded; or as it is, where it did not have to travel.
+            shared_state: Encoded; or as it is, where it did not have to travel. Nothing of it is kept.
             rank_states: By rank; there may be fewer or more of them than ranks.
-            may_keep: Whether the state is nobody else's, so that optimizers may keep the very tensors.
 
         Raises:
             KeyError: A part is missing.
@@ -234,9 +225,7 @@ class TorchRunner:
         """
         state = decode(shared_state, copy=False) if isinstance(shared_state, EncodedState) else shared_state
         self._check(state)
-        self._apply(
-            state if may_keep else {**state, **copy.deepcopy({key: state[key] for key in _KEPT if key in state})}
-        )
+        self._apply(state)
         self._run = None
         self._inside.clear()
         if self._world.rank < len(rank_states) and rank_states[self._world.rank] is not None:
@@ -604,16 +593,16 @@ class TorchRunner:
     def _apply(self, state: Mapping[str, Any]) -> None:
         operator = self.operator
         for model, saved in zip(self._registered("_original_models"), state["models"], strict=True):
-            model.load_state_dict(saved)
+            load_model(model, saved)
         for optimizer, saved in zip(self._registered("_optimizers"), state["optimizers"], strict=True):
-            optimizer.load_state_dict(saved)
+            load_optimizer(optimizer, saved)
         for scheduler, saved in zip(operator._schedulers, state.get("schedulers", ()), strict=False):
-            scheduler.load_state_dict(saved)
+            scheduler.load_state_dict(copy.deepcopy(saved))
         precision_state = saved_state(operator._precision, dict(state))
         if precision_state is not None:
-            operator._precision.load_state_dict(precision_state)
+            operator._precision.load_state_dict(copy.deepcopy(precision_state))
         self.epoch = state["epoch"]
-        operator.load_state_dict(state["operator"])
+        operator.load_state_dict(copy.deepcopy(state["operator"]))
         resume = state.get(RESUME) or {}
         operator.global_step = resume.get("global_step", operator.global_step)
         self._train_stream = self._validation_stream = None

@@ -35,7 +35,7 @@ from raysgd.torch.batching import split_batch_size
 from raysgd.torch.epoch_run import EpochAnswer, EpochRequest
 from raysgd.torch.precision import choose_amp_backend
 from raysgd.torch.progress import ProgressBar
-from raysgd.torch.state_codec import StateEncoder, decode
+from raysgd.torch.state_codec import decode, lend
 from raysgd.torch.torch_runner import RESUME, Progress, RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
@@ -400,7 +400,7 @@ class TorchTrainer:
             KeyError: A part is missing.
             ValueError: A part does not fit what is registered; the workers are as they were.
         """
-        self._load(dict(state_dict), is_ours=False)
+        self._load(dict(state_dict), is_file=False)
 
     def save(self, checkpoint: Any, blocking: bool = True, weights_only: bool = True) -> Any:
         """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
@@ -441,7 +441,8 @@ class TorchTrainer:
             CheckpointCorruptedError: The file is truncated or was changed.
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
-        self._load(checkpoint_file.read(checkpoint, weights_only=weights_only), is_ours=True)
+        with checkpoint_file.mapped(checkpoint, weights_only=weights_only) as state:
+            self._load(state, is_file=True)
 
     def restore(self, *args: Any) -> None:
         """Retired.
@@ -451,27 +452,27 @@ class TorchTrainer:
         """
         raise DeprecationWarning("`TorchTrainer.restore` was renamed: use `load`.")
 
-    def _load(self, state: dict[str, Any], is_ours: bool) -> None:
-        """Loads into all workers; a state that is ours alone may be used up."""
+    def _load(self, state: dict[str, Any], is_file: bool) -> None:
+        """Loads into all workers; nothing of `state` is kept."""
         _check_parts(state, self._facts)
         resume = dict(state.get(RESUME) or {})
         rank_states = tuple(resume.pop(_RNG, ()))
         whole = {**state, RESUME: resume}
         if self._controller.group.is_driver_only:
-            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, rank_states, is_ours)]))
+            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, rank_states)]))
             self._controller.touch()
             return
-        encoded = StateEncoder().encode(whole)
+        stored = self._controller.group.store(lend(whole))
         # A file of this very group leaves nothing out: afterwards it is what the workers have.
-        is_complete = is_ours and len(rank_states) == self.num_workers
+        is_complete = is_file and len(rank_states) == self.num_workers
         call = Call(
             TorchRunner.restore,
-            lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(encoded)],
+            lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(stored)],
             changes_state=not is_complete,
         )
         self._controller.run(call)
         if is_complete:
-            self._controller.adopt(Snapshot(encoded, rank_states))
+            self._controller.adopt(Snapshot(stored.value, rank_states))
 
     # ------------------------------------------------------------------------------------------------ life
 

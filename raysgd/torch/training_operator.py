@@ -602,8 +602,13 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
 
 
 def _accuracy(output: Any, target: Any, num_samples: int) -> Any:
-    """Share of samples (or pixels) whose largest output is the target; NaN where that means nothing."""
+    """Share of samples (or pixels) whose largest output is the target; NaN where that means nothing.
+
+    A target of floats holds values or probabilities, not the index of a class.
+    """
     if not isinstance(output, torch.Tensor) or output.ndim < 2 or not isinstance(target, torch.Tensor):
+        return float("nan")
+    if target.is_floating_point() or target.is_complex():
         return float("nan")
     predicted = output.argmax(dim=1)
     if predicted.numel() != target.numel() or not num_samples:

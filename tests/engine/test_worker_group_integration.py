@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 from ray.util import placement_group_table
@@ -20,6 +23,7 @@ from raysgd.engine import worker_group
 from raysgd.engine.failures import classify
 from raysgd.engine.types import GroupReport, Resources, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.exceptions import worker_error
 from tests.failure_plan import FailurePlan
 from tests.fakes import CountingReplica, NullBackend, add, read
 
@@ -360,3 +364,48 @@ def test_the_driver_alone_needs_no_ray_and_reserves_nothing() -> None:
     replica = group.local_replica
     group.stop(10)
     assert replica.is_shut_down
+
+
+# -------------------------------------------------------------------------------------------- what is sent
+
+
+@pytest.fixture
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A module that only the driver finds."""
+    (tmp_path / "only_in_the_driver.py").write_text("def touch(replica=None):\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield importlib.import_module("only_in_the_driver")
+    del sys.modules["only_in_the_driver"]
+
+
+def assert_says_what_to_do(report: GroupReport) -> None:
+    diagnosis = classify(report)
+    assert diagnosis.kind == "user"
+    error = worker_error(diagnosis.faults)
+    assert isinstance(error, ModuleNotFoundError)
+    assert "only_in_the_driver" in str(error)
+    assert "runtime_env" in str(error)
+    assert list(diagnosis.ranks) == [0, 1]
+
+
+def test_a_function_that_the_workers_cannot_import_is_explained(group: WorkerGroup, elsewhere: Any) -> None:
+    assert_says_what_to_do(on_all(group, elsewhere.touch))
+    assert on_all(group, read).ok
+
+
+@pytest.mark.parametrize("where", ["initialization_hook", "make_replica"])
+def test_a_setup_that_the_workers_cannot_import_is_explained(where: str, ray_cluster: None, elsewhere: Any) -> None:
+    assert_says_what_to_do(make_group(**{where: elsewhere.touch}).start())
+
+
+def test_a_stored_value_is_put_once_and_goes_to_whatever_group_there_is(group: WorkerGroup) -> None:
+    stored = group.store({"x": np.zeros(100_000)})
+    assert group.share(stored) == [stored.reference] * 2
+    assert not stored.value["x"].flags.writeable
+    alone = make_group(1, use_local=True)
+    assert alone.start().ok
+    try:
+        assert alone.share(stored) == [stored.value]
+        assert alone.store(3).value == 3
+    finally:
+        alone.kill()

@@ -125,11 +125,11 @@ def samples_seen(operator: LinearOperator) -> list[list[int]]:
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Whether two states are the same to the last bit."""
+    """Whether two states or results are the same to the last bit; NaN is the same as NaN."""
     if isinstance(left, torch.Tensor):
         return isinstance(right, torch.Tensor) and left.dtype == right.dtype and torch.equal(left, right)
     if isinstance(left, dict):
         return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(equal, left, right))
-    return bool(left == right)
+    return bool(left == right) or (left != left and right != right)

@@ -15,7 +15,7 @@ import textwrap
 import threading
 import weakref
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from raysgd.torch.checkpoint_file import (
     CheckpointCorruptedError,
     UnsafeCheckpointError,
     check_loadable,
+    mapped,
     read,
     write,
 )
@@ -308,6 +309,69 @@ class TestWrite:
         assert read(tmp_path / "époque.pt")["epoch"] == 4
 
 
+class TestMapped:
+    def test_tensors_lie_in_the_file_inside_the_block(self, tmp_path: Path) -> None:
+        state = training_state(width=300, operator={"scores": np.arange(5000.0)})
+        write(tmp_path / "last.pt", state)
+        with mapped(tmp_path / "last.pt") as got:
+            assert num_mappings_of(tmp_path / "last.pt")
+            assert_same(got["models"], state["models"])
+            assert_same(got["optimizers"], state["optimizers"])
+        del got
+        assert not num_mappings_of(tmp_path / "last.pt")
+
+    def test_writing_to_a_tensor_does_not_reach_the_file(self, tmp_path: Path) -> None:
+        state = training_state(width=300)
+        write(tmp_path / "last.pt", state)
+        with mapped(tmp_path / "last.pt") as got:
+            got["models"][0]["0.weight"].fill_(7)
+        assert_same(read(tmp_path / "last.pt"), state)
+
+    def test_a_file_that_is_replaced_meanwhile_is_read_to_its_end(self, tmp_path: Path) -> None:
+        state = training_state(1, width=300)
+        write(tmp_path / "last.pt", state)
+        with mapped(tmp_path / "last.pt") as got:
+            write(tmp_path / "last.pt", training_state(2, width=300))
+            assert_same(got, state)
+
+    def test_a_file_that_is_written_to_meanwhile_is_found(self, tmp_path: Path) -> None:
+        write(tmp_path / "last.pt", training_state(width=300))
+        os.utime(tmp_path / "last.pt", (1, 1))
+        with (
+            pytest.raises(CheckpointCorruptedError, match="written to while it was read"),
+            mapped(tmp_path / "last.pt"),
+        ):
+            (tmp_path / "last.pt").open("r+b").write(b"PK")
+
+    def test_a_file_that_cannot_be_mapped_is_read(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(*args: Any, **options: Any) -> None:
+            raise OSError(errno.ENODEV, "no mapping on this file system")
+
+        state = training_state(width=300)
+        write(tmp_path / "last.pt", state)
+        monkeypatch.setattr(checkpoint_file.mmap, "mmap", refuse)
+        with mapped(tmp_path / "last.pt") as got:
+            assert not num_mappings_of(tmp_path / "last.pt")
+            assert_same(got, state)
+
+    @pytest.mark.parametrize("zipped", [True, False])
+    def test_files_without_a_checksum_are_read(self, tmp_path: Path, zipped: bool) -> None:
+        state = training_state(7)
+        torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
+        with mapped(tmp_path / "old.pt") as got:
+            assert_same(got, state)
+
+    @pytest.mark.parametrize("use", [read, lambda path: mapped(path).__enter__()])
+    def test_the_name_says_nothing_about_the_format(self, tmp_path: Path, use: Callable[[Path], Any]) -> None:
+        write(tmp_path / "last.safetensors", training_state(4))
+        assert use(tmp_path / "last.safetensors")["epoch"] == 4
+
+
+def num_mappings_of(path: Path) -> int:
+    """How many times the file is mapped into this process."""
+    return Path("/proc/self/maps").read_text().count(str(path))
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system with room for 1 MiB."""
@@ -343,6 +407,11 @@ def assert_corrupted(path: Path, content: bytes | bytearray) -> None:
     for weights_only in (True, False):
         with pytest.raises(CheckpointCorruptedError, match=r"last\.pt` is no intact checkpoint"):
             read(path, weights_only=weights_only)
+        with (
+            pytest.raises(CheckpointCorruptedError, match=r"last\.pt` is no intact checkpoint"),
+            mapped(path, weights_only=weights_only),
+        ):
+            pass
 
 
 class TestDamage:

@@ -109,7 +109,7 @@ def test_two_workers_resume_to_the_last_bit(num_steps: int | None, drops: TorchT
     results = [drops.train(), drops.validate(), drops.train(num_steps=4)]
     seen, end = drops.apply_all_operators(samples_seen), drops.state_dict()
     drops.load(path)
-    assert [drops.train(), drops.validate(), drops.train(num_steps=4)] == results
+    assert equal([drops.train(), drops.validate(), drops.train(num_steps=4)], results)
     again = drops.apply_all_operators(samples_seen)
     assert [batches[-len(again[0]) :] for batches in seen] == again
     assert equal(drops.state_dict(), end)

@@ -129,7 +129,7 @@ def test_a_training_with_losses_equals_one_without(
         path = trainer.save(tmp_path / "last.pt")
         trainer.load(path)
         results += [trainer.train(), trainer.train(info=mishap(be_killed, rank=0, batch_idx=0))]
-        assert results == undisturbed["results"]
+        assert equal(results, undisturbed["results"])
         assert equal(trainer.state_dict(), undisturbed["state"])
         assert trainer.num_workers == 2
         assert trainer._last_resize > 0

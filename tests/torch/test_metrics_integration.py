@@ -72,7 +72,7 @@ def joined(experiment: Experiment, num_workers: int) -> Experiment:
 
 
 def assert_close(found: Any, expected: Any) -> None:
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, equal_nan=True)
 
 
 def numbers(findings: Findings) -> list[int]:

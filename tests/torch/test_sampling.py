@@ -585,14 +585,21 @@ def test_length_is_that_of_the_pass_begun_else_of_a_whole_one() -> None:
     assert len(sampler) == 2
 
 
-def test_iterating_without_a_pass_is_refused() -> None:
-    sampler = make_sampler(SequentialOrder(4))
-    with pytest.raises(RuntimeError, match="begin_pass"):
-        iter(sampler)
-    sampler.begin_pass(0, seed=0)
-    sampler.reshape(rank=0, world_size=2)
-    with pytest.raises(RuntimeError, match="begin_pass"):
-        iter(sampler)
+def test_by_hand_ranks_divide_whole_passes_shuffled_anew() -> None:
+    ranks = [make_sampler(ShuffledOrder(12), rank=rank, world_size=2) for rank in range(2)]
+    passes = [[list(rank) for rank in ranks] for _ in range(2)]
+    assert passes[0] != passes[1]
+    for drawn in passes:
+        assert sorted(itertools.chain(*itertools.chain(*drawn))) == list(range(12))
+
+
+def test_by_hand_changes_nothing_about_the_passes() -> None:
+    sampler, untouched = make_sampler(ShuffledOrder(9)), make_sampler(ShuffledOrder(9))
+    assert len(list(sampler)) == len(sampler) == 5
+    assert sampler.plan is None
+    for each in (sampler, untouched):
+        each.begin_pass(0, seed=7)
+    assert list(sampler) == list(untouched)
 
 
 @pytest.mark.parametrize(("rank", "world_size", "batch_size"), [(0, 0, None), (2, 2, None), (-1, 2, None), (0, 1, 0)])

@@ -6,8 +6,10 @@ import collections
 import gc
 import io
 import pickle
+import threading
 import warnings
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from raysgd.torch.state_codec import EncodedState, StateEncoder, decode
+from raysgd.torch.state_codec import EncodedState, StateEncoder, decode, lend
 from tests.run_if import RunIf
 
 DTYPES = [
@@ -279,11 +281,11 @@ def test_copies_of_read_only_memory_can_be_written_to() -> None:
     assert tensor.tolist() == [2.0] * 3
 
 
-def test_a_released_buffer_is_used_again() -> None:
+def test_a_buffer_that_nobody_uses_any_more_is_used_again() -> None:
     encoder = StateEncoder()
     first = encoder.encode(torch.zeros(1000))
     address = first.buffer.ctypes.data
-    encoder.release(first)
+    del first
 
     second = encoder.encode(torch.ones(900))
 
@@ -291,40 +293,52 @@ def test_a_released_buffer_is_used_again() -> None:
     assert decode(second, copy=True).tolist() == [1.0] * 900
 
 
-def test_a_buffer_that_was_not_released_is_not_touched() -> None:
+@pytest.mark.parametrize("keep", [lambda encoded: encoded, lambda encoded: decode(encoded, copy=False)["x"][3:]])
+def test_a_buffer_in_use_is_not_touched(keep: Callable[[EncodedState], Any]) -> None:
     encoder = StateEncoder()
-    first = encoder.encode(torch.zeros(1000))
-    second = encoder.encode(torch.ones(1000))
-    assert decode(first, copy=True).tolist() == [0.0] * 1000
-    assert decode(second, copy=True).tolist() == [1.0] * 1000
+    kept = keep(encoder.encode({"x": torch.zeros(1000)}))
+    for _ in range(3):
+        encoder.encode({"x": torch.ones(1000)})
+    assert not (decode(kept, copy=True)["x"] if isinstance(kept, EncodedState) else kept).any()
 
 
-def test_a_state_that_outgrew_the_spare_buffer_gets_a_larger_one() -> None:
+def test_whoever_keeps_the_last_state_finds_two_buffers_in_turn() -> None:
     encoder = StateEncoder()
-    encoder.release(encoder.encode(torch.zeros(10)))
+    addresses, last = [], None
+    for _ in range(6):
+        last = encoder.encode(torch.zeros(1000))
+        addresses.append(last.buffer.ctypes.data)
+    assert last is not None
+    assert len(set(addresses)) == 2
+    assert addresses[:2] * 3 == addresses
+
+
+def test_a_buffer_comes_back_from_another_thread_and_from_an_encoder_that_is_gone() -> None:
+    encoder = StateEncoder()
+    held = [encoder.encode(torch.zeros(1000))]
+    address = held[0].buffer.ctypes.data
+    thread = threading.Thread(target=held.clear)
+    thread.start()
+    thread.join()
+    last = encoder.encode(torch.ones(1000))
+    assert last.buffer.ctypes.data == address
+    del encoder
+    assert decode(last, copy=True).tolist() == [1.0] * 1000
+
+
+def test_a_state_that_outgrew_the_spare_buffers_gets_a_larger_one() -> None:
+    encoder = StateEncoder()
+    encoder.encode(torch.zeros(10))
     assert decode(encoder.encode(torch.ones(1000)), copy=True).tolist() == [1.0] * 1000
 
 
-def test_no_more_than_one_spare_buffer_is_kept() -> None:
+def test_no_more_than_two_buffers_are_kept() -> None:
     encoder = StateEncoder()
-    lent = [encoder.encode(torch.zeros(1000)) for _ in range(3)]
-    addresses = [encoded.buffer.ctypes.data for encoded in lent]
-    for encoded in lent:
-        encoder.release(encoded)
-    again = [encoder.encode(torch.zeros(1000)) for _ in range(2)]
-    assert again[0].buffer.ctypes.data in addresses
-    assert again[1].buffer.ctypes.data not in addresses
-
-
-@pytest.mark.parametrize("another", ["released", "foreign", "copied"])
-def test_only_what_was_handed_out_can_be_released(another: str) -> None:
-    encoder = StateEncoder()
-    encoded = encoder.encode(torch.zeros(2))
-    if another == "released":
-        encoder.release(encoded)
-    strange = {"released": encoded, "foreign": StateEncoder().encode(0), "copied": ship(encoded)}[another]
-    with pytest.raises(ValueError, match="not handed out"):
-        encoder.release(strange)
+    lent = [encoder.encode(torch.zeros(1000)) for _ in range(4)]
+    addresses = {encoded.buffer.ctypes.data for encoded in lent}
+    assert len(addresses) == 4
+    lent.clear()
+    assert sum(memory.nbytes for memory in encoder._buffers._spare) == 2 * 4032
 
 
 def test_an_encoded_state_that_is_dropped_is_not_kept_by_the_encoder() -> None:
@@ -332,6 +346,44 @@ def test_an_encoded_state_that_is_dropped_is_not_kept_by_the_encoder() -> None:
     reference = weakref.ref(encoder.encode(torch.zeros(2)))
     gc.collect()
     assert reference() is None
+
+
+class TestLend:
+    LARGE = 20_000
+
+    def test_large_tensors_stay_where_they_are_and_all_arrive(self) -> None:
+        large = torch.arange(self.LARGE)
+        state = {
+            "large": large,
+            "same": large,
+            "small": torch.ones(3),
+            "turned": torch.arange(2.0 * self.LARGE).reshape(2, -1).t(),
+            "parameter": torch.nn.Parameter(torch.ones(self.LARGE)),
+            "array": np.arange(self.LARGE),
+        }
+        encoded = lend(state)
+        assert [content.ctypes.data for content in encoded.apart] == [large.data_ptr(), state["parameter"].data_ptr()]
+        assert encoded.buffer.nbytes < encoded.num_bytes
+        got = decode(ship(encoded), copy=True)
+        assert list(got) == list(state)
+        assert got["large"] is got["same"]
+        assert type(got["parameter"]) is torch.nn.Parameter
+        for key in state:
+            np.testing.assert_array_equal(np.asarray(got[key].data), np.asarray(state[key].data))
+
+    def test_what_arrived_can_be_lent_again(self) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            arrived = decode(ship(lend({"x": torch.ones(self.LARGE)})), copy=False)
+            again = decode(ship(lend(arrived)), copy=True)
+        assert torch.equal(again["x"], torch.ones(self.LARGE))
+
+    def test_lazy_conjugates_arrive_as_their_values(self) -> None:
+        tensor = torch.randn(self.LARGE, dtype=torch.complex64)
+        assert torch.equal(decode(ship(lend(tensor.conj())), copy=True), tensor.conj())
+
+    def test_a_state_without_tensors_is_lent_too(self) -> None:
+        assert decode(ship(lend({"epoch": 1})), copy=False) == {"epoch": 1}
 
 
 def test_what_cannot_be_pickled_is_reported() -> None:
@@ -364,9 +416,7 @@ def test_tensors_on_a_gpu_arrive_on_the_cpu() -> None:
     tensor = torch.randn(1000, 7, device="cuda")
     encoder = StateEncoder()
     for sent in (tensor, tensor.t(), tensor[:, ::2]):
-        encoded = encoder.encode({"x": sent, "y": torch.ones(2)})
-        got = decode(encoded, copy=True)
-        encoder.release(encoded)
+        got = decode(encoder.encode({"x": sent, "y": torch.ones(2)}), copy=True)
         assert got["x"].device.type == "cpu"
         assert torch.equal(got["x"], sent.cpu())
         assert got["y"].tolist() == [1.0, 1.0]

@@ -6,7 +6,7 @@ import pytest
 import ray
 import torch
 
-from raysgd.torch.state_codec import StateEncoder, decode
+from raysgd.torch.state_codec import StateEncoder, decode, lend
 
 pytestmark = pytest.mark.integration
 
@@ -24,7 +24,6 @@ class Worker:
         encoded = self._encoder.encode({"w": torch.full((NUM_FLOATS,), value), "value": value})
         address = encoded.buffer.ctypes.data
         reference = ray.put(encoded)
-        self._encoder.release(encoded)
         return [reference], address
 
 
@@ -52,3 +51,14 @@ def test_the_driver_sees_the_bytes_where_ray_keeps_them() -> None:
     assert first.buffer.ctypes.data == second.buffer.ctypes.data
     assert not first.buffer.flags.writeable
     assert decode(first, copy=False).data_ptr() == first.buffer.ctypes.data
+
+
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_state_that_is_lent_is_copied_into_the_store() -> None:
+    large, small = torch.ones(NUM_FLOATS), torch.ones(3)
+    reference = ray.put(lend([large, small]))
+    large.zero_()
+    arrived = decode(ray.get(reference), copy=False)
+    assert torch.equal(arrived[0], torch.ones(NUM_FLOATS))
+    assert arrived[1].tolist() == [1.0] * 3
+    assert [tensor.data_ptr() % 64 for tensor in arrived] == [0, 0]

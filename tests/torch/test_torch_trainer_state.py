@@ -434,6 +434,30 @@ def test_a_file_written_later_holds_the_state_of_the_call(
     assert equal(fresh.state_dict(), expected)
 
 
+@pytest.mark.parametrize("is_trained", [True, False])
+def test_nothing_of_a_file_is_held_on_to(is_trained: bool, tmp_path: Path, make_local: MakeTrainer) -> None:
+    trainer = make_local(Large, config={"optimizer": "adam"})
+    trainer.train()
+    expected = trainer.state_dict()
+    trainer.save(tmp_path / "last.pt")
+    other = trainer if is_trained else make_local(Large, config={"optimizer": "adam", "seed": 1})
+    if is_trained:
+        other.train()
+    other.load(tmp_path / "last.pt")
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    (tmp_path / "last.pt").write_bytes(b"")
+    assert equal(other.state_dict(), expected)
+
+
+def test_snapshots_in_the_driver_take_turns_in_two_buffers(make_local: MakeTrainer) -> None:
+    trainer = make_local(Large)
+    addresses = []
+    for _ in range(4):
+        trainer.train()
+        addresses.append(trainer._controller.snapshot().shared_state.buffer.ctypes.data)
+    assert addresses[:2] == addresses[2:]
+
+
 def test_a_write_that_failed_is_told_by_the_next_save(tmp_path: Path, make_local: MakeTrainer) -> None:
     trainer = make_local()
     trainer.save(tmp_path / "nowhere" / "last.pt", blocking=False)

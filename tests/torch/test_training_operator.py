@@ -245,6 +245,20 @@ def test_loaders_may_be_missing() -> None:
     assert (operator.train_loader, operator.validation_loader) == (None, None)
 
 
+def test_loaders_can_be_looked_into_by_hand_before_the_first_pass() -> None:
+    class Looks(Bare):
+        def setup(self, config: dict[str, Any]) -> None:
+            loader = DataLoader(torch.arange(12), batch_size=2, shuffle=True)
+            self.register_data(train_loader=loader, validation_loader=loader)
+            self.first = next(iter(self.train_loader))
+
+    ranks = [make(Looks, world=World(rank=rank, size=2)) for rank in range(2)]
+    assert [len(operator.first) for operator in ranks] == [2, 2]
+    for name in ("train_loader", "validation_loader"):
+        seen = [number for operator in ranks for batch in getattr(operator, name) for number in batch.tolist()]
+        assert sorted(seen) == list(range(12))
+
+
 def test_a_loader_that_user_code_keeps_under_the_same_name_stays() -> None:
     class Keeps(Bare):
         def setup(self, config: dict[str, Any]) -> None:
@@ -477,8 +491,10 @@ def test_nested_structures_are_moved_as_a_whole() -> None:
         ([[1.0, 0.0], [0.0, 1.0]], [[0], [1]], 1.0),
         ([[1.0, 0.0], [0.0, 1.0]], [[0.0, 1.0], [1.0, 0.0]], math.nan),
         ([1.0, 0.0], [1.0, 0.0], math.nan),
+        ([[1.0], [0.0]], [[1.0], [0.0]], math.nan),
+        ([[1.0, 0.5], [0.0, 0.5]], [0.0, 1.0], math.nan),
     ],
-    ids=["vector", "column", "another shape", "no classes"],
+    ids=["vector", "column", "another shape", "no classes", "values", "value and spread"],
 )
 def test_accuracy_compares_classes_sample_by_sample(output: Any, target: Any, accuracy: float) -> None:
     class Fixed(LinearOperator):
