@@ -319,10 +319,11 @@ class TorchRunner:
         self._world = world
         self._inside.clear()
         self._validation_stream = None
-        before = self.operator.config.get(BATCH_SIZE)
+        config = self.operator.config
+        before, now = config.get(BATCH_SIZE), config_for_worker(self._spec.config, world.size).get(BATCH_SIZE)
+        if now is not None:
+            config[BATCH_SIZE] = now
         self.operator._take_place(world)
-        self.operator.config.update(config_for_worker(self._spec.config, world.size))
-        now = self.operator.config.get(BATCH_SIZE)
         for name in ("_train_data", "_validation_data"):
             data = self._data(name)
             if isinstance(data, ShardedLoader):
@@ -351,14 +352,14 @@ class TorchRunner:
     def beat(self) -> Beat:
         """A sign of life; called from a second thread, so it only reads."""
         run, running = self._run, self._running
-        if run is None or running is None:
+        if running is None or run is None or run.is_finished:
             return Beat(self.epoch, -1, "between calls" if running is None else "validating")
         return Beat(self.epoch, run.num_completed, "training", int(run.meters.n), self._inside.newest)
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:
         """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
         run = self._run
-        if run is None or self._running is None or self._epoch_obstacle is not None:
+        if run is None or run.is_finished or self._running is None or self._epoch_obstacle is not None:
             return None
         step = run.num_completed + margin if at is None else at
         return step if run.gate.propose(step, lambda: run.num_completed) else None
@@ -451,9 +452,12 @@ class TorchRunner:
         stream = self._validation_stream
         began_at = stream.num_steps_taken
         self._running = (stream, began_at, request.num_steps, request.info)
-        with self._parallel.evaluating(getattr(operator, "_models", ())), self._timers.record("validation"):
-            returned = call_with_accepted(operator.validate, stream.take(request.num_steps), info=dict(request.info))
-        self._running = None
+        batches = stream.take(request.num_steps)
+        try:
+            with self._parallel.evaluating(getattr(operator, "_models", ())), self._timers.record("validation"):
+                returned = call_with_accepted(operator.validate, batches, info=dict(request.info))
+        finally:
+            self._running = None
         return self._answer(returned, {}, request.profile, stream.num_steps_taken - began_at)
 
     def progress(self) -> Progress | None:
