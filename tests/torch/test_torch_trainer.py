@@ -110,6 +110,12 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
             "add_dist_sampler",
             "use_local",
             "scheduler_step_freq",
+            "recovery",
+            "min_workers",
+            "spare_workers",
+            "resize_check_s",
+            "snapshot_every_n_steps",
+            "heartbeat_s",
             "_num_failures",
             "_last_resize",
         )
@@ -126,6 +132,12 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
         "add_dist_sampler": True,
         "use_local": True,
         "scheduler_step_freq": "manual",
+        "recovery": "rejoin",
+        "min_workers": 1,
+        "spare_workers": 0,
+        "resize_check_s": None,
+        "snapshot_every_n_steps": None,
+        "heartbeat_s": 30.0,
         "_num_failures": 0,
         "_last_resize": -math.inf,
     }
@@ -137,6 +149,8 @@ def test_a_collective_may_take_half_an_hour_unless_told_otherwise(make_local: Ma
 
 def a_function(*args: Any) -> None: ...
 
+
+COUNT_ERRORS = (ValueError, AssertionError)  # one exception that is both
 
 # In the order in which they are looked at.
 REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
@@ -157,6 +171,14 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ],
     *[({"num_cpus_per_worker": value}, ValueError, "num_cpus_per_worker") for value in (-1, "2")],
     ({"backend": "mpi"}, ValueError, r"`backend='mpi'`.*allowed are"),
+    *[({"recovery": value}, ValueError, "`recovery=.*allowed are") for value in ("restart", None, True)],
+    *[({"min_workers": value}, kind, "min_workers") for value in (0, -1, 1.0) for kind in COUNT_ERRORS],
+    *[({"min_workers": 2}, kind, "`min_workers=2` with `num_workers=1`") for kind in COUNT_ERRORS],
+    *[({"spare_workers": value}, kind, "spare_workers") for value in (-1, True, "1") for kind in COUNT_ERRORS],
+    ({"spare_workers": 1, "recovery": "rebuild"}, ValueError, "spares step in beside survivors"),
+    *[({"resize_check_s": value}, ValueError, "resize_check_s") for value in (0, -1, "10", True)],
+    *[({"heartbeat_s": value}, ValueError, "heartbeat_s") for value in (0, None, "30")],
+    *[({"snapshot_every_n_steps": value}, ValueError, "snapshot_every_n_steps") for value in (0, 1.5, True)],
     ({"timeout_s": 0}, ValueError, "`timeout_s=0`"),
     ({"timeout_s": "long"}, ValueError, "`timeout_s='long'`"),
     ({"timeout_s": True}, ValueError, "`timeout_s=True`"),

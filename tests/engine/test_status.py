@@ -1,0 +1,107 @@
+"""How a trainer is doing, as data, as text, and as a card."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raysgd.engine.history import History
+from raysgd.engine.replica import Capture
+from raysgd.engine.snapshots import SnapshotKeeper
+from raysgd.engine.status import DataLedger, TrainerStatus, compose, find_straggler
+from raysgd.engine.types import Beat, WorkerInfo
+
+INFOS = (WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12))
+
+
+def status(**changes: Any) -> TrainerStatus:
+    history = History(now=lambda: 0.0)
+    history.record("started", 0, 2, 1.0, "a new trainer")
+    values: dict[str, Any] = {
+        "infos": INFOS,
+        "beats": {0: Beat(3, 17, "training", 544)},
+        "own_s": [1.0, 2.0],
+        "num_wanted": 3,
+        "num_spares": 1,
+        "samples_per_s": 1234.4,
+        "data": DataLedger(2, 100, 60),
+        "history": history,
+        "snapshots": SnapshotKeeper(),
+        **changes,
+    }
+    return compose(**values)
+
+
+@pytest.mark.parametrize(
+    ("own_s", "straggler"),
+    [
+        ([1.0, 1.0, 1.0], None),
+        ([1.0, 1.1, 1.0], None),
+        ([1.0, 1.0, 1.5], 2),
+        ([5.0, 1.0], 0),
+        ([1.0, None], None),
+        ([1.0], None),
+        ([], None),
+    ],
+)
+def test_a_rank_straggles_when_its_own_work_takes_clearly_longer(own_s: list[float | None], straggler: int) -> None:
+    assert find_straggler(own_s) == straggler
+
+
+def test_a_rank_that_does_not_answer_is_shown_as_such() -> None:
+    found = status()
+    assert [worker.beat for worker in found.workers] == [Beat(3, 17, "training", 544), None]
+    assert "rank 1: 10.0.0.2, 12, no answer" in str(found)
+
+
+def test_the_text_says_what_there_is() -> None:
+    text = str(status())
+    for part in ("2 of 3, 1 spare", "1234 samples/s", "wait for rank 1", "pass 2: 60 of 100 samples used", "step 17"):
+        assert part in text
+
+
+def test_what_is_not_known_is_left_out() -> None:
+    found = status(samples_per_s=None, data=None, own_s=[])
+    assert found.straggler is None
+    assert "not measured yet" in str(found)
+    assert "samples used" not in str(found)
+
+
+def test_times_of_another_number_of_ranks_are_not_shown() -> None:
+    assert [worker.own_s for worker in status(own_s=[1.0, 2.0, 3.0]).workers] == [None, None]
+
+
+def test_losses_are_counted_by_how_they_ended() -> None:
+    history = History()
+    history.num_failures = 3
+    history.record("rejoined", 3, 2, 0.1, "lost rank 1", "pass 0: 5 of 9 samples used, 1 in flight come again")
+    history.record("rebuilt", 2, 2, 3.0, "lost rank 0, 1")
+    history.record("grown", 2, 3, 0.1, "there is room")
+    found = status(history=history)
+    assert (found.num_failures, found.num_rejoins, found.num_rebuilds) == (3, 1, 1)
+    assert found.losses == ("pass 0: 5 of 9 samples used, 1 in flight come again",)
+    assert "rebuilt: 2 -> 2 workers in 3.00 s: lost rank 0, 1" in str(found)
+
+
+def test_the_age_and_place_of_the_snapshot_are_told() -> None:
+    snapshots: SnapshotKeeper[Any] = SnapshotKeeper()
+    assert status(snapshots=snapshots).snapshot is None
+    snapshots.take([Capture("rng", shared_state="state", progress=7)], fetch=lambda token: pytest.fail("inline"))
+    found = status(snapshots=snapshots).snapshot
+    assert found is not None
+    assert found.is_inside
+    assert found.age_s >= 0
+    snapshots.completed("call")
+    found = status(snapshots=snapshots).snapshot
+    assert found is not None
+    assert found.num_calls_since == 1
+
+
+def test_the_card_shows_the_same_and_escapes_what_comes_from_outside() -> None:
+    history = History()
+    history.record("rebuilt", 2, 2, 3.0, "<script>alert(1)</script>")
+    card = status(history=history)._repr_html_()
+    assert "1234 samples/s" in card
+    assert "<script>" not in card
+    assert "&lt;script&gt;" in card
