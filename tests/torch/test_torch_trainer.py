@@ -173,7 +173,7 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"backend": "mpi"}, ValueError, r"`backend='mpi'`.*allowed are"),
     *[({"recovery": value}, ValueError, "`recovery=.*allowed are") for value in ("restart", None, True)],
     *[({"min_workers": value}, kind, "min_workers") for value in (0, -1, 1.0) for kind in COUNT_ERRORS],
-    *[({"min_workers": 2}, kind, "`min_workers=2` with `num_workers=1`") for kind in COUNT_ERRORS],
+    *[({"min_workers": 3, "num_workers": 2}, kind, "`min_workers=3` with `num_workers=2`") for kind in COUNT_ERRORS],
     *[({"spare_workers": value}, kind, "spare_workers") for value in (-1, True, "1") for kind in COUNT_ERRORS],
     ({"spare_workers": 1, "recovery": "rebuild"}, ValueError, "spares step in beside survivors"),
     *[({"resize_check_s": value}, ValueError, "resize_check_s") for value in (0, -1, "10", True)],
