@@ -4,35 +4,24 @@ The loss of a batch is the mean over its samples, and the transport takes the pl
 the ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the
 samples first (`Step.weight`, 1.0 nearly always). Where the library itself runs the backward pass it weights the loss,
 which is free; where user code may call `backward` by itself, a communication hook weights the gradient on its way out.
+With gradient accumulation a hook would see the sum of several batches, so there the library has to run the pass.
 """
 
 # No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.torch.blocks import without_checkpointing
+from raysgd.torch.step import Step, never_defer
 
-@dataclass
-class Step:
-    """The step that a replica is in; written by the runner right before it hands a batch out.
-
-    Attributes:
-        weight: Factor for this rank's gradient.
-        num_samples: This rank's samples in the step, 0 when the batch is only there to take part in the collectives.
-    """
-
-    weight: float = 1.0
-    num_samples: int | None = None
-
-    @property
-    def is_padding(self) -> bool:
-        return self.num_samples == 0
+COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
 
 
 class NoParallel:
@@ -40,29 +29,77 @@ class NoParallel:
 
     Attributes:
         synchronizes: Whether every step involves all ranks.
+        is_sharded: Whether a rank holds a part of each model only, so that its whole state takes all ranks to read.
         step: The step that the replica is in.
     """
 
     synchronizes = False
+    is_sharded = False
 
     def __init__(self) -> None:
         self.step = Step()
+        self.step.is_joint = self.synchronizes
+        self._weights_in_hook = False
+
+    # ---------------------------------------------------------------------------------------- set-up
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """The model to call in training."""
+        """The model to call in training. `options` are those for `DistributedDataParallel`."""
         return model
 
-    def arm(self, models: Sequence[torch.nn.Module], weight_in_hook: bool) -> None:
-        """Gets ready to weight gradients."""
+    def adopt(self, optimizers: Sequence[Any]) -> None:
+        """Makes optimizers that were made before `wrap` step what the wrapped models train."""
+
+    # ---------------------------------------------------------------------------------------- training
+
+    def arm(
+        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+    ) -> None:
+        """Gets ready for a call of `train`.
+
+        Args:
+            models: The wrapped models.
+            weight_in_hook: Whether user code may run backward passes past the rung that weights the loss.
+            window: How many batches make an optimizer step.
+            may_defer: Whether the exchange of gradients may wait for the last of them.
+        """
+        self.step.open_call(window)
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to run the backward pass on."""
-        return loss
+        step = self.step
+        if step.window > 1:
+            return loss if step.factor == 1.0 else loss * step.factor
+        if self._weights_in_hook or step.weight == 1.0 or not self.synchronizes:
+            return loss
+        return loss * step.weight
+
+    def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Averages gradients over the ranks whose exchange was put off for a batch that never came."""
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """The context for evaluation, where ranks may have different numbers of batches."""
         yield
+
+    # ---------------------------------------------------------------------------------------- state
+
+    def state_of(self, part: Any) -> dict[str, Any]:
+        """The whole state of a model or an optimizer; where parts are sharded all ranks have to ask, for rank 0."""
+        state: dict[str, Any] = part.state_dict()
+        return state
+
+    def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        """Takes over such a state of a model."""
+        model.load_state_dict(state)
+
+    def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        """Takes over such a state of an optimizer."""
+        optimizer.load_state_dict(state)
+
+    def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """A copy without anything that the library put around or into it, on the CPU; None on ranks without one."""
+        return without_checkpointing(copy.deepcopy(unwrap(model)).cpu())
 
 
 class DDP(NoParallel):
@@ -70,31 +107,39 @@ class DDP(NoParallel):
 
     synchronizes = True
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._weights_in_hook = False
-
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a frozen model, and there is no gradient to average
-        return DistributedDataParallel(model, device_ids=device_ids, **options)
+        hook = options.get(COMM_HOOK)
+        options = {name: value for name, value in options.items() if name != COMM_HOOK}
+        wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
+        if hook is not None:
+            wrapped.register_comm_hook(*_weighting_first(self, hook))
+        return wrapped
 
-    def arm(self, models: Sequence[torch.nn.Module], weight_in_hook: bool) -> None:
+    def arm(
+        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+    ) -> None:
         """Installs the hook that weights gradients, once and only if it is needed.
 
-        A model for which the user registered a hook of his own keeps that one; PyTorch allows one each.
+        A model for which the user registered a hook of his own by hand keeps that one; PyTorch allows one each.
         """
-        if self._weights_in_hook or not weight_in_hook:
+        wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
+        self.step.defer = _deferrer(wrapped) if may_defer else never_defer
+        super().arm(models, weight_in_hook, window)
+        if self._weights_in_hook or not weight_in_hook or window > 1:
             return
         self._weights_in_hook = True
-        for model in models:
-            if isinstance(model, DistributedDataParallel) and not model._comm_hooks:
+        for model in wrapped:
+            if not model._comm_hooks:
                 model.register_comm_hook(self.step, _weight_and_average)
 
-    def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        if self._weights_in_hook or self.step.weight == 1.0:
-            return loss
-        return loss * self.step.weight
+    def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:  # of this rank; others may have one
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(dist.get_world_size())
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -113,12 +158,43 @@ class DDP(NoParallel):
                 model.require_forward_param_sync = flag
 
 
+def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], None]:
+    """What `DistributedDataParallel.no_sync` does, for a batch instead of a block of code."""
+
+    def defer(is_deferred: bool) -> None:
+        for model in models:
+            model.require_backward_grad_sync = not is_deferred
+
+    return defer
+
+
 def _weight_and_average(step: Step, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    if step.weight != 1.0:
-        bucket.buffer().mul_(step.weight)
+    _weight(step, bucket)
     return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+
+def _weight(step: Step, bucket: Any) -> None:
+    if step.window == 1 and step.weight != 1.0:
+        bucket.buffer().mul_(step.weight)
+
+
+def _weighting_first(parallel: DDP, hook: Any) -> tuple[Any, Callable[..., Any]]:
+    """The state and the hook to register for a hook of the user's: `function`, or `(state, function)`."""
+    state, function = hook if isinstance(hook, tuple) else (None, hook)
+    if not callable(function):
+        raise ValueError(
+            f"`ddp_args={{'{COMM_HOOK}': {hook!r}}}`: need a communication hook of PyTorch, or a tuple of the state "
+            "that it is called with and the hook."
+        )
+
+    def weight_and_call(state, bucket):  # type: ignore[no-untyped-def]  # PyTorch checks annotations
+        if parallel._weights_in_hook:
+            _weight(parallel.step, bucket)
+        return function(state, bucket)
+
+    return state, weight_and_call
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

@@ -140,6 +140,16 @@ class PassPlan:
         own_start = start + rank * base + min(rank, num_larger)
         return Share(own_start, own_start + own, own, weight=own * self.world_size / (stop - start))
 
+    def joint_samples(self, step: int) -> int:
+        """Return the samples of all ranks together in joint step `step`, counted from `consumed`.
+
+        Raises:
+            ValueError: There is no such step.
+        """
+        _check_range("step", step, minimum=0, maximum=self.num_steps - 1)
+        start = self.consumed + step * self._step_size
+        return min(self._step_size, self.num_samples - start)
+
     def num_batches(self, rank: int) -> int:
         """Return how many batches `rank` sees: one per step, save perhaps the last if nothing is padded."""
         _check_range("rank", rank, minimum=0, maximum=self.world_size - 1)

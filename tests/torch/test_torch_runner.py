@@ -463,7 +463,7 @@ def test_a_snapshot_that_the_driver_shares_is_never_written_to_again(monkeypatch
 
 
 def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
-    runner = TorchRunner(RunnerSpec(LinearOperator, {}, wrap_ddp=False), World(rank=1, size=2))
+    runner = TorchRunner(RunnerSpec(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
     runner.setup()
     capture = runner.capture(None)
     assert (capture.shared_state, capture.token) == (None, None)
@@ -473,7 +473,7 @@ def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
 def test_a_snapshot_of_fewer_ranks_restores_random_state_where_it_has_one() -> None:
     runner = make_runner()
     state, rank_states = snapshot(runner)
-    other = TorchRunner(RunnerSpec(LinearOperator, {}, wrap_ddp=False), World(rank=1, size=2))
+    other = TorchRunner(RunnerSpec(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
     other.setup()
     torch.manual_seed(123)
     before = torch.get_rng_state()
