@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.Module]:
     """The blocks of `model`, each once, with at least `min_parameters` numbers to learn.
 
-    A block that shares a parameter with anything outside of it is left out: it is no unit.
+    A block that shares a parameter with anything outside of it, or stands in two places, is left out: it is no unit.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
