@@ -113,11 +113,14 @@ class WorkerGroup:
         from raysgd.engine import resources
 
         resources.ensure_ray()
-        self._reservation = resources.Reservation(spec.resources, self.num_workers)  # the driver's share is held too
+        # The driver's share is held too.
+        self._reservation = resources.Reservation(spec.resources, self.num_workers, has_driver=spec.use_local)
         self._reservation.wait(timeout_s)
         num_threads = max(1, int(spec.resources.num_cpus))
         for rank in range(len(self._workers), self.num_workers):
             self._workers.append(RemoteWorker(self._reservation.actor_options(rank), spec.backend, num_threads))
+        if spec.use_local:
+            spec.backend.use_gpus(self._reservation.gpus_of_driver())  # after the others were sent theirs
 
     def _prepare(self, timeout_s: float) -> GroupReport:
         remote = [worker for worker in self._workers if isinstance(worker, RemoteWorker)]

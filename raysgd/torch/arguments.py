@@ -140,8 +140,28 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
     return bool(use_gpu)
 
 
+def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:
+    """Refuses amounts that Ray does not hand out, and NCCL on a GPU that workers share."""
+    is_number = isinstance(num_gpus_per_worker, int | float) and not isinstance(num_gpus_per_worker, bool)
+    if not is_number or num_gpus_per_worker <= 0 or (num_gpus_per_worker > 1 and num_gpus_per_worker % 1):
+        raise ValueError(
+            f"`num_gpus_per_worker={num_gpus_per_worker!r}`: need a whole number of GPUs, or a part of one between 0 "
+            "and 1. To train without GPUs pass `use_gpu=False`."
+        )
+    if num_gpus_per_worker < 1 and backend == "nccl" and num_workers > 1:
+        raise ValueError(
+            f'`num_gpus_per_worker={num_gpus_per_worker}` with `backend="nccl"` cannot work: NCCL wants a GPU for each '
+            'worker. Pass `backend="gloo"`, or leave it out.'
+        )
+
+
 def resolve_backend(backend: str, use_gpu: bool) -> str:
-    """The transport that "auto" stands for, or the one that was named."""
+    """The transport that "auto" stands for, or the one that was named.
+
+    Args:
+        backend: What was passed.
+        use_gpu: Whether each worker has a GPU for itself.
+    """
     if backend == "auto":
         return "nccl" if use_gpu else "gloo"
     if backend not in ("nccl", "gloo"):

@@ -57,8 +57,9 @@ class TorchTrainer:
         config: Passed to the operator. Under the key `BATCH_SIZE` it may hold the batch size of all workers together.
         num_workers: How many workers to train with. After losses there may be fewer for a while.
         num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
-        use_gpu: True reserves one GPU for each worker; "auto" does so if the driver sees one.
-        backend: "nccl", "gloo", or "auto" (NCCL with GPUs, else gloo).
+        use_gpu: True reserves GPUs for each worker; "auto" does so if the driver sees one.
+        num_gpus_per_worker: How many, with `use_gpu`. A part of one lets workers share it, over gloo.
+        backend: "nccl", "gloo", or "auto" (NCCL where each worker has a GPU, else gloo).
         wrap_ddp: The older way to say `parallel="none"`.
         parallel: How several workers are kept equal: "ddp" (`DistributedDataParallel`), "fsdp" (models and optimizer
             states divided over the workers), "none" (the operator does it). None means "ddp".
@@ -102,6 +103,7 @@ class TorchTrainer:
         num_workers: int = 1,
         num_cpus_per_worker: float = 1,
         use_gpu: bool | str = "auto",
+        num_gpus_per_worker: float = 1,
         backend: str = "auto",
         wrap_ddp: bool = True,
         parallel: str | None = None,
@@ -159,7 +161,9 @@ class TorchTrainer:
         self.initialization_hook = initialization_hook
         self.num_cpus_per_worker = num_cpus_per_worker
         self.use_gpu = arguments.resolve_use_gpu(use_gpu)
-        self.backend = arguments.resolve_backend(backend, self.use_gpu)
+        arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
+        self.num_gpus_per_worker = num_gpus_per_worker
+        self.backend = arguments.resolve_backend(backend, self.use_gpu and num_gpus_per_worker >= 1)
         self.max_replicas = num_workers
         self.serialize_data_creation = serialize_data_creation
         self.parallel = arguments.resolve_parallel(parallel, wrap_ddp)
@@ -204,7 +208,7 @@ class TorchTrainer:
         group = GroupSpec(
             backend=TorchBackend(self.backend, self.timeout_s),
             make_replica=partial(TorchRunner, spec),
-            resources=Resources(self.num_cpus_per_worker, int(self.use_gpu)),
+            resources=Resources(self.num_cpus_per_worker, self.num_gpus_per_worker if self.use_gpu else 0),
             use_local=self.use_local,
             initialization_hook=self.initialization_hook,
             reservation_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,

@@ -338,7 +338,7 @@ class TrainingOperator:
         if not self._add_dist_sampler:
             return loader, Unsharded(loader, "`add_dist_sampler=False`", warn=False)
         world = self._context.world
-        data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training)
+        data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, pin_memory=self.use_gpu)
         if isinstance(data, Unsharded) and data.warn and world.is_distributed and world.rank == 0:
             logger.warning(
                 "the %s loader is not divided over the workers (%s): every worker iterates over all of it",

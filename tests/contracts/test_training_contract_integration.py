@@ -210,6 +210,87 @@ def steps_at_boundary(self: Any) -> None:
         self.seen.append(self.global_step)
 
 
+class StopsEarlyOperator(DeepOperator):
+    """A loop of the user's that stops in the middle of a window."""
+
+    def train_epoch(self, iterator: Any, info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        for index, batch in enumerate(iterator):
+            self.train_batch(batch, info)
+            if index == 2:
+                break
+        return {"is_pending": int(self._parallel.step.is_pending)}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_loop_that_stops_early_leaves_nothing_behind(two: TorchTrainer, parallel: str, precision: str) -> None:
+    """What waits then was not exchanged, and is."""
+    options = {"precision": precision, "step_options": StepOptions(accumulate_grad_batches=2)}
+    found = run_together(two, experiment(StopsEarlyOperator, parallel=parallel, **options))
+    assert found.results[0]["is_pending"] == 1
+    expected = run_alone(Experiment(DeepOperator, {**CONFIG, "batch_size": 6}, (("train", 3),), options))
+    kept = [model for model in found.model if all(tensor is not None for tensor in model.values())]
+    assert len(kept) == (2 if parallel == "ddp" else 1)
+    for model in kept:
+        assert_close(model, expected.model[0], TOLERANCE[precision], parallel)
+
+
+class Halves:
+    """A communication hook with a state: sends half of each gradient, and counts."""
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+
+def halve(state: Halves, bucket: Any) -> Any:
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    state.num_calls += 1
+    bucket.buffer().mul_(0.5)
+    return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+
+def with_hook(parent: type[LinearOperator]) -> type[LinearOperator]:
+    class Hooked(parent):  # type: ignore[misc, valid-type]
+        def register(self, **parts: Any) -> Any:
+            self.halves = Halves()
+            return super().register(**parts, ddp_args={"comm_hook": (self.halves, halve)})
+
+    return Hooked
+
+
+def test_a_communication_hook_acts_on_weighted_gradients(two: TorchTrainer) -> None:
+    """Also on the last step, whose shares differ, and whoever computes the gradients."""
+    expected = big_batch(DeepOperator, 2, "fp32", config={"lr": CONFIG["lr"] / 2})
+    for operator_cls in (DeepOperator, PlainOperator):
+        found = run_together(two, experiment(with_hook(operator_cls)))
+        assert_close(found.model[0], expected.model[0], 1e-6, operator_cls.__name__)
+
+
+def test_batches_inside_a_window_are_not_exchanged(two: TorchTrainer) -> None:
+    class Counts(with_hook(DeepOperator)):  # type: ignore[misc]
+        def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
+            return {"num_exchanges": self.halves.num_calls}
+
+    calls = (("train", None), ("validate", None))
+    counts = [
+        run_together(two, experiment(Counts, calls, step_options=StepOptions(accumulate_grad_batches=window))).results[
+            1
+        ]["num_exchanges"]
+        for window in (1, 2, 4)
+    ]
+    assert counts == [4, 2, 1]
+
+
+def test_a_hook_that_is_none_is_refused(two: TorchTrainer) -> None:
+    class Wrong(DeepOperator):
+        def register(self, **parts: Any) -> Any:
+            return super().register(**parts, ddp_args={"comm_hook": "fp16"})
+
+    with pytest.raises(ValueError, match=r"'comm_hook': 'fp16'.*need a communication hook"):
+        run_together(two, experiment(Wrong))
+
+
 # ------------------------------------------------------------------------------------------------ evaluation
 
 

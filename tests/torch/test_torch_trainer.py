@@ -140,6 +140,17 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "backend", "expected"),
+    [(1, "auto", "nccl"), (2, "auto", "nccl"), (0.5, "auto", "gloo"), (1, "gloo", "gloo")],
+)
+def test_workers_that_share_a_gpu_talk_over_gloo(
+    num_gpus: float, backend: str, expected: str, make_local: MakeTrainer
+) -> None:
+    trainer = make_local(use_gpu=True, num_gpus_per_worker=num_gpus, backend=backend)
+    assert (trainer.backend, trainer.num_gpus_per_worker) == (expected, num_gpus)
+
+
 def test_a_collective_may_take_half_an_hour_unless_told_otherwise(make_local: MakeTrainer) -> None:
     assert make_local(use_gpu=False).timeout_s == 1800
 
@@ -165,6 +176,11 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
         for name in ("data_creator", "optimizer_creator", "scheduler_creator", "loss_creator")
     ],
     *[({"num_cpus_per_worker": value}, ValueError, "num_cpus_per_worker") for value in (-1, "2")],
+    *[
+        ({"num_gpus_per_worker": value}, ValueError, f"`num_gpus_per_worker={value!r}`")
+        for value in (0, -1, 1.5, True, "1")
+    ],
+    ({"num_gpus_per_worker": 0.5, "backend": "nccl"}, ValueError, "NCCL wants a GPU for each worker"),
     ({"backend": "mpi"}, ValueError, r"`backend='mpi'`.*allowed are"),
     ({"timeout_s": 0}, ValueError, "`timeout_s=0`"),
     ({"timeout_s": "long"}, ValueError, "`timeout_s='long'`"),
