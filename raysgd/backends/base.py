@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 from raysgd.engine.types import Rendezvous, World
 
@@ -23,6 +24,12 @@ class Backend(ABC):
     @abstractmethod
     def load(self) -> None:
         """Imports the framework, so that all workers pay for it at the same time."""
+
+    def use_gpus(self, gpu_ids: Sequence[str]) -> None:  # noqa: B027 - only GPU frameworks have to do something
+        """In a driver that is a worker itself: computes on the GPUs with these ids; they are held for it.
+
+        Remote workers see their own GPUs only, so they need not be told.
+        """
 
     @abstractmethod
     def open_rendezvous(self) -> int:

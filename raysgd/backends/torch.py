@@ -7,16 +7,19 @@ import json
 import logging
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.backends._sockets import Connection, between_ranks, open_sockets, opened_since
 from raysgd.backends.base import Backend
+from raysgd.backends.gpus import ordinal_of, visible_to_all
 from raysgd.engine.types import Rendezvous, World
 
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.002
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError raised by a
 # collective.
@@ -53,9 +56,22 @@ class TorchBackend(Backend):
     _has_joined: bool = field(default=False, repr=False, compare=False)
     _connections: list[Connection] = field(default_factory=list, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
+    _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def load(self) -> None:
         import torch.distributed  # noqa: F401
+
+    def use_gpus(self, gpu_ids: Sequence[str]) -> None:
+        """Chooses the GPU by its ordinal in this process. `CUDA_VISIBLE_DEVICES` stays: CUDA may have read it before.
+
+        Raises:
+            RuntimeError: This process cannot see the GPU.
+        """
+        import torch
+
+        self._gpus_of_driver = tuple(gpu_ids)
+        if gpu_ids and torch.cuda.is_available():
+            torch.cuda.set_device(ordinal_of(gpu_ids[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
 
     def open_rendezvous(self) -> int:
         self._is_interrupted = False
@@ -81,9 +97,14 @@ class TorchBackend(Backend):
         self._choose_interface(rendezvous)
         if self._store is None:
             self._store = _store(rendezvous.address, rendezvous.port, is_master=False, timeout=self._timeout)
+        shares_gpus = self.transport == "nccl" and world.local_size > 1
+        if shares_gpus:
+            self._store.set(_gpus_key(world), ",".join(self._gpus_of_driver) or os.environ.get(_VISIBLE, ""))
         self._store.set(_arrival(world.rank), "here")
         if world.rank == 0:
             self._await_others(world.size)
+        if shares_gpus and not self._gpus_of_driver:
+            self._see_gpus_of_node(world)
         self._has_joined = True
         sockets_before = open_sockets()
         dist.init_process_group(
@@ -99,6 +120,27 @@ class TorchBackend(Backend):
         keys = [_sockets_of(rank) for rank in range(world.size) if rank != world.rank]
         others = [tuple(ends) for found in self._store.multi_get(keys) for ends in json.loads(found)]
         return between_ranks(own, others)
+
+    def _see_gpus_of_node(self, world: World) -> None:
+        """Lets this process see the GPUs of all workers on its node, and computes on its own.
+
+        Workers that see one GPU each cannot reach one another's memory, which NCCL then does by detours, or not at all.
+        It needs CUDA not to have looked at the variable yet; where it has, everything stays as it was.
+        """
+        import torch
+
+        own = os.environ.get(_VISIBLE, "")
+        keys = [_gpus_key(world, local_rank) for local_rank in range(world.local_size)]
+        visible, ordinal = visible_to_all(own, [self._store.get(key).decode() for key in keys])
+        if visible == own or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        os.environ[_VISIBLE] = visible
+        try:
+            torch.cuda.set_device(ordinal)
+        except RuntimeError as error:
+            logger.warning("cannot see the GPUs of other workers, CUDA was in use before: %s", error)
+            os.environ[_VISIBLE] = own
+            torch.cuda.set_device(0)
 
     def _await_others(self, world_size: int) -> None:
         """Waits until all ranks are at the door. Forming the group cannot be interrupted, waiting for it can."""
@@ -153,6 +195,10 @@ class TorchBackend(Backend):
         if name not in os.environ:
             os.environ[name] = value
             self._own_variables.append(name)
+
+
+def _gpus_key(world: World, local_rank: int | None = None) -> str:
+    return f"raysgd/gpus/{world.node_rank}/{world.local_rank if local_rank is None else local_rank}"
 
 
 def _arrival(rank: int) -> str:

@@ -135,17 +135,26 @@ class Reservation:
     """Resources for all workers at once, all or none.
 
     Inside an existing placement group (a Tune trial, say) that one is used, and left alone on release.
+
+    Args:
+        need: What one worker needs.
+        num_workers: How many there are.
+        has_driver: Whether the first of them is this very process. Its GPU is then one of this node.
     """
 
-    def __init__(self, need: Resources, num_workers: int) -> None:
+    def __init__(self, need: Resources, num_workers: int, has_driver: bool = False) -> None:
         ray = _ray()
         self._need, self._num_workers = need, num_workers
+        self._holder: Any = None
         self._outer = ray.util.get_current_placement_group()
         self._own: Any = None
         bundle = need.bundle()
         if self._outer is None and bundle and num_workers:
             name = f"raysgd-{uuid.uuid4().hex[:8]}"  # Ray takes no name twice, and there may be several trainers
-            self._own = ray.util.placement_group([bundle] * num_workers, strategy="SPREAD", name=name)
+            bundles = [bundle] * num_workers
+            if has_driver and need.num_gpus:
+                bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
+            self._own = ray.util.placement_group(bundles, strategy="SPREAD", name=name)
 
     @property
     def is_own(self) -> bool:
@@ -194,14 +203,31 @@ class Reservation:
         holders = ray.util.placement_group_table(self._own).get("bundles_to_node_id", {})
         return [node if (node := holders.get(index)) in alive else None for index in range(self._num_workers)]
 
+    def gpus_of_driver(self) -> list[str]:
+        """Takes the GPUs of the first worker for this very process, and returns their ids.
+
+        Ray hands out GPUs to actors only, so an actor that does nothing holds them until `release`. Inside a worker or
+        somebody else's placement group nothing is taken: what this process may use was decided there.
+        """
+        if self._own is None or not self._need.num_gpus:
+            return []
+        ray = _ray()
+        options = {**self.actor_options(0), "num_cpus": 0}
+        self._holder = ray.remote(_GPUHolder).options(**options).remote()
+        ids: list[str] = ray.get(self._holder.gpu_ids.remote())
+        return ids
+
     def release(self, timeout_s: float) -> None:
         """Gives the resources back and waits until Ray says so; after `timeout_s` only a warning is logged."""
         if self._own is None:
             return
         ray = _ray()
         group, self._own = self._own, None
+        holder, self._holder = self._holder, None
         if not ray.is_initialized():
             return
+        if holder is not None:
+            ray.kill(holder)
         ray.util.remove_placement_group(group)
         deadline = time.monotonic() + timeout_s
         while ray.util.placement_group_table(group).get("state", "REMOVED") != "REMOVED":
@@ -211,3 +237,11 @@ class Reservation:
                 )
                 return
             time.sleep(_POLL_S)
+
+
+class _GPUHolder:
+    """An actor that holds GPUs for a process that is none."""
+
+    def gpu_ids(self) -> list[str]:
+        """Which GPUs Ray gave it."""
+        return [str(identity) for identity in _ray().get_gpu_ids()]

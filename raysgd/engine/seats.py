@@ -40,13 +40,18 @@ class Seats:
         """Whether what is reserved is held already, so that an actor finds its place at once."""
         return all(reservation.is_own for reservation in self._reservations)
 
-    def reserve(self, count: int, timeout_s: float) -> None:
+    def reserve(self, count: int, timeout_s: float, *, has_driver: bool = False) -> None:
         """Reserves room for `count` more workers, all or none.
+
+        Args:
+            count: How many.
+            timeout_s: How long to wait for it.
+            has_driver: Whether the first of them is this very process.
 
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """
-        reservation = Reservation(self._need, count)
+        reservation = Reservation(self._need, count, has_driver)
         reservation.wait(timeout_s)
         self._reservations.append(reservation)
         self._free += [Seat(reservation, index) for index in range(count)]

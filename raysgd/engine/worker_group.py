@@ -127,11 +127,13 @@ class WorkerGroup:
         from raysgd.engine import resources
 
         resources.ensure_ray()
-        self._seats.reserve(self.num_workers + self.num_spares, timeout_s)  # the driver's share is held too
-        if spec.use_local:
-            self._seats.take()
+        # The driver's share is held too.
+        self._seats.reserve(self.num_workers + self.num_spares, timeout_s, has_driver=spec.use_local)
+        seat_of_driver = self._seats.take() if spec.use_local else None
         for _ in range(len(self._workers), self.num_workers):
             self._workers.append(RemoteWorker(self._seats.take(), spec.backend, spec.num_threads))
+        if seat_of_driver is not None:
+            spec.backend.use_gpus(seat_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
 
     def _prepare(self, timeout_s: float) -> GroupReport:
         remote = [worker for worker in self._workers if isinstance(worker, RemoteWorker)]

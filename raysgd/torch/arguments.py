@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ import torch
 from raysgd._optional import require
 from raysgd.exceptions import InvalidCountError
 from raysgd.torch import constants
+from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -137,8 +140,28 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
     return bool(use_gpu)
 
 
+def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:
+    """Refuses amounts that Ray does not hand out, and NCCL on a GPU that workers share."""
+    is_number = isinstance(num_gpus_per_worker, int | float) and not isinstance(num_gpus_per_worker, bool)
+    if not is_number or num_gpus_per_worker <= 0 or (num_gpus_per_worker > 1 and num_gpus_per_worker % 1):
+        raise ValueError(
+            f"`num_gpus_per_worker={num_gpus_per_worker!r}`: need a whole number of GPUs, or a part of one between 0 "
+            "and 1. To train without GPUs pass `use_gpu=False`."
+        )
+    if num_gpus_per_worker < 1 and backend == "nccl" and num_workers > 1:
+        raise ValueError(
+            f'`num_gpus_per_worker={num_gpus_per_worker}` with `backend="nccl"` cannot work: NCCL wants a GPU for each '
+            'worker. Pass `backend="gloo"`, or leave it out.'
+        )
+
+
 def resolve_backend(backend: str, use_gpu: bool) -> str:
-    """The transport that "auto" stands for, or the one that was named."""
+    """The transport that "auto" stands for, or the one that was named.
+
+    Args:
+        backend: What was passed.
+        use_gpu: Whether each worker has a GPU for itself.
+    """
     if backend == "auto":
         return "nccl" if use_gpu else "gloo"
     if backend not in ("nccl", "gloo"):
@@ -196,3 +219,142 @@ def check_elastic(
             continue
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise ValueError(f"`{name}={seconds!r}`: need a number of seconds above 0.")
+
+
+PARALLEL = ("ddp", "fsdp", "none")
+
+
+def resolve_parallel(parallel: str | None, wrap_ddp: bool) -> str:
+    """How replicas are kept equal, of the newer argument and the older one."""
+    if parallel is None:
+        return "ddp" if wrap_ddp else "none"
+    if not isinstance(parallel, str) or parallel not in PARALLEL:
+        allowed = ", ".join(f'"{name}"' for name in PARALLEL)
+        raise ValueError(f"`parallel={parallel!r}`: allowed are {allowed}, or None to go by `wrap_ddp`.")
+    if not wrap_ddp and parallel != "none":
+        raise ValueError(
+            f'`wrap_ddp=False` and `parallel="{parallel}"` contradict each other: leave `wrap_ddp` out, or pass '
+            '`parallel="none"`.'
+        )
+    return parallel
+
+
+def step_options(accumulate_grad_batches: Any, clip_grad_norm: Any, clip_grad_value: Any) -> StepOptions:
+    """Refuses counts and bounds that make no sense."""
+    check_count("accumulate_grad_batches", accumulate_grad_batches, hint="1 steps the optimizer on every batch.")
+    for name, bound in (("clip_grad_norm", clip_grad_norm), ("clip_grad_value", clip_grad_value)):
+        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
+        if bound is not None and not (is_number and bound > 0 and math.isfinite(bound)):
+            raise ValueError(f"`{name}={bound!r}`: need a positive number, or None not to clip.")
+    return StepOptions(accumulate_grad_batches, clip_grad_norm, clip_grad_value)
+
+
+def model_options(sync_batchnorm: Any, activation_checkpointing: Any, compile: Any) -> ModelOptions:
+    """Refuses anything but switches, and a dict for `compile`."""
+    switches = {"sync_batchnorm": sync_batchnorm, "activation_checkpointing": activation_checkpointing}
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"`{name}={value!r}`: allowed are True and False.")
+    if not isinstance(compile, bool | Mapping):
+        raise ValueError(f"`compile={compile!r}`: allowed are True, False, and a dict of options for `torch.compile`.")
+    options = compile if isinstance(compile, bool) else dict(compile)
+    return ModelOptions(sync_batchnorm, activation_checkpointing, options)
+
+
+def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
+    """Refuses options that are unknown, of the wrong kind, or not asked for."""
+    if fsdp_args is None:
+        return FSDPOptions()
+    if not isinstance(fsdp_args, Mapping):
+        raise ValueError(f"`fsdp_args={fsdp_args!r}`: need a dict of options, or None.")
+    if parallel != "fsdp":
+        raise ValueError(f'`fsdp_args` is given with `parallel="{parallel}"`: pass `parallel="fsdp"`, or leave it out.')
+    known = [option.name for option in fields(FSDPOptions)]
+    for name in fsdp_args:
+        if name not in known:
+            close = difflib.get_close_matches(str(name), known, n=1)
+            hint = f" Did you mean {close[0]!r}?" if close else ""
+            raise ValueError(f"`fsdp_args` has {name!r}: allowed are {', '.join(map(repr, known))}.{hint}")
+    options = FSDPOptions(**fsdp_args)
+    smallest = options.min_block_parameters
+    if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 1:
+        raise ValueError(f"`fsdp_args={{'min_block_parameters': {smallest!r}}}`: need a number of parameters from 1.")
+    if not isinstance(options.reshard_after_forward, bool):
+        raise ValueError(
+            f"`fsdp_args={{'reshard_after_forward': {options.reshard_after_forward!r}}}`: allowed are True and False."
+        )
+    return options
+
+
+def check_combination(
+    precision: str,
+    parallel: str,
+    use_gpu: bool,
+    model: ModelOptions,
+    fsdp: FSDPOptions,
+    operator_cls: type[TrainingOperator],
+) -> None:
+    """Refuses what cannot work together, by name.
+
+    Args:
+        precision: What `choose_precision` returned.
+        parallel: One of `PARALLEL`.
+        use_gpu: Whether GPUs are used.
+        model: What is done to models.
+        fsdp: How models are divided.
+        operator_cls: What is trained.
+    """
+    for applies, what, why in (
+        (
+            precision == "apex" and parallel == "fsdp",
+            'Apex with `parallel="fsdp"`',
+            'Apex replaces parameters, and so does FSDP. Pass `precision="fp16"` or `precision="bf16"`',
+        ),
+        (
+            precision == "apex" and not use_gpu,
+            "Apex without GPUs",
+            'it has no other kernels. Pass `use_gpu=True`, or `precision="bf16"`',
+        ),
+        (
+            precision == "apex" and model.compile is not False,
+            "Apex with `compile`",
+            'Apex patches PyTorch while it runs. Pass `precision="fp16"` or `precision="bf16"`',
+        ),
+        (
+            precision in ("fp16", "bf16", "legacy") and fsdp.mp_policy is not None,
+            "mixed precision with `fsdp_args={'mp_policy': ...}`",
+            'both choose formats. Pass `precision="fp32"` with the policy, or leave the policy out',
+        ),
+        (
+            precision in ("fp16", "legacy") and fsdp.offload_policy is not None,
+            "fp16 with `fsdp_args={'offload_policy': ...}`",
+            'the gradient scaler needs gradients on the device. Pass `precision="bf16"`, or leave the policy out',
+        ),
+        (
+            fsdp.offload_policy is not None and not use_gpu,
+            "`fsdp_args={'offload_policy': ...}` without GPUs",
+            "everything is in the memory of the host already. Leave the policy out",
+        ),
+        (
+            model.sync_batchnorm and not use_gpu,
+            "`sync_batchnorm=True` without GPUs",
+            "PyTorch's `SyncBatchNorm` runs on GPUs only. Pass `use_gpu=True`, or leave it out",
+        ),
+        (
+            model.sync_batchnorm and parallel == "none",
+            '`sync_batchnorm=True` with `parallel="none"`',
+            'it needs workers that step together. Pass `parallel="ddp"`, or convert the models in `setup`',
+        ),
+        (
+            hasattr(operator_cls, "_lightning_module_cls") and parallel == "fsdp",
+            'an operator made of a `LightningModule` with `parallel="fsdp"`',
+            'its steps do not run through `forward`. Pass `parallel="ddp"`, or write a `TrainingOperator`',
+        ),
+        (
+            hasattr(operator_cls, "_lightning_module_cls") and model.compile is not False,
+            "an operator made of a `LightningModule` with `compile`",
+            "its steps do not run through `forward`. Call `self.compile()` in the module's `configure_model`",
+        ),
+    ):
+        if applies:
+            raise ValueError(f"{what} cannot work: {why}.")

@@ -60,7 +60,7 @@ class InsideSnapshots:
 
     def is_due(self, num_steps: int) -> bool:
         """Whether one is to be taken after this many steps."""
-        return self._every is not None and num_steps % self._every == 0
+        return self._every is not None and num_steps - self.newest >= self._every
 
     def keep(self, num_steps: int, part: Capture) -> None:
         """Keeps a new one, and of those before only the last."""

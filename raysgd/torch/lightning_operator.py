@@ -83,6 +83,7 @@ class LightningOperator(TrainingOperator):
         self._trainer = module.trainer = TrainerStandIn.of(
             self._context.world, self.device, self._hooks.part_of_package("plugins").Precision(), self._backward
         )
+        self._trainer.accumulate_grad_batches = self._context.step_options.accumulate_grad_batches
         self._prepare_data()
         self._hooks.call("setup", "fit")
         self._hooks.call("configure_model")
@@ -179,13 +180,18 @@ class LightningOperator(TrainingOperator):
         else:
             _, output = self._training_step(batch, batch_idx)
         self._trainer.global_step = self.global_step + 1
-        so_far = {**numbers_in(output, self._values.loss_name), **self._values.of_batch}
-        self._step_schedulers(PER_BATCH, self.global_step + 1, so_far)
+        step = self._parallel.step
+        if step.is_boundary and not self._precision.has_skipped():
+            so_far = {**numbers_in(output, self._values.loss_name), **self._values.of_batch}
+            self._step_schedulers(PER_BATCH, -(-(self.global_step + 1) // step.window), so_far)
         self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)
         return self._values.metrics_of(batch, output)
 
     def _optimize(self, batch: Any, batch_idx: int) -> Any:
-        """A step through the module's `optimizer_step`, whose closure does everything up to the backward pass."""
+        """A step through the module's `optimizer_step`, whose closure does everything up to the backward pass.
+
+        With accumulation the closure runs alone on all batches of a step but the last.
+        """
         optimizer = self.optimizers[0] if self.optimizers else None
         where = self._trainer.current_epoch, batch_idx
         output = None
@@ -193,7 +199,8 @@ class LightningOperator(TrainingOperator):
         def closure() -> torch.Tensor | None:
             nonlocal output
             loss, output = self._training_step(batch, batch_idx)
-            if optimizer is not None:
+            keeps = self._parallel.step.waits_for if loss is None else self._parallel.step.keeps_gradients
+            if optimizer is not None and not keeps(optimizer):
                 self._hooks.call("on_before_zero_grad", optimizer)
                 self._hooks.call("optimizer_zero_grad", *where, optimizer, optimizer_idx=0)
             if loss is None:
@@ -201,7 +208,7 @@ class LightningOperator(TrainingOperator):
             self._backward(loss, optimizer)
             return loss.detach()
 
-        if optimizer is None:
+        if optimizer is None or not self._parallel.step.is_boundary:
             closure()
         else:
             stepping = self._trainer.strategy._lightning_optimizers[0]
@@ -242,12 +249,16 @@ class LightningOperator(TrainingOperator):
         loss = closure() if closure is not None else None
         if closure is not None and loss is None and self._module.automatic_optimization:
             return None  # the module left this batch out
+        if self._parallel.step.window > 1:
+            self._complete_gradients(optimizer)
         self._precision.unscale(optimizer)
         self._hooks.call("on_before_optimizer_step", optimizer, optimizer_idx=0)
         if self._hooks.overrides("configure_gradient_clipping"):
             self._hooks.call("configure_gradient_clipping", optimizer, None, None)
+        self._clip_gradients(optimizer)
         with self.timers.record("apply"):
             self._precision.step(optimizer)
+        self._parallel.step.stepped(optimizer)
         return loss
 
     def _is_stopped_at(self, batch: Any, batch_idx: int) -> bool:

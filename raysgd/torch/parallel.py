@@ -4,19 +4,26 @@ The loss of a batch is the mean over its samples, and the transport takes the pl
 the ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the
 samples first (`Step.weight`, 1.0 nearly always). Where the library itself runs the backward pass it weights the loss,
 which is free; where user code may call `backward` by itself, a communication hook weights the gradient on its way out.
+With gradient accumulation a hook would see the sum of several batches, so there the library has to run the pass.
 """
 
 # No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
 
+import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.torch.blocks import without_checkpointing
+from raysgd.torch.loading import load_model, load_optimizer
+from raysgd.torch.step import Step, never_defer
+
+COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
 
 # What a module is given from outside, and what making it anew would clear.
 _KEPT_BY_WRAPPER = (
@@ -31,46 +38,46 @@ _KEPT_BY_WRAPPER = (
 )
 
 
-@dataclass
-class Step:
-    """The step that a replica is in; written by the runner right before it hands a batch out.
-
-    Attributes:
-        weight: Factor for this rank's gradient.
-        num_samples: This rank's samples in the step, 0 when the batch is only there to take part in the collectives.
-        began_at: When this rank asked for the batch.
-        own_s: Seconds from there to the backward pass, summed up: time that this rank spent without the others.
-    """
-
-    weight: float = 1.0
-    num_samples: int | None = None
-    began_at: float = 0.0
-    own_s: float = 0.0
-
-    @property
-    def is_padding(self) -> bool:
-        return self.num_samples == 0
-
-
 class NoParallel:
     """A single replica, or replicas that the user keeps equal.
 
     Attributes:
         synchronizes: Whether every step involves all ranks.
+        is_sharded: Whether a rank holds a part of each model only, so that its whole state takes all ranks to read.
         step: The step that the replica is in.
     """
 
     synchronizes = False
+    is_sharded = False
 
     def __init__(self) -> None:
         self.step = Step()
+        self.step.is_joint = self.synchronizes
+        self._weights_in_hook = False
+
+    # ---------------------------------------------------------------------------------------- set-up
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        """The model to call in training."""
+        """The model to call in training. `options` are those for `DistributedDataParallel`."""
         return model
 
-    def arm(self, models: Sequence[torch.nn.Module], weight_in_hook: bool) -> None:
-        """Gets ready to weight gradients."""
+    def adopt(self, optimizers: Sequence[Any]) -> None:
+        """Makes optimizers that were made before `wrap` step what the wrapped models train."""
+
+    # ---------------------------------------------------------------------------------------- training
+
+    def arm(
+        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+    ) -> None:
+        """Gets ready for a call of `train`.
+
+        Args:
+            models: The wrapped models.
+            weight_in_hook: Whether user code may run backward passes past the rung that weights the loss.
+            window: How many batches make an optimizer step.
+            may_defer: Whether the exchange of gradients may wait for the last of them.
+        """
+        self.step.open_call(window)
 
     @property
     def obstacle(self) -> str | None:
@@ -82,12 +89,40 @@ class NoParallel:
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to run the backward pass on."""
-        return loss
+        step = self.step
+        step.own_s += time.perf_counter() - step.began_at
+        if step.window > 1:
+            return loss if step.factor == 1.0 else loss * step.factor
+        if self._weights_in_hook or step.weight == 1.0 or not self.synchronizes:
+            return loss
+        return loss * step.weight
+
+    def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Averages gradients over the ranks whose exchange was put off for a batch that never came."""
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """The context for evaluation, where ranks may have different numbers of batches."""
         yield
+
+    # ---------------------------------------------------------------------------------------- state
+
+    def state_of(self, part: Any) -> dict[str, Any]:
+        """The whole state of a model or an optimizer; where parts are sharded all ranks have to ask, for rank 0."""
+        state: dict[str, Any] = part.state_dict()
+        return state
+
+    def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        """Takes over such a state of a model."""
+        load_model(model, state)
+
+    def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        """Takes over such a state of an optimizer."""
+        load_optimizer(optimizer, state)
+
+    def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """A copy without anything that the library put around or into it, on the CPU; None on ranks without one."""
+        return without_checkpointing(copy.deepcopy(unwrap(model)).cpu())
 
 
 class DDP(NoParallel):
@@ -97,50 +132,66 @@ class DDP(NoParallel):
 
     def __init__(self) -> None:
         super().__init__()
-        self._weights_in_hook = False
         self._wrapped: list[tuple[DistributedDataParallel, dict[str, Any]]] = []
+        self._hooked: set[int] = set()
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model  # DDP refuses a frozen model, and there is no gradient to average
-        wrapped = DistributedDataParallel(model, device_ids=device_ids, **options)
-        self._wrapped.append((wrapped, {"device_ids": device_ids, **options}))
+        options = {"device_ids": device_ids, **options}
+        wrapped = DistributedDataParallel(model, **_for_torch(options))
+        self._register_hook(wrapped, options)
+        self._wrapped.append((wrapped, options))
         return wrapped
+
+    def _register_hook(self, wrapped: DistributedDataParallel, options: dict[str, Any]) -> None:
+        hook = options.get(COMM_HOOK)
+        if hook is not None:
+            wrapped.register_comm_hook(*_weighting_first(self, hook))
+        elif id(wrapped) in self._hooked:
+            wrapped.register_comm_hook(self.step, _weight_and_average)
 
     @property
     def obstacle(self) -> str | None:
-        if any("process_group" in options for _, options in self._wrapped):
-            return "`ddp_args` names a process group of its own"
-        if not self._weights_in_hook and any(wrapped._comm_hooks for wrapped, _ in self._wrapped):
-            return "a model has a communication hook of its own"
+        for wrapped, options in self._wrapped:
+            if "process_group" in options:
+                return "`ddp_args` names a process group of its own"
+            if wrapped._comm_hooks and COMM_HOOK not in options and id(wrapped) not in self._hooked:
+                return "a model has a communication hook that was registered by hand"
         return None
 
     def reform(self) -> None:
         """Builds each wrapper anew around the same model, as the same object: user code holds on to it."""
-        was_armed, self._weights_in_hook = self._weights_in_hook, False
         for wrapped, options in self._wrapped:
             kept = {name: wrapped.__dict__[name] for name in _KEPT_BY_WRAPPER if name in wrapped.__dict__}
-            wrapped.__init__(wrapped.module, init_sync=False, **options)  # type: ignore[misc]
+            wrapped.__init__(wrapped.module, init_sync=False, **_for_torch(options))  # type: ignore[misc]
             wrapped.__dict__.update(kept)
-        self.arm([wrapped for wrapped, _ in self._wrapped], was_armed)
+            self._register_hook(wrapped, options)
 
-    def arm(self, models: Sequence[torch.nn.Module], weight_in_hook: bool) -> None:
+    def arm(
+        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+    ) -> None:
         """Installs the hook that weights gradients, once and only if it is needed.
 
-        A model for which the user registered a hook of his own keeps that one; PyTorch allows one each.
+        A model for which the user registered a hook of his own by hand keeps that one; PyTorch allows one each.
         """
-        if self._weights_in_hook or not weight_in_hook:
+        wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
+        self.step.defer = _deferrer(wrapped) if may_defer else never_defer
+        super().arm(models, weight_in_hook, window)
+        if self._weights_in_hook or not weight_in_hook or window > 1:
             return
         self._weights_in_hook = True
-        for model in models:
-            if isinstance(model, DistributedDataParallel) and not model._comm_hooks:
+        for model in wrapped:
+            if not model._comm_hooks:
+                self._hooked.add(id(model))
                 model.register_comm_hook(self.step, _weight_and_average)
 
-    def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        self.step.own_s += time.perf_counter() - self.step.began_at
-        if self._weights_in_hook or self.step.weight == 1.0:
-            return loss
-        return loss * self.step.weight
+    def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+        for parameter in parameters:
+            if parameter.grad is None:  # of this rank; others may have one
+                parameter.grad = torch.zeros_like(parameter)
+            dist.all_reduce(parameter.grad)
+            parameter.grad.div_(dist.get_world_size())
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -159,12 +210,48 @@ class DDP(NoParallel):
                 model.require_forward_param_sync = flag
 
 
+def _for_torch(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that `DistributedDataParallel` itself knows."""
+    return {name: value for name, value in options.items() if name != COMM_HOOK}
+
+
+def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], None]:
+    """What `DistributedDataParallel.no_sync` does, for a batch instead of a block of code."""
+
+    def defer(is_deferred: bool) -> None:
+        for model in models:
+            model.require_backward_grad_sync = not is_deferred
+
+    return defer
+
+
 def _weight_and_average(step: Step, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    if step.weight != 1.0:
-        bucket.buffer().mul_(step.weight)
+    _weight(step, bucket)
     return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+
+
+def _weight(step: Step, bucket: Any) -> None:
+    if step.window == 1 and step.weight != 1.0:
+        bucket.buffer().mul_(step.weight)
+
+
+def _weighting_first(parallel: DDP, hook: Any) -> tuple[Any, Callable[..., Any]]:
+    """The state and the hook to register for a hook of the user's: `function`, or `(state, function)`."""
+    state, function = hook if isinstance(hook, tuple) else (None, hook)
+    if not callable(function):
+        raise ValueError(
+            f"`ddp_args={{'{COMM_HOOK}': {hook!r}}}`: need a communication hook of PyTorch, or a tuple of the state "
+            "that it is called with and the hook."
+        )
+
+    def weight_and_call(state, bucket):  # type: ignore[no-untyped-def]  # PyTorch checks annotations
+        if parallel._weights_in_hook:
+            _weight(parallel.step, bucket)
+        return function(state, bucket)
+
+    return state, weight_and_call
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

@@ -1,7 +1,7 @@
 """In which number format a model is trained: one object, asked nowhere else.
 
-`Precision` itself is plain fp32; the others override only what differs. One parser, at the end, turns the user's flag
-into an object, and reports a bad flag.
+`Precision` itself is plain fp32; the others override only what differs. One parser, at the end, turns the user's flags
+into an object, and reports a bad one.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ class Precision:
         state_key: Where a checkpoint keeps the state; None when there is none.
         namespace: What operators find as `self._amp`.
         scaler: What operators find as `self._amp_scaler`.
+        can_defer: Whether the exchange of gradients may be put off to a later batch.
     """
 
     is_mixed = False
@@ -33,6 +34,7 @@ class Precision:
     state_key: str | None = None
     namespace: Any = None
     scaler: Any = None
+    can_defer = True
 
     def prepare(
         self, models: list[torch.nn.Module], optimizers: list[Any], initialize: Callable[..., Any]
@@ -51,9 +53,17 @@ class Precision:
     def unscale(self, optimizer: Any) -> None:
         """Brings the gradients to their true size, for code that looks at them before the step."""
 
+    def parameters(self, optimizer: Any) -> list[torch.Tensor]:
+        """What `optimizer` steps, with the gradients that it steps with."""
+        return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
     def step(self, optimizer: Any) -> None:
-        """Steps the optimizer."""
+        """Steps the optimizer, unless its gradients have overflowed."""
         optimizer.step()
+
+    def has_skipped(self) -> bool:
+        """Whether a step since the last time of asking was left out because of overflown gradients."""
+        return False
 
     def state_dict(self) -> dict[str, Any]:
         """State for a checkpoint, under `state_key`."""
@@ -64,7 +74,7 @@ class Precision:
 
 
 class NativeAmp(Precision):
-    """PyTorch's own mixed precision: fp16 with a gradient scaler, or bf16 without one.
+    """PyTorch's own mixed precision: fp16 with a gradient scaler, or bf16, whose scaler does nothing.
 
     Args:
         dtype: `torch.float16` or `torch.bfloat16`.
@@ -76,60 +86,108 @@ class NativeAmp(Precision):
     flag = True
 
     def __init__(self, dtype: torch.dtype, device: torch.device, enabled: bool = True) -> None:
-        kind = device.type
+        kind, scales = device.type, dtype == torch.float16
         self.forward_context = partial(torch.amp.autocast, kind, dtype=dtype, enabled=enabled)
-        self.namespace = SimpleNamespace(autocast=self.forward_context, GradScaler=torch.amp.GradScaler)
-        if dtype == torch.float16:
-            self.scaler = torch.amp.GradScaler(kind, enabled=enabled)
-            self.state_key = "amp_native"
+        make_scaler = partial(torch.amp.GradScaler, kind, enabled=enabled and scales)
+        self.namespace = SimpleNamespace(autocast=self.forward_context, GradScaler=make_scaler)
+        self.scaler = make_scaler()
+        self.state_key = "amp_native" if scales else None
+        self._num_optimizers = 1
+        self._stepped: set[int] = set()
+        self._unscaled: set[int] = set()
+        self._scale = self.scaler.get_scale()
+
+    def prepare(
+        self, models: list[torch.nn.Module], optimizers: list[Any], initialize: Callable[..., Any]
+    ) -> tuple[list[torch.nn.Module], list[Any]]:
+        self._num_optimizers = len(optimizers)
+        return models, optimizers
 
     def forward(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self.forward_context()
         return context
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
-        (self.scaler.scale(loss) if self.scaler else loss).backward()
+        if id(optimizer) in self._stepped:
+            self._update()
+        self.scaler.scale(loss).backward()
 
     def unscale(self, optimizer: Any) -> None:
-        if self.scaler:
+        if id(optimizer) not in self._unscaled:  # the scaler itself allows it once
+            self._unscaled.add(id(optimizer))
             self.scaler.unscale_(optimizer)
 
     def step(self, optimizer: Any) -> None:
-        if not self.scaler:
-            optimizer.step()
-            return
+        """Steps the optimizer; all of them scale by one number, which changes when each has stepped.
+
+        A change between their steps would leave gradients of the others, which wait, in the old scale.
+        """
+        if id(optimizer) in self._stepped:
+            self._update()
         self.scaler.step(optimizer)
+        self._stepped.add(id(optimizer))
+        if len(self._stepped) >= self._num_optimizers:
+            self._update()
+
+    def _update(self) -> None:
+        self._stepped.clear()
+        self._unscaled.clear()
         self.scaler.update()
 
+    def has_skipped(self) -> bool:
+        """Asks the scale, which falls at each step that is left out: also one by user code, or inside an optimizer."""
+        before, self._scale = self._scale, self.scaler.get_scale()
+        return self._scale < before
+
     def state_dict(self) -> dict[str, Any]:
-        return dict(self.scaler.state_dict()) if self.scaler else {}
+        if self._stepped:
+            self._update()
+        return dict(self.scaler.state_dict())
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.scaler and state:
+        if state:
             self.scaler.load_state_dict(state)
+            self._scale = self.scaler.get_scale()
 
 
 class Apex(Precision):
-    """NVIDIA Apex's `amp`, which has to be built from a source version that still has it."""
+    """NVIDIA Apex's `amp`, which has to be built from a source version that still has it.
+
+    It looks for overflown gradients at the end of each backward pass, and every rank has to see the same ones: so
+    nothing can be put off.
+    """
 
     is_mixed = True
     flag = "apex"
     state_key = "amp_apex"
+    can_defer = False
 
     def __init__(self) -> None:
         self.namespace = _apex_amp()
         if self.namespace is None:
             raise _apex_missing()
+        self._scales: list[float] = []
 
     def prepare(
         self, models: list[torch.nn.Module], optimizers: list[Any], initialize: Callable[..., Any]
     ) -> tuple[list[torch.nn.Module], list[Any]]:
         models, optimizers = initialize(self.namespace, models, optimizers)
+        self._scales = self._read_scales()
         return list(models), list(optimizers)
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
         with self.namespace.scale_loss(loss, optimizer) as scaled:
             scaled.backward()
+
+    def parameters(self, optimizer: Any) -> list[torch.Tensor]:
+        return list(self.namespace.master_params(optimizer))
+
+    def has_skipped(self) -> bool:
+        before, self._scales = self._scales, self._read_scales()
+        return any(after < earlier for after, earlier in zip(self._scales, before, strict=False))
+
+    def _read_scales(self) -> list[float]:
+        return [float(entry["loss_scale"]) for entry in self.namespace.state_dict().values()]
 
     def state_dict(self) -> dict[str, Any]:
         return dict(self.namespace.state_dict())
@@ -137,6 +195,7 @@ class Apex(Precision):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if state:
             self.namespace.load_state_dict(state)
+            self._scales = self._read_scales()
 
 
 def saved_state(precision: Precision, state: dict[str, Any]) -> dict[str, Any] | None:
@@ -176,12 +235,47 @@ def choose_amp_backend(use_fp16: Any, native_amp: Any = None, apex_amp: Any = No
     return "apex"
 
 
-def make_precision(use_fp16: Any, device: torch.device) -> Precision:
-    """The object for the flag; see `choose_amp_backend` for what is allowed."""
+PRECISIONS = ("fp32", "fp16", "bf16", "apex")
+
+
+def choose_precision(use_fp16: Any, precision: Any = None) -> str:
+    """Checks both flags and says what they ask for.
+
+    Args:
+        use_fp16: The flag of the old library; see `choose_amp_backend`.
+        precision: One of `PRECISIONS`, or None to go by `use_fp16`.
+
+    Returns:
+        One of `PRECISIONS`, or "legacy" for `use_fp16=True`: fp16 on a GPU, and switched off on a CPU.
+
+    Raises:
+        ValueError: For any other value, or for both flags at a time.
+        ImportError: If what they ask for is not there.
+    """
     chosen = choose_amp_backend(use_fp16)
+    if precision is None:
+        return "apex" if chosen == "apex" else "legacy" if chosen else "fp32"
+    if not isinstance(precision, str) or precision not in PRECISIONS:
+        allowed = ", ".join(f'"{name}"' for name in PRECISIONS)
+        raise ValueError(f"`precision={precision!r}`: allowed are {allowed}, or None to go by `use_fp16`.")
+    if chosen:
+        raise ValueError(
+            f"`use_fp16={use_fp16!r}` and `precision={precision!r}` both choose a format: pass one of them."
+        )
+    if precision == "apex" and _apex_amp() is None:
+        raise _apex_missing()
+    return precision
+
+
+def make_precision(use_fp16: Any, device: torch.device, precision: Any = None) -> Precision:
+    """The object for the flags; see `choose_precision` for what is allowed."""
+    chosen = choose_precision(use_fp16, precision)
     if chosen == "apex":
         return Apex()
-    return NativeAmp(torch.float16, device, enabled=device.type == "cuda") if chosen else Precision()
+    if chosen == "legacy":
+        return NativeAmp(torch.float16, device, enabled=device.type == "cuda")
+    dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
+    return NativeAmp(dtypes[chosen], device) if chosen in dtypes else Precision()
 
 
 def _apex_amp() -> Any:
@@ -194,7 +288,8 @@ def _apex_amp() -> Any:
 
 def _apex_missing() -> ImportError:
     return ImportError(
-        '`use_fp16="apex"` needs `apex.amp`, which cannot be imported. Apex installs from source only, and its '
-        "`amp` has left "
-        "its main line: build a version that still has it, or use PyTorch's own mixed precision with `use_fp16=True`."
+        "NVIDIA Apex's `apex.amp` was asked for and cannot be imported. It installs from source only, and left Apex's "
+        "main line in spring 2025: check out a commit of https://github.com/NVIDIA/apex from before its pull request "
+        "1896 and run `pip install --no-build-isolation .` there. Or use PyTorch's own mixed precision with "
+        '`precision="fp16"` or `precision="bf16"`.'
     )

@@ -140,6 +140,16 @@ class PassPlan:
         own_start = start + rank * base + min(rank, num_larger)
         return Share(own_start, own_start + own, own, weight=own * self.world_size / (stop - start))
 
+    def joint_samples(self, step: int) -> int:
+        """Return the samples of all ranks together in joint step `step`, counted from `consumed`.
+
+        Raises:
+            ValueError: There is no such step.
+        """
+        _check_range("step", step, minimum=0, maximum=self.num_steps - 1)
+        start = self.consumed + step * self._step_size
+        return min(self._step_size, self.num_samples - start)
+
     def num_batches(self, rank: int) -> int:
         """Return how many batches `rank` sees: one per step, save perhaps the last if nothing is padded."""
         _check_range("rank", rank, minimum=0, maximum=self.world_size - 1)
@@ -502,7 +512,9 @@ class Unsharded:
     warn: bool
 
 
-def shard_loader(loader: Any, *, rank: int, world_size: int, training: bool) -> ShardedLoader | Unsharded:
+def shard_loader(
+    loader: Any, *, rank: int, world_size: int, training: bool, pin_memory: bool = False
+) -> ShardedLoader | Unsharded:
     """Rebuild a map-style `DataLoader` so that the group divides its samples, or say why it is left alone.
 
     The loader's own order is respected: what is sequential in one process is sequential over many workers,
@@ -518,6 +530,8 @@ def shard_loader(loader: Any, *, rank: int, world_size: int, training: bool) -> 
         world_size: Size of the group.
         training: True pads ranks without samples in the last step so that all can take part in the gradient
             exchange; False gives them no batch, so that evaluation sees every sample once.
+        pin_memory: Whether batches are put where a GPU can copy them from while it computes, also if the user's loader
+            does not ask for that.
 
     Raises:
         ValueError: `rank` or `world_size` is out of range.
@@ -535,7 +549,7 @@ def shard_loader(loader: Any, *, rank: int, world_size: int, training: bool) -> 
     order = _order_of(batches.sampler)
     sampler = ElasticBatchSampler(order, batches.batch_size, batches.drop_last, training, rank, world_size)
     return ShardedLoader(
-        loader=_rebuild(loader, sampler),
+        loader=_rebuild(loader, sampler, pin_memory),
         sampler=sampler,
         seed_hint=_seed_hint(loader, batches.sampler),
         num_samples=order.num_samples,
@@ -620,8 +634,9 @@ _KEPT_OPTIONS = (
 )
 
 
-def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler) -> DataLoader[Any]:
+def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: bool) -> DataLoader[Any]:
     options = {name: getattr(loader, name) for name in _KEPT_OPTIONS}
+    options["pin_memory"] = loader.pin_memory or pin_memory
     device = getattr(loader, "pin_memory_device", "")
     if device and "pin_memory_device" in inspect.signature(DataLoader).parameters:
         options["pin_memory_device"] = device

@@ -15,18 +15,22 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from raysgd.torch.parallel import Step
 from raysgd.torch.sampling import ShardedLoader, count_samples
+from raysgd.torch.step import Step
 
 _END = object()
 _NO_BATCH = object()  # this rank has no sample in a joint step, which counts all the same
 
 
+Item = tuple[Any, float, int | None, int | None]
+"""Batch, weight of its gradient, and real samples in it, of this rank and of all ranks, if known."""
+
+
 class Source(Protocol):
     """Where the batches of a pass come from."""
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[tuple[Any, float, int | None]]:
-        """Starts a pass after `consumed` samples. Yields batch, gradient weight, and real samples if known."""
+    def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
+        """Starts a pass after `consumed` samples."""
 
     def num_steps(self) -> int | None:
         """Steps of the pass that was opened last, if known."""
@@ -51,7 +55,7 @@ class DividedSource:
         self._generator = torch.Generator() if sharded.loader.generator is None else None
         self.seed = seed
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[tuple[Any, float, int | None]]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
         sampler = self._sharded.sampler
         plan, rank = sampler.begin_pass(pass_index, self.seed, consumed), sampler.rank
         if self._generator is not None:
@@ -59,9 +63,9 @@ class DividedSource:
             self._sharded.loader.generator = self._generator
         for step, batch in enumerate(self._sharded.loader):
             share = plan.share(step, rank)
-            yield batch, share.weight, share.num_samples
+            yield batch, share.weight, share.num_samples, plan.joint_samples(step)
         if plan.num_batches(rank) < plan.num_steps:
-            yield _NO_BATCH, 0.0, 0
+            yield _NO_BATCH, 0.0, 0, plan.joint_samples(plan.num_steps - 1)
 
     def num_steps(self) -> int | None:
         plan = self._sharded.sampler.plan
@@ -78,10 +82,10 @@ class PlainSource:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[tuple[Any, float, int | None]]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
         tell_epoch(self._loader, pass_index)
         for batch in self._loader:
-            yield batch, 1.0, None
+            yield batch, 1.0, None, None
 
     def num_steps(self) -> int | None:
         return length_of(self._loader)
@@ -106,7 +110,7 @@ class LockstepSource(PlainSource):
         self._world_size = world_size
         self._agreement = agreement
 
-    def open(self, pass_index: int, consumed: int) -> Iterator[tuple[Any, float, int | None]]:
+    def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
         tell_epoch(self._loader, pass_index)
         batches = iter(self._loader)
         coming = next(batches, _END)
@@ -125,7 +129,7 @@ class LockstepSource(PlainSource):
             own = count_samples(last) if has_own else 0
             coming = next(batches, _END) if has_own else _END
             vote = self._agreement.ask(coming)  # answered while this step is computed
-            yield last, own * self._world_size / num_samples if num_samples else 0.0, own
+            yield last, own * self._world_size / num_samples if num_samples else 0.0, own, num_samples
 
 
 class Agreement:
@@ -172,33 +176,34 @@ class BatchStream:
         self.source = source
         self._step = step
         self._next_pass = next_pass
-        self._live: Iterator[tuple[Any, float, int | None]] | None = None
+        self._live: Iterator[Item] | None = None
+        self._ahead: list[Item | None] = []  # what was drawn already to see whether there is more
         self._to_resume: tuple[int, int] | None = None
         self._num_steps_in_pass = 0
-        self._is_in_step = False
+        self._num_open = 0  # batches handed out since the last optimizer step
         self.at_boundary: Callable[[], None] | None = None
         self.pass_index = 0
         self.num_steps_taken = 0
 
     @property
     def num_steps_completed(self) -> int:
-        """Steps whose batch was asked to be followed by another one, or by the end."""
-        return self.num_steps_taken - self._is_in_step
+        """Batches of optimizer steps that are done: their last batch was asked to be followed by something."""
+        return self.num_steps_taken - self._num_open
 
     @property
     def is_mid_pass(self) -> bool:
         """Whether the next batch belongs to the pass that was begun last."""
-        return self._live is not None or self._to_resume is not None or self._is_in_step
+        return self._live is not None or self._to_resume is not None or self._num_open > 0
 
     @property
     def consumed(self) -> int:
         """Samples of the pass begun last that all ranks together have used; 0 where that is not known.
 
-        Those of a step that broke off were not used.
+        Those of an optimizer step that is not done were not used.
         """
         if self._to_resume is not None:
             return self._to_resume[1]
-        num_steps = self._num_steps_in_pass - self._is_in_step
+        num_steps = self._num_steps_in_pass - self._num_open
         return self.source.consumed_after(num_steps) if self._num_steps_in_pass else 0
 
     def ledger(self) -> tuple[int, int, int]:
@@ -206,19 +211,21 @@ class BatchStream:
         due = self.source.consumed_after(self.source.num_steps() or 0)
         if self._to_resume is not None:
             return due, self._to_resume[1], 0
-        in_flight = self.source.consumed_after(self._num_steps_in_pass) - self.consumed if self._is_in_step else 0
+        in_flight = self.source.consumed_after(self._num_steps_in_pass) - self.consumed if self._num_open else 0
         return due, self.consumed, in_flight
 
     def break_off(self) -> None:
-        """Forgets the step that broke off, if there is one: its batch will be handed out again, perhaps elsewhere."""
+        """Forgets the step that broke off, if there is one: its batches will be handed out again, perhaps elsewhere."""
         if self.is_mid_pass:
             self.resume(self.pass_index, self.consumed)
         self.num_steps_taken = self.num_steps_completed
-        self._live, self._is_in_step, self._num_steps_in_pass = None, False, 0
+        self._live, self._num_open, self._num_steps_in_pass = None, 0, 0
+        self._ahead.clear()
 
     def resume(self, pass_index: int, consumed: int) -> None:
         """Goes on inside a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
         self._live = None
+        self._ahead.clear()
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
@@ -235,7 +242,7 @@ class BatchStream:
                 self._live = self._open()
                 just_opened = True
             self._step.began_at = time.perf_counter()
-            item = next(self._live, None)
+            item = self._ahead.pop() if self._ahead else next(self._live, None)
             if item is None:
                 self._live = None
                 if just_opened:
@@ -243,15 +250,16 @@ class BatchStream:
                 continue
             just_opened = False
             produced += 1
-            batch = self._hand_out(*item)
+            batch = self._hand_out(*item, is_last_of_call=produced == num_steps)
             if batch is not _NO_BATCH:
-                self._is_in_step = True
+                self._num_open += 1
                 yield batch
-                self._is_in_step = False
-                if self.at_boundary is not None:
-                    self.at_boundary()
+                if self._step.is_boundary:
+                    self._num_open = 0
+                    if self.at_boundary is not None:
+                        self.at_boundary()
 
-    def _open(self) -> Iterator[tuple[Any, float, int | None]]:
+    def _open(self) -> Iterator[Item]:
         if self._to_resume is not None:
             (self.pass_index, consumed), self._to_resume = self._to_resume, None
         else:
@@ -259,12 +267,24 @@ class BatchStream:
         self._num_steps_in_pass = 0
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _hand_out(self, batch: Any, weight: float, num_samples: int | None) -> Any:
-        self._step.weight, self._step.num_samples = weight, num_samples
+    def _hand_out(
+        self, batch: Any, weight: float, num_samples: int | None, total: int | None, is_last_of_call: bool
+    ) -> Any:
         self.num_steps_taken += 1
         self._num_steps_in_pass += 1
-        if isinstance(self.source, DividedSource) and self._num_steps_in_pass == self.source.num_steps():
+        is_last = False
+        if isinstance(self.source, DividedSource):
+            is_last = self._num_steps_in_pass == self.source.num_steps()
+        elif self._step.window > 1:
+            assert self._live is not None
+            self._ahead.append(next(self._live, None))
+            is_last = self._ahead[0] is None
+        if total is None and self._step.window > 1:
+            total = count_samples(batch)
+        self._step.begin(weight, num_samples, total, is_last or is_last_of_call)
+        if is_last:
             self._live = None  # known to be the last one: the next call begins with a fresh pass
+            self._ahead.clear()
         return batch
 
 

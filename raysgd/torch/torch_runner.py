@@ -8,7 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -33,11 +33,12 @@ from raysgd.torch.epoch_run import (
     InsideSnapshots,
     RunState,
 )
-from raysgd.torch.loading import load_model, load_optimizer
-from raysgd.torch.parallel import DDP, NoParallel, Step, unwrap
+from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
+from raysgd.torch.parallel import DDP, NoParallel, unwrap
 from raysgd.torch.precision import make_precision, saved_state
 from raysgd.torch.sampling import DataSignature, ShardedLoader
 from raysgd.torch.state_codec import EncodedState, StateEncoder, decode
+from raysgd.torch.step import Step
 from raysgd.torch.streams import Agreement, BatchStream, DividedSource, LockstepSource, PlainSource, Source
 from raysgd.torch.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -57,12 +58,16 @@ class RunnerSpec:
     config: Mapping[str, Any]
     use_gpu: bool = False
     use_fp16: bool | str = False
+    precision: str | None = None
+    parallel: str = "ddp"
     use_tqdm: bool = False
-    wrap_ddp: bool = True
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
     use_local: bool = False
     snapshot_every_n_steps: int | None = None
+    model_options: ModelOptions = field(default_factory=ModelOptions)
+    step_options: StepOptions = field(default_factory=StepOptions)
+    fsdp_options: FSDPOptions = field(default_factory=FSDPOptions)
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,7 @@ class RunnerFacts:
         seed: Where this rank would take the order of the data from.
         keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
         is_synchronous: Whether every step involves all ranks.
+        is_sharded: Whether it takes all ranks to read a model.
     """
 
     num_models: int
@@ -86,6 +92,7 @@ class RunnerFacts:
     seed: int
     keeps_own_state: bool
     is_synchronous: bool
+    is_sharded: bool = False
 
 
 @dataclass(frozen=True)
@@ -111,7 +118,8 @@ class TorchRunner:
         self._spec = spec
         self._world = world
         self._operator: TrainingOperator | None = None
-        self._parallel: NoParallel = DDP() if world.is_distributed and spec.wrap_ddp else NoParallel()
+        self._device = _device(spec.use_gpu)
+        self._parallel = _make_parallel(spec, world, self._device)
         self._timers = TimerCollection()
         self._train_stream: BatchStream | None = None
         self._validation_stream: BatchStream | None = None
@@ -138,18 +146,19 @@ class TorchRunner:
 
     def setup(self) -> RunnerFacts:
         """Builds the operator, which runs the user's `setup`."""
-        spec, world = self._spec, self._world
-        device = _device(spec.use_gpu)
+        spec, world, device = self._spec, self._world, self._device
         context = OperatorContext(
             world=world,
             device=device,
             use_gpu=device.type == "cuda",
             use_tqdm=spec.use_tqdm,
-            wrap_ddp=self._parallel.synchronizes,
+            wrap_ddp=isinstance(self._parallel, DDP),
             add_dist_sampler=spec.add_dist_sampler,
             scheduler_step_freq=spec.scheduler_step_freq,
-            precision=make_precision(spec.use_fp16, device),
+            precision=make_precision(spec.use_fp16, device, spec.precision),
             parallel=self._parallel,
+            model_options=spec.model_options,
+            step_options=spec.step_options,
         )
         self._operator = spec.operator_cls(config_for_worker(spec.config, world.size), context)
         if _overrides(self._operator, "train_batch") or len(getattr(self._operator, "_optimizers", ())) > 1:
@@ -177,12 +186,15 @@ class TorchRunner:
             seed=train.seed_hint if isinstance(train, ShardedLoader) else torch.initial_seed(),
             keeps_own_state=_overrides(operator, "state_dict"),
             is_synchronous=self._parallel.synchronizes,
+            is_sharded=self._parallel.is_sharded,
         )
 
     def capture(self, landed_token: int | None) -> Capture:
         """Copies the state once: rank 0 what all ranks share, every rank its random state."""
         rank_state = rng.capture()
         if self._world.rank:
+            if self._parallel.is_sharded:
+                self._parts_state()  # rank 0 cannot put its state together alone
             return Capture(rank_state)
         with self._claims:
             self._captured = {t: kept for t, kept in self._captured.items() if landed_token is None or t > landed_token}
@@ -286,7 +298,7 @@ class TorchRunner:
         if self._epoch_obstacle is not None or not isinstance(data, ShardedLoader):
             return
         try:
-            self._parallel.arm(operator._models, weight_in_hook=_may_run_backward(operator))
+            self._arm(0)
             for model in operator._models:
                 model.train()
             batch = next(DividedSource(data, data.seed_hint).open(0, 0), None)
@@ -403,9 +415,9 @@ class TorchRunner:
 
     def _go_through(self, run: EpochRun, stream: BatchStream, request: EpochRequest) -> EpochAnswer | Held:
         operator = self.operator
-        self._parallel.arm(getattr(operator, "_models", ()), weight_in_hook=_may_run_backward(operator))
+        self._arm(run.epoch_idx)
         info = {**request.info, **operator._own_info(request.num_steps, run.epoch_idx)}
-        epoch_before = self.epoch
+        epoch_before, began_at = self.epoch, stream.num_steps_taken
         run.attach(stream)
         stream.at_boundary = partial(self._at_boundary, run) if self._epoch_obstacle is None else None
         batches = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
@@ -418,6 +430,7 @@ class TorchRunner:
                 returned = call_with_accepted(
                     operator.train_epoch, iterator, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
                 )
+            self._finish_steps(stream.num_steps_taken - began_at)
         except HeldAtBoundary:
             run.gate = Gate()
             return Held(run.num_completed, self._capture_inside(run))
@@ -480,6 +493,30 @@ class TorchRunner:
         if isinstance(returned, MetricSummary):
             return EpochAnswer(WorkerMetrics(values, returned.totals, returned.objects), None, num_steps)
         return EpochAnswer(WorkerMetrics(values), None, num_steps)
+
+    def _arm(self, epoch_idx: int) -> None:
+        """Gets ready for the steps of a call."""
+        operator = self.operator
+        window = operator.accumulate_grad_batches(epoch_idx)
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(
+                f"`{type(operator).__name__}.accumulate_grad_batches` returned {window!r}: return how many batches "
+                "make an optimizer step, at least 1."
+            )
+        self._parallel.arm(
+            getattr(operator, "_models", ()), _may_run_backward(operator), window, operator._precision.can_defer
+        )
+
+    def _finish_steps(self, num_batches: int) -> None:
+        """Leaves no gradient behind for another call."""
+        operator, step = self.operator, self._parallel.step
+        operator._finish_window()
+        if step.window > 1 and num_batches and not step.is_used:
+            raise ValueError(
+                f"`accumulate_grad_batches={step.window}` had no effect: `{type(operator).__name__}` computes its "
+                "gradients by itself. Call `self.backward(loss)` and `self.optimizer_step()` in `train_batch`, for "
+                "every batch, or accumulate by hand and leave the option out."
+            )
 
     def _arm_timers(self, profile: bool) -> None:
         if profile:
@@ -562,18 +599,21 @@ class TorchRunner:
     def state(self) -> dict[str, Any]:
         """The live state; copy before anything else runs."""
         operator = self.operator
-        state: dict[str, Any] = {
-            "epoch": self.epoch,
-            "operator": operator.state_dict(),
-            "models": [unwrapped.state_dict() for unwrapped in self._registered("_original_models")],
-            "optimizers": [optimizer.state_dict() for optimizer in self._registered("_optimizers")],
-        }
+        state = {"epoch": self.epoch, "operator": operator.state_dict(), **self._parts_state()}
         if operator._schedulers:
             state["schedulers"] = [scheduler.state_dict() for scheduler in operator._schedulers]
         if operator._precision.state_key:
             state[operator._precision.state_key] = operator._precision.state_dict()
         state[RESUME] = {"global_step": operator.global_step, "position": self._position()}
         return state
+
+    def _parts_state(self) -> dict[str, Any]:
+        """The state of models and optimizers. Where these are sharded, all ranks have to ask at the same time."""
+        read = self._parallel.state_of
+        return {
+            "models": [read(model) for model in self._registered("_original_models")],
+            "optimizers": [read(optimizer) for optimizer in self._registered("_optimizers")],
+        }
 
     def _registered(self, name: str) -> list[Any]:
         found = getattr(self.operator, name, None)
@@ -597,9 +637,9 @@ class TorchRunner:
     def _apply(self, state: Mapping[str, Any]) -> None:
         operator = self.operator
         for model, saved in zip(self._registered("_original_models"), state["models"], strict=True):
-            load_model(model, saved)
+            self._parallel.load_model(model, saved)
         for optimizer, saved in zip(self._registered("_optimizers"), state["optimizers"], strict=True):
-            load_optimizer(optimizer, saved)
+            self._parallel.load_optimizer(optimizer, saved)
         for scheduler, saved in zip(operator._schedulers, state.get("schedulers", ()), strict=False):
             scheduler.load_state_dict(copy.deepcopy(saved))
         precision_state = saved_state(operator._precision, dict(state))
@@ -612,10 +652,15 @@ class TorchRunner:
         self._train_stream = self._validation_stream = None
         self._resume = resume
 
-    def models(self, to_cpu: bool) -> list[torch.nn.Module]:
-        """Copies of the models without any wrapper, on the CPU; the live ones for a replica in the driver."""
-        models = [unwrap(model) for model in self._registered("_original_models")]
-        return [copy.deepcopy(model).cpu() for model in models] if to_cpu else models
+    def models(self, to_cpu: bool) -> list[torch.nn.Module | None]:
+        """Copies of the models without any wrapper, on the CPU; the live ones for a replica in the driver.
+
+        Of models that are sharded all ranks have to ask for copies, and rank 0 alone gets some.
+        """
+        models = self._registered("_original_models")
+        if to_cpu or self._parallel.is_sharded:
+            return [self._parallel.plain_model(model) for model in models]
+        return [unwrap(model) for model in models]
 
     def update_schedulers(self, metric: Any) -> None:
         """Steps every registered scheduler with `metric`."""
@@ -686,12 +731,22 @@ def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) 
 
 
 def _may_run_backward(operator: TrainingOperator) -> bool:
-    """Whether user code may call `backward` past the rung that weights the loss."""
-    return _overrides(operator, "train_epoch") or _overrides(operator, "train_batch")
+    """Whether user code may compute gradients past the rung that weights the loss."""
+    return any(_overrides(operator, name) for name in ("train_epoch", "train_batch", "backward"))
 
 
 def _overrides(operator: TrainingOperator, name: str) -> bool:
     return getattr(type(operator), name) is not getattr(TrainingOperator, name)
+
+
+def _make_parallel(spec: RunnerSpec, world: World, device: torch.device) -> NoParallel:
+    if not world.is_distributed or spec.parallel == "none":
+        return NoParallel()
+    if spec.parallel == "ddp":
+        return DDP()
+    from raysgd.torch.fsdp import FSDP  # not everywhere: it loads parts of PyTorch that others do without
+
+    return FSDP(device, world.size, spec.fsdp_options)
 
 
 def _device(use_gpu: bool) -> torch.device:

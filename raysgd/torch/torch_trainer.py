@@ -33,7 +33,7 @@ from raysgd.exceptions import InvalidCountError, UnevenStepsError
 from raysgd.torch import arguments, checkpoint_file, constants
 from raysgd.torch.batching import split_batch_size
 from raysgd.torch.epoch_run import EpochAnswer, EpochRequest
-from raysgd.torch.precision import choose_amp_backend
+from raysgd.torch.precision import choose_precision
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.state_codec import decode, lend
 from raysgd.torch.torch_runner import RESUME, Progress, RunnerFacts, RunnerSpec, TorchRunner
@@ -55,12 +55,24 @@ class TorchTrainer:
         config: Passed to the operator. Under the key `BATCH_SIZE` it may hold the batch size of all workers together.
         num_workers: How many workers to train with. After losses there may be fewer for a while.
         num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
-        use_gpu: True reserves one GPU for each worker; "auto" does so if the driver sees one.
-        backend: "nccl", "gloo", or "auto" (NCCL with GPUs, else gloo).
-        wrap_ddp: Whether registered models are wrapped in `DistributedDataParallel`.
+        use_gpu: True reserves GPUs for each worker; "auto" does so if the driver sees one.
+        num_gpus_per_worker: How many, with `use_gpu`. A part of one lets workers share it, over gloo.
+        backend: "nccl", "gloo", or "auto" (NCCL where each worker has a GPU, else gloo).
+        wrap_ddp: The older way to say `parallel="none"`.
+        parallel: How several workers are kept equal: "ddp" (`DistributedDataParallel`), "fsdp" (models and optimizer
+            states divided over the workers), "none" (the operator does it). None means "ddp".
+        fsdp_args: Options for "fsdp": `min_block_parameters`, `reshard_after_forward`, `mp_policy`, `offload_policy`.
         timeout_s: Seconds that a collective may take. With NCCL the default comes from the environment variable
             NCCL_TIMEOUT_S.
-        use_fp16: True for PyTorch's own mixed precision, "apex" for Apex.
+        use_fp16: True for PyTorch's own mixed precision on GPUs, "apex" for Apex.
+        precision: "fp32", "fp16", "bf16" (PyTorch's own mixed precision, on CPUs too) or "apex"; instead of `use_fp16`.
+        accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
+        clip_grad_norm: Bound for the norm of the gradients of an optimizer, all together.
+        clip_grad_value: Bound for each single number of the gradients.
+        sync_batchnorm: Whether batch norms look at the batches of all workers. On GPUs.
+        compile: Whether models are compiled by `torch.compile`; a dict holds options for it.
+        activation_checkpointing: Whether the elements of `ModuleList` and `Sequential` are computed a second time in
+            the backward pass instead of being kept, which saves memory.
         use_tqdm: Whether to show a progress bar in `train`.
         add_dist_sampler: Whether registered loaders over map-style datasets are divided over the workers.
         scheduler_step_freq: When the library steps the learning-rate scheduler: "batch", "epoch", or "manual" for
@@ -98,10 +110,20 @@ class TorchTrainer:
         num_workers: int = 1,
         num_cpus_per_worker: float = 1,
         use_gpu: bool | str = "auto",
+        num_gpus_per_worker: float = 1,
         backend: str = "auto",
         wrap_ddp: bool = True,
+        parallel: str | None = None,
+        fsdp_args: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
         use_fp16: bool | str = False,
+        precision: str | None = None,
+        accumulate_grad_batches: int = 1,
+        clip_grad_norm: float | None = None,
+        clip_grad_value: float | None = None,
+        sync_batchnorm: bool = False,
+        compile: bool | Mapping[str, Any] = False,
+        activation_checkpointing: bool = False,
         use_tqdm: bool = False,
         add_dist_sampler: bool = True,
         scheduler_step_freq: str | None = None,
@@ -153,7 +175,7 @@ class TorchTrainer:
             heartbeat_s=heartbeat_s,
         )
         arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
-        choose_amp_backend(use_fp16)
+        chosen = choose_precision(use_fp16, precision)
         if use_tqdm:
             arguments.check_tqdm()
 
@@ -161,12 +183,22 @@ class TorchTrainer:
         self.initialization_hook = initialization_hook
         self.num_cpus_per_worker = num_cpus_per_worker
         self.use_gpu = arguments.resolve_use_gpu(use_gpu)
-        self.backend = arguments.resolve_backend(backend, self.use_gpu)
+        arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
+        self.num_gpus_per_worker = num_gpus_per_worker
+        self.backend = arguments.resolve_backend(backend, self.use_gpu and num_gpus_per_worker >= 1)
         self.max_replicas = num_workers
         self.serialize_data_creation = serialize_data_creation
-        self.wrap_ddp = wrap_ddp
+        self.parallel = arguments.resolve_parallel(parallel, wrap_ddp)
+        self.wrap_ddp = self.parallel == "ddp"
         self.timeout_s = arguments.resolve_timeout(timeout_s, self.backend)
         self.use_fp16 = use_fp16
+        self.precision = precision
+        self._step_options = arguments.step_options(accumulate_grad_batches, clip_grad_norm, clip_grad_value)
+        self._model_options = arguments.model_options(sync_batchnorm, activation_checkpointing, compile)
+        self._fsdp_options = arguments.fsdp_options(fsdp_args, self.parallel)
+        arguments.check_combination(
+            chosen, self.parallel, self.use_gpu, self._model_options, self._fsdp_options, training_operator_cls
+        )
         self.use_tqdm = use_tqdm
         self.add_dist_sampler = add_dist_sampler
         self.use_local = use_local
@@ -194,19 +226,23 @@ class TorchTrainer:
             config=self._requested_config,
             use_gpu=self.use_gpu,
             use_fp16=self.use_fp16,
+            precision=self.precision,
+            parallel=self.parallel,
             use_tqdm=self.use_tqdm,
-            wrap_ddp=self.wrap_ddp,
             add_dist_sampler=self.add_dist_sampler,
             scheduler_step_freq=self.scheduler_step_freq,
             use_local=self.use_local,
             snapshot_every_n_steps=self.snapshot_every_n_steps,
+            model_options=self._model_options,
+            step_options=self._step_options,
+            fsdp_options=self._fsdp_options,
         )
         is_alone = self.use_local and self.max_replicas == 1
         rejoins = self.recovery == "rejoin"
         group = GroupSpec(
             backend=TorchBackend(self.backend, self.timeout_s),
             make_replica=partial(TorchRunner, spec),
-            resources=Resources(self.num_cpus_per_worker, int(self.use_gpu)),
+            resources=Resources(self.num_cpus_per_worker, self.num_gpus_per_worker if self.use_gpu else 0),
             use_local=self.use_local,
             initialization_hook=self.initialization_hook,
             reservation_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
@@ -330,10 +366,9 @@ class TorchTrainer:
         counts = [answer.num_steps for answer in answers]
         if self._facts.is_synchronous and len(set(counts)) > 1:
             raise UnevenStepsError(
-                f"The workers drew {counts} batches: replicas under `DistributedDataParallel` must take the same "
-                "number of steps. "
-                "Let `train_epoch` consume its iterator alike on all ranks, or pass `wrap_ddp=False` and keep them "
-                "equal yourself."
+                f"The workers drew {counts} batches: replicas that exchange gradients must take the same number of "
+                'steps. Let `train_epoch` consume its iterator alike on all ranks, or pass `parallel="none"` and keep '
+                "them equal yourself."
             )
 
     # ------------------------------------------------------------------------------------------------ functions
@@ -374,10 +409,12 @@ class TorchTrainer:
     def get_model(self, to_cpu: bool = False) -> Any:
         """The trained model, or a list of models, without any wrapper.
 
-        From remote workers it is a copy; with `use_local=True` it is the live model, unless `to_cpu` asks for a copy.
+        From remote workers it is a copy; with `use_local=True` it is the live model, unless `to_cpu` asks for a copy
+        or the model is sharded.
         """
         is_local = self._controller.group.local_replica is not None
-        call = Call(TorchRunner.models, lambda worlds: [(to_cpu or not is_local,)] * len(worlds), rank=0)
+        rank = None if self._facts.is_sharded else 0
+        call = Call(TorchRunner.models, lambda worlds: [(to_cpu or not is_local,)] * len(worlds), rank=rank)
         models = self._controller.run(call)[0]
         if self.use_gpu and torch.cuda.is_available() and not to_cpu:
             models = [model.cuda() for model in models]

@@ -4,16 +4,18 @@ The methods form a ladder; each rung does one thing and calls the next one:
 
     train_epoch -> train_batch -> prepare_batch, forward, backward, optimizer_step
     validate    -> validate_batch -> prepare_batch, forward
+    optimizer_step -> clip_grad_norm, clip_grad_value
 
 Override the lowest rung that changes what you want to change; the library keeps doing the rest.
 """
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Sequence, Sized
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,8 +27,10 @@ from raysgd._timers import TimerCollection
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
 from raysgd.torch import registry
+from raysgd.torch.blocks import checkpoint_activations
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.torch.metric_objects import capture
+from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.precision import Precision
 from raysgd.torch.sampling import ShardedLoader, Unsharded, count_samples, shard_loader
@@ -48,6 +52,8 @@ class OperatorContext:
     scheduler_step_freq: str | None = None
     precision: Precision = field(default_factory=Precision)
     parallel: NoParallel = field(default_factory=NoParallel)
+    model_options: ModelOptions = field(default_factory=ModelOptions)
+    step_options: StepOptions = field(default_factory=StepOptions)
 
 
 class TrainingOperator:
@@ -150,7 +156,7 @@ class TrainingOperator:
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **info}
             metrics = self.train_batch(batch, batch_info=batch_info)
-            if steps_scheduler:
+            if steps_scheduler and step.is_boundary and not self._precision.has_skipped():
                 scheduler.step()  # type: ignore[union-attr]
             if not step.is_padding:
                 self._count(meters, metrics)
@@ -160,7 +166,7 @@ class TrainingOperator:
         return meters.summary()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Takes one optimizer step on one batch.
+        """Takes one optimizer step on one batch; with accumulation, on the last of several.
 
         Args:
             batch: A sequence whose last element is the target and whose others are the inputs of the model.
@@ -174,9 +180,10 @@ class TrainingOperator:
         with self.timers.record("fwd"), self._precision.forward():
             _, loss = self.forward(features, target)
         with self.timers.record("grad"):
-            self.backward(self._parallel.weighted(loss))
-        with self.timers.record("apply"):
-            self.optimizer_step()
+            self.backward(loss)
+        if self._parallel.step.is_boundary:
+            with self.timers.record("apply"):
+                self.optimizer_step()
         return {"train_loss": loss.detach(), NUM_SAMPLES: count_samples((target,))}
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
@@ -192,14 +199,35 @@ class TrainingOperator:
         return output, self._require("criterion")(output, target)
 
     def backward(self, loss: torch.Tensor) -> None:
-        """Clears the gradients and computes new ones."""
+        """Clears the gradients, unless there are some to add to, and computes new ones."""
         optimizer = self._require("optimizer")
-        optimizer.zero_grad()
-        self._precision.backward(loss, optimizer)
+        if not self._parallel.step.keeps_gradients(optimizer):
+            optimizer.zero_grad()
+        self._precision.backward(self._parallel.weighted(loss), optimizer)
 
     def optimizer_step(self) -> None:
-        """Steps the optimizer with the gradients of this batch, the mean over all workers' samples by now."""
-        self._precision.step(self._require("optimizer"))
+        """Steps the optimizer with the gradients, the mean over all workers' samples by now.
+
+        With accumulation it does nothing before the last batch of a step, and the stock `train_batch` does not call it
+        before.
+        """
+        if self._parallel.step.is_boundary:
+            self._apply_gradients(self._require("optimizer"))
+
+    def accumulate_grad_batches(self, epoch_idx: int) -> int:
+        """How many batches make an optimizer step: what the trainer was told. Asked once in each call of `train`.
+
+        Override it to change the number over time; all workers have to answer alike.
+        """
+        return self._context.step_options.accumulate_grad_batches
+
+    def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
+        """Clips the norm of all gradients of an optimizer together; only where the trainer was given a bound."""
+        torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def clip_grad_value(self, parameters: list[torch.Tensor], max_value: float) -> None:
+        """Clips each number of the gradients by itself; only where the trainer was given a bound."""
+        torch.nn.utils.clip_grad_value_(parameters, max_value)
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluates on all batches of `val_iterator` and returns the averaged metrics.
@@ -260,7 +288,8 @@ class TrainingOperator:
             optimizers: One optimizer or several.
             criterion: The loss, the mean over the samples of a batch; moved to the device if it can be.
             schedulers: One learning-rate scheduler or several; needs the trainer's `scheduler_step_freq`.
-            ddp_args: Options for `DistributedDataParallel`.
+            ddp_args: Options for `DistributedDataParallel`, and `comm_hook`: a communication hook, or a tuple of its
+                state and the hook. Nothing else than DDP uses them.
             apex_args: Options for `apex.amp.initialize`.
             **unknown: Refused, with advice.
 
@@ -282,7 +311,7 @@ class TrainingOperator:
                 "to have "
                 'the library step `self.scheduler`, or "manual" to step by yourself.'
             )
-        placed = [self._place(model) for model in model_parts.items]
+        placed = [self._build(self._place(model)) for model in model_parts.items]
         self._criterion = self._place(criterion) if criterion else None
         prepared, self._optimizers = self._precision.prepare(
             placed,
@@ -292,7 +321,12 @@ class TrainingOperator:
         self._original_models = prepared
         self._use_fp16 = self._precision.flag
         self._amp, self._amp_scaler = self._precision.namespace, self._precision.scaler
-        self._models = self._configure_ddp(prepared, self.device_ids, ddp_args) if self._wrap_ddp else prepared
+        if self._wrap_ddp:
+            self._models = self._configure_ddp(prepared, self.device_ids, ddp_args)
+        else:
+            self._models = [self._parallel.wrap(model, self.device_ids, {}) for model in prepared]
+        self._parallel.adopt(self._optimizers)
+        self._compile()
         self._schedulers = scheduler_parts.items if scheduler_parts is not None else []
         result = [model_parts.mirror(self._models), optimizer_parts.mirror(self._optimizers)]
         if self._criterion is not None:
@@ -318,7 +352,7 @@ class TrainingOperator:
         if not self._add_dist_sampler:
             return loader, Unsharded(loader, "`add_dist_sampler=False`", warn=False)
         world = self._context.world
-        data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training)
+        data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, pin_memory=self.use_gpu)
         if isinstance(data, Unsharded) and data.warn and world.is_distributed and world.rank == 0:
             logger.warning(
                 "the %s loader is not divided over the workers (%s): every worker iterates over all of it",
@@ -329,6 +363,23 @@ class TrainingOperator:
 
     def _place(self, part: Any) -> Any:
         return part.to(self.device) if self.use_gpu and hasattr(part, "to") else part
+
+    def _build(self, model: torch.nn.Module) -> torch.nn.Module:
+        """What is done to a model before it is wrapped. The names in its state stay as they are."""
+        options = self._context.model_options
+        if options.sync_batchnorm and self._is_distributed:
+            model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        if options.activation_checkpointing:
+            checkpoint_activations(model)
+        return model
+
+    def _compile(self) -> None:
+        """Compiles in place, so that nothing gets another name or identity."""
+        chosen = self._context.model_options.compile
+        if chosen is False:
+            return
+        for model in self._models:
+            model.compile(**(chosen if isinstance(chosen, Mapping) else {}))
 
     def _configure_ddp(
         self, models: list[torch.nn.Module], device_ids: list[int] | None, ddp_args: dict[str, Any]
@@ -476,6 +527,48 @@ class TrainingOperator:
         self._world_rank, self._local_rank = world.rank, world.local_rank
         self._is_distributed, self.world_size = world.is_distributed, world.size
 
+    def _apply_gradients(self, optimizer: Any) -> None:
+        """Steps one optimizer, all of whose gradients are there."""
+        step = self._parallel.step
+        if step.window > 1:
+            self._complete_gradients(optimizer)
+        self._clip_gradients(optimizer)
+        self._precision.step(optimizer)
+        step.stepped(optimizer)
+
+    def _complete_gradients(self, optimizer: Any) -> None:
+        """Makes of the gradients of several batches what one batch of all their samples would have given."""
+        step, parameters = self._parallel.step, self._precision.parameters(optimizer)
+        if step.is_unexchanged(optimizer):
+            self._parallel.exchange(parameters)
+        correction = step.correction()
+        if correction != 1.0:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(correction)
+
+    def _clip_gradients(self, optimizer: Any) -> None:
+        options = self._context.step_options
+        if options.clip_grad_norm is None and options.clip_grad_value is None:
+            return
+        self._precision.unscale(optimizer)
+        parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
+        if options.clip_grad_norm is not None:
+            self.clip_grad_norm(parameters, options.clip_grad_norm)
+        if options.clip_grad_value is not None:
+            self.clip_grad_value(parameters, options.clip_grad_value)
+
+    def _finish_window(self) -> None:
+        """At the end of a call: steps what is left of a window, where the loop ended before the window did."""
+        step = self._parallel.step
+        if not step.is_pending:
+            return
+        step.is_boundary = True
+        stock = getattr(self, "optimizer", None)
+        for optimizer in self._optimizers:
+            if step.waits_for(optimizer):
+                self.optimizer_step() if optimizer is stock else self._apply_gradients(optimizer)
+
     def _own_info(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         return {
             NUM_STEPS: num_steps,
@@ -585,7 +678,9 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
     if isinstance(value, dict):
-        return type(value)((key, to_device(item, device)) for key, item in value.items())
+        moved = copy.copy(value)  # whatever class of dict it is
+        moved.update((key, to_device(item, device)) for key, item in value.items())
+        return moved
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):

@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.run_if import num_gpus
+
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 KEYS = {
     "benchmark",
@@ -31,6 +33,7 @@ KEYS = {
 FIGURES = {
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
     "epoch_cost": {"epoch_ms", "loop_ms"},
+    "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
     "checkpoint": {"stall_ms", "next_train_delay_ms", "complete_ms", "load_ms", "torch_load_ms", "capture_ms"},
 }
@@ -208,3 +211,11 @@ def test_the_value_of_a_job_comes_back(common: ModuleType, tmp_path: Path) -> No
         "dispatch({'double': lambda number: {'result': 2 * number}})\n"
     )
     assert common.run_job(str(script), "double", number=21) == {"result": 42}
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(num_gpus() > 0, reason="it runs where there is a GPU")
+def test_the_benchmark_for_gpus_says_what_it_needs(short_folder: str) -> None:
+    script = [sys.executable, str(FOLDER / "gpu_throughput.py")]
+    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
+    assert "needs an NVIDIA GPU and a PyTorch that sees it" in done.stdout

@@ -716,6 +716,52 @@ def test_gradients_are_at_their_true_size_when_the_module_looks_at_them(module_c
     assert weights(mixed.get_model()) == pytest.approx(weights(plain.get_model()), abs=0.01)
 
 
+def test_gradients_are_clipped_as_the_trainer_says(train_local: Train) -> None:
+    class Clipped(Line):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            gradients = [each.grad.reshape(-1) for each in self.parameters() if each.grad is not None]
+            self.seen.append(float(torch.cat(gradients).norm()) if gradients else 0.0)
+
+    trainer, module = train_local(Clipped, clip_grad_norm=1e-3)
+    trainer.train()
+    assert all(norm <= 1.001e-3 for norm in module.seen)
+
+
+def test_several_batches_make_a_step(train_local: Train) -> None:
+    class Noting(Line):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen.append(("step", self.trainer.accumulate_grad_batches))
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            self.seen.append("clear")
+
+    class Large(Line):
+        def train_dataloader(self) -> Any:
+            loader = super().train_dataloader()
+            return DataLoader(loader.dataset, batch_size=2 * loader.batch_size)
+
+    trainer, module = train_local(Noting, accumulate_grad_batches=2)
+    large_trainer, large = train_local(Large)
+    trainer.train()
+    large_trainer.train()
+    assert NUM_BATCHES == 5
+    assert module.seen == ["clear", ("step", 2)] * 3
+    assert weights(module) == pytest.approx(weights(large), abs=1e-6)
+
+
+def test_a_batch_that_the_module_leaves_out_does_not_end_a_step(train_local: Train) -> None:
+    class LeavesOut(Line):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx == 1 else super().training_step(batch, batch_idx)
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            self.seen.append("step")
+
+    trainer, module = train_local(LeavesOut, accumulate_grad_batches=2)
+    trainer.train()
+    assert module.seen == ["step", "step"], "on batch 3, with those of 0 and 2, and on the last one"
+
+
 # ---------------------------------------------------------------------------------------- manual optimization
 
 

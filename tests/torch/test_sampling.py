@@ -942,3 +942,19 @@ def test_weighted_gradients_of_the_ranks_average_to_that_of_one_process() -> Non
 )
 def test_samples_are_counted_in_batches_of_any_structure(batch: Any, expected: int) -> None:
     assert count_samples(batch) == expected
+
+
+@pytest.mark.parametrize(("asked", "wanted"), [(False, False), (False, True), (True, False)])
+def test_batches_are_pinned_where_the_loader_or_the_library_wants_it(asked: bool, wanted: bool) -> None:
+    loader = DataLoader(range(4), pin_memory=asked)
+    sharded = shard_loader(loader, rank=0, world_size=1, training=True, pin_memory=wanted)
+    assert sharded.loader.pin_memory == (asked or wanted)
+
+
+def test_the_samples_of_a_joint_step_are_those_of_all_ranks() -> None:
+    plan = PassPlan(num_samples=11, consumed=1, batch_size=2, world_size=2, drop_last=False, pad=True)
+    for step in range(plan.num_steps):
+        assert plan.joint_samples(step) == sum(plan.share(step, rank).num_samples for rank in range(2))
+    assert [plan.joint_samples(step) for step in range(plan.num_steps)] == [4, 4, 2]
+    with pytest.raises(ValueError, match="step"):
+        plan.joint_samples(3)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import random
+import sys
 from collections.abc import Iterable
+from types import ModuleType
 from typing import Any
 
 import numpy
@@ -16,9 +18,11 @@ from raysgd.engine.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import TrainingOperator, torch_runner
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
+from raysgd.torch.options import StepOptions
 from raysgd.torch.sampling import DataSignature
 from raysgd.torch.state_codec import StateEncoder, decode
 from raysgd.torch.torch_runner import RESUME, EpochAnswer, EpochRequest, RunnerSpec, TorchRunner, call_with_accepted
+from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal
 
 ALONE = World(rank=0, size=1)
@@ -463,7 +467,7 @@ def test_a_snapshot_that_the_driver_shares_is_never_written_to_again(monkeypatch
 
 
 def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
-    runner = TorchRunner(RunnerSpec(LinearOperator, {}, wrap_ddp=False), World(rank=1, size=2))
+    runner = TorchRunner(RunnerSpec(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
     runner.setup()
     capture = runner.capture(None)
     assert (capture.shared_state, capture.token) == (None, None)
@@ -473,7 +477,7 @@ def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
 def test_a_snapshot_of_fewer_ranks_restores_random_state_where_it_has_one() -> None:
     runner = make_runner()
     state, rank_states = snapshot(runner)
-    other = TorchRunner(RunnerSpec(LinearOperator, {}, wrap_ddp=False), World(rank=1, size=2))
+    other = TorchRunner(RunnerSpec(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
     other.setup()
     torch.manual_seed(123)
     before = torch.get_rng_state()
@@ -581,3 +585,90 @@ def test_the_operator_stays_usable_after_the_end() -> None:
     operator = runner.operator
     runner.shutdown()
     assert operator.train_batch(next(iter(operator.train_loader)), {})["num_samples"] == 4  # type: ignore[attr-defined]
+
+
+# ------------------------------------------------------------------------------------------------ apex
+
+
+@pytest.fixture
+def apex(monkeypatch: pytest.MonkeyPatch) -> StrictAmp:
+    module = ModuleType("apex")
+    module.amp = StrictAmp()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "apex", module)
+    return module.amp  # type: ignore[attr-defined, no-any-return]
+
+
+class OldApexOperator(LinearOperator):
+    """A `train_batch` written for Apex."""
+
+    def register(self, **parts: Any) -> Any:
+        return super().register(**parts, apex_args={"opt_level": "O2", "verbosity": 0})
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, _, target = batch
+        loss = self.criterion(self.model(features), target)
+        self.optimizer.zero_grad()
+        with self._amp.scale_loss(loss, self.optimizer) as scaled:
+            scaled.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item(), "num_samples": len(target)}
+
+
+def trained_model(operator_cls: type[TrainingOperator], **options: Any) -> tuple[TorchRunner, dict[str, Any]]:
+    runner = TorchRunner(RunnerSpec(operator_cls, options.pop("config", {}), **options), ALONE)
+    runner.setup()
+    train(runner)
+    return runner, runner.state()
+
+
+@pytest.mark.parametrize("operator_cls", [LinearOperator, OldApexOperator])
+def test_apex_trains_as_without_it(operator_cls: type[TrainingOperator], apex: StrictAmp) -> None:
+    runner, state = trained_model(operator_cls, use_fp16="apex")
+    _, expected = trained_model(LinearOperator)
+    for name, tensor in expected["models"][0].items():
+        torch.testing.assert_close(state["models"][0][name], tensor)
+    assert state["amp_apex"] == {"loss_scaler0": {"loss_scale": 8.0, "unskipped": 5}}
+    assert (runner.operator.use_fp16_apex, runner.operator._amp) == (True, apex)
+    if operator_cls is OldApexOperator:
+        assert apex.options["opt_level"] == "O2"
+
+
+def test_several_batches_make_a_step_under_apex(apex: StrictAmp) -> None:
+    steps = StepOptions(accumulate_grad_batches=2, clip_grad_norm=0.5)
+    _, state = trained_model(LinearOperator, precision="apex", step_options=steps)
+    clipped = StepOptions(clip_grad_norm=0.5)
+    _, expected = trained_model(LinearOperator, config={"batch_size": 8}, step_options=clipped)
+    for name, tensor in expected["models"][0].items():
+        torch.testing.assert_close(state["models"][0][name], tensor)
+
+
+def test_a_state_of_apex_travels_also_under_its_old_name(apex: StrictAmp) -> None:
+    _, state = trained_model(LinearOperator, precision="apex")
+    old = {
+        **{key: value for key, value in state.items() if key != "amp_apex"},
+        "amp": {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 7}},
+    }
+    other = TorchRunner(RunnerSpec(LinearOperator, {}, precision="apex"), ALONE)
+    other.setup()
+    other.restore(old, ())
+    assert other.state()["amp_apex"] == old["amp"]
+    plain = make_runner()
+    plain.restore(state, ())
+    assert "amp_apex" not in plain.state()
+
+
+def test_a_step_that_apex_skips_does_not_advance_a_batch_scheduler(apex: StrictAmp) -> None:
+    class Overflows(LinearOperator):
+        def register(self, **parts: Any) -> Any:
+            scheduler = torch.optim.lr_scheduler.StepLR(parts["optimizers"], step_size=1)
+            *registered, self.scheduler = super().register(**parts, schedulers=scheduler)
+            return registered
+
+        def forward(self, features: Any, target: Any) -> Any:
+            output, loss = super().forward(features, target)
+            return output, loss * (float("inf") if self.global_step == 2 else 1.0)
+
+    runner, state = trained_model(Overflows, precision="apex", scheduler_step_freq="batch")
+    operator: Any = runner.operator
+    assert operator.scheduler.last_epoch == 4
+    assert state["amp_apex"]["loss_scaler0"]["loss_scale"] == 4.0

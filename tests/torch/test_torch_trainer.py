@@ -6,10 +6,12 @@ import inspect
 import logging
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,7 +22,14 @@ from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.utils import BATCH_SIZE
-from tests.torch.operators_for_tests import BatchNormOperator, DropoutOperator, LinearOperator
+from tests.torch.apex_double import StrictAmp
+from tests.torch.operators_for_tests import (
+    BatchNormOperator,
+    DropoutOperator,
+    LinearOperator,
+    OwnBatchOperator,
+    dataset,
+)
 from tests.torch.programs import run_in_terminal, run_program
 
 MakeTrainer = Callable[..., TorchTrainer]
@@ -143,6 +152,17 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("num_gpus", "backend", "expected"),
+    [(1, "auto", "nccl"), (2, "auto", "nccl"), (0.5, "auto", "gloo"), (1, "gloo", "gloo")],
+)
+def test_workers_that_share_a_gpu_talk_over_gloo(
+    num_gpus: float, backend: str, expected: str, make_local: MakeTrainer
+) -> None:
+    trainer = make_local(use_gpu=True, num_gpus_per_worker=num_gpus, backend=backend)
+    assert (trainer.backend, trainer.num_gpus_per_worker) == (expected, num_gpus)
+
+
 def test_a_collective_may_take_half_an_hour_unless_told_otherwise(make_local: MakeTrainer) -> None:
     assert make_local(use_gpu=False).timeout_s == 1800
 
@@ -170,6 +190,11 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
         for name in ("data_creator", "optimizer_creator", "scheduler_creator", "loss_creator")
     ],
     *[({"num_cpus_per_worker": value}, ValueError, "num_cpus_per_worker") for value in (-1, "2")],
+    *[
+        ({"num_gpus_per_worker": value}, ValueError, f"`num_gpus_per_worker={value!r}`")
+        for value in (0, -1, 1.5, True, "1")
+    ],
+    ({"num_gpus_per_worker": 0.5, "backend": "nccl"}, ValueError, "NCCL wants a GPU for each worker"),
     ({"backend": "mpi"}, ValueError, r"`backend='mpi'`.*allowed are"),
     *[({"recovery": value}, ValueError, "`recovery=.*allowed are") for value in ("restart", None, True)],
     *[({"min_workers": value}, kind, "min_workers") for value in (0, -1, 1.0) for kind in COUNT_ERRORS],
@@ -183,6 +208,30 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"timeout_s": "long"}, ValueError, "`timeout_s='long'`"),
     ({"timeout_s": True}, ValueError, "`timeout_s=True`"),
     *[({"use_fp16": value}, ValueError, "use_fp16") for value in (None, "native", "O1", 2)],
+    ({"precision": "fp8"}, ValueError, r"`precision='fp8'`: allowed are"),
+    ({"use_fp16": True, "precision": "bf16"}, ValueError, "both choose a format"),
+    *[({"parallel": value}, ValueError, r'`parallel=.*allowed are "ddp", "fsdp", "none"') for value in ("dp", 1, "")],
+    ({"parallel": "fsdp", "wrap_ddp": False}, ValueError, "contradict each other"),
+    *[
+        ({"accumulate_grad_batches": value}, ValueError, f"`accumulate_grad_batches={value}`: need at least 1")
+        for value in (0, -1, 1.5, True)
+    ],
+    *[
+        ({name: value}, ValueError, f"`{name}={value!r}`: need a positive number")
+        for name in ("clip_grad_norm", "clip_grad_value")
+        for value in (-1.0, 0, True, "1", float("inf"), float("nan"))
+    ],
+    *[({name: 1}, ValueError, f"`{name}=1`") for name in ("sync_batchnorm", "activation_checkpointing", "compile")],
+    ({"fsdp_args": ["a"]}, ValueError, r"`fsdp_args=\['a'\]`: need a dict"),
+    ({"fsdp_args": {}}, ValueError, '`fsdp_args` is given with `parallel="ddp"`'),
+    *[
+        ({"parallel": "fsdp", "fsdp_args": options}, ValueError, message)
+        for options, message in (
+            ({"mp_polici": 1}, "Did you mean 'mp_policy'"),
+            ({"min_block_parameters": 0}, "'min_block_parameters': 0"),
+            ({"reshard_after_forward": 2}, "'reshard_after_forward': 2"),
+        )
+    ],
     ({"scheduler_step_freq": 1}, ValueError, "`scheduler_step_freq=1`"),
     ({"config": {BATCH_SIZE: 1}, "num_workers": 2}, ValueError, "`num_workers=2`"),
     ({"config": {BATCH_SIZE: "8"}}, ValueError, "8"),
@@ -211,6 +260,41 @@ def test_wrong_arguments_are_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(kind, match=message):
         TorchTrainer(**{"training_operator_cls": LinearOperator, "num_workers": 2, **arguments})
+
+
+def no_lightning_module() -> type[TrainingOperator]:
+    return type("Lit", (LinearOperator,), {"_lightning_module_cls": None})
+
+
+# What each of two arguments allows by itself, and both together cannot be.
+EXCLUDED: list[tuple[dict[str, Any], str]] = [
+    (
+        {"parallel": "fsdp", "fsdp_args": {"mp_policy": object()}, "precision": "bf16"},
+        "mixed precision with `fsdp_args",
+    ),
+    ({"parallel": "fsdp", "fsdp_args": {"mp_policy": object()}, "use_fp16": True}, "mixed precision with `fsdp_args"),
+    ({"parallel": "fsdp", "fsdp_args": {"offload_policy": object()}, "precision": "fp16"}, "fp16 with `fsdp_args"),
+    ({"parallel": "fsdp", "fsdp_args": {"offload_policy": object()}}, "'offload_policy': ...}` without GPUs"),
+    ({"sync_batchnorm": True}, "`sync_batchnorm=True` without GPUs"),
+    ({"sync_batchnorm": True, "parallel": "none", "use_gpu": True}, '`sync_batchnorm=True` with `parallel="none"`'),
+    ({"parallel": "fsdp", "training_operator_cls": no_lightning_module()}, "LightningModule"),
+    ({"compile": True, "training_operator_cls": no_lightning_module()}, "LightningModule"),
+    ({"precision": "apex"}, "Apex without GPUs"),
+    ({"use_fp16": "apex", "compile": True, "use_gpu": True}, "Apex with `compile`"),
+    ({"precision": "apex", "parallel": "fsdp", "use_gpu": True}, 'Apex with `parallel="fsdp"`'),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), EXCLUDED)
+@pytest.mark.usefixtures("nothing_starts")
+def test_what_cannot_work_together_is_refused_by_name(
+    arguments: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apex = ModuleType("apex")
+    apex.amp = StrictAmp()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "apex", apex)
+    with pytest.raises(ValueError, match=re.escape(message) + r".*cannot work: .*"):
+        TorchTrainer(**{"training_operator_cls": LinearOperator, "num_workers": 2, "use_gpu": False, **arguments})
 
 
 @pytest.mark.parametrize("index", range(len(REFUSED)))
@@ -748,3 +832,166 @@ def test_a_warning_about_cuda_comes_only_where_there_is_cuda(
     caplog.set_level(logging.WARNING)
     make_local()
     assert bool([r for r in caplog.records if "CUDA" in r.message]) <= torch.cuda.is_available()
+
+
+# ------------------------------------------------------------------------------------------------ steps
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16"])
+def test_formats_train_here_too(precision: str, make_local: MakeTrainer) -> None:
+    trainer = make_local(precision=precision, use_gpu=False, clip_grad_norm=1.0)
+    operator: Any = trainer.get_local_operator()
+    assert operator.use_fp16 == (precision != "fp32")
+    first, last = [trainer.train()["train_loss"] for _ in range(2)]
+    assert last < first
+    assert ("amp_native" in trainer.state_dict()) == (precision == "fp16")
+
+
+def test_a_skipped_step_does_not_advance_a_batch_scheduler(make_local: MakeTrainer) -> None:
+    class Overflows(LinearOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
+            _, _, self.scheduler = self.register(models=self.model, optimizers=self.optimizer, schedulers=scheduler)
+            self._precision.load_state_dict({**self._precision.state_dict(), "scale": 1024.0})
+
+        def forward(self, features: Any, target: Any) -> Any:
+            output, loss = super().forward(features, target)
+            return output, loss * (float("inf") if self.global_step in (1, 2) else 1.0)
+
+    trainer = make_local(Overflows, precision="fp16", use_gpu=False, scheduler_step_freq="batch")
+    trainer.train()
+    operator: Any = trainer.get_local_operator()
+    assert operator.global_step == 5
+    assert operator.scheduler.last_epoch == 3
+    assert operator._amp_scaler.get_scale() == 256.0
+
+
+def test_a_batch_scheduler_steps_with_the_optimizer(make_local: MakeTrainer) -> None:
+    class Scheduled(LinearOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
+            _, _, self.scheduler = self.register(models=self.model, optimizers=self.optimizer, schedulers=scheduler)
+
+    trainer = make_local(Scheduled, accumulate_grad_batches=2, scheduler_step_freq="batch")
+    trainer.train()  # 5 batches
+    assert trainer.get_local_operator().scheduler.last_epoch == 3  # type: ignore[attr-defined]
+
+
+def test_the_number_of_batches_for_a_step_may_change_with_the_epoch(make_local: MakeTrainer) -> None:
+    class Grows(LinearOperator):
+        def accumulate_grad_batches(self, epoch_idx: int) -> int:
+            return super().accumulate_grad_batches(epoch_idx) * (epoch_idx + 1)
+
+        def optimizer_step(self) -> None:
+            super().optimizer_step()
+            self.seen.append([self.global_step])
+
+        def prepare_batch(self, batch: Any) -> Any:
+            features, _, target = batch
+            return (features,), target
+
+    trainer = make_local(Grows, accumulate_grad_batches=2)
+    trainer.train()
+    trainer.train()
+    assert trainer.get_local_operator().seen == [[1], [3], [4], [8], [9]]  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("answer", [0, 1.5, True, None])
+def test_a_strange_number_of_batches_is_refused(answer: Any, make_local: MakeTrainer) -> None:
+    class Strange(LinearOperator):
+        def accumulate_grad_batches(self, epoch_idx: int) -> Any:
+            return answer
+
+    with pytest.raises(ValueError, match=r"`Strange.accumulate_grad_batches` returned"):
+        make_local(Strange).train()
+
+
+def test_gradients_computed_past_the_library_cannot_be_accumulated(make_local: MakeTrainer) -> None:
+    with pytest.raises(ValueError, match=r"had no effect: `OwnBatchOperator` computes its gradients by itself"):
+        make_local(OwnBatchOperator, accumulate_grad_batches=2).train()
+
+
+def test_a_loop_that_stops_early_steps_what_is_left(make_local: MakeTrainer) -> None:
+    class StopsEarly(LinearOperator):
+        def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> Any:  # type: ignore[override]
+            for index, batch in enumerate(iterator):
+                self.train_batch(batch, info)
+                if index == 2:
+                    return {"pending": self._parallel.step.is_pending}
+
+    trainer = make_local(StopsEarly, accumulate_grad_batches=2)
+    assert trainer.train()["pending"], "two batches are stepped, the third waits"
+    other = make_local(LinearOperator, accumulate_grad_batches=2)
+    other.train(num_steps=3)
+    for name, tensor in trainer.get_model().state_dict().items():
+        torch.testing.assert_close(tensor, other.get_model().state_dict()[name], rtol=1e-6, atol=1e-6)
+    assert not trainer.get_local_operator()._parallel.step.is_pending
+
+
+def test_two_optimizers_accumulate_each_by_itself(make_local: MakeTrainer) -> None:
+    class Pair(TrainingOperator):
+        """Steps two models in one `train_batch`, as adversarial networks do."""
+
+        def setup(self, config: dict[str, Any]) -> None:
+            torch.manual_seed(0)
+            models = [torch.nn.Linear(3, 1) for _ in range(2)]
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+            self.models, self.optimizers = self.register(models=models, optimizers=optimizers)
+            self.model = torch.nn.ModuleList(self.models)
+            if self._precision.state_key:
+                self._precision.load_state_dict({**self._precision.state_dict(), "scale": 64.0, "growth_interval": 1})
+            data = dataset(16)
+            self.register_data(train_loader=torch.utils.data.DataLoader(data, batch_size=config["batch_size"]))
+
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            features, _, target = batch
+            for model, optimizer in zip(self.models, self.optimizers, strict=True):
+                self.optimizer = optimizer
+                with self._precision.forward():
+                    loss = torch.nn.functional.mse_loss(model(features), target)
+                self.backward(loss)
+                self.optimizer_step()
+            return {"num_samples": len(target)}
+
+    for precision, tolerance in (("fp32", 1e-6), ("fp16", 4e-3)):
+        small = make_local(Pair, config={"batch_size": 4}, accumulate_grad_batches=2, precision=precision)
+        large = make_local(Pair, config={"batch_size": 8}, precision=precision)
+        small.train()
+        large.train()
+        for model, expected in zip(small.get_model(), large.get_model(), strict=True):
+            torch.testing.assert_close(model.weight, expected.weight, rtol=tolerance, atol=tolerance)
+
+
+def test_a_rung_that_clips_can_be_overridden(make_local: MakeTrainer) -> None:
+    class Notes(LinearOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            self._precision.load_state_dict({**self._precision.state_dict(), "scale": 64.0})
+
+        def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
+            self.norm = float(
+                torch.nn.utils.get_total_norm([each.grad for each in parameters if each.grad is not None])
+            )
+            super().clip_grad_norm(parameters, max_norm)
+
+        def clip_grad_value(self, parameters: list[torch.Tensor], max_value: float) -> None:
+            self.largest = max(float(each.grad.norm()) for each in parameters if each.grad is not None)
+            super().clip_grad_value(parameters, max_value)
+
+    trainer = make_local(Notes, precision="fp16", use_gpu=False, clip_grad_norm=0.5, clip_grad_value=0.4)
+    trainer.train(num_steps=1)
+    operator: Any = trainer.get_local_operator()
+    assert 0.5 < operator.norm < 20, "unscaled, and not yet clipped"
+    assert operator.largest <= 0.5 + 1e-6, "the norm comes first, so that both bounds hold at the end"
+
+
+def test_compiled_models_keep_names_and_identity(make_local: MakeTrainer) -> None:
+    plain, compiled = make_local(), make_local(compile=True, activation_checkpointing=True)
+    assert list(plain.state_dict()["models"][0]) == list(compiled.state_dict()["models"][0])
+    assert compiled.train()["train_loss"] == pytest.approx(plain.train()["train_loss"], rel=1e-6)
+    assert compiled.validate()["val_loss"] == pytest.approx(plain.validate()["val_loss"], rel=1e-6)
+    operator: Any = compiled.get_local_operator()
+    assert operator.model._compiled_call_impl is not None
+    assert operator.model is compiled.get_model()

@@ -178,11 +178,11 @@ class WrapsByHand(Looks):
 
 
 def test_whoever_wraps_by_hand_gets_the_model_as_it_is(two: TorchTrainer) -> None:
-    assert look(two, lambda operator: operator.was_wrapped, WrapsByHand, wrap_ddp=False) == [False, False]
+    assert look(two, lambda operator: operator.was_wrapped, WrapsByHand, parallel="none") == [False, False]
 
 
 def test_replicas_wrapped_by_hand_stay_equal(two: TorchTrainer) -> None:
-    experiment = Experiment(WrapsByHand, {"look": id, "num_samples": 16}, options={"wrap_ddp": False})
+    experiment = Experiment(WrapsByHand, {"look": id, "num_samples": 16}, options={"parallel": "none"})
     first, second = run_together(two, experiment).model
     alone = run_alone(Experiment(LinearOperator, {"num_samples": 16, "batch_size": 8}))
     assert list(first) == ["weight", "bias"]

@@ -1,0 +1,88 @@
+"""The blocks that a large model is made of, and recomputing them in the backward pass.
+
+A block is an element of a `ModuleList` or `Sequential` that holds parameters: a layer of a transformer, a stage of a
+convolutional network. The outermost ones count; blocks do not contain one another.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.checkpoint import checkpoint
+
+logger = logging.getLogger(__name__)
+
+
+def blocks_of(model: torch.nn.Module, min_parameters: int = 1) -> list[torch.nn.Module]:
+    """The blocks of `model`, each once, with at least `min_parameters` numbers to learn.
+
+    A block that shares a parameter with anything outside of it, or stands in two places, is left out: it is no unit.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.ReLU(), torch.nn.Linear(2, 1))
+        >>> blocks_of(model)
+        [Linear(in_features=2, out_features=2, bias=True), Linear(in_features=2, out_features=1, bias=True)]
+    """
+    owners = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+    return [
+        block
+        for block in dict.fromkeys(_elements(model))
+        if sum(parameter.numel() for parameter in block.parameters()) >= min_parameters and not _shares(block, owners)
+    ]
+
+
+def _elements(module: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    for child in module.children():
+        is_element = isinstance(module, torch.nn.Sequential | torch.nn.ModuleList)
+        if is_element and not isinstance(child, torch.nn.ModuleList):  # a list is never called itself
+            yield child
+        else:
+            yield from _elements(child)
+
+
+def _shares(block: torch.nn.Module, owners: Counter[int]) -> bool:
+    own = Counter(id(parameter) for _, parameter in block.named_parameters(remove_duplicate=False))
+    return any(owners[identity] > count for identity, count in own.items())
+
+
+class _Recomputed:
+    """The forward pass of a block that keeps its inputs only; the backward pass computes it a second time."""
+
+    def __init__(self, forward: Callable[..., Any]) -> None:
+        self.forward = forward
+
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*args, **options)
+        return checkpoint(self.forward, *args, use_reentrant=False, **options)
+
+
+def checkpoint_activations(model: torch.nn.Module) -> int:
+    """Lets the blocks of `model` keep no activations for the backward pass; returns how many blocks that are.
+
+    The names in the model's state stay as they are. A block with a batch norm is left alone: computed twice, it would
+    count each batch twice.
+    """
+    blocks = [block for block in blocks_of(model) if not any(isinstance(part, _BatchNorm) for part in block.modules())]
+    for block in blocks:
+        block.forward = _Recomputed(block.forward)
+    if not blocks:
+        logger.warning(
+            "`activation_checkpointing=True` changes nothing: `%s` has no element of a `ModuleList` or `Sequential` "
+            "without batch norm",
+            type(model).__name__,
+        )
+    return len(blocks)
+
+
+def without_checkpointing(model: torch.nn.Module) -> torch.nn.Module:
+    """The same model, with its blocks as they were."""
+    for part in model.modules():
+        if isinstance(vars(part).get("forward"), _Recomputed):
+            del part.forward
+    return model

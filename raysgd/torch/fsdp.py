@@ -1,0 +1,264 @@
+"""Models, gradients and optimizer states divided over the ranks: PyTorch's `fully_shard`, also called FSDP2.
+
+Every parameter lives on all ranks, a part on each. A group of parameters is put together for its forward and backward
+pass and taken apart again. Here a group is a block of the model with enough parameters to be worth an exchange; all
+the rest is one more. What leaves the ranks (checkpoints, snapshots, `get_model`) is whole and plain, so it fits any
+other kind of training.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from raysgd.torch.blocks import blocks_of, without_checkpointing
+from raysgd.torch.options import FSDPOptions
+from raysgd.torch.parallel import NoParallel
+from raysgd.torch.step import Step, never_defer
+
+
+class FSDP(NoParallel):
+    """`fully_shard` on every model that has something to train.
+
+    Args:
+        device: Where the ranks compute.
+        world_size: How many ranks there are.
+        options: How models are divided.
+    """
+
+    synchronizes = True
+    is_sharded = True
+
+    def __init__(self, device: torch.device, world_size: int, options: FSDPOptions | None = None) -> None:
+        super().__init__()
+        self._device, self._world_size = device, world_size
+        self._options = options or FSDPOptions()
+        self._mesh: DeviceMesh | None = None
+        self._moved: dict[int, torch.nn.Parameter] = {}  # by identity of the whole parameters: what took their place
+        self._whole: list[torch.nn.Parameter] = []  # keeps them, so that no other object gets their identity
+        self._skeletons: dict[int, torch.nn.Module] = {}
+
+    # ---------------------------------------------------------------------------------------- set-up
+
+    def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
+        """Divides the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            return model
+        from torch.distributed.fsdp import fully_shard
+
+        self._broadcast(model)
+        self._skeletons[id(model)] = _skeleton_of(model)
+        whole = dict(model.named_parameters())
+        mesh = self._mesh = self._mesh or init_device_mesh(self._device.type, (self._world_size,))
+        for block in blocks_of(model, self._options.min_block_parameters):
+            if block is not model:
+                fully_shard(
+                    block,
+                    mesh=mesh,
+                    reshard_after_forward=self._options.reshard_after_forward,
+                    **self._options.for_pytorch(),
+                )
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, **self._options.for_pytorch())
+        for name, parameter in model.named_parameters():
+            self._moved[id(whole[name])] = parameter
+            self._whole.append(whole[name])
+        return model
+
+    def _broadcast(self, model: torch.nn.Module) -> None:
+        """Gives every rank rank 0's weights, as `DistributedDataParallel` does."""
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor, 0)
+
+    def adopt(self, optimizers: Sequence[Any]) -> None:
+        """Puts the divided parameters into the places of the whole ones, with what optimizers know about these."""
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["params"] = [self._moved.get(id(parameter), parameter) for parameter in group["params"]]
+            for parameter in [key for key in optimizer.state if id(key) in self._moved]:
+                moved = self._moved[id(parameter)]
+                optimizer.state[moved] = _divided(optimizer.state.pop(parameter), moved)
+        self._whole.clear()
+        self._moved.clear()
+
+    # ---------------------------------------------------------------------------------------- training
+
+    def arm(
+        self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
+    ) -> None:
+        """Gets ready for a call of `train`.
+
+        Where user code runs the loop, it may end in the middle of a window, and gradients that were not exchanged with
+        their backward pass never can be. There every batch is exchanged.
+        """
+        self.step.defer = _deferrer(_roots(models)) if may_defer and not weight_in_hook else never_defer
+        super().arm(models, weight_in_hook, window)
+        if not weight_in_hook or self._weights_in_hook or window > 1:
+            return
+        self._weights_in_hook = True
+        for part in _sharded_parts(models):
+            if not hasattr(part, "set_custom_reduce_scatter"):
+                raise RuntimeError(
+                    f'`parallel="fsdp"` with a `train_batch` or `train_epoch` of your own needs a later PyTorch than '
+                    f"{torch.__version__}: install one with `FSDPModule.set_custom_reduce_scatter`, or override a "
+                    "lower rung."
+                )
+            part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step))
+
+    @contextmanager
+    def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """Puts the models together for the time of the evaluation, so that no forward pass waits for other ranks."""
+        roots, parts = _roots(models), _sharded_parts(models)
+        for model in roots:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+        for part in parts:
+            part.set_reshard_after_forward(False, recurse=False)
+            part.unshard()
+        try:
+            yield
+        finally:
+            for part in parts:
+                keeps = part in roots or not self._options.reshard_after_forward
+                part.set_reshard_after_forward(not keeps, recurse=False)
+                part.reshard()
+
+    # ---------------------------------------------------------------------------------------- state
+
+    def state_of(self, part: Any) -> dict[str, Any]:
+        """The whole state on rank 0; the others get one without tensors."""
+        state: dict[str, Any] = _gathered(part.state_dict(), keep=dist.get_rank() == 0)
+        return state
+
+    def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
+        """Takes from the whole tensors what belongs to this rank; no exchange."""
+        own = model.state_dict()
+        rest = dict(state)
+        with torch.no_grad():
+            for name, tensor in own.items():
+                if isinstance(tensor, DTensor):
+                    tensor.to_local().copy_(_part_of(rest.pop(name), tensor))
+        model.load_state_dict(rest, strict=False)
+
+    def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
+        """Likewise. Whatever has the shape of its parameter is divided as that is."""
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        indices = [index for group in state["param_groups"] for index in group["params"]]
+        by_index = dict(zip(indices, parameters, strict=True))
+        entries = {
+            index: _divided(entry, by_index[index]) if index in by_index else entry
+            for index, entry in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": entries})
+
+    def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
+        """A whole copy on rank 0; all ranks have to ask."""
+        state = self.state_of(model)
+        skeleton = self._skeletons.get(id(model))
+        if skeleton is None:
+            return super().plain_model(model)
+        if dist.get_rank():
+            return None
+        plain = copy.deepcopy(skeleton)
+        plain.load_state_dict(state, strict=False, assign=True)
+        for name, buffer in model.named_buffers():  # those that are in no state, too
+            owner, _, attribute = name.rpartition(".")
+            plain.get_submodule(owner)._buffers[attribute] = buffer.detach().cpu().clone()
+        return without_checkpointing(plain).train(model.training)
+
+
+class _WeightedReduceScatter:
+    """The exchange of gradients, weighted on their way out."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
+    ) -> Any:
+        if self._step.window == 1 and self._step.weight != 1.0:
+            input_tensor.mul_(self._step.weight)
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _deferrer(roots: Sequence[Any]) -> Callable[[bool], None]:
+    def defer(is_deferred: bool) -> None:
+        for root in roots:
+            root.set_requires_gradient_sync(not is_deferred)
+
+    return defer
+
+
+def _sharded_parts(models: Iterable[torch.nn.Module]) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
+
+
+def _roots(models: Iterable[torch.nn.Module]) -> list[Any]:
+    from torch.distributed.fsdp import FSDPModule
+
+    return [model for model in models if isinstance(model, FSDPModule)]
+
+
+def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy whose parameters take no memory: what `get_model` fills, since a divided model cannot be copied."""
+    memo: dict[int, Any] = {
+        id(parameter): torch.nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        for parameter in model.parameters()
+    }
+    return copy.deepcopy(model, memo)
+
+
+def _gathered(value: Any, keep: bool) -> Any:
+    """`value` with whole tensors. All ranks have to take part, in the same order; only those that `keep` hold them."""
+    if isinstance(value, DTensor):
+        whole = value.full_tensor()
+        return whole.cpu() if keep else None
+    if isinstance(value, dict):
+        return {key: _gathered(item, keep) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_gathered(item, keep) for item in value)
+    return value
+
+
+def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
+    """What of `whole` this rank holds if it is divided as `like` is."""
+    [placement] = like.placements
+    if not isinstance(placement, Shard):
+        return whole
+    chunks = torch.chunk(whole, like.device_mesh.size(), dim=placement.dim)
+    rank = like.device_mesh.get_local_rank()
+    return chunks[rank] if rank < len(chunks) else whole.narrow(placement.dim, 0, 0)
+
+
+def _divided(entry: Any, parameter: Any) -> Any:
+    """What an optimizer keeps for a parameter, divided as the parameter is."""
+    if not isinstance(parameter, DTensor) or not isinstance(entry, Mapping):
+        return copy.deepcopy(entry)
+    return {name: _divided_tensor(value, parameter) for name, value in entry.items()}
+
+
+def _divided_tensor(value: Any, parameter: DTensor) -> Any:
+    is_like = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+    if not is_like or not value.ndim:
+        return copy.deepcopy(value)
+    part = _part_of(value, parameter).to(parameter.device, copy=True).contiguous()
+    return DTensor.from_local(
+        part,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )

@@ -1,0 +1,65 @@
+"""A driver that is a worker itself on a machine with two GPUs, told by a program with a Ray cluster of its own.
+
+The GPUs are Ray's word only: it hands out their ids whether or not there is any. One line of JSON says what was seen.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+
+from raysgd.engine.types import Resources
+from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from tests.fakes import CountingReplica, NullBackend
+
+
+class NotesGPUs(NullBackend):
+    """Remembers which GPUs it was told to use."""
+
+    def use_gpus(self, gpu_ids: Sequence[str]) -> None:
+        self.told = list(gpu_ids)
+
+
+def visible(replica: Any) -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
+def tell() -> dict[str, Any]:
+    backend = NotesGPUs()
+    spec = GroupSpec(backend, CountingReplica, Resources(1, 1), use_local=True, reservation_timeout_s=60)
+    group = WorkerGroup(spec, 2)
+    report = group.start()
+    assert report.ok, report
+    answers = group.on_replica(visible, {0: (), 1: ()}).values
+    seen = {
+        "driver": backend.told,
+        "remote": answers[1].value,
+        "driver's variable": answers[0].value,
+        "free during": ray.available_resources().get("GPU", 0.0),
+    }
+    group.stop(10.0)
+    return seen
+
+
+def main() -> None:
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        first, second = tell(), tell()
+        alone = GroupSpec(NotesGPUs(), CountingReplica, Resources(1, 1), use_local=True)
+        group = WorkerGroup(alone, 1)
+        group.start()
+        seen = {"first": first, "second": second, "alone": getattr(alone.backend, "told", None)}
+        group.stop(1.0)
+    finally:
+        ray.shutdown()
+    print(json.dumps(seen))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,142 @@
+"""Trainers whose models and optimizer states are divided over the workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd.torch import TorchTrainer
+from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+
+class Blocks(LinearOperator):
+    """Blocks in a list and a head, a buffer that is in no state, and an optimizer with a state."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup({"optimizer": "adam", **config})
+
+    def make_model(self) -> torch.nn.Module:
+        return Net()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        once = self.config.get("dies_once")
+        if once and self.world_rank == 1 and self.global_step == 5 and not Path(once).exists():
+            Path(once).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().train_batch(batch, batch_info)
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(NUM_FEATURES, NUM_FEATURES) for _ in range(3))
+        self.head = torch.nn.Linear(NUM_FEATURES, 1)
+        self.register_buffer("shift", torch.full((1,), 0.5), persistent=False)
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            features = features + torch.tanh(block(features))
+        return self.head(features) + self.shift
+
+
+def start(num_workers: int = 2, **options: Any) -> TorchTrainer:
+    return TorchTrainer(
+        **{
+            "training_operator_cls": Blocks,
+            "num_workers": num_workers,
+            "num_cpus_per_worker": 0.5,
+            "use_gpu": False,
+            "parallel": "fsdp",
+            "fsdp_args": {"min_block_parameters": 1},
+            **options,
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def divided(ray_cluster: None) -> Iterator[TorchTrainer]:
+    with start() as trainer:
+        yield trainer
+
+
+def shares(operator: Any) -> tuple[int, int, int]:
+    """Numbers of this rank: of the model, and of what its optimizer steps and keeps."""
+    optimizer = operator.optimizer
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    kept = [entry["exp_avg"] for entry in optimizer.state.values()]
+    return tuple(sum(t.to_local().numel() for t in ts) for ts in (operator.model.parameters(), stepped, kept))  # type: ignore[return-value]
+
+
+def test_every_worker_holds_a_part_and_steps_that(divided: TorchTrainer) -> None:
+    before = divided.get_model().state_dict()
+    divided.train()
+    after = divided.get_model().state_dict()
+    assert all(not torch.equal(before[name], after[name]) for name in before)
+    whole = sum(tensor.numel() for tensor in after.values())
+    parts = divided.apply_all_operators(shares)
+    assert [sum(column) for column in zip(*parts, strict=True)] == [whole] * 3
+    assert all(0 < number < whole for part in parts for number in part)
+
+
+def test_the_model_comes_whole_and_plain(divided: TorchTrainer) -> None:
+    model = divided.get_model()
+    assert type(model).__name__ == "Net"
+    assert [type(parameter) for parameter in model.parameters()] == [torch.nn.Parameter] * 8
+    assert model.shift.item() == 0.5
+    loss = torch.nn.functional.mse_loss
+    features, _, target = dataset(13, seed=1).tensors
+    assert divided.validate()["val_loss"] == pytest.approx(loss(model(features), target).item(), rel=1e-5)
+
+
+def test_files_travel_to_other_ways_of_training_and_back(
+    divided: TorchTrainer, tmp_path: Path, make_local: Callable[..., TorchTrainer]
+) -> None:
+    divided.train()
+    state = divided.state_dict()
+    path = divided.save(tmp_path / "divided")
+    alone = make_local(Blocks)
+    alone.load(path)
+    assert equal(alone.state_dict(), state)
+    found = alone.train()
+    assert found["train_loss"] == found["train_loss"]
+    back = alone.save(tmp_path / "alone")
+    divided.load(back)
+    assert equal(divided.state_dict(), alone.state_dict())
+
+
+def test_a_lost_worker_is_replaced_and_nothing_is_lost(
+    ray_cluster: None, tmp_path: Path, make_local: Callable[..., TorchTrainer]
+) -> None:
+    """A rank takes its part of the model along: a new group starts, from the whole state of the last call."""
+    alone = make_local(Blocks, config={"batch_size": 8})
+    expected = [alone.train(num_steps=2)["train_loss"] for _ in range(3)]
+    with start(config={"dies_once": str(tmp_path / "died")}) as trainer:
+        found = [trainer.train(num_steps=2)["train_loss"] for _ in range(3)]
+        assert found == pytest.approx(expected, rel=1e-5)
+        assert trainer._num_failures == 1
+        model = trainer.get_model().state_dict()
+    torch.testing.assert_close(dict(model), dict(alone.get_model().state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def test_rank_zero_may_live_in_the_driver(ray_cluster: None) -> None:
+    with start(use_local=True, precision="bf16", accumulate_grad_batches=2, clip_grad_norm=1.0) as trainer:
+        trainer.train()
+        model = trainer.get_model()
+        assert type(model).__name__ == "Net", "a copy: the live one cannot be used by one rank alone"
+        assert trainer.validate()["num_samples"] == 13
+        state = trainer.state_dict()
+    assert equal(dict(state["models"][0]), dict(model.state_dict()))
+
+
+def test_a_single_worker_has_nothing_to_divide(make_local: Callable[..., TorchTrainer]) -> None:
+    trainer = make_local(Blocks, parallel="fsdp", precision="fp16")
+    trainer.train()
+    assert type(trainer.get_local_operator().model).__name__ == "Net"
