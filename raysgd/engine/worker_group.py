@@ -308,8 +308,12 @@ class WorkerGroup:
         return answers
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Asks a remote rank beside its work; returns the call, to be listened to."""
+        """Asks a remote rank beside its work; returns the call, for `hear`."""
         return self._workers[rank].submit("beside", function, *args)
+
+    def hear(self, rank: int, call: Any) -> Outcome:
+        """What became of a call by `submit_beside`, as of now."""
+        return outcome(rank, call)
 
     def kill_rank(self, rank: int) -> None:
         """Ends a worker that does not answer any more, in a way that reaches a stopped process too."""

@@ -175,15 +175,6 @@ def test_a_caller_that_breaks_off_loses_only_the_batch_it_holds(make_source: Cal
     assert numbers(stream.take(None)) == [2, 3, 4]
 
 
-def test_a_rewound_stream_begins_a_new_pass(make_source: Callable[[int], Source]) -> None:
-    stream, passes = make_stream(make_source(3))
-    assert numbers(stream.take(2)) == [0, 1]
-    stream.rewind()
-    assert not stream.is_mid_pass
-    assert numbers(stream.take(None)) == [0, 1, 2]
-    assert passes.num_begun == 2
-
-
 # ------------------------------------------------------------------------------------------------ plain sources
 
 
