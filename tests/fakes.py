@@ -159,22 +159,29 @@ class SteppingReplica(CountingReplica):
         self.world, self.holds_at, self.is_whole = world, None, True
         return f"rank {world.rank} of {world.size}"
 
+    @property
+    def _num_done_now(self) -> int:
+        """Steps of the running call: a fake group does all its waiting before it takes the first step."""
+        return 0 if self.has_answered else self.num_done or 0
+
     def beat(self) -> Beat:
-        return Beat(0, self.num_done or 0, "stepping", snapshot=self.snapshot_at)
+        return Beat(0, self._num_done_now, "stepping", snapshot=self.snapshot_at)
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:
-        step = (self.num_done or 0) + margin if at is None else at
+        step = self._num_done_now + margin if at is None else at
         self.proposals.append((step, None))
         return None if self.refuses_hold else step
 
     def settle_hold(self, is_agreed: bool) -> None:
+        if not self.proposals:
+            return
         step, _ = self.proposals[-1]
         self.proposals[-1] = (step, is_agreed)
         self.holds_at = step if is_agreed else None
 
     def part_of_snapshot(self, number: int) -> Capture | None:
-        """The part as it will be: a fake group does all its waiting before it takes the first step."""
-        steps_to_go = number - (self.num_done or 0)
+        """The part as it will be after so many steps."""
+        steps_to_go = number - self._num_done_now
         shared = None if self.world.rank else self.total + steps_to_go
         return Capture(self.num_own_calls, shared_state=shared, progress=number) if number == self.snapshot_at else None
 
@@ -329,6 +336,7 @@ class FakeGroup:
         self.first_size = num_workers
         self.num_spares = 0
         self.num_seats = 0
+        self.num_seated = 0
         self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
         self.replicas: list[Any] = []
@@ -362,7 +370,7 @@ class FakeGroup:
         self.infos = [WorkerInfo(nodes[rank], "10.0.0.1", rank) for rank in range(self.num_workers)]
         self.worlds = ranks.assign(self.infos)
         self.replicas = [self.spec.make_replica(world) for world in self.worlds]
-        self.num_seats = self.num_workers + self.num_spares
+        self.num_seats, self.num_seated = self.num_workers + self.num_spares, self.num_workers
         report = self._report(event, lambda replica: replica.setup(), {}, self.spec.captures, None)
         self.is_alive = report.ok
         return report
@@ -460,6 +468,7 @@ class FakeGroup:
 
     def let_go(self, leaving: Sequence[int]) -> None:
         assert not (self.spec.use_local and 0 in leaving), "the driver cannot leave"
+        self.num_seated -= len(leaving)
 
     def regroup(
         self,
@@ -489,8 +498,8 @@ class FakeGroup:
 
     def call_up(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
         self.recruits.avoid(avoid)
-        taken = self.num_workers + len(self.recruits.ready) + self.recruits.num_coming
-        count = max(0, min(count, min(self.num_seats, self.cluster.num_slots) - taken))
+        count = max(0, min(count, min(self.num_seats, self.cluster.num_slots) - self.num_seated))
+        self.num_seated += count
         self.recruits.num_coming += count
         if not self.cluster.recruits_are_slow:
             self.recruits.arrive()
@@ -540,6 +549,7 @@ class FakeRecruits:
 
     def dismiss(self, recruit: Any) -> None:
         self.dismissed.append(recruit)
+        self._group.num_seated -= 1
 
     def avoid(self, node_ids: frozenset[str]) -> None: ...
 
