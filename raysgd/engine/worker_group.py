@@ -5,6 +5,7 @@ Faults of remote workers come back as `Outcome`s; they are never raised from her
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -120,7 +121,7 @@ class WorkerGroup:
     def _create(self, timeout_s: float) -> None:
         spec = self._spec
         if spec.use_local:
-            self._workers.append(LocalWorker(spec.backend))
+            self._workers.append(LocalWorker(copy.deepcopy(spec.backend)))  # the one of the spec is sent to others
         if self.num_workers == len(self._workers):
             return
         from raysgd.engine import resources
