@@ -8,26 +8,30 @@ happen to them what a test scripted.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 from raysgd.backends.base import Backend
 from raysgd.engine import ranks
-from raysgd.engine.controller import Clock
+from raysgd.engine.lifecycle import Clock
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import (
+    Beat,
     ClusterView,
     Failure,
     FailureKind,
     GroupReport,
+    Handover,
+    Held,
     NodeView,
     Outcome,
     Rendezvous,
+    Standing,
     WorkerInfo,
     World,
 )
-from raysgd.engine.worker import Answer
+from raysgd.engine.worker import Answer, Stood
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError, WorkerFault
 
@@ -40,7 +44,7 @@ class NullBackend(Backend):
     def open_rendezvous(self) -> int:
         return 1
 
-    def join(self, rendezvous: Rendezvous, world: World) -> None: ...
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None: ...
 
     def leave(self) -> None: ...
 
@@ -103,15 +107,131 @@ def read(replica: CountingReplica) -> tuple[float, int]:
     return replica.total, replica.num_own_calls
 
 
+class SteppingReplica(CountingReplica):
+    """A replica that can go on in another group. A call takes steps, each of which adds 1 to the sum.
+
+    Attributes:
+        num_done: Steps of the running call completed, or of the last one; None before the first.
+        has_answered: Whether the running call was finished here.
+        breaks_after: Where a test lets the running call break off.
+        obstacle: Why it cannot go on in another group.
+        is_whole: Whether its state is that of a completed step.
+        refuses_hold: Whether it is too late, whatever is proposed.
+        proposals: Every proposal to stop, and what became of it.
+        snapshot_at: After how many steps it took a snapshot inside the running call.
+    """
+
+    def __init__(self, world: World, is_large: bool = False) -> None:
+        super().__init__(world, is_large)
+        self.num_done: int | None = None
+        self.has_answered = False
+        self.breaks_after: int | None = None
+        self.obstacle: str | None = None
+        self.is_whole = True
+        self.refuses_hold = False
+        self.proposals: list[tuple[int, bool | None]] = []
+        self.holds_at: int | None = None
+        self.snapshot_at = 0
+        self.is_primed = False
+
+    def restore(self, shared_state: float, rank_states: Sequence[int]) -> None:
+        super().restore(shared_state, rank_states)
+        self.num_done, self.has_answered = None, False
+
+    def restore_inside(self, shared_state: float, rank_states: Sequence[int], progress: Sequence[int]) -> None:
+        self.restore(shared_state, rank_states)
+        self.num_done = progress[0]
+
+    def standing(self) -> Standing:
+        done = (self.num_done or 0) + self.has_answered
+        return Standing(done, self.is_whole, self.obstacle, f"{done} steps done")
+
+    def prime(self) -> None:
+        self.total, self.is_primed = -1000.0, True  # practice leaves traces; they must be taken over
+
+    def hand_over(self) -> tuple[float, int | None, bool]:
+        return self.total, self.num_done, self.has_answered
+
+    def take_over(self, state: tuple[float, int | None, bool]) -> None:
+        self.total, self.num_done, self.has_answered = state
+
+    def regroup(self, world: World, handover: Handover) -> str:
+        self.world, self.holds_at, self.is_whole = world, None, True
+        return f"rank {world.rank} of {world.size}"
+
+    @property
+    def _num_done_now(self) -> int:
+        """Steps of the running call: a fake group does all its waiting before it takes the first step."""
+        return 0 if self.has_answered else self.num_done or 0
+
+    def beat(self) -> Beat:
+        return Beat(0, self._num_done_now, "stepping", snapshot=self.snapshot_at)
+
+    def propose_hold(self, margin: int, at: int | None) -> int | None:
+        step = self._num_done_now + margin if at is None else at
+        self.proposals.append((step, None))
+        return None if self.refuses_hold else step
+
+    def settle_hold(self, is_agreed: bool) -> None:
+        if not self.proposals:
+            return
+        step, _ = self.proposals[-1]
+        self.proposals[-1] = (step, is_agreed)
+        self.holds_at = step if is_agreed else None
+
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        """The part as it will be after so many steps."""
+        steps_to_go = number - self._num_done_now
+        shared = None if self.world.rank else self.total + steps_to_go
+        return Capture(self.num_own_calls, shared_state=shared, progress=number) if number == self.snapshot_at else None
+
+
+def walk(replica: SteppingReplica, num_steps: int) -> float | Held:
+    """A call that can be gone on with: so many steps."""
+    replica.num_done, replica.has_answered = 0, False
+    return walk_on(replica, num_steps)
+
+
+def walk_on(replica: SteppingReplica, num_steps: int) -> float | Held:
+    """Goes on with `walk`, wherever it is."""
+    replica.num_done = replica.num_done or 0
+    while replica.num_done < num_steps:
+        if replica.num_done == replica.breaks_after:
+            replica.breaks_after = None
+            raise BrokenOff
+        if replica.num_done == replica.holds_at:
+            shared = None if replica.world.rank else replica.total
+            return Held(
+                replica.num_done, Capture(replica.num_own_calls, shared_state=shared, progress=replica.num_done)
+            )
+        replica.num_done += 1
+        replica.total += 1
+    if not replica.has_answered:
+        replica.has_answered = True
+        replica.num_own_calls += 1
+    return replica.total
+
+
+class BrokenOff(Exception):
+    """The rest of the group is gone: a rank in the middle of a call does not answer."""
+
+
 # ---------------------------------------------------------------------------------------- what may happen
 
 
 @dataclass(frozen=True)
 class Lost:
-    """These ranks are gone; the others had done their part, but nobody waited for their answers."""
+    """These ranks are gone; the others had done their part, but nobody waited for their answers.
+
+    Attributes:
+        ranks: Who is gone.
+        kind: How that was seen.
+        after: How many steps the others had done by then, by rank; without it, all of them.
+    """
 
     ranks: tuple[int, ...]
     kind: FailureKind = "died"
+    after: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -164,7 +284,13 @@ class FakeCluster:
         starts: What happens at each start of a group; past the end, nothing.
         calls: The same for each call of a function of a test.
         restores: The same for each call that the controller makes on its own.
+        stands: The same whenever survivors leave their group.
+        regroups: The same whenever a group is formed anew in place.
         transfer_s: How long a state that is fetched is on its way.
+        recruits_are_slow: Whether workers that are called up are ready only when somebody waits for them.
+        while_waiting: Given the driver's tick, lets happen what happens during each call of a function of a test.
+        nodes: Nodes of the ranks of a group that starts; one node for all without it.
+        silent: Ranks that do not answer any more, without a word of why.
         groups: Every group that was made.
     """
 
@@ -173,7 +299,13 @@ class FakeCluster:
     starts: deque[Event] = field(default_factory=deque)
     calls: deque[Event] = field(default_factory=deque)
     restores: deque[Event] = field(default_factory=deque)
+    stands: deque[Event] = field(default_factory=deque)
+    regroups: deque[Event] = field(default_factory=deque)
     transfer_s: float = 0.0
+    recruits_are_slow: bool = False
+    while_waiting: Callable[[Callable[[], None]], None] = lambda tick: tick()
+    nodes: Sequence[str] = ()
+    silent: set[int] = field(default_factory=set)
     groups: list[FakeGroup] = field(default_factory=list)
 
     def make_group(self, spec: GroupSpec, num_workers: int) -> WorkerGroup:
@@ -183,7 +315,7 @@ class FakeCluster:
 
     @property
     def num_free(self) -> int:
-        used = sum(len(group) for group in self.groups if group.is_alive and not group.is_driver_only)
+        used = sum(group.num_seats for group in self.groups if group.is_alive and not group.is_driver_only)
         return max(0, self.num_slots - self.num_taken - used)
 
     def view(self) -> ClusterView:
@@ -192,8 +324,8 @@ class FakeCluster:
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes of all groups that were made, in order."""
-        return [len(group) for group in self.groups]
+        """The sizes with which all groups were made, in order."""
+        return [group.first_size for group in self.groups]
 
 
 class FakeGroup:
@@ -201,11 +333,19 @@ class FakeGroup:
 
     def __init__(self, cluster: FakeCluster, spec: GroupSpec, num_workers: int) -> None:
         self.cluster, self.spec, self.num_workers = cluster, spec, num_workers
+        self.first_size = num_workers
+        self.num_spares = 0
+        self.num_seats = 0
+        self.num_seated = 0
+        self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
         self.replicas: list[Any] = []
+        self.recruits = FakeRecruits(self)
         self.is_alive = False
         self.ended_by: str | None = None
         self.functions: list[str] = []
+        self.killed_ranks: list[int] = []
+        self.handovers: list[Handover] = []
 
     def __len__(self) -> int:
         return self.num_workers
@@ -215,6 +355,10 @@ class FakeGroup:
         return self.spec.use_local and self.num_workers == 1
 
     @property
+    def remote_ranks(self) -> list[int]:
+        return list(range(int(self.spec.use_local), self.num_workers))
+
+    @property
     def local_replica(self) -> Any:
         return self.replicas[0] if self.spec.use_local else None
 
@@ -222,8 +366,11 @@ class FakeGroup:
         event = _next(self.cluster.starts)
         if isinstance(event, Denied):
             raise ReservationTimeoutError("not granted")
-        self.worlds = ranks.assign([WorkerInfo("node", "10.0.0.1", rank) for rank in range(self.num_workers)])
+        nodes = self.cluster.nodes or ["node"] * self.num_workers
+        self.infos = [WorkerInfo(nodes[rank], "10.0.0.1", rank) for rank in range(self.num_workers)]
+        self.worlds = ranks.assign(self.infos)
         self.replicas = [self.spec.make_replica(world) for world in self.worlds]
+        self.num_seats, self.num_seated = self.num_workers + self.num_spares, self.num_workers
         report = self._report(event, lambda replica: replica.setup(), {}, self.spec.captures, None)
         self.is_alive = report.ok
         return report
@@ -239,10 +386,10 @@ class FakeGroup:
     ) -> GroupReport:
         assert self.is_alive, "a group that was given up was used again"
         self.functions.append(function.__name__)
-        is_own_call = function.__module__ == "raysgd.engine.controller"
+        is_own_call = function.__module__.startswith("raysgd.engine.")
         event = _next(self.cluster.restores if is_own_call else self.cluster.calls)
         if tick is not None:
-            tick()
+            self.cluster.while_waiting(tick)
         return self._report(event, function, args_by_rank, capture, landed)
 
     def _report(
@@ -263,8 +410,15 @@ class FakeGroup:
                 outcomes.append(Outcome(rank, failure=failure))
                 continue
             replica = self.replicas[rank]
-            value = function(replica, *args_by_rank.get(rank, ()))
-            answer = Answer(value, replica.capture(landed) if capture else None)
+            if isinstance(event, Lost) and rank in event.after:
+                replica.breaks_after = event.after[rank]
+            try:
+                value = function(replica, *args_by_rank.get(rank, ()))
+            except BrokenOff:
+                outcomes.append(Outcome(rank, answered=False))
+                continue
+            is_over = not isinstance(value, Held)
+            answer = Answer(value, replica.capture(landed) if capture and is_over else None)
             is_heard = event is None or (isinstance(event, Raised) and event.others_answered)
             outcomes.append(Outcome(rank, answer) if is_heard else Outcome(rank, answered=False))
         return GroupReport(tuple(outcomes))
@@ -275,11 +429,129 @@ class FakeGroup:
     def share(self, value: Any) -> list[Any]:
         return [value] * self.num_workers
 
+    # ------------------------------------------------------------------------------------ beside the work
+
+    def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+        return lambda: function(self.replicas[rank], *args)
+
+    def hear(self, rank: int, call: Callable[[], Any]) -> Outcome:
+        return Outcome(rank, answered=False) if rank in self.cluster.silent else Outcome(rank, call())
+
+    def ask_beside(
+        self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = 0.0
+    ) -> dict[int, Any]:
+        asked = [rank for rank in ranks or range(self.num_workers) if rank not in self.cluster.silent]
+        if method == "stack":
+            return {rank: f"stack of rank {rank}" for rank in asked}
+        function, *rest = args
+        return {rank: function(self.replicas[rank], *rest) for rank in asked}
+
+    def kill_rank(self, rank: int) -> None:
+        self.killed_ranks.append(rank)
+
+    # ------------------------------------------------------------------------------------ formed anew
+
+    def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
+        lost = {o.rank for o in report.outcomes if o.failure is not None and o.failure.kind == "died"}
+        return [rank for rank in range(self.num_workers) if rank not in lost | self.cluster.silent]
+
+    def stand(self, survivors: Sequence[int]) -> GroupReport:
+        event = _next(self.cluster.stands)
+        if isinstance(event, Interrupted):
+            raise KeyboardInterrupt
+        outcomes = []
+        for rank in survivors:
+            failure = _failure(event, rank)
+            stood = Stood(self.replicas[rank].standing(), 1 if rank == survivors[0] else None)
+            outcomes.append(Outcome(rank, failure=failure) if failure else Outcome(rank, stood))
+        return GroupReport(tuple(outcomes))
+
+    def let_go(self, leaving: Sequence[int]) -> None:
+        assert not (self.spec.use_local and 0 in leaving), "the driver cannot leave"
+        self.num_seated -= len(leaving)
+
+    def regroup(
+        self,
+        survivors: Sequence[int],
+        joining: Sequence[Any],
+        port: int,
+        handover: Handover,
+        tick: Callable[[], None] | None = None,
+    ) -> GroupReport:
+        assert port == 1, "the first survivor has opened the meeting point"
+        event = _next(self.cluster.regroups)
+        self.handovers.append(handover)
+        self.replicas = [self.replicas[rank] for rank in survivors] + list(joining)
+        new = [WorkerInfo("node", "10.0.0.1", 100 + index) for index in range(len(joining))]
+        self.infos = [self.infos[rank] for rank in survivors] + new
+        self.worlds, self.num_workers = ranks.assign(self.infos), len(self.infos)
+        if event is None:
+            for taker in handover.takers:
+                self.replicas[taker].take_over(self.replicas[handover.source].hand_over())
+        report = self._report(
+            event, lambda replica: replica.regroup(self._world_of(replica), handover), {}, False, None
+        )
+        return GroupReport(tuple(replace(o, value=o.value.value) if o.ok else o for o in report.outcomes))
+
+    def _world_of(self, replica: Any) -> World:
+        return next(world for world, other in zip(self.worlds, self.replicas, strict=True) if other is replica)
+
+    def call_up(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
+        self.recruits.avoid(avoid)
+        count = max(0, min(count, min(self.num_seats, self.cluster.num_slots) - self.num_seated))
+        self.num_seated += count
+        self.recruits.num_coming += count
+        if not self.cluster.recruits_are_slow:
+            self.recruits.arrive()
+        return count
+
+    def reserve(self, count: int, timeout_s: float) -> None:
+        if self.cluster.num_free < count:
+            raise ReservationTimeoutError("not granted")
+        self.num_seats += count
+
+    # ------------------------------------------------------------------------------------ the end
+
     def kill(self, timeout_s: float = 5.0) -> None:
         self.is_alive, self.ended_by = False, "kill"
 
     def stop(self, timeout_s: float) -> None:
         self.is_alive, self.ended_by = False, "stop"
+
+
+class FakeRecruits:
+    """Replicas that are made ready beside a group."""
+
+    def __init__(self, group: FakeGroup) -> None:
+        self._group = group
+        self.ready: list[Any] = []
+        self.num_coming = 0
+        self.dismissed: list[Any] = []
+
+    @property
+    def num_ready(self) -> int:
+        return len(self.ready)
+
+    def arrive(self) -> None:
+        """Those that are coming are ready now."""
+        for _ in range(self.num_coming):
+            replica: Any = self._group.spec.make_replica(World(rank=0, size=1))
+            replica.setup()
+            replica.prime()
+            self.ready.append(replica)
+        self.num_coming = 0
+
+    def take(self, count: int, timeout_s: float = 0.0) -> list[Any]:
+        if timeout_s:
+            self.arrive()
+        taken, self.ready = self.ready[:count], self.ready[count:]
+        return taken
+
+    def dismiss(self, recruit: Any) -> None:
+        self.dismissed.append(recruit)
+        self._group.num_seated -= 1
+
+    def avoid(self, node_ids: frozenset[str]) -> None: ...
 
 
 @dataclass

@@ -149,7 +149,7 @@ def test_the_engine_stands_on_itself_and_the_utilities() -> None:
     )
 
 
-def test_only_few_modules_of_the_engine_know_ray() -> None:
+def test_only_a_few_modules_of_the_engine_know_ray() -> None:
     found = [
         found
         for found in imports_of("raysgd/engine")

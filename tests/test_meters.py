@@ -378,3 +378,81 @@ class TestMetricSummary:
     def test_an_added_value_has_no_sum(self, summary: MetricSummary) -> None:
         summary["extra"] = 1.0
         assert set(summary.totals) == {"loss", "broken"}
+
+
+class TestGoingOn:
+    """A collection that goes on with what another one had counted."""
+
+    def counted(self, *losses: float, n: int = 1) -> AverageMeterCollection:
+        meters = AverageMeterCollection()
+        for loss in losses:
+            meters.update({"loss": loss}, n)
+        return meters
+
+    def metric(self, *seen: float) -> FakeMetric:
+        metric = FakeMetric()
+        metric.seen = list(seen)
+        return metric
+
+    def test_it_counts_as_if_it_had_seen_all_batches_itself(self) -> None:
+        meters = AverageMeterCollection()
+        meters.go_on_from(self.counted(1.0, 2.0, n=2).summary())
+        meters.update({"loss": 6.0}, n=4)
+        whole = self.counted(1.0, 2.0, n=2)
+        whole.update({"loss": 6.0}, n=4)
+        assert dict(meters.summary()) == dict(whole.summary())
+        assert meters.summary().totals == whole.summary().totals
+
+    def test_the_last_value_is_that_of_the_other_until_there_is_one_of_its_own(self) -> None:
+        meters = AverageMeterCollection()
+        meters.go_on_from(self.counted(1.0, 2.0).summary())
+        assert meters.summary()["last_loss"] == 2.0
+        meters.update({"loss": 5.0})
+        assert meters.summary()["last_loss"] == 5.0
+
+    def test_several_ranks_add_up_in_samples_but_took_the_same_steps(self) -> None:
+        meters = AverageMeterCollection()
+        for losses in ((1.0, 3.0), (5.0, 7.0)):
+            meters.go_on_from(self.counted(*losses, n=3).summary())
+        assert (meters.summary()["batch_count"], meters.summary()["num_samples"]) == (2, 12)
+        assert meters.summary()["loss"] == 4.0
+
+    def test_a_metric_that_only_one_of_them_has_is_kept(self) -> None:
+        other = AverageMeterCollection()
+        other.update({"accuracy": 0.5}, n=2)
+        meters = self.counted(1.0)
+        meters.go_on_from(other.summary())
+        assert (meters.summary()["accuracy"], meters.summary()["loss"]) == (0.5, 1.0)
+
+    def test_nothing_seen_adds_nothing(self) -> None:
+        meters = self.counted(1.0)
+        meters.go_on_from(AverageMeterCollection().summary())
+        assert dict(meters.summary()) == dict(self.counted(1.0).summary())
+
+    def test_tensors_that_were_not_read_yet_are_kept_beside_it(self) -> None:
+        meters = AverageMeterCollection()
+        meters.update({"loss": FakeTensor(2.0)})
+        meters.go_on_from(self.counted(4.0).summary())
+        assert meters.summary()["loss"] == 3.0
+
+    def test_metric_objects_are_merged_with_what_the_other_saw(self) -> None:
+        first, second = (AverageMeterCollection(capture_object=capture) for _ in range(2))
+        first.update({"auc": self.metric(1, 2)})
+        second.go_on_from(first.summary())
+        assert second.summary().objects["auc"].value() == first.summary().objects["auc"].value()
+        second.update({"auc": self.metric(3)})
+        assert second.summary()["auc"] == 2
+
+    def test_a_collection_without_metric_objects_refuses_them(self) -> None:
+        first = AverageMeterCollection(capture_object=capture)
+        first.update({"auc": self.metric(1)})
+        with pytest.raises(TypeError, match="metric `auc` is a metric object"):
+            AverageMeterCollection().go_on_from(first.summary())
+
+    def test_batches_that_others_counted_may_be_skipped(self) -> None:
+        meters = self.counted(1.0)
+        meters.skip_to(7)
+        assert (meters.num_batches, meters.summary()["batch_count"]) == (7, 7)
+        assert (meters.summary()["loss"], meters.summary()["num_samples"]) == (1.0, 1)
+        meters.update({"loss": 3.0})
+        assert meters.num_batches == 8

@@ -68,7 +68,7 @@ class Seats:
             node = nodes[id(seat.reservation)][seat.index]
             if node is not None and node not in avoid:
                 usable.append(seat)
-        taken = usable[:count]
+        taken = usable[: max(0, count)]
         self._free = [seat for seat in self._free if seat not in taken]
         return taken
 

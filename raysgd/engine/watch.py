@@ -11,7 +11,6 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.gathering import outcome
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Beat
 
@@ -77,7 +76,8 @@ class Watch:
 
     def _hear(self, now: float) -> None:
         for rank, (call, asked_at) in list(self._asked.items()):
-            found = outcome(rank, call)
+            assert self._life.group is not None
+            found = self._life.group.hear(rank, call)
             if found.answered:
                 del self._asked[rank]
                 if found.ok and found.value is not None:

@@ -5,6 +5,7 @@ Faults of remote workers come back as `Outcome`s; they are never raised from her
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -121,7 +122,7 @@ class WorkerGroup:
     def _create(self, timeout_s: float) -> None:
         spec = self._spec
         if spec.use_local:
-            self._workers.append(LocalWorker(spec.backend))
+            self._workers.append(LocalWorker(copy.deepcopy(spec.backend)))  # the one of the spec is sent to others
         if self.num_workers == len(self._workers):
             return
         from raysgd.engine import resources
@@ -325,8 +326,12 @@ class WorkerGroup:
         return answers
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Asks a remote rank beside its work; returns the call, to be listened to."""
+        """Asks a remote rank beside its work; returns the call, for `hear`."""
         return self._workers[rank].submit("beside", function, *args)
+
+    def hear(self, rank: int, call: Any) -> Outcome:
+        """What became of a call by `submit_beside`, as of now."""
+        return outcome(rank, call)
 
     def kill_rank(self, rank: int) -> None:
         """Ends a worker that does not answer any more, in a way that reaches a stopped process too."""

@@ -188,12 +188,16 @@ class EpochRun:
 
     def detach(self) -> None:
         """Counts what was completed; the stream will be another one, or at another place."""
-        num_completed = self.num_completed
+        self.is_exhausted = self._has_no_step_left
+        self.num_steps_before, self._stream = self.num_completed, None
+
+    @property
+    def _has_no_step_left(self) -> bool:
         if self.num_steps is not None:
-            self.is_exhausted = num_completed >= self.num_steps
-        elif self._stream is not None:
-            self.is_exhausted = num_completed > 0 and not self._stream.is_mid_pass
-        self.num_steps_before, self._stream = num_completed, None
+            return self.num_completed >= self.num_steps
+        if self._stream is None:
+            return self.is_exhausted
+        return self.num_completed > 0 and not self._stream.is_mid_pass
 
     def finish(self, answer: EpochAnswer) -> None:
         """Nothing is left to do."""
@@ -203,7 +207,7 @@ class EpochRun:
         """What another rank, or another process later, needs to go on."""
         metrics = self.meters.summary() if with_metrics else None
         return RunState(
-            self.num_completed, self.epoch_idx, self.num_steps, self.is_exhausted, self.is_finished, metrics
+            self.num_completed, self.epoch_idx, self.num_steps, self._has_no_step_left, self.is_finished, metrics
         )
 
     def count(self, measured: Iterable[MetricSummary | None]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -226,6 +227,36 @@ def test_a_single_rank_neither_needs_nor_ends_a_process_group(own_group: None) -
     backend.join(Rendezvous("127.0.0.1", backend.open_rendezvous(), on_one_node=True), World(0, 1))
     backend.leave()
     assert torch_is_connected()
+
+
+def test_a_single_rank_forms_a_group_where_it_is_asked_to() -> None:
+    backend = TorchBackend(timeout_s=20)
+    for _ in range(2):
+        meeting = Rendezvous("127.0.0.1", backend.open_rendezvous(), on_one_node=True)
+        backend.join(meeting, World(0, 1), even_alone=True)
+        assert torch_is_connected()
+        backend.leave()
+        assert not torch_is_connected()
+
+
+def test_waiting_for_others_to_join_can_be_interrupted_from_another_thread() -> None:
+    backend = TorchBackend("gloo", timeout_s=60)
+    meeting = Rendezvous("127.0.0.1", backend.open_rendezvous(), on_one_node=True)
+    errors: list[Exception] = []
+
+    def join() -> None:
+        try:
+            backend.join(meeting, World(0, 2))
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=join)
+    thread.start()
+    backend.interrupt()
+    thread.join(20)
+    backend.leave()
+    assert [backend.is_connection_error(error) for error in errors] == [True]
+    assert "before it joined" in str(errors[0])
 
 
 def test_a_group_that_could_not_be_formed_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

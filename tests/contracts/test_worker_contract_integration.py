@@ -41,7 +41,7 @@ class NotingBackend(NullBackend):
         STEPS.append("open")
         return 12345
 
-    def join(self, rendezvous: Any, world: World) -> None:
+    def join(self, rendezvous: Any, world: World, *, even_alone: bool = False) -> None:
         STEPS.append(f"join {rendezvous.address}:{rendezvous.port} as {world.rank} of {world.size}")
 
     def leave(self) -> None:

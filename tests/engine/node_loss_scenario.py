@@ -84,12 +84,12 @@ class Story:
         self.nodes.remove(lost)
         wait_for_end_of(pid)
         self.seen["after the loss"] = self.train(10.0)
-        self.seen["failures"] = self.controller.num_failures
+        self.seen["failures"] = self.controller.history.num_failures
 
     def gain_a_node(self) -> None:
         self.nodes.append(add_node(self.cluster))
         self.seen["after the gain"] = self.train(100.0)
-        self.seen["failures in the end"] = self.controller.num_failures
+        self.seen["failures in the end"] = self.controller.history.num_failures
 
 
 def main() -> None:

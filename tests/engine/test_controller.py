@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 
 from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.lifecycle import Clock
 from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.types import ClusterView, World
 from raysgd.engine.worker_group import GroupSpec
@@ -121,7 +122,7 @@ def test_after_a_death_new_workers_run_the_call_again_from_the_last_state() -> N
     assert trainer.add(10) == [11, 11, 11]
     assert trainer.cluster.sizes == [3, 3]
     assert trainer.cluster.groups[0].ended_by == "kill"
-    assert trainer.controller.num_failures == 1
+    assert trainer.controller.history.num_failures == 1
 
 
 def test_what_each_rank_had_for_itself_is_restored_too() -> None:
@@ -175,7 +176,7 @@ def test_the_budget_is_the_number_of_new_starts_of_one_call(max_retries: int) ->
     trainer.next_calls(*[Lost((1,))] * (max_retries + 1))
     with pytest.raises(WorkersLostError, match=f"lost rank 1.*the {max_retries} allowed retries"):
         trainer.add(1, max_retries)
-    assert trainer.controller.num_failures == max_retries
+    assert trainer.controller.history.num_failures == max_retries
     assert len(trainer.cluster.groups) == 1 + max_retries
     assert not trainer.group.is_alive
 
@@ -186,7 +187,7 @@ def test_the_budget_starts_afresh_with_each_call() -> None:
         trainer.next_calls(Lost((0,)))
         trainer.add(1, max_retries=1)
     assert trainer.read() == [(3, 3)] * 3
-    assert trainer.controller.num_failures == 3
+    assert trainer.controller.history.num_failures == 3
 
 
 def test_a_failed_call_chains_what_the_worker_said() -> None:
@@ -228,16 +229,17 @@ def test_a_recovery_says_what_was_lost_and_how_the_size_changed(caplog: pytest.L
     trainer.next_calls(Lost((2,)))
     with caplog.at_level(logging.INFO, logger="raysgd"):
         trainer.add(1)
-    [line] = [record.getMessage() for record in caplog.records if "resized" in record.getMessage()]
-    assert line.startswith("resized 3 -> 3 in 0.00 s: lost rank 2 (RuntimeError: the process is gone)")
+    [line] = [record.getMessage() for record in caplog.records if "rebuilt" in record.getMessage()]
+    cause = "lost rank 2 (RuntimeError: the process is gone)"
+    assert line == f"rebuilt: 3 -> 3 workers in 0.00 s: {cause}; from the last completed call"
 
 
 def test_the_time_of_the_last_resize_is_noted() -> None:
     trainer = started()
-    assert trainer.controller.last_resize == float("-inf")
+    assert trainer.controller.history.last_resize == float("-inf")
     trainer.next_calls(Lost((2,)))
     trainer.add(1)
-    assert trainer.controller.last_resize == trainer.clock.now_s
+    assert trainer.controller.history.last_resize == trainer.clock.now_s
 
 
 # -------------------------------------------------------------------------------------------- user errors
@@ -250,7 +252,7 @@ def test_an_exception_of_the_user_is_raised_at_once_as_its_own_class() -> None:
         trainer.add(1)
     assert isinstance(caught.value, WorkerError)
     assert trainer.group.functions == ["add"]
-    assert trainer.controller.num_failures == 0
+    assert trainer.controller.history.num_failures == 0
 
 
 def test_a_group_that_answered_on_every_rank_is_kept_after_an_exception() -> None:
@@ -271,7 +273,7 @@ def test_a_group_with_a_rank_that_is_stuck_is_given_up_and_replaced_from_the_las
         trainer.add(10)
     assert not trainer.group.is_alive
     assert trainer.read(max_retries=0) == [(1, 1)] * 3
-    assert trainer.controller.num_failures == 0
+    assert trainer.controller.history.num_failures == 0
 
 
 def test_what_a_failed_call_left_behind_is_the_state_when_the_group_is_kept() -> None:
@@ -324,7 +326,7 @@ def test_an_interrupted_group_is_given_up_and_the_next_call_starts_from_the_last
         trainer.add(10)
     assert trainer.cluster.groups[0].ended_by == "kill"
     assert trainer.add(100) == [101, 101, 101]
-    assert trainer.controller.num_failures == 0
+    assert trainer.controller.history.num_failures == 0
 
 
 def test_an_exception_in_the_driver_gives_the_group_up_too() -> None:
@@ -379,10 +381,10 @@ def test_an_interruption_while_waiting_for_resources_loses_nothing() -> None:
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    trainer.controller._clock = type(trainer.controller._clock)(trainer.clock.monotonic, interrupt)
+    trainer.controller._life._clock = Clock(trainer.clock.monotonic, interrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.add(10)
-    trainer.controller._clock = trainer.clock.as_clock()
+    trainer.controller._life._clock = trainer.clock.as_clock()
     trainer.cluster.num_taken = 0
     assert trainer.add(100) == [101, 101, 101]
 
@@ -400,7 +402,7 @@ def test_a_worker_that_dies_while_starting_is_tried_again() -> None:
     trainer = started(cluster)
     assert len(cluster.groups) == 3
     assert trainer.add(1) == [1, 1, 1]
-    assert trainer.controller.num_failures == 0
+    assert trainer.controller.history.num_failures == 0
 
 
 def test_after_some_deaths_starting_ends_with_a_runtime_error() -> None:
@@ -488,7 +490,7 @@ def test_resources_that_come_back_while_waiting_are_taken() -> None:
                 trainer.cluster.num_slots = 2
 
     trainer.clock = Returning()
-    trainer.controller._clock = trainer.clock.as_clock()
+    trainer.controller._life._clock = trainer.clock.as_clock()
     assert trainer.add(1) == [1, 1]
     assert trainer.clock.sleeps == [1, 2, 4]
 
@@ -496,9 +498,9 @@ def test_resources_that_come_back_while_waiting_are_taken() -> None:
 def test_waiting_spends_no_more_of_the_budget_than_the_loss_itself() -> None:
     trainer = starved(started())
     trainer.clock.sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)  # type: ignore[method-assign]
-    trainer.controller._clock = trainer.clock.as_clock()
+    trainer.controller._life._clock = trainer.clock.as_clock()
     trainer.add(1, max_retries=1)
-    assert trainer.controller.num_failures == 1
+    assert trainer.controller.history.num_failures == 1
 
 
 def test_the_view_gets_a_moment_to_catch_up_with_what_was_given_back() -> None:
@@ -511,7 +513,7 @@ def test_the_view_gets_a_moment_to_catch_up_with_what_was_given_back() -> None:
         return late[-1]
 
     trainer.next_calls(Lost((1,)))
-    trainer.controller._view = view
+    trainer.controller._life._view = view
     trainer.cluster.num_taken = 2
     assert trainer.add(1) == [1, 1, 1]
     assert 0 < sum(trainer.clock.sleeps) <= 1
@@ -533,7 +535,7 @@ def test_a_new_group_that_dies_while_starting_is_tried_again_without_a_wait() ->
     assert trainer.add(1, max_retries=1) == [2, 2, 2]
     assert len(trainer.cluster.groups) == 5
     assert trainer.clock.sleeps == []
-    assert trainer.controller.num_failures == 1
+    assert trainer.controller.history.num_failures == 1
 
 
 def test_a_new_group_that_dies_while_it_is_restored_is_tried_again() -> None:
@@ -573,7 +575,7 @@ def test_a_shrunk_group_grows_when_there_is_room_and_spends_no_retry() -> None:
     trainer.cluster.num_slots = 3
     assert trainer.add(10, max_retries=0) == [11, 11, 11]
     assert trainer.cluster.sizes == [3, 2, 3]
-    assert trainer.controller.num_failures == 1
+    assert trainer.controller.history.num_failures == 1
 
 
 def test_a_group_never_grows_beyond_what_was_asked_for() -> None:
@@ -685,7 +687,7 @@ def test_calls_whose_snapshot_was_lost_with_its_worker_are_run_again() -> None:
     trainer.next_calls(Lost((0,)))
     assert trainer.add(1000) == [1111] * 3
     assert trainer.group.functions == ["_restore", "add", "add", "add"]
-    assert trainer.controller.num_failures == 1
+    assert trainer.controller.history.num_failures == 1
 
 
 def test_calls_are_run_again_also_when_no_snapshot_ever_landed() -> None:

@@ -132,7 +132,7 @@ def test_each_rank_may_die_in_the_middle_of_a_call_and_all_at_once(
     trainer = make(plan, is_large=is_large)
     results = [trainer.train(step) for step in (1, 2, 3, 4, 5)]
     assert results == [[(total, calls)] * 2 for calls, total in enumerate((1, 3, 6, 10, 15), start=1)]
-    assert trainer.controller.num_failures == 3
+    assert trainer.controller.history.num_failures == 3
     assert plan.num_fired == 4
 
 
@@ -145,7 +145,7 @@ def test_each_rank_may_die_between_two_calls_and_all_at_once(make: Make, plan: F
             os.kill(pids[rank], signal.SIGKILL)
         total += step
         assert trainer.train(step, max_retries=1) == [(total, step)] * 2
-    assert trainer.controller.num_failures == 3
+    assert trainer.controller.history.num_failures == 3
 
 
 def test_a_worker_may_die_while_it_starts_while_it_is_restored_and_when_it_starts_again(
@@ -186,7 +186,7 @@ def test_in_a_real_process_group_a_death_is_told_from_the_errors_that_follow(mak
     trainer = make(plan.die(rank=0, step=2), backend=TorchBackend(timeout_s=60))
     for step, total in ((1, 1), (2, 3), (3, 6)):
         assert trainer.train(step, max_retries=1, function=train_together) == [(total, step)] * 2
-    assert trainer.controller.num_failures == 1
+    assert trainer.controller.history.num_failures == 1
 
 
 # -------------------------------------------------------------------------------------------- exceptions
@@ -205,7 +205,7 @@ def test_an_exception_ends_the_wait_of_a_rank_in_a_collective_and_comes_as_its_o
     assert (fault.rank, fault.node) == (1, ray.util.get_node_ip_address())
     assert str(caught.value).startswith("InjectedError: injected at step 2\n  raised at ")
     assert "failure_plan.py" in fault.location
-    assert trainer.controller.num_failures == 0
+    assert trainer.controller.history.num_failures == 0
     assert trainer.train(3, max_retries=0, function=train_together) == [(4, 2)] * 2
     assert not set(trainer.pids()) & set(pids)
 
@@ -287,7 +287,7 @@ def test_the_group_shrinks_with_the_room_and_grows_back_without_a_retry(
     rival.leave(num_free=NUM_CPUS - 2)
     assert trainer.train(4, max_retries=0) == [(10, 4), (10, 1)]  # nobody had kept what was the second rank's own
     assert trainer.controller.num_workers == 2
-    assert trainer.controller.num_failures == 1
+    assert trainer.controller.history.num_failures == 1
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -322,7 +322,7 @@ def test_with_the_driver_as_a_worker_a_lost_process_is_replaced_and_the_state_ke
     trainer = make(plan, use_local=True, backend=TorchBackend(timeout_s=60))
     for step, total in ((1, 1), (2, 3), (3, 6)):
         assert trainer.train(step, max_retries=1, function=train_together) == [(total, step)] * 2
-    assert trainer.controller.num_failures == 1
+    assert trainer.controller.history.num_failures == 1
     assert trainer.controller.group.local_replica.total == 6
 
 

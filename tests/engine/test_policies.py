@@ -9,13 +9,17 @@ from raysgd.engine.policies import (
     Keep,
     Raise,
     Rebuild,
+    Rejoin,
     Resize,
+    RetryBudget,
     ScalingPolicy,
     Wait,
     capacity,
+    choose_source,
     num_fitting,
+    takers,
 )
-from raysgd.engine.types import ClusterView, FailureKind, NodeView, Resources
+from raysgd.engine.types import ClusterView, FailureKind, NodeView, Resources, Standing
 from tests.fakes import fault
 
 
@@ -138,6 +142,14 @@ def test_free_pieces_on_two_nodes_are_no_reason_to_grow() -> None:
     assert policy(4).grow(view(1, 1), Resources(num_cpus=2), 2, 2) == Keep()
 
 
+def spent(num_restarts: int, num_rebuilds: int) -> RetryBudget:
+    """A budget of which so much was used up by rebuilds."""
+    budget = RetryBudget(num_restarts)
+    for _ in range(num_rebuilds):
+        budget.pay_for_rebuild()
+    return budget
+
+
 @pytest.mark.parametrize(
     ("kind", "num_restarts", "max_restarts", "expected"),
     [
@@ -151,7 +163,98 @@ def test_free_pieces_on_two_nodes_are_no_reason_to_grow() -> None:
         ("user", 3, 3, Raise(lost=False)),
     ],
 )
+@pytest.mark.parametrize(("rejoins", "can_rejoin"), [(False, True), (True, False)])
 def test_only_losses_are_retried_and_only_within_the_budget(
-    kind: FailureKind, num_restarts: int, max_restarts: int, expected: Rebuild | Raise
+    kind: FailureKind, num_restarts: int, max_restarts: int, expected: Rebuild | Raise, rejoins: bool, can_rejoin: bool
 ) -> None:
-    assert FailurePolicy().decide(Diagnosis(kind, (fault(),)), num_restarts, max_restarts) == expected
+    budget = spent(max_restarts, num_restarts)
+    assert FailurePolicy(rejoins).decide(Diagnosis(kind, (fault(),)), budget, can_rejoin) == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_spent", "max_restarts", "expected"),
+    [
+        ("died", 0, 3, Rejoin()),
+        ("disconnected", 0, 3, Rejoin()),
+        ("died", 3, 3, Rejoin()),  # it may be free; that is known only when the survivors say how far they are
+        ("died", 0, 0, Raise(lost=True)),
+        ("user", 0, 3, Raise(lost=False)),
+    ],
+)
+def test_survivors_are_kept_where_they_can_go_on(
+    kind: FailureKind, num_spent: int, max_restarts: int, expected: Rejoin | Raise
+) -> None:
+    decision = FailurePolicy(rejoins=True).decide(Diagnosis(kind, (fault(),)), spent(max_restarts, num_spent), True)
+    assert decision == expected
+
+
+# -------------------------------------------------------------------------------------------- the budget
+
+
+def test_rebuilds_spend_the_budget_one_by_one() -> None:
+    assert [spent(2, num_rebuilds).is_spent for num_rebuilds in range(3)] == [False, False, True]
+
+
+def test_going_on_is_free_while_there_is_progress() -> None:
+    budget = RetryBudget(1)
+    for progress in (1, 2, 5, 6):
+        assert budget.covers_rejoin(progress)
+        budget.pay_for_rejoin(progress)
+    assert not budget.is_spent
+
+
+def test_going_on_without_progress_spends_the_budget_and_then_is_not_covered() -> None:
+    budget = RetryBudget(2)
+    budget.pay_for_rejoin(4)
+    for _ in range(2):
+        assert budget.covers_rejoin(4)
+        budget.pay_for_rejoin(4)
+    assert budget.is_spent
+    assert not budget.covers_rejoin(4)
+    assert budget.covers_rejoin(5), "progress is free also when nothing is left"
+
+
+def test_a_rebuild_starts_the_progress_anew() -> None:
+    budget = RetryBudget(1)
+    budget.pay_for_rejoin(9)
+    budget.pay_for_rebuild()
+    assert budget.covers_rejoin(1)
+    assert not budget.covers_rejoin(0)
+
+
+def test_without_retries_nothing_is_covered_whatever_the_progress() -> None:
+    budget = RetryBudget(0)
+    assert budget.is_spent
+    assert not budget.covers_rejoin(100)
+
+
+# -------------------------------------------------------------------------------------------- who goes on from whom
+
+
+BROKEN = Standing(7, is_whole=False)
+
+
+@pytest.mark.parametrize(
+    ("standings", "source", "expected_takers"),
+    [
+        ([Standing(3)], 0, ()),
+        ([Standing(3), Standing(3)], 0, ()),
+        ([Standing(3), Standing(4), Standing(4)], 1, (0,)),
+        ([Standing(4), Standing(3), Standing(4)], 0, (1,)),
+        ([BROKEN, Standing(7), Standing(6)], 1, (0, 2)),
+        ([BROKEN, Standing(2)], 1, (0,)),
+        ([Standing(0), Standing(0)], 0, ()),
+    ],
+)
+def test_all_go_on_from_the_most_advanced_whole_replica(
+    standings: list[Standing], source: int, expected_takers: tuple[int, ...]
+) -> None:
+    assert choose_source(standings) == source
+    assert takers(standings, source) == expected_takers
+
+
+@pytest.mark.parametrize(
+    "standings", [[BROKEN], [BROKEN, BROKEN], [Standing(3), Standing(3, obstacle="its own group")], []]
+)
+def test_nobody_goes_on_when_no_state_is_whole_or_one_of_them_cannot(standings: list[Standing]) -> None:
+    assert choose_source(standings) is None

@@ -165,3 +165,68 @@ def test_forgetting_lets_go_of_everything() -> None:
     keeper.take([Capture(token=1)], wire.fetch)
     keeper.forget()
     assert (keeper.landed, keeper.has_any, keeper.is_current, keeper.calls_since) == (None, False, False, ())
+
+
+# -------------------------------------------------------------------------------------------- inside a call
+
+
+def inside(state: Any, *progress: int) -> list[Capture]:
+    first, *others = progress
+    return [Capture("own 0", state, first), *(Capture("own", progress=other) for other in others)]
+
+
+def test_a_snapshot_taken_inside_a_call_says_so_and_covers_the_calls_before() -> None:
+    keeper = keeper_with_landed_state()
+    keeper.completed("first")
+    assert not keeper.is_inside
+    keeper.take(inside("state", 3, 3), never)
+    assert keeper.landed == Snapshot("state", ("own 0", "own"), (3, 3))
+    assert keeper.is_inside
+    assert keeper.calls_since == ()
+
+
+def test_the_call_itself_is_still_to_be_finished_when_it_completes() -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.take(inside("state", 3), never)
+    keeper.completed("call")
+    assert (keeper.is_inside, keeper.calls_since) == (True, ("call",))
+    keeper.take([Capture(token=1)], wire.fetch)
+    wire.transfers[0].outcome = "after"
+    keeper.poll()
+    assert (keeper.is_inside, keeper.calls_since) == (False, ())
+
+
+def test_a_large_state_from_inside_lands_with_its_progress() -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.take([Capture(progress=4, token=1)], wire.fetch)
+    assert (keeper.is_coming, keeper.is_inside) == (True, False)
+    wire.transfers[0].outcome = "state"
+    keeper.poll()
+    assert keeper.landed == Snapshot("state", (None,), (4,))
+
+
+def test_after_a_call_that_was_broken_off_for_good_nobody_goes_on_inside() -> None:
+    keeper = keeper_with_landed_state()
+    keeper.take(inside("state", 3), never)
+    keeper.leave_call()
+    assert keeper.landed == Snapshot("state", ("own 0",))
+
+
+def test_a_part_of_a_call_that_was_broken_off_for_good_is_not_waited_for() -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.take([Capture(progress=4, token=1)], wire.fetch)
+    keeper.leave_call()
+    assert not keeper.is_coming
+    wire.transfers[0].outcome = "state"
+    keeper.poll(None)
+    assert keeper.landed == Snapshot("start", ("own 0",))
+
+
+def test_a_completed_call_is_finished_from_inside_whatever_becomes_of_the_next_one() -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.take(inside("state", 3), never)
+    keeper.completed("call")
+    keeper.take([Capture(token=1)], wire.fetch)
+    keeper.leave_call()
+    assert keeper.is_coming, "that one covers the completed call"
+    assert (keeper.is_inside, keeper.calls_since) == (True, ("call",))

@@ -19,7 +19,7 @@ import ray
 from ray.util import placement_group_table
 
 from raysgd.backends.torch import TorchBackend
-from raysgd.engine import worker_group
+from raysgd.engine import gathering, worker_group
 from raysgd.engine.failures import classify
 from raysgd.engine.types import GroupReport, Resources, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
@@ -334,7 +334,7 @@ def test_a_group_whose_process_raised_while_the_driver_finished_can_go_on(mixed:
 def test_a_group_whose_process_was_ended_to_free_the_driver_cannot_go_on(
     mixed: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_group, "_USER_GRACE_S", 0.1)
+    monkeypatch.setattr(gathering, "_USER_GRACE_S", 0.1)
     report = on_all(mixed, follow, FailurePlan(tmp_path).fail(rank=1), 1.0)
     assert classify(report).ranks == [1]
     assert not report.all_answered

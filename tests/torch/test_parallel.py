@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
@@ -90,6 +91,97 @@ def test_a_hook_of_the_users_own_stays_the_only_one() -> None:
     model.register_comm_hook(None, doubles)
     parallel.arm([model], weight_in_hook=True)
     assert gradient(parallel, model) == [2.0, 2.0]
+
+
+# ------------------------------------------------------------------------------------------------ a new group
+
+
+def change_group() -> None:
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def reformed(parallel: DDP) -> None:
+    """What happens to models whose group was left and formed anew."""
+    change_group()
+    parallel.reform()
+
+
+def test_in_a_new_group_a_model_is_the_same_object_with_the_same_parameters() -> None:
+    parallel, model = DDP(), a_model()
+    wrapped = parallel.wrap(model, None, {})
+    before = (id(wrapped), wrapped.module, model.weight, model.weight.detach().clone())
+    reformed(parallel)
+    assert (id(wrapped), wrapped.module, model.weight) == before[:3]
+    assert torch.equal(model.weight, before[3])
+    assert wrapped.process_group is dist.group.WORLD
+    assert gradient(parallel, wrapped) == [1.0, 1.0]
+
+
+def test_in_a_new_group_the_options_of_the_user_still_hold() -> None:
+    parallel = DDP()
+    wrapped = parallel.wrap(a_model(), None, {"find_unused_parameters": True, "bucket_cap_mb": 7})
+    reformed(parallel)
+    assert wrapped.find_unused_parameters
+    assert wrapped.bucket_bytes_cap == 7 * 1024 * 1024
+
+
+@pytest.mark.parametrize("is_training", [True, False])
+def test_in_a_new_group_a_model_is_in_the_mode_it_was_in(is_training: bool) -> None:
+    parallel = DDP()
+    wrapped = parallel.wrap(torch.nn.Sequential(torch.nn.Linear(2, 1), torch.nn.Dropout()), None, {})
+    wrapped.train(is_training)
+    reformed(parallel)
+    assert [module.training for module in wrapped.modules()] == [is_training] * 4
+
+
+def test_in_a_new_group_the_hooks_of_the_user_are_called_once_each() -> None:
+    parallel = DDP()
+    wrapped = parallel.wrap(a_model(), None, {})
+    calls: list[str] = []
+    wrapped.register_forward_pre_hook(lambda *_: calls.append("before"))
+    handle = wrapped.register_forward_hook(lambda *_: calls.append("after"))
+    wrapped.module.register_forward_hook(lambda *_: calls.append("inside"))
+    reformed(parallel)
+    gradient(parallel, wrapped)
+    assert calls == ["before", "inside", "after"]
+    handle.remove()
+    gradient(parallel, wrapped)
+    assert calls[3:] == ["before", "inside"], "a handle from before still removes its hook"
+
+
+@pytest.mark.parametrize("is_armed", [False, True])
+def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None:
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    parallel.arm([model], weight_in_hook=is_armed)
+    for _ in range(2):
+        reformed(parallel)
+        parallel.step.weight = 0.25
+        assert gradient(parallel, model) == [0.25, 0.25]
+        assert bool(model._comm_hooks) is is_armed
+
+
+def test_in_a_new_group_all_models_learn_and_frozen_ones_are_left_alone() -> None:
+    parallel = DDP()
+    first, second = (parallel.wrap(a_model(), None, {}) for _ in range(2))
+    frozen = parallel.wrap(a_model().requires_grad_(False), None, {})
+    reformed(parallel)
+    assert [gradient(parallel, model) for model in (first, second)] == [[1.0, 1.0]] * 2
+    assert not isinstance(frozen, DistributedDataParallel)
+
+
+def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
+    assert "not kept equal" in str(NoParallel().obstacle)
+    plain = DDP()
+    plain.arm([plain.wrap(a_model(), None, {})], weight_in_hook=True)
+    assert plain.obstacle is None, "a hook of the library's own is installed again"
+    grouped = DDP()
+    grouped.wrap(a_model(), None, {"process_group": dist.group.WORLD})
+    assert grouped.obstacle == "`ddp_args` names a process group of its own"
+    hooked = DDP()
+    hooked.wrap(a_model(), None, {}).register_comm_hook(None, allreduce_hook)
+    assert hooked.obstacle == "a model has a communication hook that was registered by hand"
 
 
 def test_in_an_evaluation_no_forward_pass_waits_for_others() -> None:

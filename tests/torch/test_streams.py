@@ -303,6 +303,126 @@ def test_a_resumed_stream_knows_its_position_from_the_beginning_of_the_pass() ->
     assert stream.source.num_steps() == 6
 
 
+# ------------------------------------------------------------------------------------------------ breaking off
+
+
+def taken(stream: BatchStream, num_batches: int, num_steps: int | None = None) -> list[Any]:
+    """Takes so many batches and leaves the last one in flight."""
+    batches = stream.take(num_steps)
+    return [_bare(next(batches)) for _ in range(num_batches)]
+
+
+def test_a_step_is_completed_when_the_batch_after_it_is_asked_for() -> None:
+    stream, _ = make_stream(divided_source(10))
+    counts = []
+    for _ in stream.take(3):
+        counts.append((stream.num_steps_taken, stream.num_steps_completed))
+    assert counts == [(1, 0), (2, 1), (3, 2)]
+    assert stream.num_steps_completed == 3
+
+
+@pytest.mark.parametrize("num_batches", [1, 4, 9, 10])
+def test_the_batch_of_a_step_that_broke_off_is_handed_out_again(num_batches: int) -> None:
+    stream, passes = make_stream(divided_source(10))
+    seen = taken(stream, num_batches)
+    stream.break_off()
+    assert (stream.num_steps_taken, stream.num_steps_completed) == (num_batches - 1, num_batches - 1)
+    assert (stream.is_mid_pass, stream.consumed) == (True, num_batches - 1)
+    assert seen[:-1] + numbers(stream.take(None)) == list(range(10))
+    assert passes.num_begun == 1, "it is the same pass"
+
+
+def test_breaking_off_twice_is_the_same_as_once() -> None:
+    stream, _ = make_stream(divided_source(10))
+    taken(stream, 4)
+    stream.break_off()
+    stream.break_off()
+    assert numbers(stream.take(None)) == [3, 4, 5, 6, 7, 8, 9]
+
+
+def test_breaking_off_between_two_steps_loses_nothing() -> None:
+    stream, _ = make_stream(divided_source(10))
+    list(stream.take(4))
+    stream.break_off()
+    assert (stream.consumed, stream.num_steps_taken) == (4, 4)
+    assert numbers(stream.take(None)) == [4, 5, 6, 7, 8, 9]
+
+
+def test_breaking_off_between_two_passes_begins_the_next_one() -> None:
+    stream, passes = make_stream(divided_source(3))
+    stream.break_off()
+    assert numbers(stream.take(3)) == [0, 1, 2]
+    stream.break_off()
+    assert not stream.is_mid_pass
+    assert numbers(stream.take(None)) == [0, 1, 2]
+    assert passes.num_begun == 2
+
+
+def test_breaking_off_in_the_second_pass_of_a_call_keeps_that_pass() -> None:
+    stream, passes = make_stream(divided_source(3))
+    assert taken(stream, 5, num_steps=7) == [0, 1, 2, 0, 1]
+    stream.break_off()
+    assert (stream.pass_index, stream.consumed) == (1, 1)
+    assert numbers(stream.take(3)) == [1, 2, 0]
+    assert passes.num_begun == 3
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_what_was_in_flight_is_divided_among_those_who_go_on(shuffle: bool) -> None:
+    """Three ranks, the second of which is lost in the third step; the others go on with what is left."""
+    loaders = [divided(20, batch_size=2, shuffle=shuffle, rank=rank, world_size=3) for rank in range(3)]
+    streams = [make_stream(DividedSource(loader, SEED))[0] for loader in loaders]
+    seen = [number for stream in streams for batch in taken(stream, 3)[:2] for number in batch]
+    assert [stream.ledger() for stream in streams] == [(20, 12, 6)] * 3
+    for rank, index in enumerate((0, 2)):
+        streams[index].break_off()
+        loaders[index].sampler.reshape(rank, 2, None)
+        for batch in streams[index].take(None):
+            seen += batch[0].tolist()
+    assert sorted(seen) == list(range(20)), "each sample once"
+
+
+def test_the_ledger_says_what_is_due_used_and_in_flight() -> None:
+    stream, _ = make_stream(DividedSource(divided(11, batch_size=2, world_size=2), SEED))
+    batches = stream.take(None)
+    ledgers = []
+    for _ in batches:
+        ledgers.append(stream.ledger())
+    assert ledgers == [(11, 0, 4), (11, 4, 4), (11, 8, 3)]
+    assert stream.ledger() == (11, 11, 0)
+
+
+def test_the_ledger_of_a_pass_that_is_resumed_counts_from_its_beginning() -> None:
+    stream, _ = make_stream(divided_source(10))
+    taken(stream, 4)
+    stream.break_off()
+    assert stream.ledger()[1:] == (3, 0)
+    taken(stream, 2)
+    assert stream.ledger() == (10, 4, 1)
+
+
+class Stop(Exception):
+    """Raised between two steps."""
+
+
+def test_between_two_steps_somebody_may_look_and_stop(make_source: Callable[[int], Source]) -> None:
+    stream, _ = make_stream(make_source(5))
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(stream.num_steps_completed)
+        if len(looks) == 3:
+            raise Stop
+
+    stream.at_boundary = look
+    seen: list[int] = []
+    with pytest.raises(Stop):
+        seen.extend(_bare(batch) for batch in stream.take(None))
+    assert (seen, looks) == ([0, 1, 2], [1, 2, 3])
+    stream.at_boundary = None
+    assert numbers(stream.take(None)) == [3, 4]
+
+
 def test_shuffled_passes_differ_and_repeat_with_the_seed() -> None:
     orders = []
     for seed in (SEED, SEED, SEED + 1):

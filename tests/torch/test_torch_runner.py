@@ -5,16 +5,18 @@ from __future__ import annotations
 import functools
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from types import ModuleType
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
-from raysgd.engine.types import World
+from raysgd.engine.types import Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import TrainingOperator, torch_runner
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
@@ -672,3 +674,287 @@ def test_a_step_that_apex_skips_does_not_advance_a_batch_scheduler(apex: StrictA
     operator: Any = runner.operator
     assert operator.scheduler.last_epoch == 4
     assert state["amp_apex"]["loss_scaler0"]["loss_scale"] == 4.0
+
+
+# ------------------------------------------------------------------------------------------------ going on
+
+
+class BreaksOff(LinearOperator):
+    """Loses its group in the step that `breaks_in` names, counted from the first one of this process."""
+
+    breaks_in: int | None = None
+    worlds_seen = 0
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if self.breaks_in is not None:
+            self.breaks_in -= 1
+            if self.breaks_in < 0:
+                self.breaks_in = None
+                raise ConnectionError("the group is gone")
+        return super().train_batch(batch, batch_info)
+
+    def world_changed(self) -> None:
+        self.worlds_seen += 1
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A group of one rank, in which models are wrapped as in a larger one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def survivor(operator_cls: type[TrainingOperator] = BreaksOff, every: int | None = None, **config: Any) -> TorchRunner:
+    """The replica of rank 0 of two, as far as one process can be that; it has the first half of each step."""
+    spec = RunnerSpec(operator_cls, {"batch_size": 2, **config}, snapshot_every_n_steps=every)
+    runner = TorchRunner(spec, World(rank=0, size=2, local_size=2))
+    runner.setup()
+    return runner
+
+
+def broken_off(runner: TorchRunner, in_step: int, num_steps: int | None = None) -> TorchRunner:
+    """Lets a call break off in that step, counted from 0."""
+    runner.operator.breaks_in = in_step  # type: ignore[attr-defined]
+    with pytest.raises(ConnectionError):
+        train(runner, num_steps)
+    return runner
+
+
+def resume(runner: TorchRunner, num_steps: int | None = None) -> EpochAnswer:
+    answer = runner.resume_epoch(EpochRequest(num_steps, {}, False, seed=0))
+    assert isinstance(answer, EpochAnswer)
+    return answer
+
+
+def samples(runner: TorchRunner) -> list[int]:
+    return [number for batch in runner.operator.seen for number in batch]  # type: ignore[attr-defined]
+
+
+def test_a_survivor_stands_at_the_steps_it_completed_and_says_so_in_samples(process_group: None) -> None:
+    runner = broken_off(survivor(), in_step=2)
+    standing = runner.standing()
+    assert (standing.progress, standing.is_whole, standing.obstacle) == (2, True, None)
+    assert standing.words == "pass 0: 8 of 20 samples used, 4 in flight come again"
+
+
+def test_a_survivor_that_finished_the_call_is_one_ahead_of_one_that_took_all_steps(process_group: None) -> None:
+    runner = survivor()
+    assert runner.standing().progress == 0
+    train(runner, 3)
+    assert runner.standing().progress == 4
+
+
+def test_the_last_survivor_goes_on_alone_with_all_samples_that_are_left(process_group: None) -> None:
+    runner = broken_off(survivor(), in_step=2)
+    model = runner.operator.model  # type: ignore[attr-defined]
+    facts = runner.regroup(ALONE, Handover())
+    assert facts.train_data is not None
+    answer = resume(runner)
+    assert runner.operator.model is model  # type: ignore[attr-defined]
+    assert runner.operator.worlds_seen == 1  # type: ignore[attr-defined]
+    assert sorted(samples(runner)[4:]) == list(range(8, 20)), "two of each joint step before; all of the rest"
+    assert answer.num_steps == values(answer)["batch_count"] == 2 + 6
+    assert values(answer)["num_samples"] == 4 + 12
+    assert runner.epoch == 1
+
+
+def test_a_call_that_broke_off_before_its_first_step_is_begun(process_group: None) -> None:
+    runner = survivor()
+    runner.regroup(ALONE, Handover())
+    assert resume(runner).num_steps == 10
+    assert samples(runner) == list(range(20))
+
+
+def test_a_call_of_several_passes_goes_on_in_the_one_it_was_in(process_group: None) -> None:
+    runner = broken_off(survivor(), in_step=7, num_steps=9)
+    runner.regroup(ALONE, Handover())
+    answer = resume(runner, 9)
+    assert (answer.num_steps, answer.epoch_idx, runner.epoch) == (9, 0, 2)
+    assert samples(runner)[14:] == [8, 9, 10, 11], "two steps in the second pass, of which eight samples were used"
+
+
+def test_a_survivor_that_had_answered_answers_the_same_again(process_group: None) -> None:
+    runner = survivor()
+    answer = train(runner)
+    runner.regroup(ALONE, Handover())
+    assert resume(runner) is answer
+
+
+def test_a_batch_that_had_begun_to_change_the_model_is_no_whole_state(process_group: None) -> None:
+    class StepsTwice(BreaksOff):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            if self.breaks_in == 0:
+                self.optimizer.step()
+            return super().train_batch(batch, batch_info)
+
+    assert not broken_off(survivor(StepsTwice), in_step=1).standing().is_whole
+    assert broken_off(survivor(BreaksOff), in_step=1).standing().is_whole
+
+
+class OwnLoop(BreaksOff):
+    def train_epoch(self, iterator: Any, info: Any = None, **_: Any) -> Any:
+        return super().train_epoch(iterator, info)
+
+
+class OwnLoopThatGoesOn(OwnLoop):
+    resumes_epochs = True
+
+
+class NeverGoesOn(BreaksOff):
+    resumes_epochs = False
+
+
+class NotDivided(BreaksOff):
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        return list(super().make_loader(data, shuffle))
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "expected"),
+    [
+        (OwnLoop, "`OwnLoop` has a `train_epoch` of its own and does not set `resumes_epochs`"),
+        (OwnLoopThatGoesOn, None),
+        (NeverGoesOn, "`resumes_epochs`"),
+        (NotDivided, "the train loader is not divided by the library"),
+    ],
+)
+def test_what_cannot_be_gone_on_with_says_why(
+    process_group: None, operator_cls: type[BreaksOff], expected: str | None
+) -> None:
+    found = broken_off(survivor(operator_cls), in_step=1).standing().obstacle
+    assert found is None if expected is None else found is not None and expected in found
+
+
+def test_practice_takes_a_step_and_what_goes_wrong_in_it_is_only_told(
+    process_group: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    runner = survivor()
+    runner.prime()
+    assert samples(runner) == [0, 1]
+    assert runner.beat().step == -1
+    runner.operator.breaks_in = 0  # type: ignore[attr-defined]
+    runner.prime()
+    assert "could not take a step in advance: ConnectionError('the group is gone')" in caplog.text
+
+
+def test_a_beat_tells_where_the_replica_is(process_group: None) -> None:
+    beats: list[Any] = []
+
+    class Beating(BreaksOff):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            beats.append(runner.beat())
+            return super().train_batch(batch, batch_info)
+
+    runner = survivor(Beating, every=2)
+    assert (runner.beat().step, runner.beat().phase) == (-1, "between calls")
+    train(runner)
+    assert [(beat.step, beat.phase, beat.num_samples, beat.snapshot) for beat in beats] == [
+        (0, "training", 0, 0),
+        (1, "training", 2, 0),
+        (2, "training", 4, 2),
+        (3, "training", 6, 2),
+        (4, "training", 8, 4),
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ held
+
+
+def held_after(runner: TorchRunner, num_steps: int) -> Held:
+    """What a call comes to that all ranks agreed to stop after so many steps, as they did in its first one."""
+
+    class Proposing:
+        def __call__(self, *_: Any, **__: Any) -> None:
+            if runner.beat().step == 0:
+                assert runner.propose_hold(0, num_steps) == num_steps
+                runner.settle_hold(True)
+
+    handle = runner.operator.model.register_forward_pre_hook(Proposing())  # type: ignore[attr-defined]
+    held = runner.train_epoch(EpochRequest(None, {}, False, seed=0))
+    handle.remove()
+    assert isinstance(held, Held)
+    return held
+
+
+def test_a_held_call_stops_between_two_steps_and_goes_on_as_if_nothing_had_been(process_group: None) -> None:
+    whole, runner = survivor(), survivor()
+    expected = train(whole)
+    held = held_after(runner, 3)
+    assert (held.step, runner.standing().progress) == (3, 3)
+    assert runner.standing().words == "pass 0: 12 of 20 samples used, 0 in flight come again"
+    answer = resume(runner)
+    assert samples(runner) == samples(whole)
+    assert values(answer) == values(expected)
+    assert equal(runner.state()["models"], whole.state()["models"])
+
+
+@pytest.mark.parametrize("num_steps", [1, 3, 5])
+def test_another_process_goes_on_from_the_part_of_a_held_call(process_group: None, num_steps: int) -> None:
+    whole, first, second = survivor(), survivor(), survivor()
+    expected = train(whole)
+    part = held_after(first, num_steps).part
+    second.restore_inside(part.shared_state, [part.rank_state], [part.progress])
+    assert second.standing().progress == num_steps
+    answer = resume(second)
+    assert samples(second) == samples(whole)[2 * num_steps :]
+    assert values(answer)["batch_count"] == values(expected)["batch_count"] == 5
+    assert values(answer)["train_loss"] == pytest.approx(values(expected)["train_loss"])
+    assert equal(second.state()["models"], whole.state()["models"])
+    assert second.epoch == 1
+
+
+def test_between_calls_and_where_it_could_not_go_on_nobody_stops(process_group: None) -> None:
+    runner = survivor()
+    assert runner.propose_hold(2, None) is None
+    runner.settle_hold(False)
+    train(runner)
+    assert runner.propose_hold(2, None) is None
+
+
+# ------------------------------------------------------------------------------------------------ snapshots inside
+
+
+@pytest.mark.parametrize("num_steps", [2, 4])
+def test_another_process_goes_on_from_a_snapshot_taken_inside_a_call(process_group: None, num_steps: int) -> None:
+    first, second = survivor(every=2), survivor(every=2)
+    expected = train(first)
+    part = first.part_of_snapshot(num_steps)
+    assert part is not None
+    second.restore_inside(part.shared_state, [part.rank_state], [part.progress])
+    answer = resume(second)
+    assert answer.num_steps == 5
+    assert values(answer)["train_loss"] == pytest.approx(values(expected)["train_loss"])
+    assert equal(second.state()["models"], first.state()["models"])
+
+
+def test_a_snapshot_taken_after_the_last_step_leaves_no_step_to_take_again(process_group: None) -> None:
+    first, second = survivor(every=5), survivor(every=5)
+    train(first)
+    part = first.part_of_snapshot(5)
+    assert part is not None
+    second.restore_inside(part.shared_state, [part.rank_state], [part.progress])
+    assert resume(second).num_steps == 5
+    assert samples(second) == []
+    assert second.epoch == first.epoch
+
+
+def test_one_worker_goes_on_for_two_with_what_both_had_measured(process_group: None) -> None:
+    first = survivor(every=2)
+    train(first)
+    part = first.part_of_snapshot(4)
+    assert part is not None
+    other = replace(part, shared_state=None)
+    alone = make_runner(BreaksOff)
+    alone.restore_inside(part.shared_state, [part.rank_state] * 2, [part.progress, other.progress])
+    answer = resume(alone)
+    assert sorted(samples(alone)) == [16, 17, 18, 19]
+    assert (values(answer)["num_samples"], values(answer)["batch_count"]) == (2 * 8 + 4, 5)
+
+
+def test_only_the_newest_two_parts_are_kept_and_none_for_the_next_call(process_group: None) -> None:
+    runner = survivor(every=1)
+    train(runner, 4)
+    assert [runner.part_of_snapshot(number) is not None for number in (1, 2, 3, 4)] == [False, False, True, True]
+    train(runner, 0)
+    assert runner.part_of_snapshot(4) is None

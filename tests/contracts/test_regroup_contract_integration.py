@@ -1,0 +1,306 @@
+"""What holds for every group whose workers survive the loss of others, whether the driver is one of them or not."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.backends.torch import TorchBackend
+from raysgd.engine.policies import choose_source, takers
+from raysgd.engine.types import GroupReport, Handover, Resources, World
+from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.exceptions import ReservationTimeoutError
+from tests.failure_plan import FailurePlan
+from tests.fakes import NullBackend, SteppingReplica
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+PATIENCE_S = 30.0
+NUM_STEPS = 6
+
+
+class JoinedReplica(SteppingReplica):
+    """A replica whose state is handed over through its process group."""
+
+    def regroup(self, world: World, handover: Handover) -> str:
+        import torch
+
+        state = torch.tensor([self.total, float(self.num_done or 0)])
+        torch.distributed.broadcast(state, handover.source)
+        if world.rank in handover.takers:
+            self.total, self.num_done = state[0].item(), int(state[1])
+        return super().regroup(world, handover)
+
+
+def step_together(replica: JoinedReplica, plan: FailurePlan) -> float:
+    """Steps that wait for all ranks, from wherever the replica is."""
+    import torch
+
+    replica.num_done = replica.num_done or 0
+    while replica.num_done < NUM_STEPS:
+        plan.check(replica.world.rank, replica.num_done)
+        one = torch.ones(1)
+        torch.distributed.all_reduce(one)
+        replica.total += one.item() / replica.world.size
+        replica.num_done += 1
+    return replica.total
+
+
+def where(replica: SteppingReplica) -> tuple[int, int, int]:
+    return replica.world.rank, replica.world.size, os.getpid()
+
+
+def primed(replica: SteppingReplica) -> bool:
+    return replica.is_primed
+
+
+@dataclass
+class Rig:
+    """A group of three, and how to mend it by hand."""
+
+    group: WorkerGroup
+    plan: FailurePlan
+
+    def step(self) -> GroupReport:
+        return self.on_all(step_together, self.plan)
+
+    def on_all(self, function: Callable[..., Any], *args: Any) -> GroupReport:
+        return self.group.on_replica(function, {rank: args for rank in range(len(self.group))})
+
+    def values(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        return [answer.value for answer in self.on_all(function, *args).values]
+
+    def pids(self) -> list[int]:
+        return [info.pid for info in self.group.infos]
+
+    def mend(self, survivors: list[int], num_new: int) -> GroupReport:
+        """Lets the survivors go on with so many new ones."""
+        report = self.group.stand(survivors)
+        assert report.ok, report
+        standings = [stood.standing for stood in report.values]
+        source = choose_source(standings)
+        assert source is not None
+        self.group.let_go([rank for rank in range(len(self.group)) if rank not in survivors])
+        assert self.group.call_up(num_new, 3) == num_new
+        joining = self.group.recruits.take(num_new, PATIENCE_S)
+        assert len(joining) == num_new
+        new_ranks = range(len(survivors), len(survivors) + num_new)
+        handover = Handover(source, (*takers(standings, source), *new_ranks))
+        return self.group.regroup(survivors, joining, report.values[0].port, handover)
+
+
+Make = Callable[..., Rig]
+
+
+@pytest.fixture
+def make(ray_cluster: None, tmp_path: Path) -> Iterator[Make]:
+    """Makes groups, of three as a rule, that are ended after the test, whatever became of them."""
+    groups: list[WorkerGroup] = []
+
+    def make(
+        plan: Callable[[FailurePlan], FailurePlan] = lambda plan: plan, num_workers: int = 3, **options: Any
+    ) -> Rig:
+        values: dict[str, Any] = {
+            "backend": TorchBackend(timeout_s=60),
+            "make_replica": JoinedReplica,
+            "resources": Resources(num_cpus=0.5),
+            "regroups": True,
+            **options,
+        }
+        group = WorkerGroup(GroupSpec(**values), num_workers)
+        groups.append(group)
+        assert group.start().ok
+        return Rig(group, plan(FailurePlan(tmp_path)))
+
+    yield make
+    for group in groups:
+        group.kill(10)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it never became so"
+        time.sleep(0.02)
+
+
+# -------------------------------------------------------------------------------------------- going on
+
+
+@pytest.mark.parametrize(("use_local", "lost", "num_new"), [(False, 0, 1), (True, 2, 1), (False, 1, 0)])
+def test_survivors_of_a_killed_rank_go_on_where_they_were(make: Make, use_local: bool, lost: int, num_new: int) -> None:
+    rig = make(lambda plan: plan.die(rank=lost, step=3), use_local=use_local)
+    before = rig.pids()
+    report = rig.step()
+    assert not report.ok
+    survivors = rig.group.settle(report)
+    assert survivors == [rank for rank in range(3) if rank != lost]
+    assert rig.mend(survivors, num_new).ok
+    size = 2 + num_new
+    assert (len(rig.group), len(rig.group.worlds), len(rig.group.infos)) == (size, size, size)
+    assert rig.pids()[:2] == [before[rank] for rank in survivors], "the same processes"
+    assert rig.values(where) == [(rank, size, pid) for rank, pid in enumerate(rig.pids())]
+    assert rig.values(primed) == [False, False, *[True] * num_new]
+    assert rig.values(step_together, rig.plan) == [NUM_STEPS] * size, "no step is lost and none is done twice"
+    assert not is_alive(before[lost])
+
+
+def test_of_a_rank_that_is_stopped_and_one_that_is_killed_neither_survives(make: Make) -> None:
+    rig = make(lambda plan: plan.die(rank=2, step=3))
+    pids = rig.pids()
+    os.kill(pids[1], signal.SIGSTOP)
+    report = rig.on_all(die_at_once, rig.plan)
+    survivors = rig.group.settle(report)
+    assert survivors == [0]
+    assert rig.mend(survivors, 2).ok
+    assert rig.values(step_together, rig.plan) == [NUM_STEPS] * 3
+    wait_until(lambda: not is_alive(pids[1]))
+
+
+def die_at_once(replica: JoinedReplica, plan: FailurePlan) -> None:
+    """What a peer waits for that will never come."""
+    import torch
+
+    plan.check(replica.world.rank, 3)
+    torch.distributed.all_reduce(torch.ones(1))
+
+
+def test_a_rank_that_answered_before_the_loss_counts_as_a_survivor(make: Make) -> None:
+    rig = make(lambda plan: plan.die(rank=1, step=None), backend=NullBackend(), make_replica=SteppingReplica)
+    report = rig.on_all(check, rig.plan)
+    assert rig.group.settle(report) == [0, 2]
+
+
+def check(replica: SteppingReplica, plan: FailurePlan) -> None:
+    plan.check(replica.world.rank)
+
+
+def test_a_survivor_that_dies_meanwhile_is_told_when_it_is_to_stand(make: Make) -> None:
+    rig = make(backend=NullBackend(), make_replica=SteppingReplica)
+    os.kill(rig.pids()[1], signal.SIGKILL)
+    wait_until(lambda: not is_alive(rig.pids()[1]))
+    report = rig.group.stand([1, 2])
+    [first, _] = report.outcomes
+    assert (first.rank, first.failure.kind if first.failure else None) == (1, "died")
+    report = rig.group.stand([2])
+    assert report.ok
+    assert report.values[0].port is not None, "the first of those who are left opens the meeting point"
+
+
+def set_done(num_done: int, replica: SteppingReplica) -> None:
+    replica.num_done = num_done
+
+
+def test_ranks_answer_beside_their_work_without_those_that_are_late_and_say_how_far_they_are(make: Make) -> None:
+    rig = make(backend=NullBackend(), make_replica=SteppingReplica, use_local=True)
+    rig.on_all(partial(set_done, 4))
+    os.kill(rig.pids()[2], signal.SIGSTOP)
+    try:
+        answers = rig.group.ask_beside("beside", where, timeout_s=1.0)
+        assert answers == {rank: (rank, 3, rig.pids()[rank]) for rank in (0, 1)}
+        assert set(rig.group.ask_beside("stack", ranks=[1])) == {1}
+        call = rig.group.submit_beside(2, where)
+        assert not rig.group.hear(2, call).answered
+    finally:
+        os.kill(rig.pids()[2], signal.SIGCONT)
+    wait_until(lambda: rig.group.hear(2, call).answered)
+    assert rig.group.hear(2, call).value[0] == 2
+    stood = rig.group.stand([0, 2]).values
+    assert [(one.standing.progress, one.standing.words) for one in stood] == [(4, "4 steps done")] * 2
+    assert [one.port for one in stood] == [1, None], "only the first opens a meeting point"
+    os.kill(rig.pids()[2], signal.SIGSTOP)
+    rig.group.kill_rank(2)
+    wait_until(lambda: not is_alive(rig.pids()[2]))
+
+
+# -------------------------------------------------------------------------------------------- those who step in
+
+
+class FailsLater(SteppingReplica):
+    """A replica that can be set up in a group, and not by itself afterwards."""
+
+    def __init__(self, plan: FailurePlan, world: World) -> None:
+        super().__init__(world)
+        self.plan = plan
+
+    def setup(self) -> str:
+        self.plan.check(self.world.rank)
+        return super().setup()
+
+
+def ready(rig: Rig, count: int) -> bool:
+    return rig.group.recruits.num_ready == count
+
+
+def test_spares_are_primed_take_a_seat_and_give_it_back(make: Make) -> None:
+    rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
+    assert rig.group.call_up(5, 2) == 1, "room for one is reserved"
+    assert rig.group.call_up(1, 2) == 0
+    wait_until(lambda: rig.group.recruits.num_coming == 0)  # being asked is enough to see who is ready
+    assert rig.group.recruits.num_ready == 1
+    [spare] = rig.group.recruits.take(3)
+    assert (spare.facts, is_alive(spare.info.pid)) == ("rank 1 of 2", True)
+    assert spare.info.pid not in rig.pids()
+    rig.group.recruits.dismiss(spare)
+    wait_until(lambda: not is_alive(spare.info.pid))
+    assert rig.group.call_up(1, 2) == 1
+
+
+def test_nobody_is_called_up_on_a_node_to_avoid_and_those_there_are_sent_away(make: Make) -> None:
+    rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1, num_spares=2)
+    node = frozenset({rig.group.infos[0].node_id})
+    assert rig.group.call_up(1, 2, avoid=node) == 0
+    assert rig.group.call_up(-1, 2) == 0, "there are more than enough already"
+    assert rig.group.call_up(1, 2) == 1
+    wait_until(lambda: ready(rig, 1))
+    assert rig.group.call_up(1, 2, avoid=node) == 0
+    assert rig.group.recruits.num_ready == 0
+
+
+def test_whoever_fails_while_being_made_ready_is_told_and_leaves_the_seat(
+    make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    folder = tmp_path / "later"
+    plan = FailurePlan(folder).fail(rank=None)  # it cannot happen before there is a folder to note it in
+    fails = partial(FailsLater, plan)
+    folder.mkdir()
+    (folder / "fired-0-0").touch()
+    rig = make(backend=NullBackend(), make_replica=fails, num_workers=1, num_spares=1)
+    (folder / "fired-0-0").unlink()
+    rig.group.call_up(1, 2)
+    wait_until(lambda: rig.group.recruits.num_coming == 0)
+    assert rig.group.recruits.num_ready == 0
+    assert "a worker that was to step in failed: injected" in caplog.text
+    assert rig.group.call_up(1, 2) == 1
+    wait_until(lambda: ready(rig, 1))
+
+
+def test_room_for_more_is_reserved_or_refused_and_then_nothing_is_held(make: Make) -> None:
+    rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1)
+    assert rig.group.call_up(1, 2) == 0
+    with pytest.raises(ReservationTimeoutError):
+        rig.group.reserve(100, 0.2)
+    rig.group.reserve(1, PATIENCE_S)
+    assert rig.group.call_up(2, 2) == 1
+    wait_until(lambda: ready(rig, 1))
+    [spare] = rig.group.recruits.take(1)
+    report = rig.group.stand([0])
+    report = rig.group.regroup([0], [spare], report.values[0].port, Handover(0, (1,)))
+    assert report.values == [f"rank {rank} of 2" for rank in range(2)]
+    rig.group.kill(10)
+    wait_until(lambda: not is_alive(spare.info.pid))

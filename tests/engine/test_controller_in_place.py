@@ -1,0 +1,451 @@
+"""What a controller does with replicas that can go on in another group."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+from raysgd.engine.controller import Call
+from raysgd.engine.types import World
+from raysgd.exceptions import WorkersLostError
+from tests.engine.stepping_trainer import Trainer
+from tests.fakes import (
+    Interrupted,
+    Lost,
+    Raised,
+    read,
+    walk,
+    walk_on,
+)
+
+HOURS = 3600.0
+
+
+# -------------------------------------------------------------------------------------------- going on after a loss
+
+
+@pytest.mark.parametrize("lost", [(0,), (1,), (2,), (0, 1)])
+def test_survivors_go_on_where_they_are_and_a_new_worker_takes_their_state(lost: tuple[int, ...]) -> None:
+    trainer = Trainer()
+    survivors = list(range(3 - len(lost)))
+    before = [replica for rank, replica in enumerate(trainer.group.replicas) if rank not in lost]
+    assert trainer.walk(5, Lost(lost, after={0: 2, 1: 2, 2: 2})) == [5, 5, 5]
+    assert [trainer.group.replicas[rank] for rank in survivors] == before, "the same processes"
+    assert all(replica.is_primed for replica in trainer.group.replicas[len(survivors) :])
+    assert trainer.group.functions == ["walk", "walk_on"]
+    assert trainer.kinds == ["rejoined"]
+    assert trainer.controller.history.num_failures == 1
+    assert trainer.controller.facts == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+
+
+def test_all_go_on_from_the_most_advanced_survivor() -> None:
+    trainer = Trainer()
+    assert trainer.walk(5, Lost((0,), after={1: 2, 2: 3})) == [5, 5, 5]
+    [handover] = trainer.group.handovers
+    assert (handover.source, handover.takers) == (1, (0, 2))  # by new rank: the third one is new
+
+
+def test_a_state_that_is_half_way_through_a_step_is_taken_from_another_one() -> None:
+    trainer = Trainer()
+    trainer.group.replicas[1].is_whole = False
+    assert trainer.walk(5, Lost((2,), after={0: 2, 1: 3})) == [5, 5, 5]
+    assert (trainer.group.handovers[0].source, trainer.group.handovers[0].takers) == (0, (1, 2))
+
+
+def test_a_survivor_that_had_finished_gives_its_answer_again_and_nothing_is_counted_twice() -> None:
+    trainer = Trainer()
+    assert trainer.walk(5, Lost((2,), after={1: 4})) == [5, 5, 5]
+    assert trainer.totals == [5, 5, 5]
+    assert trainer.group.replicas[0].num_own_calls == 1
+
+
+def test_without_room_the_survivors_go_on_alone() -> None:
+    trainer = Trainer()
+    sizes: list[int] = []
+
+    def args_for(worlds: Sequence[World]) -> list[tuple[int]]:
+        sizes.append(len(worlds))
+        return [(5,)] * len(worlds)
+
+    trainer.cluster.calls = deque([Lost((1,), after={0: 2, 2: 2})])
+    trainer.cluster.num_slots = 2
+    assert trainer.controller.run(Call(walk, args_for, changes_state=True, resume=walk_on)) == [5, 5]
+    assert sizes == [3, 2], "the arguments are made anew"
+    assert trainer.controller.num_workers == 2
+
+
+def test_a_lost_connection_of_all_keeps_all() -> None:
+    trainer = Trainer()
+    assert trainer.walk(5, Lost((0, 1, 2), "disconnected")) == [5, 5, 5]
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined"], 1)
+
+
+def test_a_call_that_changes_nothing_is_begun_again_by_the_survivors() -> None:
+    trainer = Trainer()
+    trainer.walk(2)
+    trainer.cluster.calls = deque([Lost((1,))])
+    assert trainer.controller.run(Call(read)) == [(2, 1), (2, 1), (2, 0)]  # what the lost rank had for itself is gone
+    assert (trainer.kinds, trainer.group.functions) == (["rejoined"], ["walk", "read", "read"])
+
+
+def test_a_call_that_changes_the_state_and_cannot_be_gone_on_with_needs_the_snapshot() -> None:
+    trainer = Trainer()
+    trainer.walk(2)
+    trainer.cluster.calls = deque([Lost((1,), after={0: 1, 2: 1})])
+    assert trainer.controller.run(Call(walk, lambda worlds: [(3,)] * len(worlds), changes_state=True)) == [5, 5, 5]
+    assert trainer.kinds == ["rebuilt"]
+
+
+def test_the_policy_may_ask_for_new_workers_always() -> None:
+    trainer = Trainer(rejoins=False)
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
+    assert (trainer.kinds, trainer.cluster.sizes) == (["rebuilt"], [3, 3])
+
+
+def test_an_exception_of_the_user_is_never_gone_on_from() -> None:
+    trainer = Trainer()
+    with pytest.raises(ZeroDivisionError):
+        trainer.walk(5, Raised(1, ZeroDivisionError("by zero")))
+    assert trainer.kinds == []
+
+
+# -------------------------------------------------------------------------------------------- the budget
+
+
+def test_going_on_with_progress_spends_no_retry() -> None:
+    trainer = Trainer()
+    losses = [Lost((1,), after={0: step, 2: step}) for step in (1, 2, 3, 4)]
+    assert trainer.walk(5, *losses, max_retries=1) == [5, 5, 5]
+    assert trainer.kinds == ["rejoined"] * 4
+    assert trainer.controller.history.num_failures == 4
+
+
+def test_going_on_without_progress_spends_one_each_time_and_then_it_is_over() -> None:
+    trainer = Trainer()
+    trainer.walk(1)
+    with pytest.raises(WorkersLostError, match="the 2 allowed retries of this call are used up"):
+        trainer.walk(5, *[Lost((1,), after={0: 3, 2: 3})] * 4, max_retries=2)
+    # The first time there was progress. The fourth time the two retries are spent.
+    assert trainer.kinds == ["rejoined"] * 3
+    assert not trainer.group.is_alive
+    assert trainer.walk(2) == [3, 3, 3], "from the last completed call"
+
+
+def test_without_retries_the_first_loss_is_the_end_whatever_it_would_cost() -> None:
+    trainer = Trainer()
+    with pytest.raises(WorkersLostError, match="the 0 allowed retries"):
+        trainer.walk(5, Lost((1,), after={0: 3, 2: 3}), max_retries=0)
+    assert trainer.kinds == []
+    assert not trainer.group.is_alive
+
+
+# -------------------------------------------------------------------------------------------- where it cannot be done
+
+OBSTACLES: dict[str, Callable[[Trainer], Any]] = {
+    "nobody is left": lambda trainer: None,
+    "an obstacle": lambda trainer: setattr(trainer.group.replicas[0], "obstacle", "a `train_epoch` of its own"),
+    "no state is whole": lambda trainer: [setattr(replica, "is_whole", False) for replica in trainer.group.replicas],
+    "a survivor raises": lambda trainer: trainer.cluster.stands.append(Raised(0, ValueError("x"))),
+    "a survivor dies while the group is formed": lambda trainer: trainer.cluster.regroups.append(Lost((0,))),
+    "a survivor raises while the group is formed": lambda trainer: trainer.cluster.regroups.append(
+        Raised(0, ValueError("x"))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OBSTACLES)
+def test_where_survivors_cannot_go_on_new_workers_begin_the_call_again(name: str) -> None:
+    trainer = Trainer()
+    trainer.walk(1)
+    OBSTACLES[name](trainer)
+    lost = (0, 1, 2) if name == "nobody is left" else (1,)
+    assert trainer.walk(5, Lost(lost, after={0: 2, 2: 2}), max_retries=1) == [6, 6, 6]
+    assert trainer.kinds == ["rebuilt"]
+    assert [group.ended_by for group in trainer.cluster.groups] == ["kill", None]
+    assert trainer.controller.history.num_failures == 1
+
+
+def test_a_survivor_that_dies_while_it_leaves_the_group_is_no_survivor() -> None:
+    trainer = Trainer()
+    trainer.cluster.stands = deque([Lost((0,))])
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined"], 1)
+
+
+def test_a_survivor_that_answers_to_nothing_is_no_survivor() -> None:
+    trainer = Trainer()
+    trainer.cluster.silent = {0}
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
+    assert trainer.kinds == ["rejoined"]
+    assert trainer.controller.num_workers == 3
+
+
+def test_fewer_than_the_smallest_number_do_not_go_on() -> None:
+    trainer = Trainer(min_workers=3)
+    trainer.cluster.num_slots = 2
+    trainer.clock.sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)  # type: ignore[method-assign]
+    trainer.controller._life._clock = trainer.clock.as_clock()
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
+    assert trainer.kinds == ["rebuilt"]
+
+
+def test_whoever_came_in_vain_is_sent_away_where_too_few_go_on() -> None:
+    trainer = Trainer(min_workers=3)
+    trainer.cluster.num_slots = 2
+    group = trainer.group
+    trainer.clock.sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)  # type: ignore[method-assign]
+    trainer.controller._life._clock = trainer.clock.as_clock()
+    assert trainer.walk(5, Lost((1, 2), after={0: 2})) == [5, 5, 5]
+    assert len(group.recruits.dismissed) == 1
+    assert trainer.kinds == ["rebuilt"]
+
+
+def test_ctrl_c_while_the_group_is_formed_anew_gives_it_up() -> None:
+    for moment in ("stands", "regroups"):
+        trainer = Trainer()
+        trainer.walk(1)
+        setattr(trainer.cluster, moment, deque([Interrupted()]))
+        with pytest.raises(KeyboardInterrupt):
+            trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
+        assert trainer.group.ended_by == "kill"
+        assert trainer.walk(2) == [3, 3, 3]
+        assert len(trainer.cluster.groups) == 2
+
+
+# -------------------------------------------------------------------------------------------- the driver as a worker
+
+
+def test_the_driver_goes_on_with_whoever_steps_in() -> None:
+    trainer = Trainer(use_local=True)
+    driver = trainer.group.local_replica
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 3})) == [5, 5, 5]
+    assert trainer.group.replicas[0] is driver
+    assert trainer.kinds == ["rejoined"]
+
+
+# -------------------------------------------------------------------------------------------- spares
+
+
+def test_spares_are_called_up_at_the_start_step_in_and_are_called_up_again() -> None:
+    trainer = Trainer(num_slots=4, num_spares=1)
+    assert trainer.group.recruits.num_ready == 1
+    [spare] = trainer.group.recruits.ready
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
+    assert trainer.group.replicas[2] is spare
+    assert trainer.group.recruits.num_ready == 1, "in the seat of the lost one"
+    assert trainer.group.recruits.ready != [spare]
+
+
+def test_a_rebuilt_group_has_spares_as_far_as_there_is_room() -> None:
+    trainer = Trainer(num_slots=4, num_spares=2)
+    assert trainer.group.num_spares == 2
+    trainer.cluster.num_slots = 4
+    trainer.walk(5, Lost((0, 1, 2)))
+    assert (trainer.controller.num_workers, trainer.group.num_spares) == (3, 1)
+
+
+def test_a_spare_that_was_lost_is_replaced_before_the_next_call() -> None:
+    trainer = Trainer(num_slots=4, num_spares=1)
+    recruits = trainer.group.recruits
+    recruits.dismiss(recruits.take(1)[0])
+    trainer.walk(2)
+    assert trainer.group.recruits.num_ready == 1
+
+
+def test_whoever_is_slow_is_waited_for_unless_workers_may_step_in_later() -> None:
+    waiting = Trainer()
+    waiting.cluster.recruits_are_slow = True
+    assert waiting.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
+    going_on = Trainer(resize_check_s=60.0)
+    going_on.cluster.recruits_are_slow = True
+    assert going_on.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5]
+    assert going_on.group.recruits.num_coming == 1
+
+
+# -------------------------------------------------------------------------------------------- between two calls
+
+
+def test_between_two_calls_workers_step_in_without_a_new_group() -> None:
+    trainer = Trainer()
+    trainer.cluster.num_slots = 2
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5]
+    trainer.cluster.num_slots = 3
+    assert trainer.walk(1, max_retries=0) == [6, 6, 6]
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined", "grown"], 1)
+    assert trainer.controller.history.num_failures == 1
+
+
+def test_growing_in_place_waits_for_those_that_are_made_ready_but_not_for_ever() -> None:
+    trainer = Trainer()
+    trainer.cluster.num_slots = 2
+    trainer.walk(1, Lost((1,), after={0: 0, 2: 0}))
+    trainer.cluster.num_slots, trainer.cluster.recruits_are_slow = 3, True
+    began = trainer.clock.now_s
+    assert trainer.walk(1) == [2, 2]
+    assert trainer.clock.now_s - began == pytest.approx(30, abs=1)
+    trainer.group.recruits.arrive()
+    assert trainer.walk(1) == [3, 3, 3]
+
+
+def test_replicas_that_cannot_go_on_elsewhere_grow_from_the_snapshot() -> None:
+    trainer = Trainer()
+    trainer.group.replicas[0].obstacle = "a hook of its own"
+    trainer.cluster.num_slots = 2
+    trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
+    trainer.group.replicas[0].obstacle = "a hook of its own"
+    trainer.cluster.num_slots = 3
+    assert trainer.walk(1, max_retries=0) == [6, 6, 6]
+    assert (trainer.kinds, trainer.cluster.sizes) == (["rebuilt", "grown"], [3, 2, 3])
+
+
+def test_growing_that_fails_in_place_goes_on_from_the_snapshot() -> None:
+    trainer = Trainer()
+    trainer.cluster.num_slots = 2
+    trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
+    trainer.cluster.num_slots = 3
+    trainer.cluster.regroups = deque([Lost((0,))])
+    assert trainer.walk(1, max_retries=0) == [6, 6, 6]
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined", "grown"], 2)
+
+
+def test_a_node_that_is_going_away_is_left_before_the_next_call() -> None:
+    trainer = Trainer(nodes=["a", "a", "b"])
+    trainer.cluster.num_slots = 2
+    trainer.walk(1)
+    trainer.leaving = {"b"}
+    trainer.clock.now_s += 60
+    assert trainer.walk(1, max_retries=0) == [2, 2]
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["left"], 1)
+    assert {info.node_id for info in trainer.group.infos} == {"a"}
+
+
+def test_the_node_of_rank_0_is_left_like_any_other() -> None:
+    trainer = Trainer(nodes=["a", "b", "b"])
+    trainer.cluster.num_slots = 2
+    trainer.walk(1)
+    trainer.leaving = {"a"}
+    trainer.clock.now_s += 60
+    assert trainer.walk(1, max_retries=0) == [2, 2]
+    assert trainer.controller.snapshot().shared_state == 2
+
+
+def test_nobody_leaves_where_nobody_would_be_left_or_the_driver_is_bound() -> None:
+    everywhere = Trainer(nodes=["a", "a", "a"])
+    bound = Trainer(nodes=["a", "b", "b"], use_local=True)
+    for trainer in (everywhere, bound):
+        trainer.leaving = {"a"}
+        trainer.clock.now_s += 60
+        trainer.walk(1)
+        assert trainer.kinds == []
+
+
+# -------------------------------------------------------------------------------------------- held inside a call
+
+
+def test_a_call_is_held_for_workers_that_are_ready_and_gone_on_with() -> None:
+    trainer = Trainer(resize_check_s=2.0)
+    trainer.cluster.num_slots = 2
+    trainer.walk(1, Lost((1,), after={0: 0, 2: 0}))
+    trainer.cluster.recruits_are_slow = True
+
+    def happens(second: int) -> None:
+        trainer.cluster.num_slots = 3
+        if second == 4:
+            trainer.group.recruits.arrive()
+
+    trainer.clock.sleep = lambda seconds: None  # type: ignore[method-assign]  # nobody is ready before the call
+    trainer.during_calls(6, happens)
+    assert trainer.walk(9, max_retries=0) == [10, 10, 10]
+    assert trainer.kinds == ["rejoined", "grown"]
+    assert trainer.group.functions == ["walk", "walk_on", "_standing", "walk", "walk_on"]
+    assert trainer.controller.history.num_failures == 1
+
+
+def test_a_call_is_held_to_leave_a_node_and_gone_on_with_by_the_rest() -> None:
+    trainer = Trainer(nodes=["a", "a", "b"])
+    trainer.cluster.num_slots = 2
+    trainer.during_calls(4, lambda second: trainer.leaving.add("b") if second == 2 else None)
+    assert trainer.walk(9, max_retries=0) == [9, 9]
+    assert trainer.kinds == ["left"]
+    [event] = [event for event in trainer.controller.history.events if event.kind == "left"]
+    assert event.cause == "a node is going away"
+    assert event.detail == "2 steps done"
+    assert len(trainer.cluster.groups) == 1
+
+
+def test_a_held_call_whose_group_cannot_be_formed_anew_goes_on_from_the_snapshot_of_that_very_step() -> None:
+    trainer = Trainer(nodes=["a", "a", "b"])
+
+    def happens(second: int) -> None:
+        if second == 2:
+            trainer.leaving, trainer.cluster.nodes = {"b"}, []  # nobody is placed there any more
+
+    trainer.during_calls(4, happens)
+    trainer.cluster.regroups = deque([Lost((0,))])
+    assert trainer.walk(9, max_retries=0) == [9, 9, 9]
+    assert trainer.kinds == ["left"]
+    assert trainer.cluster.groups[1].functions == ["_restore_inside", "walk_on"]
+    assert [replica.num_own_calls for replica in trainer.group.replicas] == [1, 1, 1]
+
+
+# -------------------------------------------------------------------------------------------- snapshots inside a call
+
+
+def snapshots_after(trainer: Trainer, num_steps: int) -> None:
+    """Lets all ranks take a snapshot inside the running call after so many steps, in time for the driver."""
+
+    def happens(second: int) -> None:
+        for replica in trainer.group.replicas:
+            replica.snapshot_at = num_steps if second >= 2 else 0
+
+    trainer.during_calls(4, happens)
+
+
+def test_new_workers_go_on_from_a_snapshot_taken_inside_the_call() -> None:
+    trainer = Trainer(rejoins=False)
+    trainer.walk(10)
+    snapshots_after(trainer, 3)
+    assert trainer.walk(5, Lost((0, 1, 2)), max_retries=1) == [15, 15, 15]
+    assert trainer.group.functions == ["_restore_inside", "walk_on"]
+
+
+def test_a_second_loss_goes_on_from_the_newest_of_them() -> None:
+    trainer = Trainer(rejoins=False)
+    snapshots_after(trainer, 3)
+    trainer.cluster.calls = deque([Lost((0, 1, 2)), Lost((0, 1, 2))])
+    assert trainer.controller.run(trainer.call(5)) == [5, 5, 5]
+    assert trainer.cluster.groups[2].functions == ["_restore_inside", "walk_on"]
+
+
+def test_a_completed_call_with_a_snapshot_inside_is_finished_from_there_before_the_next_one() -> None:
+    trainer = Trainer(rejoins=False, is_large=True)
+    trainer.controller.snapshot()
+    snapshots_after(trainer, 3)
+    trainer.cluster.transfer_s = HOURS  # that of the completed call does not come in time
+    assert trainer.walk(5) == [5, 5, 5]
+    trainer.cluster.while_waiting = lambda tick: tick()
+    assert trainer.walk(2, Lost((0, 1, 2))) == [7, 7, 7]
+    assert trainer.group.functions == ["_restore_inside", "walk_on", "walk"]
+
+
+def test_a_call_broken_off_for_good_is_not_gone_on_with_by_the_next_one() -> None:
+    trainer = Trainer(rejoins=False)
+    snapshots_after(trainer, 3)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.walk(5, Interrupted())
+    trainer.cluster.while_waiting = lambda tick: tick()
+    assert trainer.walk(5) == [8, 8, 8], "from the state of the snapshot, with a call of its own"
+    assert trainer.group.functions == ["_restore", "walk"]
+
+
+def test_a_call_that_spent_its_retries_is_not_gone_on_with_by_the_next_one() -> None:
+    trainer = Trainer()
+    snapshots_after(trainer, 3)
+    with pytest.raises(WorkersLostError):
+        trainer.walk(5, Lost((0, 1, 2)), max_retries=0)
+    trainer.cluster.while_waiting = lambda tick: tick()
+    assert trainer.walk(5, Lost((0, 1, 2))) == [8, 8, 8]
+    assert trainer.group.functions == ["_restore", "walk"]

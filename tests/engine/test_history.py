@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from raysgd.engine.history import EventKind, History
+
+
+def test_an_event_is_kept_with_all_that_was_said_and_the_time_of_day() -> None:
+    history = History(now=lambda: 12.5)
+    history.record("rejoined", 4, 3, 0.25, "lost rank 2", "8 of 20 samples used")
+    [event] = history.events
+    assert (event.kind, event.old_size, event.new_size, event.seconds) == ("rejoined", 4, 3, 0.25)
+    assert (event.cause, event.detail, event.at) == ("lost rank 2", "8 of 20 samples used", 12.5)
+
+
+def test_events_are_counted_by_kind_and_stay_in_order() -> None:
+    history = History()
+    for kind in ("started", "rejoined", "rebuilt", "rejoined"):
+        history.record(kind, 2, 2, 0.0, "")  # type: ignore[arg-type]
+    assert (history.count("rejoined"), history.count("rebuilt"), history.count("left")) == (2, 1, 0)
+    assert [event.kind for event in history.events] == ["started", "rejoined", "rebuilt", "rejoined"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "level"),
+    [("started", "DEBUG"), ("rejoined", "INFO"), ("rebuilt", "INFO"), ("grown", "INFO"), ("hung", "WARNING")],
+)
+def test_each_event_is_one_log_line(kind: EventKind, level: str, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.DEBUG, logger="raysgd"):
+        History().record(kind, 4, 3, 1.239, "lost rank 2", "2 samples come again")
+    [line] = caplog.records
+    assert line.levelname == level
+    assert line.getMessage() == f"{kind}: 4 -> 3 workers in 1.24 s: lost rank 2; 2 samples come again"
+
+
+def test_what_there_is_no_more_to_say_of_has_no_detail() -> None:
+    history = History()
+    history.record("left", 4, 2, 0.0, "a node is going away")
+    assert str(history.events[0]) == "left: 4 -> 2 workers in 0.00 s: a node is going away"

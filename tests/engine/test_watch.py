@@ -1,0 +1,211 @@
+"""What the driver sees and does while a call runs."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+
+from raysgd.engine.controller import Call
+from tests.engine.stepping_trainer import Trainer
+from tests.fakes import Lost, read
+
+# -------------------------------------------------------------------------------------------- signs of life
+
+
+def test_every_rank_is_heard_once_a_second() -> None:
+    trainer = Trainer()
+    seen: list[list[int]] = []
+
+    def happens(second: int) -> None:
+        assert trainer.controller.watch is not None
+        seen.append(sorted(trainer.controller.watch.beats))
+
+    trainer.during_calls(3, happens)
+    trainer.walk(5)
+    assert seen == [[], [], [0, 1, 2]]  # asked in the first second, heard in the second one
+    assert trainer.controller.watch is None
+
+
+def test_a_call_that_takes_less_than_a_round_asks_nobody() -> None:
+    trainer = Trainer()
+    trainer.cluster.while_waiting = lambda tick: [tick() for _ in range(20)] and None
+    trainer.cluster.silent = {0, 1, 2}
+    assert trainer.walk(5) == [5, 5, 5]
+    assert trainer.group.killed_ranks == []
+
+
+def test_a_rank_that_is_silent_for_too_long_is_ended_and_everything_told(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(heartbeat_s=5.0)
+    trainer.walk(1)
+    trainer.cluster.silent = {1}
+    ended_in: list[int] = []
+
+    def happens(second: int) -> None:
+        if trainer.group.killed_ranks and not ended_in:
+            ended_in.append(second - 1)
+
+    trainer.during_calls(10, happens)
+    trainer.cluster.calls.append(Lost((1,), after={0: 2, 2: 2}))
+    with caplog.at_level(logging.WARNING, logger="raysgd"):
+        trainer.controller.run(trainer.call(5))
+    assert trainer.group.killed_ranks[0] == 1
+    assert ended_in == [7], "asked in the first second, and silent for more than five after that"
+    event = next(event for event in trainer.controller.history.events if event.kind == "hung")
+    assert (event.cause, event.old_size) == ("rank 1 gave no sign of life for 6 s", 3)
+    text = caplog.records[0].getMessage()
+    assert "rank 0: epoch 0, step 0, stepping\nstack of rank 0" in text
+    assert "rank 1: not heard of yet\n  no answer" in text
+
+
+def test_a_rank_that_answers_again_in_time_is_left_alone() -> None:
+    trainer = Trainer(heartbeat_s=5.0)
+
+    def happens(second: int) -> None:
+        trainer.cluster.silent = {1} if second % 5 else set()
+
+    trainer.during_calls(30, happens)
+    assert trainer.walk(5) == [5, 5, 5]
+    assert trainer.group.killed_ranks == []
+
+
+def test_the_driver_itself_is_never_asked() -> None:
+    trainer = Trainer(use_local=True, heartbeat_s=5.0)
+    trainer.cluster.silent = {0}
+    trainer.during_calls(20)
+    assert trainer.walk(5) == [5, 5, 5]
+    assert trainer.group.killed_ranks == []
+
+
+def test_a_short_heartbeat_asks_more_often() -> None:
+    trainer = Trainer(heartbeat_s=0.5)
+    trainer.cluster.silent = {2}
+
+    def wait(tick: Any) -> None:
+        for _ in range(10):
+            trainer.clock.now_s += 0.1
+            tick()
+
+    trainer.cluster.while_waiting = wait
+    trainer.walk(1, Lost((2,), after={0: 0, 1: 0}))
+    assert trainer.group.killed_ranks[0] == 2
+
+
+# -------------------------------------------------------------------------------------------- holding
+
+
+def leaving_at(trainer: Trainer, first: int, seconds: int = 12) -> None:
+    """Lets node "b" go away in that second of each call."""
+    trainer.during_calls(seconds, lambda second: trainer.leaving.add("b") if second >= first else None)
+
+
+def test_all_ranks_are_asked_for_the_same_step_and_told_that_it_holds() -> None:
+    trainer = Trainer(nodes=["a", "a", "b"])
+    replicas = list(trainer.group.replicas)
+    leaving_at(trainer, 2)
+    trainer.walk(9)
+    assert [replica.proposals for replica in replicas] == [[(2, True)]] * 3
+
+
+def test_a_step_that_one_rank_is_past_is_given_up_by_all_and_a_later_one_proposed() -> None:
+    trainer = Trainer(nodes=["a", "a", "b"])
+    replicas = list(trainer.group.replicas)
+    late = replicas[1]
+    late.refuses_hold = True
+
+    def happens(second: int) -> None:
+        trainer.leaving.add("b")
+        if len(late.proposals) == 2:
+            late.refuses_hold = False
+
+    trainer.during_calls(12, happens)
+    assert trainer.walk(19) == [19, 19, 19]
+    assert [replica.proposals for replica in replicas] == [[(2, False), (4, False), (8, True)]] * 3
+    assert trainer.kinds == ["left"]
+
+
+def test_nobody_else_is_asked_when_the_first_rank_cannot_stop() -> None:
+    trainer = Trainer(nodes=["a", "a", "b"])
+    replicas = list(trainer.group.replicas)
+    replicas[0].refuses_hold = True
+    leaving_at(trainer, 2, seconds=3)
+    assert trainer.walk(9) == [9, 9, 9]
+    assert [len(replica.proposals) for replica in replicas] == [1, 0, 0]
+
+
+def test_a_rank_that_does_not_answer_in_time_lets_nobody_stop() -> None:
+    trainer = Trainer(nodes=["a", "a", "b"])
+    replicas = list(trainer.group.replicas)
+    trainer.cluster.silent = {1}
+    leaving_at(trainer, 2, seconds=3)
+    assert trainer.walk(9) == [9, 9, 9]
+    assert (replicas[0].proposals, replicas[2].proposals) == ([(2, False)], [(2, False)])
+
+
+def test_a_call_that_cannot_be_gone_on_with_is_not_held() -> None:
+    trainer = Trainer(nodes=["a", "a", "b"])
+    leaving_at(trainer, 2)
+    assert trainer.controller.run(Call(read)) == [(0, 0)] * 3
+    assert [replica.proposals for replica in trainer.group.replicas] == [[]] * 3
+
+
+def test_a_full_group_is_not_held_to_grow() -> None:
+    trainer = Trainer(num_slots=6, resize_check_s=1.0)
+    trainer.during_calls(6)
+    trainer.walk(9)
+    assert [replica.proposals for replica in trainer.group.replicas] == [[]] * 3
+
+
+def test_without_being_told_to_look_a_running_call_does_not_grow() -> None:
+    trainer = Trainer()
+    trainer.cluster.num_slots = 2
+    trainer.during_calls(6, lambda second: setattr(trainer.cluster, "num_slots", 3))
+    assert trainer.walk(9, Lost((1,), after={0: 0, 2: 0})) == [9, 9, 9], "the loss itself found the room"
+    assert "grown" not in trainer.kinds
+
+
+# -------------------------------------------------------------------------------------------- snapshots
+
+
+def test_the_parts_of_a_snapshot_are_collected_once_all_ranks_have_it() -> None:
+    trainer = Trainer()
+    asked: list[int] = []
+    for replica in trainer.group.replicas:
+        original = replica.part_of_snapshot
+        replica.part_of_snapshot = lambda number, original=original: asked.append(number) or original(number)
+
+    def happens(second: int) -> None:
+        for rank, replica in enumerate(trainer.group.replicas):
+            replica.snapshot_at = 3 if second >= 2 + rank else 0  # one rank after the other
+
+    trainer.during_calls(8, happens)
+    trainer.walk(5)
+    assert asked == [3, 3, 3]
+
+
+def test_a_part_that_is_not_kept_any_more_makes_no_snapshot() -> None:
+    trainer = Trainer(rejoins=False)
+    trainer.group.replicas[1].part_of_snapshot = lambda number: None
+
+    def happens(second: int) -> None:
+        for replica in trainer.group.replicas:
+            replica.snapshot_at = 3
+
+    trainer.during_calls(4, happens)
+    assert trainer.walk(5, Lost((0, 1, 2))) == [5, 5, 5]
+    assert trainer.group.functions == ["_restore", "walk"]
+
+
+def test_a_snapshot_on_its_way_is_not_overtaken_by_one_from_inside() -> None:
+    trainer = Trainer(is_large=True)
+    trainer.cluster.transfer_s = 3600.0
+    trainer.walk(1)
+
+    def happens(second: int) -> None:
+        for replica in trainer.group.replicas:
+            replica.snapshot_at = 3
+
+    trainer.during_calls(4, happens)
+    trainer.walk(5)
+    assert trainer.controller.snapshots.landed is None or not trainer.controller.snapshots.is_inside
