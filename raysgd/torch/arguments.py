@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from raysgd._optional import require
+from raysgd.backends.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.exceptions import InvalidCountError
 from raysgd.torch import constants
 from raysgd.torch.training_operator import TrainingOperator
@@ -138,12 +139,27 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
 
 
 def resolve_backend(backend: str, use_gpu: bool) -> str:
-    """The transport that "auto" stands for, or the one that was named."""
+    """The backend that "auto" stands for, or the one that was named."""
     if backend == "auto":
         return "nccl" if use_gpu else "gloo"
-    if backend not in ("nccl", "gloo"):
-        raise ValueError(f'`backend={backend!r}`: allowed are "auto", "gloo" and "nccl".')
+    if backend not in ("nccl", "gloo", "horovod"):
+        raise ValueError(f'`backend={backend!r}`: allowed are "auto", "gloo", "nccl" and "horovod".')
     return backend
+
+
+def check_horovod(use_fp16: Any, use_gpu: bool) -> None:
+    """Refuses what cannot be had together with `backend="horovod"`, and that itself where Horovod is missing."""
+    hvd = import_horovod()
+    if use_fp16 == "apex":
+        raise ValueError(
+            '`use_fp16="apex"` does not work with `backend="horovod"`, because both rebuild the optimizer: use '
+            '`use_fp16=True`, or `backend="gloo"` or "nccl".'
+        )
+    if use_gpu and not (hvd.cuda_built() or hvd.rocm_built()):
+        raise ValueError(
+            '`use_gpu` is on, but this Horovod was built for CPUs: pass `use_gpu=False`, use `backend="nccl"`, or run: '
+            f"HOROVOD_GPU_OPERATIONS=NCCL {INSTALL_COMMAND}"
+        )
 
 
 def resolve_timeout(timeout_s: float | None, backend: str) -> float:

@@ -8,7 +8,7 @@ which is free; where user code may call `backward` by itself, a communication ho
 
 # No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+# Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
+Summation = Callable[[torch.Tensor], Callable[[], Any]]
 
 
 @dataclass
@@ -52,6 +55,10 @@ class NoParallel:
         """The model to call in training."""
         return model
 
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """The optimizer to use in training."""
+        return optimizer
+
     def arm(self, models: Sequence[torch.nn.Module], weight_in_hook: bool) -> None:
         """Gets ready to weight gradients."""
 
@@ -63,6 +70,10 @@ class NoParallel:
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """The context for evaluation, where ranks may have different numbers of batches."""
         yield
+
+    def summation(self) -> Summation:
+        """A way to add numbers up over the ranks beside the training; all ranks must ask for it at the same time."""
+        raise NotImplementedError("replicas that do not step together have nothing to agree on")
 
 
 class DDP(NoParallel):
@@ -111,6 +122,15 @@ class DDP(NoParallel):
         finally:
             for model, flag in zip(wrapped, before, strict=True):
                 model.require_forward_param_sync = flag
+
+    def summation(self) -> Summation:
+        # A group of its own: on the default one these calls could overtake those of the backward pass.
+        group = dist.new_group(backend="gloo")
+
+        def start(numbers: torch.Tensor) -> Callable[[], Any]:
+            return dist.all_reduce(numbers, group=group, async_op=True).wait
+
+        return start
 
 
 def _weight_and_average(step: Step, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

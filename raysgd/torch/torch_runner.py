@@ -48,6 +48,7 @@ class RunnerSpec:
     add_dist_sampler: bool = True
     scheduler_step_freq: str | None = None
     use_local: bool = False
+    use_horovod: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ class TorchRunner:
         self._spec = spec
         self._world = world
         self._operator: TrainingOperator | None = None
-        self._parallel: NoParallel = DDP() if world.is_distributed and spec.wrap_ddp else NoParallel()
+        self._parallel = _make_parallel(spec, world)
         self._timers = TimerCollection()
         self._train_stream: BatchStream | None = None
         self._validation_stream: BatchStream | None = None
@@ -327,7 +328,7 @@ class TorchRunner:
 
     def _plain_source(self, loader: Any, lockstep: bool) -> Source:
         if lockstep and self._parallel.synchronizes:
-            self._agreement = self._agreement or Agreement()
+            self._agreement = self._agreement or Agreement(self._parallel.summation())
             return LockstepSource(loader, self._world.size, self._agreement)
         return PlainSource(loader)
 
@@ -492,6 +493,14 @@ def _may_run_backward(operator: TrainingOperator) -> bool:
 
 def _overrides(operator: TrainingOperator, name: str) -> bool:
     return getattr(type(operator), name) is not getattr(TrainingOperator, name)
+
+
+def _make_parallel(spec: RunnerSpec, world: World) -> NoParallel:
+    if spec.use_horovod and spec.wrap_ddp:  # also for one rank: its optimizers then have what Horovod adds to them
+        from raysgd.torch.horovod_parallel import HorovodParallel
+
+        return HorovodParallel(world.size)
+    return DDP() if world.is_distributed and spec.wrap_ddp else NoParallel()
 
 
 def _device(use_gpu: bool) -> torch.device:

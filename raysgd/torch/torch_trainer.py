@@ -17,6 +17,8 @@ from weakref import finalize
 
 import torch
 
+from raysgd.backends.base import Backend
+from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
@@ -58,8 +60,10 @@ class TorchTrainer:
         num_workers: How many workers to train with. After losses there may be fewer for a while.
         num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
         use_gpu: True reserves one GPU for each worker; "auto" does so if the driver sees one.
-        backend: "nccl", "gloo", or "auto" (NCCL with GPUs, else gloo).
-        wrap_ddp: Whether registered models are wrapped in `DistributedDataParallel`.
+        backend: "nccl", "gloo", "auto" (NCCL with GPUs, else gloo), or "horovod", which has to be built first with
+            `python -m raysgd.horovod.install`.
+        wrap_ddp: Whether registered models are wrapped in `DistributedDataParallel`; with Horovod, whether registered
+            optimizers are wrapped in `hvd.DistributedOptimizer`.
         timeout_s: Seconds that a collective may take. With NCCL the default comes from the environment variable
             NCCL_TIMEOUT_S.
         use_fp16: True for PyTorch's own mixed precision, "apex" for Apex.
@@ -71,6 +75,7 @@ class TorchTrainer:
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
+        ImportError: `backend` or `use_fp16` asks for a package that is missing; nothing was started.
         DeprecationWarning: An argument that older versions of the API had.
         ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
         WorkerError: The user's set-up failed; also of the class that it raised.
@@ -140,6 +145,8 @@ class TorchTrainer:
         self.num_cpus_per_worker = num_cpus_per_worker
         self.use_gpu = arguments.resolve_use_gpu(use_gpu)
         self.backend = arguments.resolve_backend(backend, self.use_gpu)
+        if self.backend == "horovod":
+            arguments.check_horovod(use_fp16, self.use_gpu)
         self.max_replicas = num_workers
         self.serialize_data_creation = serialize_data_creation
         self.wrap_ddp = wrap_ddp
@@ -168,9 +175,10 @@ class TorchTrainer:
             add_dist_sampler=self.add_dist_sampler,
             scheduler_step_freq=self.scheduler_step_freq,
             use_local=self.use_local,
+            use_horovod=self.backend == "horovod",
         )
         group = GroupSpec(
-            backend=TorchBackend(self.backend, self.timeout_s),
+            backend=_make_backend(self.backend, self.timeout_s),
             make_replica=partial(TorchRunner, spec),
             resources=Resources(self.num_cpus_per_worker, int(self.use_gpu)),
             use_local=self.use_local,
@@ -498,6 +506,10 @@ class TorchTrainer:
                     "dataset that "
                     "all workers have alike. If each worker loads a part of its own, pass `add_dist_sampler=False`."
                 )
+
+
+def _make_backend(name: str, timeout_s: float) -> Backend:
+    return HorovodBackend(timeout_s) if name == "horovod" else TorchBackend(name, timeout_s)
 
 
 def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:

@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from raysgd.backends.base import Backend
+from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine.types import Rendezvous, Resources, WorkerInfo, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
@@ -39,7 +40,17 @@ def torch_sum(number: float) -> float:
     return tensor.item()
 
 
-CASES = {"gloo": Case(TorchBackend("gloo", timeout_s=20), torch_sum)}
+def horovod_sum(number: float) -> float:
+    import horovod.torch as hvd
+    import torch
+
+    return hvd.allreduce(torch.tensor([number]), name="sum", op=hvd.Sum).item()
+
+
+CASES = {
+    "gloo": Case(TorchBackend("gloo", timeout_s=20), torch_sum),
+    "horovod": Case(HorovodBackend(timeout_s=20), horovod_sum),
+}
 
 
 @pytest.fixture(params=CASES)
