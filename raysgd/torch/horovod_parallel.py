@@ -22,7 +22,18 @@ from raysgd.torch.parallel import NoParallel, Step, Summation
 _NUM_VOTE_NAMES = 8  # of a vote that nobody waits for any more, and of those that may follow it at once
 
 
-class HorovodParallel(NoParallel):
+class HorovodByHand(NoParallel):
+    """Replicas that the user keeps equal, in a group of Horovod."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._hvd = import_horovod()
+
+    def all_sum(self, tensor: torch.Tensor) -> None:
+        self._hvd.allreduce_(tensor, name="raysgd.sum", op=self._hvd.Sum)
+
+
+class HorovodParallel(HorovodByHand):
     """Wraps optimizers instead of models.
 
     Args:
@@ -32,7 +43,6 @@ class HorovodParallel(NoParallel):
     def __init__(self, world_size: int) -> None:
         super().__init__()
         self.synchronizes = world_size > 1
-        self._hvd = import_horovod()
         self._outgoing = _Outgoing(self.step)
         self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
         self._num_models = 0

@@ -71,6 +71,10 @@ class NoParallel:
         """The context for evaluation, where ranks may have different numbers of batches."""
         yield
 
+    def all_sum(self, tensor: torch.Tensor) -> None:
+        """Adds a tensor up over all ranks, in place; every one of several ranks has to ask."""
+        dist.all_reduce(tensor)
+
     def summation(self) -> Summation:
         """A way to add numbers up over the ranks beside the training; all ranks must ask for it at the same time."""
         raise NotImplementedError("replicas that do not step together have nothing to agree on")

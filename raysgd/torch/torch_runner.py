@@ -496,10 +496,10 @@ def _overrides(operator: TrainingOperator, name: str) -> bool:
 
 
 def _make_parallel(spec: RunnerSpec, world: World) -> NoParallel:
-    if spec.use_horovod and spec.wrap_ddp:  # also for one rank: its optimizers then have what Horovod adds to them
-        from raysgd.torch.horovod_parallel import HorovodParallel
+    if spec.use_horovod:  # also for one rank: its optimizers then have what Horovod adds to them
+        from raysgd.torch.horovod_parallel import HorovodByHand, HorovodParallel
 
-        return HorovodParallel(world.size)
+        return HorovodParallel(world.size) if spec.wrap_ddp else HorovodByHand()
     return DDP() if world.is_distributed and spec.wrap_ddp else NoParallel()
 
 

@@ -156,6 +156,19 @@ def test_replicas_begin_as_rank_0_whatever_they_were_made_as(two: TorchTrainer) 
     assert equal(first, torch.nn.Linear(NUM_FEATURES, 1).to(torch.float64).state_dict())
 
 
+@pytest.mark.parametrize("wrap_ddp", [True, False])
+def test_numbers_can_be_added_up_over_the_ranks(two: TorchTrainer, wrap_ddp: bool) -> None:
+    class Adds(LinearOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            numbers = torch.tensor([self.world_rank + 1, 10], dtype=torch.float64)
+            self._parallel.all_sum(numbers)
+            self.seen = [numbers.tolist()]
+
+    found = run_together(two, Experiment(Adds, calls=[], options={"use_horovod": True, "wrap_ddp": wrap_ddp}))
+    assert found.seen == [[[3, 20]]] * 2
+
+
 # ------------------------------------------------------------------------------------------------ data
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 from raysgd.backends.horovod import HorovodBackend, import_horovod
 from raysgd.engine.types import Rendezvous, World
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.torch import TorchTrainer
+from raysgd.torch import TorchTrainer, arguments
 from raysgd.torch.horovod_parallel import HorovodParallel, _Outgoing
 from raysgd.torch.parallel import Step
 from tests.torch.operators_for_tests import LinearOperator, equal
@@ -263,3 +264,29 @@ def test_an_operator_may_average_by_hand(make_local: Callable[..., TorchTrainer]
 
     trainer = make_local(ByHand, backend="horovod", wrap_ddp=False)
     assert trainer.train()["num_samples"] == 20
+
+
+# ------------------------------------------------------------------------------------------------ the driver
+
+
+def test_apex_and_horovod_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r'`use_fp16="apex"` does not work with `backend="horovod"`.*use_fp16=True'):
+        arguments.check_horovod("apex", use_gpu=False)
+
+
+def test_gpus_need_a_build_for_them() -> None:
+    with pytest.raises(
+        ValueError, match=r"built for CPUs.*HOROVOD_GPU_OPERATIONS=NCCL python -m raysgd.horovod.install"
+    ):
+        arguments.check_horovod(False, use_gpu=True)
+
+
+def test_a_missing_horovod_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "horovod", None)
+    with pytest.raises(ImportError, match=r"which is not installed\. Run: python -m raysgd\.horovod\.install"):
+        TorchTrainer(training_operator_cls=LinearOperator, backend="horovod", num_workers=2)
+
+
+def test_an_unknown_backend_is_told_from_the_known_ones() -> None:
+    with pytest.raises(ValueError, match=r'`backend=\'mpi\'`: allowed are "auto", "gloo", "nccl" and "horovod"'):
+        TorchTrainer(training_operator_cls=LinearOperator, backend="mpi")
