@@ -99,6 +99,8 @@ def installed_version() -> str | None:
 def probe() -> str | None:
     """Starts Horovod in a process of its own; returns what went wrong, or None."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    if os.path.exists("/sys/class/net/lo"):
+        environment["HOROVOD_GLOO_IFACE"] = "lo"
     result = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env=environment)
     return None if result.returncode == 0 else _tail(result.stdout + result.stderr)
 
@@ -153,9 +155,9 @@ def mend_all(source: Path) -> None:
 def keep(wheel: Path, folder: Path) -> Path:
     """Moves the wheel into the cache in one step; whoever builds the same at the same time does no harm."""
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=folder, prefix="new-", delete=False) as copy:
-        shutil.copyfileobj(wheel.open("rb"), copy)
-    os.replace(copy.name, folder / wheel.name)
+    copy = folder / f"{wheel.name}.{os.getpid()}"
+    shutil.copyfile(wheel, copy)
+    os.replace(copy, folder / wheel.name)
     say(f"keeping it as {folder / wheel.name}")
     return folder / wheel.name
 

@@ -20,6 +20,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_what_is_installed_is_left_alone(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = f"{recipe.VERSION}+{recipe.local_version(install.find_target(), os.environ)}"
+    assert install.installed_version() == expected, "run `python -m raysgd.horovod.install`"
     assert install.main([]) == 0
     assert f"is installed already, in {sys.prefix}" in capsys.readouterr().out
     assert not cache.exists()
