@@ -19,6 +19,7 @@ from raysgd.engine.types import Rendezvous, World
 INSTALL_COMMAND = "python -m raysgd.horovod.install"
 
 _POLL_S = 0.01
+_REQUEST_TIMEOUT_S = 60
 _SCOPE = "raysgd"  # our corner of the rendezvous server, beside those that Horovod uses itself
 _LONGEST_STALL_WARNING_S = 60  # Horovod's own
 
@@ -226,7 +227,10 @@ class _Server:
     def __init__(self) -> None:
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-        self._http = RendezvousHTTPServer(("", 0), RendezvousHandler, 0)
+        # Horovod gives a client 3 s to send its request, which is not enough for a worker on a machine that is busy.
+        handler = type("PatientHandler", (RendezvousHandler,), {"timeout": _REQUEST_TIMEOUT_S})
+        self._http = RendezvousHTTPServer(("", 0), handler, 0)
+        self._http.daemon_threads = True  # nobody waits for a client that is stuck
         self.port: int = self._http.server_address[1]
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
@@ -253,7 +257,7 @@ class _Client:
         return json.loads(body) if status == http.HTTPStatus.OK else None
 
     def _request(self, method: str, key: str, body: str | None = None) -> tuple[int, bytes]:
-        connection = http.client.HTTPConnection(self.address, self.port, timeout=30)
+        connection = http.client.HTTPConnection(self.address, self.port, timeout=_REQUEST_TIMEOUT_S)
         try:
             connection.request(method, f"/{_SCOPE}/{key}", body)
             response = connection.getresponse()
