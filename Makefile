@@ -2,6 +2,7 @@
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+HOROVOD_STAMP := $(VENV)/.installed-horovod
 BENCH_STAMP := $(VENV)/.installed-bench
 
 # The first interpreter that starts and is supported; or say `make PYTHON=/path/to/python`.
@@ -19,10 +20,10 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 demo: $(STAMP) ## train a classifier of real digits on two workers, save, load and test it
 	$(PY) examples/quickstart.py
 
-test: $(STAMP) ## run all tests but the soak tests
+test: $(STAMP) $(HOROVOD_STAMP) ## run all tests but the soak tests
 	$(PY) -m pytest tests -q
 
-soak: $(STAMP) ## run the long tests, which repeat failures for minutes to hours
+soak: $(STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
 	$(PY) -m pytest tests -q -m soak --timeout=7200
 
 lint: $(STAMP) ## check style, format and spelling
@@ -53,6 +54,11 @@ $(STAMP): setup.py constraints-dev.txt
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install $(shell grep '^torch==' constraints-dev.txt)
 	$(PY) -m pip install -c constraints-dev.txt -e ".[dev]"
+	touch $@
+
+# Horovod is built from source for the PyTorch above: some minutes, but once for each user, who has a cache of wheels.
+$(HOROVOD_STAMP): $(STAMP) $(wildcard raysgd/horovod/*.py)
+	$(PY) -m raysgd.horovod.install
 	touch $@
 
 $(BENCH_STAMP): $(STAMP)

@@ -35,8 +35,9 @@ TORCH = ["torch>=2.6"]
 EXTRAS = {
     "torch": TORCH,
     "tf": ["tensorflow>=2.15", "tf_keras>=2.15"],
-    # Horovod itself is absent: its last release does not build against today's PyTorch as it is. These are
-    # what building it (`raysgd.horovod.install`) and running it need.
+    # Horovod itself is absent: its last release does not build against today's PyTorch as it is. These are what
+    # building it (`python -m raysgd.horovod.install`, with a C++ compiler and make) and running it need; nothing
+    # imports cffi, but Horovod asks for it.
     "horovod": union(
         TORCH,
         [
@@ -46,7 +47,7 @@ EXTRAS = {
             "packaging>=21",
             "psutil>=5.9",
             "pyyaml>=6",
-            "setuptools>=65",
+            "setuptools>=70.1",
         ],
     ),
     "tune": ["ray[tune]>=2.9"],
@@ -61,10 +62,22 @@ EXTRAS = {
 # Every extra above in one environment.
 EXTRAS["all"] = union(*EXTRAS.values())
 
-# What the tests, the demo and the checks use. TensorFlow, Horovod and MLflow are left to those who work on
-# them.
+# What the tests, the demo and the checks use. TensorFlow and MLflow are left to those who work on them.
 EXTRAS["dev"] = union(
-    *(EXTRAS[name] for name in ("torch", "tune", "data", "lightning", "metrics", "tensorboard", "codemod", "progress")),
+    *(
+        EXTRAS[name]
+        for name in (
+            "torch",
+            "horovod",
+            "tune",
+            "data",
+            "lightning",
+            "metrics",
+            "tensorboard",
+            "codemod",
+            "progress",
+        )
+    ),
     [
         "codespell>=2.2",
         "mypy>=1.10",

@@ -21,7 +21,7 @@ UTILITIES = {"raysgd.exceptions", "raysgd._meters", "raysgd._timers", "raysgd._o
 ENGINE_MODULES_WITH_RAY = {"resources", "worker", "local_worker", "worker_group", "gathering", "gauges"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "lightning", "pytorch_lightning"}
 FRONT_ENDS = {"torch", "tf", "train", "data"}
-LEAVES = {"raysgd.compat", "raysgd.air", "raysgd.operators", "raysgd.tune", "examples"}
+LEAVES = {"raysgd.compat", "raysgd.air", "raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
 # The function-based front end wraps models with what the class-based one has.
 ALLOWED_BETWEEN_FRONT_ENDS = {
     ("raysgd.train.torch", "raysgd.torch.parallel"),

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from raysgd._optional import require
+from raysgd.backends.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.exceptions import InvalidCountError
 from raysgd.torch import constants
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
@@ -156,7 +157,7 @@ def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> 
 
 
 def resolve_backend(backend: str, use_gpu: bool) -> str:
-    """The transport that "auto" stands for, or the one that was named.
+    """The backend that "auto" stands for, or the one that was named.
 
     Args:
         backend: What was passed.
@@ -164,9 +165,29 @@ def resolve_backend(backend: str, use_gpu: bool) -> str:
     """
     if backend == "auto":
         return "nccl" if use_gpu else "gloo"
-    if backend not in ("nccl", "gloo"):
-        raise ValueError(f'`backend={backend!r}`: allowed are "auto", "gloo" and "nccl".')
+    if backend not in ("nccl", "gloo", "horovod"):
+        raise ValueError(f'`backend={backend!r}`: allowed are "auto", "gloo", "nccl" and "horovod".')
     return backend
+
+
+def check_horovod(precision: str, parallel: str, use_gpu: bool) -> None:
+    """Refuses what cannot be had together with `backend="horovod"`, and that itself where Horovod is missing."""
+    hvd = import_horovod()
+    if precision == "apex":
+        raise ValueError(
+            'Apex does not work with `backend="horovod"`, because both rebuild the optimizer: use `use_fp16=True` or '
+            '`precision="bf16"`, or `backend="gloo"` or "nccl".'
+        )
+    if parallel == "fsdp":
+        raise ValueError(
+            '`parallel="fsdp"` does not work with `backend="horovod"`, which keeps whole models: use `backend="gloo"` '
+            'or "nccl".'
+        )
+    if use_gpu and not (hvd.cuda_built() or hvd.rocm_built()):
+        raise ValueError(
+            '`use_gpu` is on, but this Horovod was built for CPUs: pass `use_gpu=False`, use `backend="nccl"`, or run: '
+            f"HOROVOD_GPU_OPERATIONS=NCCL {INSTALL_COMMAND}"
+        )
 
 
 def resolve_timeout(timeout_s: float | None, backend: str) -> float:
@@ -207,11 +228,6 @@ def check_elastic(
         )
     if isinstance(spare_workers, bool) or not isinstance(spare_workers, int) or spare_workers < 0:
         raise InvalidCountError(f"`spare_workers={spare_workers!r}`: need 0 or more, as an integer.")
-    if spare_workers and recovery == "rebuild":
-        raise ValueError(
-            f'`spare_workers={spare_workers}` with `recovery="rebuild"`: spares step in beside survivors, which that '
-            'recovery does not keep. Use `recovery="rejoin"` or no spares.'
-        )
     if snapshot_every_n_steps is not None:
         check_count("snapshot_every_n_steps", snapshot_every_n_steps, hint="None copies the state between calls only.")
     for name, seconds in (("resize_check_s", resize_check_s), ("heartbeat_s", heartbeat_s)):
@@ -219,6 +235,20 @@ def check_elastic(
             continue
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise ValueError(f"`{name}={seconds!r}`: need a number of seconds above 0.")
+
+
+def check_spares(spare_workers: int, recovery: str, parallel: str, backend: str) -> None:
+    """Refuses spares where no survivors are kept that they could step in beside."""
+    for applies, what in (
+        (recovery == "rebuild", '`recovery="rebuild"`'),
+        (parallel != "ddp", f'`parallel="{parallel}"`'),
+        (backend == "horovod", '`backend="horovod"`'),
+    ):
+        if spare_workers and applies:
+            raise ValueError(
+                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, which are "
+                'not kept then. Use `recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL, or no spares.'
+            )
 
 
 PARALLEL = ("ddp", "fsdp", "none")

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._optional import require
@@ -361,7 +360,7 @@ class LightningOperator(TrainingOperator):
         if not self._context.world.is_distributed:
             return list(values)
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(tensor)
+        self._parallel.all_sum(tensor)
         sums: list[float] = tensor.tolist()
         return sums
 

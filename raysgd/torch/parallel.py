@@ -23,6 +23,10 @@ from raysgd.torch.blocks import without_checkpointing
 from raysgd.torch.loading import load_model, load_optimizer
 from raysgd.torch.step import Step, never_defer
 
+# Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
+Summation = Callable[[torch.Tensor], Callable[[], Any]]
+
+
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
 
 # What a module is given from outside, and what making it anew would clear.
@@ -60,6 +64,10 @@ class NoParallel:
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """The model to call in training. `options` are those for `DistributedDataParallel`."""
         return model
+
+    def wrap_optimizer(self, optimizer: Any) -> Any:
+        """The optimizer to use in training."""
+        return optimizer
 
     def adopt(self, optimizers: Sequence[Any]) -> None:
         """Makes optimizers that were made before `wrap` step what the wrapped models train."""
@@ -123,6 +131,22 @@ class NoParallel:
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
         """A copy without anything that the library put around or into it, on the CPU; None on ranks without one."""
         return without_checkpointing(copy.deepcopy(unwrap(model)).cpu())
+
+    # ---------------------------------------------------------------------------------------- between ranks
+
+    def all_sum(self, tensor: torch.Tensor) -> None:
+        """Adds a tensor up over all ranks, in place; every one of several ranks has to ask."""
+        dist.all_reduce(tensor)
+
+    def summation(self) -> Summation:
+        """A way to add numbers up over the ranks beside the training; all ranks must ask for it at the same time."""
+        # A group of its own: on the default one these calls could overtake those of the backward pass.
+        group = dist.new_group(backend="gloo")
+
+        def start(numbers: torch.Tensor) -> Callable[[], Any]:
+            return dist.all_reduce(numbers, group=group, async_op=True).wait
+
+        return start
 
 
 class DDP(NoParallel):

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
+from raysgd.torch.parallel import Summation
 from raysgd.torch.sampling import ShardedLoader, count_samples
 from raysgd.torch.step import Step
 
@@ -135,25 +135,25 @@ class LockstepSource(PlainSource):
 class Agreement:
     """Tells every rank, ahead of a step, how many ranks have a batch and how many samples these hold together.
 
-    All ranks must make theirs at the same time.
+    Args:
+        start_sum: Starts to add numbers up over the ranks.
     """
 
-    def __init__(self) -> None:
-        # A group of its own: on the default one these calls could overtake those of the backward pass.
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, start_sum: Summation) -> None:
+        self._start_sum = start_sum
 
     def ask(self, batch: Any) -> _Vote:
         mine = [0, 0] if batch is _END else [1, count_samples(batch)]
         counts = torch.tensor(mine, dtype=torch.int64)
-        return _Vote(dist.all_reduce(counts, group=self._group, async_op=True), counts)
+        return _Vote(self._start_sum(counts), counts)
 
 
 class _Vote:
-    def __init__(self, work: Any, counts: torch.Tensor) -> None:
-        self._work, self._counts = work, counts
+    def __init__(self, wait: Callable[[], Any], counts: torch.Tensor) -> None:
+        self._wait, self._counts = wait, counts
 
     def result(self) -> tuple[int, int]:
-        self._work.wait()
+        self._wait()
         num_ranks, num_samples = self._counts.tolist()
         return num_ranks, num_samples
 

@@ -68,6 +68,7 @@ class RunnerSpec:
     model_options: ModelOptions = field(default_factory=ModelOptions)
     step_options: StepOptions = field(default_factory=StepOptions)
     fsdp_options: FSDPOptions = field(default_factory=FSDPOptions)
+    use_horovod: bool = False
 
 
 @dataclass(frozen=True)
@@ -559,7 +560,7 @@ class TorchRunner:
 
     def _plain_source(self, loader: Any, lockstep: bool) -> Source:
         if lockstep and self._parallel.synchronizes:
-            self._agreement = self._agreement or Agreement()
+            self._agreement = self._agreement or Agreement(self._parallel.summation())
             return LockstepSource(loader, self._world.size, self._agreement)
         return PlainSource(loader)
 
@@ -740,6 +741,10 @@ def _overrides(operator: TrainingOperator, name: str) -> bool:
 
 
 def _make_parallel(spec: RunnerSpec, world: World, device: torch.device) -> NoParallel:
+    if spec.use_horovod:  # also for one rank: its optimizers then have what Horovod adds to them
+        from raysgd.torch.horovod_parallel import HorovodByHand, HorovodParallel
+
+        return HorovodByHand() if spec.parallel == "none" else HorovodParallel(world.size)
     if not world.is_distributed or spec.parallel == "none":
         return NoParallel()
     if spec.parallel == "ddp":

@@ -18,6 +18,8 @@ from weakref import finalize
 
 import torch
 
+from raysgd.backends.base import Backend
+from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
@@ -57,10 +59,12 @@ class TorchTrainer:
         num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
         use_gpu: True reserves GPUs for each worker; "auto" does so if the driver sees one.
         num_gpus_per_worker: How many, with `use_gpu`. A part of one lets workers share it, over gloo.
-        backend: "nccl", "gloo", or "auto" (NCCL where each worker has a GPU, else gloo).
+        backend: "nccl", "gloo", "auto" (NCCL where each worker has a GPU, else gloo), or "horovod", which has to be
+            built first with `python -m raysgd.horovod.install`.
         wrap_ddp: The older way to say `parallel="none"`.
-        parallel: How several workers are kept equal: "ddp" (`DistributedDataParallel`), "fsdp" (models and optimizer
-            states divided over the workers), "none" (the operator does it). None means "ddp".
+        parallel: How several workers are kept equal: "ddp" (`DistributedDataParallel`, or with Horovod its
+            `DistributedOptimizer`), "fsdp" (models and optimizer states divided over the workers), "none" (the operator
+            does it). None means "ddp".
         fsdp_args: Options for "fsdp": `min_block_parameters`, `reshard_after_forward`, `mp_policy`, `offload_policy`.
         timeout_s: Seconds that a collective may take. With NCCL the default comes from the environment variable
             NCCL_TIMEOUT_S.
@@ -90,6 +94,7 @@ class TorchTrainer:
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
+        ImportError: `backend` or `use_fp16` asks for a package that is missing; nothing was started.
         DeprecationWarning: An argument that older versions of the API had.
         ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
         WorkerError: The user's set-up failed; also of the class that it raised.
@@ -196,6 +201,9 @@ class TorchTrainer:
         self._step_options = arguments.step_options(accumulate_grad_batches, clip_grad_norm, clip_grad_value)
         self._model_options = arguments.model_options(sync_batchnorm, activation_checkpointing, compile)
         self._fsdp_options = arguments.fsdp_options(fsdp_args, self.parallel)
+        arguments.check_spares(spare_workers, recovery, self.parallel, self.backend)
+        if self.backend == "horovod":
+            arguments.check_horovod(chosen, self.parallel, self.use_gpu)
         arguments.check_combination(
             chosen, self.parallel, self.use_gpu, self._model_options, self._fsdp_options, training_operator_cls
         )
@@ -236,18 +244,19 @@ class TorchTrainer:
             model_options=self._model_options,
             step_options=self._step_options,
             fsdp_options=self._fsdp_options,
+            use_horovod=self.backend == "horovod",
         )
         is_alone = self.use_local and self.max_replicas == 1
-        rejoins = self.recovery == "rejoin"
+        rejoins = self.recovery == "rejoin" and self.parallel == "ddp" and self.backend != "horovod" and not is_alone
         group = GroupSpec(
-            backend=TorchBackend(self.backend, self.timeout_s),
+            backend=_make_backend(self.backend, self.timeout_s),
             make_replica=partial(TorchRunner, spec),
             resources=Resources(self.num_cpus_per_worker, self.num_gpus_per_worker if self.use_gpu else 0),
             use_local=self.use_local,
             initialization_hook=self.initialization_hook,
             reservation_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
             captures=not is_alone,
-            regroups=not is_alone,
+            regroups=rejoins,
             num_spares=self.spare_workers,
         )
         scaling = ScalingPolicy(
@@ -256,7 +265,7 @@ class TorchTrainer:
         return ElasticController(
             group,
             scaling,
-            FailurePolicy(rejoins=rejoins and not is_alone),
+            FailurePolicy(rejoins),
             release_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
             rules=ElasticRules(self.resize_check_s, self.heartbeat_s, draining_nodes),
         )
@@ -603,6 +612,10 @@ class TorchTrainer:
                     "dataset that "
                     "all workers have alike. If each worker loads a part of its own, pass `add_dist_sampler=False`."
                 )
+
+
+def _make_backend(name: str, timeout_s: float) -> Backend:
+    return HorovodBackend(timeout_s) if name == "horovod" else TorchBackend(name, timeout_s)
 
 
 def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:

@@ -313,12 +313,13 @@ class TrainingOperator:
             )
         placed = [self._build(self._place(model)) for model in model_parts.items]
         self._criterion = self._place(criterion) if criterion else None
-        prepared, self._optimizers = self._precision.prepare(
+        prepared, optimizers = self._precision.prepare(
             placed,
             optimizer_parts.items,
             lambda amp, models, optimizers: self._configure_apex_amp(amp, models, optimizers, apex_args),
         )
         self._original_models = prepared
+        self._optimizers = [self._parallel.wrap_optimizer(optimizer) for optimizer in optimizers]
         self._use_fp16 = self._precision.flag
         self._amp, self._amp_scaler = self._precision.namespace, self._precision.scaler
         if self._wrap_ddp:

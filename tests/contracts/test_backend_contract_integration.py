@@ -13,6 +13,7 @@ import pytest
 import ray
 
 from raysgd.backends.base import Backend
+from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine.types import Rendezvous, Resources, WorkerInfo, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
@@ -40,7 +41,17 @@ def torch_sum(number: float) -> float:
     return tensor.item()
 
 
-CASES = {"gloo": Case(TorchBackend("gloo", timeout_s=20), torch_sum)}
+def horovod_sum(number: float) -> float:
+    import horovod.torch as hvd
+    import torch
+
+    return hvd.allreduce(torch.tensor([number]), name="sum", op=hvd.Sum).item()
+
+
+CASES = {
+    "gloo": Case(TorchBackend("gloo", timeout_s=20), torch_sum),
+    "horovod": Case(HorovodBackend(timeout_s=20), horovod_sum),
+}
 
 
 @pytest.fixture(params=CASES)
@@ -345,3 +356,26 @@ def test_errors_of_the_distributed_package_itself_are_broken_connections(name: s
     import torch.distributed as dist
 
     assert TorchBackend().is_connection_error(getattr(dist, name)("whatever it says"))
+
+
+# -------------------------------------------------------------------------------------------- horovod
+
+
+def horovod_place(replica: Any) -> tuple[int, ...]:
+    import horovod.torch as hvd
+
+    return hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
+
+
+def test_horovod_knows_which_ranks_share_a_node(rig: Rig) -> None:
+    """One rank on the first of two nodes and two on the second, though all are in fact on the same."""
+    case = CASES["horovod"]
+    worlds = [World(0, 3, 0, 1, 0, 2), World(1, 3, 0, 2, 1, 2), World(2, 3, 1, 2, 1, 2)]
+    rig.on_each(3, load, case.backend)
+    port = ray.get(rig.on(0, open_rendezvous, case.backend)).value
+    meeting = Rendezvous("127.0.0.1", port, on_one_node=False)
+    calls = [rig.on(world.rank, join_and_sum, case, meeting, world) for world in worlds]
+    assert [answer.value for answer in ray.get(calls)] == [111.0] * 3
+    assert rig.on_each(3, horovod_place) == [(0, 1, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1)]
+    rig.leave(3)
+    assert rig.on_each(3, changed_variables) == [[]] * 3

@@ -6,8 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-
 from raysgd.engine import results
 from raysgd.engine.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
@@ -61,8 +59,12 @@ def run_alone(experiment: Experiment) -> Findings:
 
 
 def run_together(lab: TorchTrainer, experiment: Experiment) -> Findings:
-    """Run it as one replica in each worker of `lab`, in its process group."""
-    return _findings(lab.apply_all_workers(lambda: experiment.run_in(World(dist.get_rank(), dist.get_world_size()))))
+    """Run it as one replica in each worker of `lab`, in its group."""
+
+    def run(operator: TrainingOperator) -> tuple[list[EpochAnswer], Any]:
+        return experiment.run_in(World(operator.world_rank, operator.world_size))
+
+    return _findings(lab.apply_all_operators(run))
 
 
 def _findings(outcomes: Sequence[tuple[list[EpochAnswer], Any]]) -> Findings:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.torch.parallel import Step
+from raysgd.torch.parallel import DDP, Step
 from raysgd.torch.sampling import ShardedLoader, shard_loader
 from raysgd.torch.streams import (
     Agreement,
@@ -77,7 +77,9 @@ def divided_source(num_samples: int) -> Source:
 
 
 def lockstep_source(num_samples: int) -> Source:
-    return LockstepSource([torch.tensor([i]) for i in range(num_samples)], world_size=1, agreement=Agreement())
+    return LockstepSource(
+        [torch.tensor([i]) for i in range(num_samples)], world_size=1, agreement=Agreement(DDP().summation())
+    )
 
 
 def make_stream(source: Source) -> tuple[BatchStream, Passes]:
@@ -439,7 +441,7 @@ def test_shuffled_passes_differ_and_repeat_with_the_seed() -> None:
 def test_alone_every_batch_has_full_weight(process_group_of_one: None) -> None:
     step = Step()
     batches = [torch.zeros(4, 2), torch.zeros(3, 2)]
-    stream = BatchStream(LockstepSource(batches, world_size=1, agreement=Agreement()), step, Passes())
+    stream = BatchStream(LockstepSource(batches, world_size=1, agreement=Agreement(DDP().summation())), step, Passes())
     assert [(step.weight, step.num_samples) for _ in stream.take(None)] == [(1.0, 4), (1.0, 3)]
 
 

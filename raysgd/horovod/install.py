@@ -1,0 +1,214 @@
+"""`python -m raysgd.horovod.install`: builds Horovod for the PyTorch of this environment, once, and installs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from raysgd.horovod import recipe
+
+_NEEDED = {"cloudpickle": "cloudpickle", "packaging": "packaging", "psutil": "psutil", "yaml": "pyyaml"}
+_TAIL_LINES = 25
+# A group of one: whether the library loads, fits this PyTorch, and starts.
+_PROBE = "import horovod.torch as hvd; hvd.init(); assert hvd.size() == 1 and hvd.gloo_built(); hvd.shutdown()"
+
+
+class InstallError(Exception):
+    """Something is missing or failed; the message says what, and what to do."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command; returns its exit status."""
+    parser = argparse.ArgumentParser(
+        prog="python -m raysgd.horovod.install",
+        description=f"Builds Horovod {recipe.VERSION} for the PyTorch of this environment and installs it. "
+        "Variables such as HOROVOD_GPU_OPERATIONS reach the build.",
+    )
+    parser.add_argument("--force", action="store_true", help="build and install even if that was done before")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    options = parser.parse_args(arguments)
+    try:
+        install(force=options.force, dry_run=options.dry_run)
+    except InstallError as error:
+        print(f"Horovod was not installed. {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def install(*, force: bool = False, dry_run: bool = False) -> None:
+    """Builds Horovod unless it is in the cache, and installs it unless it is there.
+
+    Args:
+        force: Do both in any case.
+        dry_run: Only say what would be done.
+
+    Raises:
+        InstallError: Something is missing, or a step failed.
+    """
+    target = find_target()
+    version = f"{recipe.VERSION}+{recipe.local_version(target, os.environ)}"
+    folder = Path(recipe.cache_folder(os.environ, str(Path.home()))) / "horovod" / recipe.cache_key(target, os.environ)
+    say(f"Horovod {recipe.VERSION} for PyTorch {target.torch}, {target.python}, {target.platform}")
+    if not force and installed_version() == version and probe() is None:
+        say(f"is installed already, in {sys.prefix}")
+        return
+    wheels = [] if force else sorted(folder.glob("*.whl"))
+    if dry_run:
+        _explain(target, folder, wheels)
+        return
+    wheel = wheels[0] if wheels else build(target, folder)
+    say(f"installing {wheel} into {sys.prefix}")
+    _pip("install", "--quiet", "--no-deps", "--no-index", "--force-reinstall", str(wheel), task="installing the wheel")
+    problem = probe()
+    if problem is not None:
+        raise InstallError(f"It is installed in {sys.prefix}, but does not start:\n{problem}\nTry again with --force.")
+    say("it starts")
+
+
+def find_target() -> recipe.Target:
+    """What this environment needs Horovod built for."""
+    missing = [package for module, package in _NEEDED.items() if importlib.util.find_spec(module) is None]
+    if importlib.util.find_spec("torch") is None:
+        missing.insert(0, "torch")
+    if missing:
+        raise InstallError(f'It needs {", ".join(missing)} in {sys.prefix}. Run: pip install "raysgd[horovod]"')
+    import torch
+
+    python = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    return recipe.Target(python, sysconfig.get_platform(), torch.__version__, torch.version.cuda is not None)
+
+
+def installed_version() -> str | None:
+    """The version of the Horovod that is installed; None if there is none."""
+    try:
+        return importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def probe() -> str | None:
+    """Starts Horovod in a process of its own; returns what went wrong, or None."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
+    if os.path.exists("/sys/class/net/lo"):
+        environment["HOROVOD_GLOO_IFACE"] = "lo"
+    result = subprocess.run([sys.executable, "-c", _PROBE], capture_output=True, text=True, env=environment)
+    return None if result.returncode == 0 else _tail(result.stdout + result.stderr)
+
+
+def build(target: recipe.Target, folder: Path) -> Path:
+    """Fetches, mends and builds; returns the wheel, which is then in `folder`."""
+    cmake = _find_tools()
+    with tempfile.TemporaryDirectory(prefix="raysgd-horovod-") as scratch:
+        source = fetch(Path(scratch))
+        for mend in recipe.MENDS:
+            say(f"mending {mend.path}: {mend.reason}")
+        mend_all(source)
+        say("building it, which takes some minutes")
+        environment = recipe.build_environment(
+            target, os.environ, cmake, str(Path(sys.executable).parent), os.cpu_count() or 1
+        )
+        _pip(
+            *("wheel", "--no-deps", "--no-build-isolation", "--no-index", "--no-cache-dir", "-w", scratch, str(source)),
+            task="building it",
+            environment=environment,
+        )
+        [built] = Path(scratch).glob("*.whl")
+        return keep(built, folder)
+
+
+def fetch(scratch: Path) -> Path:
+    """Fetches the source package with pip and unpacks it; returns its folder."""
+    say(f"fetching the source package of Horovod {recipe.VERSION}")
+    requirements = scratch / "requirements.txt"
+    requirements.write_text(recipe.REQUIREMENT + "\n", encoding="utf-8")
+    _pip(
+        *("download", "--no-deps", "--no-build-isolation", "--no-binary", "horovod", "--require-hashes"),
+        *("-r", str(requirements), "-d", str(scratch)),
+        task="fetching the source package",
+    )
+    [archive] = scratch.glob("*.tar.gz")
+    with tarfile.open(archive) as opened:
+        opened.extractall(scratch, filter="data")
+    return scratch / f"horovod-{recipe.VERSION}"
+
+
+def mend_all(source: Path) -> None:
+    """Applies every mend to the files under `source`."""
+    for mend in recipe.MENDS:
+        path = source / mend.path
+        try:
+            path.write_text(mend.applied_to(path.read_text(encoding="utf-8")), encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise InstallError(f"The source cannot be mended: {error}.") from error
+
+
+def keep(wheel: Path, folder: Path) -> Path:
+    """Moves the wheel into the cache in one step; whoever builds the same at the same time does no harm."""
+    folder.mkdir(parents=True, exist_ok=True)
+    copy = folder / f"{wheel.name}.{os.getpid()}"
+    shutil.copyfile(wheel, copy)
+    os.replace(copy, folder / wheel.name)
+    say(f"keeping it as {folder / wheel.name}")
+    return folder / wheel.name
+
+
+def say(text: str) -> None:
+    """Tells the user about a step."""
+    print(f"horovod: {text}", flush=True)
+
+
+def _explain(target: recipe.Target, folder: Path, wheels: Sequence[Path]) -> None:
+    if wheels:
+        say(f"would install {wheels[0]}, built before")
+        return
+    say(f"would fetch the source package: {recipe.REQUIREMENT}")
+    for mend in recipe.MENDS:
+        say(f"would mend {mend.path}: {mend.reason}")
+    for name, value in recipe.options(target, os.environ).items():
+        say(f"would build with {name}={value}")
+    say(f"would keep the wheel in {folder}, and install it into {sys.prefix}")
+
+
+def _find_tools() -> str:
+    """The CMake to use; everything else that a build needs is there too."""
+    candidates = [os.environ.get("HOROVOD_CMAKE"), str(Path(sys.executable).parent / "cmake"), shutil.which("cmake")]
+    versions = {path: _answer(path) for path in candidates if path and shutil.which(path)}
+    missing = recipe.missing_tools(lambda name: shutil.which(name) is not None, versions)
+    if missing:
+        raise InstallError("To build it, this machine lacks:\n" + "\n".join(f"- {line}" for line in missing))
+    cmake = recipe.usable_cmake(versions)
+    assert cmake is not None
+    return cmake
+
+
+def _answer(path: str) -> str:
+    return subprocess.run([path, "--version"], capture_output=True, text=True).stdout
+
+
+def _pip(*arguments: str, task: str, environment: dict[str, str] | None = None) -> None:
+    if importlib.util.find_spec("pip") is None:
+        raise InstallError(f"There is no pip in {sys.prefix}. Run: {sys.executable} -m ensurepip")
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment)
+    if result.returncode != 0:
+        log = Path(tempfile.gettempdir()) / f"raysgd-horovod-{os.getpid()}.log"
+        log.write_text(result.stdout, encoding="utf-8")
+        raise InstallError(f"{task.capitalize()} failed; the whole log is {log}. Its end:\n{_tail(result.stdout)}")
+
+
+def _tail(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[-_TAIL_LINES:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

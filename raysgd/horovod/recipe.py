@@ -1,0 +1,217 @@
+"""Pure: what Horovod is built from, what is mended in it, with which options, and under which name it is kept."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+VERSION = "0.28.1"
+# Of the source package that the mends below were written for; pip refuses any other.
+_SHA256 = "92a43f5a94c43907a56805bad15f19700c62ffc83b7ca483f9e104e229f67ef0"
+REQUIREMENT = f"horovod=={VERSION} --hash=sha256:{_SHA256}"
+MIN_CMAKE, TOO_NEW_CMAKE = (3, 13), (4, 0)
+
+
+@dataclass(frozen=True)
+class Mend:
+    """One change to the source.
+
+    Attributes:
+        path: The file, inside the source package.
+        old: What stands there, exactly once.
+        new: What takes its place.
+        reason: Why.
+    """
+
+    path: str
+    old: str
+    new: str
+    reason: str
+
+    def applied_to(self, text: str) -> str:
+        """`text` with the change.
+
+        Raises:
+            ValueError: The place is not there, or not unique, so this is not the source that the change is for.
+        """
+        num_places = text.count(self.old)
+        if num_places != 1:
+            line = self.old.strip().partition("\n")[0]
+            raise ValueError(f"`{self.path}` has {num_places} places that begin with {line!r} instead of 1")
+        return text.replace(self.old, self.new)
+
+
+MENDS = (
+    Mend(
+        "CMakeLists.txt",
+        "set(CMAKE_CXX_STANDARD 14)",
+        "set(CMAKE_CXX_STANDARD 20)",
+        "PyTorch's headers need C++20",
+    ),
+    Mend(
+        "horovod/torch/CMakeLists.txt",
+        "    set(CMAKE_CXX_STANDARD 14)",
+        "    set(CMAKE_CXX_STANDARD 20)",
+        "PyTorch's headers need C++20",
+    ),
+    Mend(
+        "CMakeLists.txt",
+        "include(CheckLanguage)\ncheck_language(CUDA)\nif(NOT CMAKE_CUDA_COMPILER)",
+        'if(NOT "$ENV{HOROVOD_WITHOUT_CUDA}" STREQUAL "1")\ninclude(CheckLanguage)\ncheck_language(CUDA)\nendif()\n'
+        'if(NOT CMAKE_CUDA_COMPILER AND NOT "$ENV{HOROVOD_WITHOUT_CUDA}" STREQUAL "1")',
+        "a CUDA compiler on the PATH is of no use, and may be incomplete, where PyTorch has no CUDA",
+    ),
+    Mend(
+        "horovod/torch/CMakeLists.txt",
+        "from distutils.sysconfig import get_python_inc; print(get_python_inc())",
+        "import sysconfig; print(sysconfig.get_paths()['include'])",
+        "Python 3.12 has no distutils",
+    ),
+    Mend(
+        "horovod/common/operations.cc",
+        """  {
+    global_gloo_context.Initialize(ParseGlooIface());
+  }
+  if (state.control_operation == LibType::GLOO) {
+    // Initializes global controller
+    state.process_set_table.Initialize(global_gloo_context);
+  }
+""",
+        """  try {
+    global_gloo_context.Initialize(ParseGlooIface());
+    if (state.control_operation == LibType::GLOO) {
+      // Initializes global controller
+      state.process_set_table.Initialize(global_gloo_context);
+    }
+  } catch (const std::exception& ex) {
+    LOG(ERROR) << "Horovod could not be initialized: " << ex.what();
+    state.process_set_table.Finalize(global_gloo_context, SHUT_DOWN_ERROR);
+    global_gloo_context.Finalize();
+    state.initialization_failed = true;
+    return;
+  }
+""",
+        "a rank that waits in vain for the others must get an error, not end its whole process",
+    ),
+    Mend(
+        "horovod/common/operations.cc",
+        "    // Reset initialization flag\n    horovod_global.initialization_done = false;\n",
+        "    // Reset initialization flags\n    horovod_global.initialization_done = false;\n"
+        "    horovod_global.initialization_failed = false;\n",
+        "after such an error the process may try again",
+    ),
+    Mend(
+        "horovod/common/gloo/gloo_controller.cc",
+        "  global_ranks_.reserve(size_);",
+        "  global_ranks_.resize(size_);",
+        "the list of ranks stays empty otherwise, so that a collective which misses a rank never times out",
+    ),
+)
+
+_DEFAULTS = {
+    "HOROVOD_WITH_PYTORCH": "1",
+    "HOROVOD_WITH_GLOO": "1",
+    "HOROVOD_WITHOUT_MPI": "1",
+    "HOROVOD_WITHOUT_TENSORFLOW": "1",
+    "HOROVOD_WITHOUT_MXNET": "1",
+}
+# Variables that decide how Horovod is built; others of the name speak to running processes.
+_OPTIONS = re.compile(r"HOROVOD_(WITH|WITHOUT|GPU|CUDA|NCCL|ROCM|BUILD|CPU|ALLOW|DEBUG)(_|$)")
+
+
+@dataclass(frozen=True)
+class Target:
+    """What Horovod is built for.
+
+    Attributes:
+        python: Such as "cp311".
+        platform: Such as "linux-x86_64".
+        torch: The version of PyTorch, with its local part.
+        has_cuda: Whether that PyTorch was built for CUDA.
+    """
+
+    python: str
+    platform: str
+    torch: str
+    has_cuda: bool
+
+
+def options(target: Target, environment: Mapping[str, str]) -> dict[str, str]:
+    """Horovod's build options: PyTorch and Gloo, nothing else, unless the environment says otherwise."""
+    given = {name: value for name, value in environment.items() if _OPTIONS.match(name)}
+    defaults = dict(_DEFAULTS) if target.has_cuda else {**_DEFAULTS, "HOROVOD_WITHOUT_CUDA": "1"}
+    wanted = {name: value for name, value in defaults.items() if _opposite(name) not in given}
+    return dict(sorted({**wanted, **given}.items()))
+
+
+def _opposite(name: str) -> str:
+    with_out, without = "HOROVOD_WITH_", "HOROVOD_WITHOUT_"
+    return name.replace(without, with_out) if name.startswith(without) else name.replace(with_out, without)
+
+
+def build_environment(
+    target: Target, environment: Mapping[str, str], cmake: str, folder_of_python: str, num_jobs: int
+) -> dict[str, str]:
+    """The environment of the build.
+
+    Args:
+        target: What to build for.
+        environment: The one that we run in.
+        cmake: The command to use.
+        folder_of_python: Goes first on the PATH, so that scripts find this environment.
+        num_jobs: Compilers to run at the same time, unless MAKEFLAGS says so.
+    """
+    return {
+        **environment,
+        "MAKEFLAGS": environment.get("MAKEFLAGS") or f"-j{num_jobs}",
+        "PATH": f"{folder_of_python}:{environment.get('PATH', '')}",
+        **options(target, environment),
+        "HOROVOD_CMAKE": cmake,
+        "HOROVOD_LOCAL_VERSION": local_version(target, environment),
+    }
+
+
+def local_version(target: Target, environment: Mapping[str, str]) -> str:
+    """What is appended to the version of what we build. It differs whenever anything does that matters."""
+    text = repr((VERSION, MENDS, target, options(target, environment)))
+    return f"raysgd.{hashlib.blake2b(text.encode(), digest_size=6).hexdigest()}"
+
+
+def cache_key(target: Target, environment: Mapping[str, str]) -> str:
+    """The name of the folder that keeps the wheel."""
+    return f"{VERSION}-{target.python}-{target.platform}-torch-{target.torch}-{local_version(target, environment)}"
+
+
+def cache_folder(environment: Mapping[str, str], home: str) -> str:
+    """Where wheels are kept: `RAYSGD_CACHE`, else the user's cache folder."""
+    return environment.get("RAYSGD_CACHE") or f"{environment.get('XDG_CACHE_HOME') or f'{home}/.cache'}/raysgd"
+
+
+def missing_tools(has_command: Callable[[str], bool], cmake_versions: Mapping[str, str]) -> list[str]:
+    """What the build needs and this machine lacks, each with what to do about it.
+
+    Args:
+        has_command: Whether a command can be run.
+        cmake_versions: What each CMake that was found answers to `--version`.
+    """
+    missing = []
+    if not any(has_command(name) for name in ("c++", "g++", "clang++")):
+        missing.append("a C++ compiler with C++20, such as g++ 11: install the system's package")
+    if not has_command("make"):
+        missing.append("`make`: install the system's package")
+    if usable_cmake(cmake_versions) is None:
+        found = [f"{path} is {answer.partition(chr(10))[0] or 'broken'}" for path, answer in cmake_versions.items()]
+        found_text = ", ".join(found) or "none found"
+        missing.append(f'CMake from 3.13 on, before 4 ({found_text}): pip install "cmake>=3.13,<4"')
+    return missing
+
+
+def usable_cmake(cmake_versions: Mapping[str, str]) -> str | None:
+    """The first CMake whose version will do."""
+    for path, text in cmake_versions.items():
+        found = re.search(r"version (\d+)\.(\d+)", text)
+        if found and MIN_CMAKE <= (int(found[1]), int(found[2])) < TOO_NEW_CMAKE:
+            return path
+    return None
