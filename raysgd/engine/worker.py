@@ -104,16 +104,15 @@ class WorkerProcess:
 
     def prepare(self, initialization_hook: Callable[[], Any] | None, is_first: bool) -> Prepared:
         """Runs the user's hook, then loads the framework; the first rank also opens the meeting point."""
+        return self._guarded(lambda: self._prepare(initialization_hook, is_first))
 
-        def body() -> Prepared:
-            if self._num_threads is not None:
-                self._backend.limit_threads(self._num_threads)
-            if initialization_hook is not None:
-                initialization_hook()
-            self._backend.load()
-            return Prepared(self.describe(), self._backend.open_rendezvous() if is_first else None)
-
-        return self._guarded(body)
+    def _prepare(self, initialization_hook: Callable[[], Any] | None, is_first: bool) -> Prepared:
+        if self._num_threads is not None:
+            self._backend.limit_threads(self._num_threads)
+        if initialization_hook is not None:
+            initialization_hook()
+        self._backend.load()
+        return Prepared(self.describe(), self._backend.open_rendezvous() if is_first else None)
 
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> Answer:
         """Joins the group and builds the replica in it."""
@@ -137,7 +136,7 @@ class WorkerProcess:
         """
 
         def body() -> Enlisted:
-            port = self.prepare(hook, is_first=True).port
+            port = self._prepare(hook, is_first=True).port
             assert port is not None
             self._backend.join(Rendezvous("127.0.0.1", port, on_one_node=True), World(rank=0, size=1), even_alone=True)
             replica: Any = make_replica(world)

@@ -2,15 +2,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import pickle
 import threading
 from pathlib import Path
 
 import pytest
 
-from raysgd.engine.types import Failure
-from raysgd.engine.worker import WorkerFailed, describe_fault
+from raysgd.engine.types import Failure, Handover, Held, Rendezvous, World
+from raysgd.engine.worker import WorkerFailed, WorkerProcess, describe_fault
 from raysgd.exceptions import WorkerFault
+from tests.fakes import NullBackend, SteppingReplica, walk, walk_on
 
 
 class NeedsMore(Exception):
@@ -91,3 +93,135 @@ def test_the_carrier_of_a_failure_is_brief_and_brings_all_of_it() -> None:
     assert str(carrier) == "ValueError on rank 3"
     copy = pickle.loads(pickle.dumps(carrier))
     assert copy.failure.fault.message == "long " * 1000
+
+
+# -------------------------------------------------------------------------------------------- changing the group
+
+
+class Diary(NullBackend):
+    """Notes what is asked of it; `fails_with` is what the next join raises."""
+
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.fails_with: Exception | None = None
+
+    def load(self) -> None:
+        self.steps.append("load")
+
+    def open_rendezvous(self) -> int:
+        self.steps.append("open")
+        return 7
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        self.steps.append(f"join {rendezvous.address}:{rendezvous.port} as {world.rank} of {world.size}, {even_alone}")
+        if self.fails_with is not None:
+            raise self.fails_with
+
+    def interrupt(self) -> None:
+        self.steps.append("interrupt")
+
+    def leave(self) -> None:
+        self.steps.append("leave")
+
+
+def hosted(world: World | None = None) -> tuple[WorkerProcess, Diary]:
+    """A worker in this process, which has joined a group if it is given a place in one."""
+    diary = Diary()
+    worker = WorkerProcess(diary, num_threads=None, is_remote=False)
+    if world is not None:
+        worker.build(world, MEETING, SteppingReplica, capture=False)
+        diary.steps.clear()
+    return worker, diary
+
+
+MEETING = Rendezvous("10.0.0.1", 7, on_one_node=False)
+SECOND = World(rank=1, size=3)
+
+
+def test_a_worker_that_gets_ready_to_step_in_does_all_that_a_rank_does_in_a_group_of_its_own() -> None:
+    worker, diary = hosted()
+    enlisted = worker.enlist(lambda: diary.steps.append("hook"), SECOND, SteppingReplica)
+    assert diary.steps == ["hook", "load", "open", "join 127.0.0.1:7 as 0 of 1, True"]
+    assert (enlisted.facts, enlisted.info.pid) == ("rank 1 of 3", os.getpid())
+    replica = worker.replica
+    assert isinstance(replica, SteppingReplica)
+    assert replica.is_primed
+
+
+def test_a_hook_that_fails_there_is_told_like_any_other() -> None:
+    worker, _ = hosted()
+
+    def hook() -> None:
+        raise FileNotFoundError("no data")
+
+    with pytest.raises(WorkerFailed) as caught:
+        worker.enlist(hook, SECOND, SteppingReplica)
+    assert (caught.value.failure.kind, caught.value.failure.fault.message) == ("user", "no data")
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_survivor_leaves_its_group_before_it_says_how_far_it_is(is_first: bool) -> None:
+    worker, diary = hosted(SECOND)
+    worker.on_replica(walk, False, None, 4)
+    stood = worker.stand(is_first)
+    assert diary.steps == (["leave", "open"] if is_first else ["leave"])
+    assert (stood.standing.progress, stood.port) == (5, 7 if is_first else None)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_whoever_joins_a_new_group_leaves_its_own_one_first_but_keeps_the_meeting_point_it_opened(
+    is_first: bool,
+) -> None:
+    worker, diary = hosted(SECOND)
+    world = World(rank=0 if is_first else 1, size=1 if is_first else 2)
+    facts = worker.regroup(world, MEETING, Handover(), is_first)
+    joined = f"join 10.0.0.1:7 as {world.rank} of {world.size}, True"
+    assert diary.steps == ([joined] if is_first else ["leave", joined])
+    assert facts == f"rank {world.rank} of {world.size}"
+
+
+def test_a_new_group_that_breaks_while_it_is_formed_is_a_lost_connection_and_frees_the_others() -> None:
+    worker, diary = hosted(SECOND)
+    diary.fails_with = ConnectionError("refused")
+    with pytest.raises(WorkerFailed) as caught:
+        worker.regroup(World(rank=2, size=4), MEETING, Handover(), is_first=False)
+    assert (caught.value.failure.kind, caught.value.failure.fault.rank) == ("disconnected", 2)
+    assert diary.steps[-1] == "interrupt"
+
+
+def test_a_held_call_is_not_over_and_its_answer_carries_no_state_of_its_own() -> None:
+    worker, _ = hosted(SECOND)
+    replica = worker.replica
+    assert isinstance(replica, SteppingReplica)
+    replica.holds_at = 2
+    answer = worker.on_replica(walk, True, None, 4)
+    assert isinstance(answer.value, Held)
+    assert answer.capture is None
+    replica.holds_at = None
+    assert worker.on_replica(walk_on, True, None, 4).capture is not None
+
+
+def test_a_worker_tells_from_another_thread_where_it_is() -> None:
+    worker, _ = hosted()
+    assert worker.stack() == "no call was made yet"
+    worker, _ = hosted(SECOND)
+    is_there, may_go = threading.Event(), threading.Event()
+
+    def stay_a_while(replica: SteppingReplica) -> None:
+        is_there.set()
+        may_go.wait(20)
+
+    thread = threading.Thread(target=worker.on_replica, args=(stay_a_while, False, None))
+    thread.start()
+    assert is_there.wait(20)
+    found = worker.stack()
+    may_go.set()
+    thread.join()
+    assert "in stay_a_while\n    may_go.wait(20)" in found
+
+
+def test_beside_its_work_a_worker_answers_until_it_is_closed() -> None:
+    worker, _ = hosted(SECOND)
+    assert worker.beside(lambda replica, text: f"{text} {replica.world.rank}", "rank") == "rank 1"
+    worker.close()
+    assert worker.beside(lambda replica: replica.world.rank) is None
