@@ -461,13 +461,12 @@ class Lifecycle:
     # ---------------------------------------------------------------------------------------------- growing
 
     def find_room(self) -> int:
-        """How many workers more there could be, in seats that are reserved or in what is free; 0 when none."""
+        """How many workers more a new group could have, with all that this one gives back; 0 when none."""
         group = self.group
         assert group is not None
         if len(group) >= self.scaling.max_workers:
             return 0
-        num_reserved = 0 if group.is_driver_only else len(group)
-        decision = self.scaling.grow(self._view(), self.spec.resources, len(group), num_reserved)
+        decision = self.scaling.grow(self._view(), self.spec.resources, len(group), group.num_seats)
         return decision.num_workers - len(group) if isinstance(decision, Resize) else 0
 
     def call_up_growth(self) -> None:
@@ -478,7 +477,7 @@ class Lifecycle:
         if missing <= 0:
             return
         missing -= group.call_up(missing, self.scaling.max_workers, self.nodes_to_avoid)
-        num_free = min(missing, self.find_room())
+        num_free = min(missing, capacity(self._view(), self.spec.resources))
         if num_free <= 0:
             return
         try:

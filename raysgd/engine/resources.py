@@ -156,6 +156,9 @@ class Reservation:
                 bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
             self._own = ray.util.placement_group(bundles, strategy="SPREAD", name=name)
 
+    def __len__(self) -> int:
+        return self._num_workers
+
     @property
     def is_own(self) -> bool:
         """Whether it holds resources itself, so that the actors of the workers find their place at once."""

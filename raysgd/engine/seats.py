@@ -35,6 +35,9 @@ class Seats:
         self._reservations: list[Reservation] = []
         self._free: list[Seat] = []
 
+    def __len__(self) -> int:
+        return sum(len(reservation) for reservation in self._reservations)
+
     @property
     def are_own(self) -> bool:
         """Whether what is reserved is held already, so that an actor finds its place at once."""

@@ -209,6 +209,11 @@ class WorkerGroup:
         return not self.remote_ranks
 
     @property
+    def num_seats(self) -> int:
+        """For how many workers there is reserved room, taken or not."""
+        return len(self._seats)
+
+    @property
     def local_replica(self) -> Any:
         """The replica in the driver; None when all workers are remote."""
         worker = self._workers[0]

@@ -216,7 +216,8 @@ def test_a_parameter_of_two_optimizers_is_refused(parallel: HorovodParallel, mod
 
 
 def test_a_gradient_is_weighted_on_its_way_out_once_that_is_on() -> None:
-    step = Step(weight=0.5)
+    step = Step()
+    step.weight = 0.5
     outgoing = _Outgoing(step)
     gradient = torch.ones(3)
     assert outgoing.compress(gradient)[0] is gradient
@@ -233,7 +234,7 @@ def test_a_gradient_with_another_layout_is_sent_as_horovod_wants_it() -> None:
 
 
 def test_the_loss_is_weighted_where_gradients_are_not(parallel: HorovodParallel) -> None:
-    parallel.step.weight = 0.25
+    parallel.step.weight, parallel.synchronizes = 0.25, True
     assert parallel.weighted(torch.tensor(8.0)).item() == 2
     parallel.arm((), weight_in_hook=False)
     assert parallel.weighted(torch.tensor(8.0)).item() == 2
@@ -249,7 +250,7 @@ def test_a_trainer_without_ray_can_use_it(make_local: Callable[..., TorchTrainer
     trainer, twin = make_local(backend="horovod"), make_local()
     assert trainer.get_local_operator().optimizer.skip_synchronize is not None
     assert import_horovod().size() == 1
-    assert [trainer.train(), trainer.validate()] == [twin.train(), twin.validate()]
+    assert equal([trainer.train(), trainer.validate()], [twin.train(), twin.validate()])
     assert equal(trainer.state_dict(), twin.state_dict())
     trainer.shutdown()
     assert not import_horovod().is_initialized()
@@ -270,15 +271,20 @@ def test_an_operator_may_average_by_hand(make_local: Callable[..., TorchTrainer]
 
 
 def test_apex_and_horovod_exclude_each_other() -> None:
-    with pytest.raises(ValueError, match=r'`use_fp16="apex"` does not work with `backend="horovod"`.*use_fp16=True'):
-        arguments.check_horovod("apex", use_gpu=False)
+    with pytest.raises(ValueError, match=r'Apex does not work with `backend="horovod"`.*use_fp16=True'):
+        arguments.check_horovod("apex", "ddp", use_gpu=False)
+
+
+def test_divided_models_and_horovod_exclude_each_other() -> None:
+    with pytest.raises(ValueError, match=r'`parallel="fsdp"` does not work with `backend="horovod"`'):
+        arguments.check_horovod("fp32", "fsdp", use_gpu=False)
 
 
 def test_gpus_need_a_build_for_them() -> None:
     with pytest.raises(
         ValueError, match=r"built for CPUs.*HOROVOD_GPU_OPERATIONS=NCCL python -m raysgd.horovod.install"
     ):
-        arguments.check_horovod(False, use_gpu=True)
+        arguments.check_horovod("fp32", "ddp", use_gpu=True)
 
 
 def test_a_missing_horovod_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
