@@ -370,7 +370,8 @@ class FakeGroup:
         self.infos = [WorkerInfo(nodes[rank], "10.0.0.1", rank) for rank in range(self.num_workers)]
         self.worlds = ranks.assign(self.infos)
         self.replicas = [self.spec.make_replica(world) for world in self.worlds]
-        self.num_seats, self.num_seated = self.num_workers + self.num_spares, self.num_workers
+        if not self.is_driver_only:  # which reserves nothing
+            self.num_seats, self.num_seated = self.num_workers + self.num_spares, self.num_workers
         report = self._report(event, lambda replica: replica.setup(), {}, self.spec.captures, None)
         self.is_alive = report.ok
         return report

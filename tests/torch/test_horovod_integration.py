@@ -156,8 +156,8 @@ def test_replicas_begin_as_rank_0_whatever_they_were_made_as(two: TorchTrainer) 
     assert equal(first, torch.nn.Linear(NUM_FEATURES, 1).to(torch.float64).state_dict())
 
 
-@pytest.mark.parametrize("wrap_ddp", [True, False])
-def test_numbers_can_be_added_up_over_the_ranks(two: TorchTrainer, wrap_ddp: bool) -> None:
+@pytest.mark.parametrize("parallel", ["ddp", "none"])
+def test_numbers_can_be_added_up_over_the_ranks(two: TorchTrainer, parallel: str) -> None:
     class Adds(LinearOperator):
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
@@ -165,7 +165,7 @@ def test_numbers_can_be_added_up_over_the_ranks(two: TorchTrainer, wrap_ddp: boo
             self._parallel.all_sum(numbers)
             self.seen = [numbers.tolist()]
 
-    found = run_together(two, Experiment(Adds, calls=[], options={"use_horovod": True, "wrap_ddp": wrap_ddp}))
+    found = run_together(two, Experiment(Adds, calls=[], options={"use_horovod": True, "parallel": parallel}))
     assert found.seen == [[[3, 20]]] * 2
 
 
