@@ -39,6 +39,7 @@ logger = logging.getLogger(__name__)
 START_ATTEMPTS = 4
 _SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
 _REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or somebody else took it
+_SUSPICION_S = 60.0
 _RECRUIT_S = 30.0  # survivors do not wait longer for somebody new; who is late steps in later
 
 
@@ -101,7 +102,7 @@ class Lifecycle:
         self.history = History()
         self.group: WorkerGroup | None = None
         self.facts: list[Any] = []
-        self._lost_nodes: frozenset[str] = frozenset()
+        self._suspected: dict[str, float] = {}
 
     @property
     def num_workers(self) -> int:
@@ -111,7 +112,8 @@ class Lifecycle:
     @property
     def nodes_to_avoid(self) -> frozenset[str]:
         """Nodes that nobody should be placed on."""
-        return self._lost_nodes | self.rules.leaving_nodes()
+        now = self._clock.monotonic()
+        return frozenset(node for node, until in self._suspected.items() if until > now) | self.rules.leaving_nodes()
 
     def now(self) -> float:
         """Seconds on the clock that all waiting goes by."""
@@ -300,7 +302,7 @@ class Lifecycle:
         assert group is not None
         old_size = len(group)
         survivors = group.settle(report)
-        self._lost_nodes = self._nodes_of_unreported(group, survivors, report)
+        self._suspect(group, survivors)
         can_wait = self.rules.resize_check_s is None
         return self._reform(survivors, began, old_size, cause, "rejoined", tick, budget, can_wait)
 
@@ -313,11 +315,14 @@ class Lifecycle:
         kind: EventKind = "left" if len(staying) < len(group) else "grown"
         return self._reform(staying, began, len(group), cause, kind, tick, None, kind == "left")
 
-    def _nodes_of_unreported(self, group: WorkerGroup, survivors: Sequence[int], report: GroupReport) -> frozenset[str]:
-        """Nodes of ranks that went silent without a report of their death: perhaps the whole node is gone."""
-        reported = {o.rank for o in report.outcomes if o.failure is not None and o.failure.kind == "died"}
-        silent = [rank for rank in range(len(group)) if rank not in survivors and rank not in reported]
-        return frozenset(group.infos[rank].node_id for rank in silent) - {group.infos[r].node_id for r in survivors}
+    def _suspect(self, group: WorkerGroup, survivors: Sequence[int]) -> None:
+        """Avoids for a while the nodes of ranks that went silent without a report of their death: perhaps all is gone.
+
+        Ray tells of the death of a process at once, of that of a node half a minute later.
+        """
+        silent = {group.infos[rank].node_id for rank in group.silent}
+        until = self._clock.monotonic() + _SUSPICION_S
+        self._suspected |= dict.fromkeys(silent - {group.infos[rank].node_id for rank in survivors}, until)
 
     def _reform(self, *args: Any) -> bool:
         try:

@@ -75,6 +75,7 @@ class WorkerGroup:
         self._unanswered: dict[int, Any] = {}
         self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
+        self.silent: set[int] = set()  # ranks that at the last `settle` neither answered nor were known to be dead
         self.num_workers = num_workers
         self.num_spares = spec.num_spares
 
@@ -210,20 +211,22 @@ class WorkerGroup:
     def settle(self, report: GroupReport) -> list[int]:
         """After a failed call: frees the ranks that wait for lost ones, and returns those that can be counted on."""
         lost = {found.rank for found in report.outcomes if found.failure is not None and found.failure.kind == "died"}
-        silent = self._free(rank for rank in self._unanswered if rank not in lost)
+        answers = self._free(rank for rank in self._unanswered if rank not in lost)
+        self.silent = {rank for rank, found in answers.items() if not found.answered}
+        lost |= {rank for rank, found in answers.items() if not found.ok}
         deadline = time.monotonic() + _FREED_S
         for rank, reference in self._unanswered.items():
-            if rank in lost or rank in silent:
+            if rank in lost:
                 continue
             while not (found := outcome(rank, reference)).answered and time.monotonic() < deadline:
                 time.sleep(0.002)
             if not found.answered or (found.failure is not None and found.failure.kind == "died"):
                 lost.add(rank)
         self._unanswered = {}
-        return [rank for rank in range(len(self._workers)) if rank not in lost and rank not in silent]
+        return [rank for rank in range(len(self._workers)) if rank not in lost]
 
-    def _free(self, waiting: Iterable[int]) -> set[int]:
-        """Ends what these ranks wait for; returns those that do not even answer to that."""
+    def _free(self, waiting: Iterable[int]) -> dict[int, Outcome]:
+        """Ends what these ranks wait for; returns what the remote ones say to that."""
         calls = {rank: self._workers[rank].submit("interrupt") for rank in waiting}
         remote = {}
         for rank, call in calls.items():
@@ -231,8 +234,7 @@ class WorkerGroup:
                 call.run()
             else:
                 remote[rank] = call
-        answers = self._within(remote, _SILENCE_S)
-        return {rank for rank, found in answers.items() if not found.ok}
+        return self._within(remote, _SILENCE_S)
 
     def stand(self, survivors: Sequence[int]) -> GroupReport:
         """Lets the survivors leave their group. Each tells how far it is; the first opens the next meeting point."""
