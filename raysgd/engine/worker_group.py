@@ -5,6 +5,7 @@ Faults of remote workers come back as `Outcome`s; they are never raised from her
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 import time
@@ -121,7 +122,7 @@ class WorkerGroup:
     def _create(self, timeout_s: float) -> None:
         spec = self._spec
         if spec.use_local:
-            self._workers.append(LocalWorker(spec.backend))
+            self._workers.append(LocalWorker(copy.deepcopy(spec.backend)))  # that of the spec goes to others, too
         if self.num_workers == len(self._workers):
             return
         from raysgd.engine import resources
@@ -245,8 +246,12 @@ class WorkerGroup:
         for rank in leaving:
             worker = self._workers[rank]
             assert isinstance(worker, RemoteWorker), "the driver cannot leave its own group"
-            worker.kill()
+            if rank in self.silent:
+                self.kill_rank(rank)
+            else:
+                worker.kill()
             self._seats.give_back(worker.seat)
+        self.silent = set()
 
     def regroup(
         self,
