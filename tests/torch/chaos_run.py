@@ -68,6 +68,7 @@ class Chaos(threading.Thread):
         self._num_faults = 0
         self._nodes_lost = 0
         self._events_before = 0
+        self._num_nodes_missing = 0
 
     __hash__ = threading.Thread.__hash__
 
@@ -85,6 +86,7 @@ class Chaos(threading.Thread):
         try:
             while not self.is_enough:
                 self._await_workers()
+                self._give_back_nodes()
                 time.sleep(self._chance.uniform(0.0, 0.5))
                 with suppress(RuntimeError, ValueError):  # they are just being replaced, or fewer than a moment before
                     self._choose()()
@@ -116,6 +118,11 @@ class Chaos(threading.Thread):
             return self._lose_node
         return self._kill_two if self._chance.random() < 0.15 else self._kill_one
 
+    def _give_back_nodes(self) -> None:
+        while self._num_nodes_missing:
+            add_node(self.cluster)
+            self._num_nodes_missing -= 1
+
     def _kill_one(self) -> None:
         self._kill(self._chance.sample(range(self.trainer.num_workers), 1))
 
@@ -138,7 +145,7 @@ class Chaos(threading.Thread):
         testing.remove_node(self.cluster, trainer=self.trainer, rank=rank)
         self._nodes_lost += 1
         self.killed.add(pid)
-        add_node(self.cluster)
+        self._num_nodes_missing += 1
 
 
 def is_alive(pid: int) -> bool:

@@ -166,6 +166,10 @@ def test_a_step_of_two_optimizers_that_broke_off_half_way_is_not_gone_on_with(
 
 def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(ray_cluster: None) -> None:
     with TorchTrainer(training_operator_cls=Ledger, num_workers=2, use_local=True) as trainer:
+        with pytest.raises(ValueError, match=r"rank 0 is this very process.*Take one of \[1\]"):
+            testing.kill_worker(trainer, [0, 1])
+        with pytest.raises(ValueError, match="rank 0 is this very process"):
+            testing.hang_rank(trainer, 0, at="step:1")
         operator = trainer.get_local_operator()
         model = operator.model  # type: ignore[attr-defined]
         testing.kill_worker(trainer, 1, at="step:7")
