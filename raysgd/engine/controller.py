@@ -187,6 +187,7 @@ class ElasticController:
         if report.ok:
             assert self.watch is not None, "nobody else asks the ranks to stop"
             reason = self.watch.reason
+            self._watch_anew()
             leaving = self._life.leaving_nodes_in_use()
             self._life.take_parts([answer.value.part for answer in report.values])
             if self._spec.regroups and self._life.change(leaving, reason, self._tick):
@@ -194,6 +195,7 @@ class ElasticController:
             self._snapshots.poll(timeout_s=None)
             self._life.rebuild(reason, "left" if leaving else "grown")
             return self._is_restored_inside
+        self._watch_anew()
         diagnosis = classify(report)
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
         if isinstance(decision, Raise):
@@ -207,6 +209,11 @@ class ElasticController:
         budget.pay_for_rebuild()
         self._life.rebuild(words(diagnosis))
         return self._is_restored_inside
+
+    def _watch_anew(self) -> None:
+        """Forgets what the ranks were asked before they change: what a lost one owes, its successor does not."""
+        if self.watch is not None:
+            self.watch = Watch(self._life, can_hold=False, take_inside=self._take_inside)
 
     @property
     def _is_restored_inside(self) -> bool:

@@ -86,7 +86,6 @@ class Chaos(threading.Thread):
         try:
             while not self.is_enough:
                 self._await_workers()
-                self._give_back_nodes()
                 time.sleep(self._chance.uniform(0.0, 0.5))
                 with suppress(RuntimeError, ValueError):  # they are just being replaced, or fewer than a moment before
                     self._choose()()
@@ -118,7 +117,8 @@ class Chaos(threading.Thread):
             return self._lose_node
         return self._kill_two if self._chance.random() < 0.15 else self._kill_one
 
-    def _give_back_nodes(self) -> None:
+    def give_back_nodes(self) -> None:
+        """Puts new nodes in the place of lost ones; in the main thread, where alone Ray can start one."""
         while self._num_nodes_missing:
             add_node(self.cluster)
             self._num_nodes_missing -= 1
@@ -172,6 +172,7 @@ def train_disturbed(cluster: Cluster, faults: int, seed: int, nodes: int) -> dic
             num_peaceful += not chaos.is_alive()
             trainer.train(max_retries=MANY)
             books.append(sorted(uses(trainer)))
+            chaos.give_back_nodes()
         history = trainer._controller.history
         states = trainer.apply_all_operators(parameters_of)
         return {

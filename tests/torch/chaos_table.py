@@ -180,7 +180,7 @@ class Table:
         """Takes the node from which somebody beckons, and gives another one for it."""
         self.num_beckoned += 1
         beckon = Beckon(f"{self.folder}/beckon-{self.num_beckoned}")
-        is_over = threading.Event()
+        is_over, num_lost = threading.Event(), []
 
         def wait_and_take() -> None:
             while not is_over.wait(0.02):
@@ -189,7 +189,7 @@ class Table:
                 if node_id:
                     [node] = [node for node in self.cluster.worker_nodes if node.node_id == node_id]
                     testing.remove_node(self.cluster, node)
-                    add_node(self.cluster)
+                    num_lost.append(1)
                     return
 
         thread = threading.Thread(target=wait_and_take)
@@ -199,6 +199,8 @@ class Table:
         finally:
             is_over.set()
             thread.join()
+            for _ in num_lost:  # in the main thread, where alone Ray can start a node
+                add_node(self.cluster)
 
 
 @contextmanager
