@@ -44,6 +44,7 @@ class Recruits:
     @property
     def num_coming(self) -> int:
         """How many are being made ready."""
+        self._poll()
         return len(self._coming)
 
     @property
