@@ -343,6 +343,7 @@ class FakeGroup:
         self.recruits = FakeRecruits(self)
         self.is_alive = False
         self.ended_by: str | None = None
+        self.silent: set[int] = set()
         self.functions: list[str] = []
         self.killed_ranks: list[int] = []
         self.handovers: list[Handover] = []
@@ -454,9 +455,10 @@ class FakeGroup:
 
     def settle(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
         lost = {o.rank for o in report.outcomes if o.failure is not None and o.failure.kind == "died"}
-        return [rank for rank in range(self.num_workers) if rank not in lost | self.cluster.silent]
+        self.silent = set(self.cluster.silent) - lost
+        return [rank for rank in range(self.num_workers) if rank not in lost | self.silent]
 
-    def stand(self, survivors: Sequence[int]) -> GroupReport:
+    def stand(self, survivors: Sequence[int], tick: Callable[[], None] | None = None) -> GroupReport:
         event = _next(self.cluster.stands)
         if isinstance(event, Interrupted):
             raise KeyboardInterrupt
@@ -561,11 +563,13 @@ class FakeTransfer:
 
     group: FakeGroup
     produce: Callable[[], Any]
+    waited_s: float = 0.0
 
     def result(self, timeout_s: float | None) -> Any:
         if not self.group.is_alive:
             raise ConnectionError("the worker that held it is gone")
-        if timeout_s is not None and timeout_s < self.group.cluster.transfer_s:
+        if timeout_s is not None and self.waited_s + timeout_s < self.group.cluster.transfer_s:
+            self.waited_s += timeout_s
             raise TimeoutError("still on its way")
         return self.produce()
 

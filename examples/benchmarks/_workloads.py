@@ -116,6 +116,8 @@ STATES = {
     for workload in (
         # 100 MiB of weights; the optimizer's momentum is as large again.
         Workload("large_state", functools.partial(_square_layers, 2560), (2560,), batch_size=1, num_steps=4),
+        # 5 MiB of weights, and as much momentum.
+        Workload("medium_state", functools.partial(_square_layers, 572), (572,), batch_size=32, num_steps=20),
         Workload("small_state", functools.partial(_square_layers, 64), (64,), batch_size=1, num_steps=4),
     )
 }

@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _DEFAULT_RETRIES = 3
 _NODES_S = 2.0
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True)
@@ -188,14 +189,16 @@ class ElasticController:
         if report.ok:
             assert self.watch is not None, "nobody else asks the ranks to stop"
             reason = self.watch.reason
+            self._watch_anew()
             leaving = self._life.leaving_nodes_in_use()
             parts = [answer.value.part for answer in report.values]
             self._life.take_parts(parts)
             if self._spec.regroups and self._life.change(leaving, reason, self._tick, parts):
                 return True
-            self._snapshots.poll(timeout_s=None)
+            self._await_snapshot()
             self._life.rebuild(reason, "left" if leaving else "grown")
             return self._is_restored_inside
+        self._watch_anew()
         diagnosis = classify(report)
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
         if isinstance(decision, Raise):
@@ -214,6 +217,20 @@ class ElasticController:
         self._life.rebuild(words(diagnosis))
         return self._is_restored_inside
 
+    def _await_snapshot(self) -> None:
+        """Waits until nothing is on its way any more, for whatever reason."""
+        if self.watch is None:
+            self.watch = Watch(self._life, can_hold=False, take_inside=self._take_inside)
+        self._snapshots.poll()
+        while self._snapshots.is_coming:
+            self._snapshots.poll(timeout_s=_POLL_S)
+            self._tick()
+
+    def _watch_anew(self) -> None:
+        """Forgets what the ranks were asked before they change: what a lost one owes, its successor does not."""
+        if self.watch is not None:
+            self.watch = Watch(self._life, can_hold=False, take_inside=self._take_inside)
+
     @property
     def _is_restored_inside(self) -> bool:
         """Whether the snapshot that was just restored was taken inside the running call."""
@@ -222,12 +239,19 @@ class ElasticController:
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""
         self._check_active()
-        self._snapshots.poll(timeout_s=None)
-        if not self._snapshots.is_current:
-            self.run(Call(_nothing, captures=True))
-            self._snapshots.poll(timeout_s=None)
-        assert self._snapshots.landed is not None
-        return self._snapshots.landed
+        try:
+            for _ in range(1 + _DEFAULT_RETRIES):
+                self._await_snapshot()
+                if self._snapshots.is_current:
+                    assert self._snapshots.landed is not None
+                    return self._snapshots.landed
+                self.run(Call(_nothing, captures=True))
+        finally:
+            self.watch = None
+        raise WorkersLostError(
+            f"The state was lost on its way to the driver {1 + _DEFAULT_RETRIES} times. The log above names the cause; "
+            "too little memory in Ray's object store is a frequent one."
+        )
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Takes `snapshot`, which every rank has just restored, for the state as it is now."""
@@ -346,6 +370,7 @@ class ElasticController:
 
     def _adapt(self, call: Call) -> None:
         """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry."""
+        self.watch = Watch(self._life, can_hold=False, take_inside=self._take_inside)
         now = self._life.now()
         if now >= self._nodes_due:
             self._nodes_due = now + _NODES_S
@@ -357,7 +382,7 @@ class ElasticController:
     def _leave_nodes(self) -> None:
         """Moves to other nodes, in place if that can be done."""
         reason = "a node is going away"
-        if self._spec.regroups and self._life.can_change_in_place():
+        if self._spec.regroups and self._life.can_change_in_place(self._tick):
             if self._life.change(self._life.leaving_nodes_in_use(), reason, self._tick):
                 return
         else:
@@ -370,7 +395,7 @@ class ElasticController:
         self._life.call_up_spares()
         if len(group) >= self._life.scaling.max_workers:
             return
-        if self._spec.regroups and self._life.can_change_in_place():
+        if self._spec.regroups and self._life.can_change_in_place(self._tick):
             self._life.grow_in_place(self._tick)
             return
         num_more = self._life.find_room()

@@ -41,6 +41,7 @@ START_ATTEMPTS = 4
 _SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
 _REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or somebody else took it
 _REASON_LENGTH = 160
+_SUSPICION_S = 60.0
 _RECRUIT_S = 30.0  # survivors do not wait longer for somebody new; who is late steps in later
 
 
@@ -126,7 +127,7 @@ class Lifecycle:
         self.history = History()
         self.group: WorkerGroup | None = None
         self.facts: list[Any] = []
-        self._lost_nodes: frozenset[str] = frozenset()
+        self._suspected: dict[str, float] = {}
 
     @property
     def num_workers(self) -> int:
@@ -136,7 +137,8 @@ class Lifecycle:
     @property
     def nodes_to_avoid(self) -> frozenset[str]:
         """Nodes that nobody should be placed on."""
-        return self._lost_nodes | self.rules.leaving_nodes()
+        now = self._clock.monotonic()
+        return frozenset(node for node, until in self._suspected.items() if until > now) | self.rules.leaving_nodes()
 
     def now(self) -> float:
         """Seconds on the clock that all waiting goes by."""
@@ -343,16 +345,10 @@ class Lifecycle:
         began = self._clock.monotonic()
         group = self.group
         assert group is not None
-        old_size = len(group)
         survivors = group.settle(report, tell_stuck)
-        lost = [rank for rank in range(old_size) if rank not in survivors]
-        reported = {o.rank for o in report.outcomes if o.failure is not None and o.failure.kind == "died"}
-        silent = [rank for rank in lost if rank not in reported]
-        if silent:
-            cause = f"rank {', '.join(map(str, silent))} does not answer any more; {cause}"
-        # Perhaps the whole node is gone. Ray may need many seconds to say so.
-        self._lost_nodes = frozenset(group.infos[r].node_id for r in silent)
-        self._lost_nodes -= {group.infos[r].node_id for r in survivors}
+        if group.silent:
+            cause = f"rank {', '.join(map(str, sorted(group.silent)))} does not answer any more; {cause}"
+        self._suspect(group, survivors)
         can_wait = self.rules.resize_check_s is None
         return self._reform(_Change("rejoined", cause, survivors, began, can_wait, budget), tick)
 
@@ -375,6 +371,15 @@ class Lifecycle:
         orphans = tuple(part.progress for rank, part in enumerate(parts) if rank not in staying)
         return self._reform(_Change(kind, cause, staying, began, can_wait=kind == "left", orphans=orphans), tick)
 
+    def _suspect(self, group: WorkerGroup, survivors: Sequence[int]) -> None:
+        """Avoids for a while the nodes of ranks that went silent without a report of their death: perhaps all is gone.
+
+        Ray tells of the death of a process at once, of that of a node half a minute later.
+        """
+        silent = {group.infos[rank].node_id for rank in group.silent}
+        until = self._clock.monotonic() + _SUSPICION_S
+        self._suspected |= dict.fromkeys(silent - {group.infos[rank].node_id for rank in survivors}, until)
+
     def _reform(self, change: _Change, tick: Callable[[], None]) -> bool:
         try:
             return self._try_reform(change, tick)
@@ -386,7 +391,7 @@ class Lifecycle:
         group = self.group
         assert group is not None
         old_size = len(group)
-        stood = self._stand(change.staying)
+        stood = self._stand(change.staying, tick)
         if stood is None:
             return False
         staying, standings, port = stood
@@ -418,13 +423,15 @@ class Lifecycle:
         self.call_up_spares()
         return True
 
-    def _stand(self, survivors: Sequence[int]) -> tuple[list[int], list[Standing], int] | None:
+    def _stand(
+        self, survivors: Sequence[int], tick: Callable[[], None]
+    ) -> tuple[list[int], list[Standing], int] | None:
         """Lets the survivors leave the group; those that turn out to be dead are no survivors. None if none is left."""
         group = self.group
         assert group is not None
         ranks = list(survivors)
         while ranks:
-            report = group.stand(ranks)
+            report = group.stand(ranks, tick)
             if report.ok:
                 return ranks, [stood.standing for stood in report.values], report.values[0].port
             failed = [o for o in report.outcomes if not o.ok]
@@ -487,11 +494,11 @@ class Lifecycle:
             return
         group.call_up(num_free, self.scaling.max_workers, self.nodes_to_avoid)
 
-    def can_change_in_place(self) -> bool:
+    def can_change_in_place(self, tick: Callable[[], None]) -> bool:
         """Between two calls: whether the replicas could go on in another group."""
         group = self.group
         assert group is not None
-        report = group.on_replica(_standing, dict.fromkeys(range(len(group)), ()))
+        report = group.on_replica(_standing, dict.fromkeys(range(len(group)), ()), tick=tick)
         return report.ok and not any(answer.value.obstacle for answer in report.values)
 
     def grow_in_place(self, tick: Callable[[], None]) -> None:
@@ -502,6 +509,7 @@ class Lifecycle:
         deadline = self._clock.monotonic() + _RECRUIT_S
         while group.recruits.num_coming and self._clock.monotonic() < deadline:
             self._clock.sleep(0.005)
+            tick()
         if group.recruits.num_ready and not self.change(frozenset(), "there is room for more workers", tick):
             self.rebuild("growing in place failed", "grown")
 

@@ -106,7 +106,7 @@ def kill_process(info: WorkerInfo) -> None:
     options = {
         "num_cpus": 0,
         "max_retries": 0,
-        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, True),
+        "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # nowhere else is it that one
     }
     ray.remote(**options)(_sigkill).remote(info.pid)
 

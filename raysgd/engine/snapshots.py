@@ -8,12 +8,15 @@ before it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from raysgd.engine.replica import Capture
+
+logger = logging.getLogger(__name__)
 
 CallT = TypeVar("CallT")
 
@@ -127,7 +130,8 @@ class SnapshotKeeper(Generic[CallT]):
             state = self._coming.transfer.result(timeout_s)
         except TimeoutError:
             return
-        except Exception:  # lost with its worker: the one before it, and the calls since, still stand
+        except Exception as error:  # lost with its worker: the one before it, and the calls since, still stand
+            logger.warning("a snapshot was lost on its way: %s", error)
             self._coming = None
             self._is_stale = True
             return

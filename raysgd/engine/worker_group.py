@@ -77,6 +77,7 @@ class WorkerGroup:
         self._unanswered: dict[int, Any] = {}
         self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
+        self.silent: set[int] = set()  # ranks that at the last `settle` neither answered nor were known to be dead
         self.num_workers = num_workers
         self.num_spares = spec.num_spares
 
@@ -229,11 +230,13 @@ class WorkerGroup:
             tell_stuck: Called once if a rank that lives takes long to come to an end with what it does.
         """
         lost = {found.rank for found in report.outcomes if found.failure is not None and found.failure.kind == "died"}
-        silent = self._free(rank for rank in self._unanswered if rank not in lost)
+        answers = self._free(rank for rank in self._unanswered if rank not in lost)
+        self.silent = {rank for rank, found in answers.items() if not found.answered}
+        lost |= {rank for rank, found in answers.items() if not found.ok}
         deadline = time.monotonic() + _FREED_S
         has_told = False
         for rank, reference in self._unanswered.items():
-            if rank in lost or rank in silent:
+            if rank in lost:
                 continue
             while not (found := outcome(rank, reference)).answered and time.monotonic() < deadline:
                 time.sleep(0.002)
@@ -243,10 +246,10 @@ class WorkerGroup:
             if not found.answered or (found.failure is not None and found.failure.kind == "died"):
                 lost.add(rank)
         self._unanswered = {}
-        return [rank for rank in range(len(self._workers)) if rank not in lost and rank not in silent]
+        return [rank for rank in range(len(self._workers)) if rank not in lost]
 
-    def _free(self, waiting: Iterable[int]) -> set[int]:
-        """Ends what these ranks wait for; returns those that do not even answer to that."""
+    def _free(self, waiting: Iterable[int]) -> dict[int, Outcome]:
+        """Ends what these ranks wait for; returns what the remote ones say to that."""
         calls = {rank: self._workers[rank].submit("interrupt") for rank in waiting}
         remote = {}
         for rank, call in calls.items():
@@ -254,20 +257,24 @@ class WorkerGroup:
                 call.run()
             else:
                 remote[rank] = call
-        answers = self._within(remote, _SILENCE_S)
-        return {rank for rank, found in answers.items() if not found.ok}
+        return self._within(remote, _SILENCE_S)
 
-    def stand(self, survivors: Sequence[int]) -> GroupReport:
+    def stand(self, survivors: Sequence[int], tick: Callable[[], None] | None = None) -> GroupReport:
         """Lets the survivors leave their group. Each tells how far it is; the first opens the next meeting point."""
-        return self._gather({rank: self._workers[rank].submit("stand", rank == survivors[0]) for rank in survivors})
+        calls = {rank: self._workers[rank].submit("stand", rank == survivors[0]) for rank in survivors}
+        return self._gather(calls, tick)
 
     def let_go(self, leaving: Sequence[int]) -> None:
         """Ends the workers of these ranks, dead or alive; their seats are free for others."""
         for rank in leaving:
             worker = self._workers[rank]
             assert isinstance(worker, RemoteWorker), "the driver cannot leave its own group"
-            worker.kill()
+            if rank in self.silent:
+                self.kill_rank(rank)
+            else:
+                worker.kill()
             self._seats.give_back(worker.seat)
+        self.silent = set()
 
     def regroup(
         self,

@@ -34,6 +34,7 @@ FIGURES = {
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
     "epoch_cost": {"epoch_ms", "loop_ms"},
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
+    "recovery": {"recovery_s", "batches_again", "snapshot_cost"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
     "checkpoint": {"stall_ms", "next_train_delay_ms", "complete_ms", "load_ms", "torch_load_ms", "capture_ms"},
 }

@@ -1,0 +1,470 @@
+"""Recovery: from the SIGKILL of one of two workers to the end of the next training step, and batches done again.
+
+    python examples/benchmarks/recovery.py [--smoke-test] [--repetitions 5] [--peers torchrun,ray_train]
+
+Every repetition is a program of its own, and the contenders take turns. Each worker notes when each of its steps began
+and ended, on the machine's monotonic clock; the one to die notes when it does. All contenders have their state safe
+after the same batch, where they save any, and lose a worker a fixed number of batches later. What counts is the first
+step that began after the death.
+
+The last part pairs epochs with and without `snapshot_every_n_steps`, of two trainers that take turns.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _common import (
+    OWN,
+    RAY_TRAIN_FAST_POLL,
+    Report,
+    Target,
+    choose_peers,
+    dispatch,
+    estimate,
+    make_parser,
+    ray_cluster,
+    run_job,
+    take_turns,
+)
+from _workloads import STATES, WORKLOADS, HandWritten, StockOperator, config_of
+
+PEERS = {"bare": "ray", "torchrun": "torch", "ray_train": "ray.train", "ray_train_fast_poll": "ray.train"}
+SAVED_AFTER = 20
+KILLED_AFTER = 65
+NUM_BATCHES = 90
+VICTIM = 1
+WORKLOAD = WORKLOADS["mlp_tiny"].with_steps(NUM_BATCHES)
+NUM_WORKERS = 2
+
+OWN_WAYS: dict[str, dict[str, Any]] = {
+    f"{OWN}, spare": {"spare_workers": 1},
+    f"{OWN}, shrinking": {"resize_check_s": 60.0},
+    f"{OWN}, new process": {},
+    f"{OWN}, rebuild": {"recovery": "rebuild"},
+}
+_FIGURES = {"recovery_s": "kill -> end of the next step, s", "batches_again": "batches done again"}
+
+
+# ------------------------------------------------------------------------------------------------------ stamps
+
+
+class Stamps:
+    """What a worker notes about its steps, in a file of its own that outlives it.
+
+    Args:
+        folder: Where the files of all workers are.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._file = open(self._folder / f"steps-{os.getpid()}", "a")  # noqa: SIM115 - as long as the process lives
+        self._began = 0.0
+
+    def begin(self, batch: int, rank: int) -> None:
+        """Batch number `batch` begins. The victim, the first time that it comes to its end, dies here."""
+        if rank == VICTIM and batch == KILLED_AFTER and not (self._folder / "killed").exists():
+            (self._folder / "killed").write_text(repr(time.monotonic()))
+            os.kill(os.getpid(), signal.SIGKILL)
+        self._began = time.monotonic()
+
+    def end(self, batch: int) -> None:
+        """Its optimizer step is over."""
+        self._file.write(json.dumps([batch, self._began, time.monotonic()]) + "\n")
+        self._file.flush()
+
+
+def read_stamps(folder: str) -> dict[str, float]:
+    """The two figures.
+
+    Raises:
+        RuntimeError: Nobody died, or nobody went on.
+    """
+    killed = Path(folder) / "killed"
+    lines = [line for path in Path(folder).glob("steps-*") for line in path.read_text().splitlines()]
+    steps = [json.loads(line) for line in lines]
+    if not killed.exists():
+        raise RuntimeError(f"no worker came to batch {KILLED_AFTER}; {len(steps)} steps were noted")
+    at = float(killed.read_text())
+    later = [(ended, batch) for batch, began, ended in steps if began > at]
+    if not later:
+        raise RuntimeError(f"no step began after the kill; {len(steps)} steps were noted before")
+    ended, batch = min(later)
+    return {"recovery_s": ended - at, "batches_again": KILLED_AFTER - batch}
+
+
+# ------------------------------------------------------------------------------------------------------ raysgd
+
+
+class NotingOperator(StockOperator):
+    """The stock loop; overrides the first and the last rung of the ladder."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.stamps = Stamps(config["stamps"])
+
+    def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
+        if self.model.training:
+            self.stamps.begin(self.global_step, self.world_rank)
+        return super().prepare_batch(batch)
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        self.stamps.end(self.global_step)
+
+
+def run_raysgd(**options: Any) -> dict[str, float]:
+    """A trainer that loses a worker inside an epoch. A spare, where there is to be one, is ready by then."""
+    from raysgd import TorchTrainer
+
+    num_spares = options.get("spare_workers", 0)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS + num_spares):
+        config = config_of(WORKLOAD, NUM_WORKERS, stamps=folder)
+        with TorchTrainer(
+            training_operator_cls=NotingOperator, config=config, num_workers=NUM_WORKERS, **options
+        ) as trainer:
+            trainer.train(num_steps=SAVED_AFTER)
+            _await_spares(trainer, num_spares)
+            trainer.train(num_steps=NUM_BATCHES - SAVED_AFTER)
+        return read_stamps(folder)
+
+
+def _await_spares(trainer: Any, num_spares: int) -> None:
+    deadline = time.monotonic() + 120
+    while trainer.worker_group.recruits.num_ready < num_spares:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"{num_spares} spare workers were not ready within 120 s")
+        time.sleep(0.05)
+
+
+# ------------------------------------------------------------------------------------------------------ by hand
+
+
+class Training:
+    """The loop that everybody else runs, from a state that may have been saved.
+
+    Args:
+        rank: Of this process.
+        folder: For stamps.
+        state: What `state` returned, in whatever process; None for the beginning.
+    """
+
+    def __init__(self, rank: int, folder: str, state: Any = None) -> None:
+        self._rank = rank
+        self._hand = HandWritten(WORKLOAD, rank, NUM_WORKERS)
+        self._stamps = Stamps(folder)
+        self.batch = 0
+        if state is not None:
+            self._hand.model.load_state_dict(state["model"])
+            self._hand.optimizer.load_state_dict(state["optimizer"])
+            self.batch = state["batch"]
+
+    def run(self, last: int, after: Callable[[int], None] = lambda batch: None) -> None:
+        """Up to batch number `last`; calls `after` behind each with how many there were."""
+        hand = self._hand
+        hand.sampler.set_epoch(0)
+        for number, (features, target) in enumerate(hand.loader):
+            if number < self.batch:
+                continue
+            if number >= last:
+                return
+            self._stamps.begin(number, self._rank)
+            loss = hand.criterion(hand.model(features), target)
+            hand.optimizer.zero_grad()
+            loss.backward()
+            hand.optimizer.step()
+            self._stamps.end(number)
+            self.batch = number + 1
+            after(self.batch)
+
+    def state(self) -> dict[str, Any]:
+        """A copy of all that it takes to go on."""
+        return {
+            "model": self._hand.model.state_dict(),
+            "optimizer": self._hand.optimizer.state_dict(),
+            "batch": self.batch,
+        }
+
+
+def _save(path: Path, state: Any) -> None:
+    partial = path.with_suffix(".part")
+    torch.save(state, partial)
+    partial.replace(path)
+
+
+def run_torchrun() -> dict[str, float]:
+    """Elastic `torchrun`: ends all workers after a death and starts them again."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS}"]
+        command += ["--max-restarts=3", __file__, "--torchrun-worker", folder]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        try:
+            return read_stamps(folder)
+        except RuntimeError as error:
+            raise RuntimeError(done.stderr[-2000:]) from error
+
+
+def torchrun_worker(folder: str) -> None:
+    """One process of `run_torchrun`, of whatever generation."""
+    dist.init_process_group("gloo")
+    rank, path = dist.get_rank(), Path(folder) / "last.pt"
+    training = Training(rank, folder, torch.load(path, weights_only=False) if path.exists() else None)
+
+    def after(batch: int) -> None:
+        if batch == SAVED_AFTER and rank == 0:
+            _save(path, training.state())
+
+    training.run(NUM_BATCHES, after)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
+
+
+def run_bare() -> dict[str, float]:
+    """Bare actors: the driver has a copy of the state, ends both after a death and starts two new ones."""
+    import ray
+
+    class Worker:
+        def open(self) -> int:
+            self.store = dist.TCPStore("127.0.0.1", 0, NUM_WORKERS, is_master=True, wait_for_workers=False)
+            return int(self.store.port)
+
+        def join(self, rank: int, port: int, folder: str, state: Any) -> None:
+            if rank:
+                self.store = dist.TCPStore("127.0.0.1", port, NUM_WORKERS, is_master=False)
+            dist.init_process_group("gloo", store=self.store, rank=rank, world_size=NUM_WORKERS)
+            self.training = Training(rank, folder, state)
+
+        def run(self, last: int) -> Any:
+            self.training.run(last)
+            return self.training.state()
+
+    def start(folder: str, state: Any) -> list[Any]:
+        workers = [ray.remote(num_cpus=1)(Worker).remote() for _ in range(NUM_WORKERS)]
+        port = ray.get(workers[0].open.remote())
+        ray.get([worker.join.remote(rank, port, folder, state) for rank, worker in enumerate(workers)])
+        return workers
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS):
+        workers = start(folder, None)
+        state = ray.get([worker.run.remote(SAVED_AFTER) for worker in workers])[0]
+        try:
+            ray.get([worker.run.remote(NUM_BATCHES) for worker in workers])
+        except ray.exceptions.RayActorError:
+            for worker in workers:
+                ray.kill(worker)
+            workers = start(folder, state)
+            ray.get([worker.run.remote(NUM_BATCHES) for worker in workers])
+        return read_stamps(folder)
+
+
+def run_ray_train() -> dict[str, float]:
+    """Ray Train with its own failure handling and checkpoints."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer as RayTrainer
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS + 1):
+        RayTrainer(
+            _ray_train_loop,
+            train_loop_config={"folder": folder},
+            scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
+            run_config=RunConfig(
+                storage_path=f"{folder}/runs", name="recovery", failure_config=FailureConfig(max_failures=3)
+            ),
+        ).fit()
+        return read_stamps(folder)
+
+
+def _ray_train_loop(config: dict[str, Any]) -> None:
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    checkpoint, state = ray.train.get_checkpoint(), None
+    if checkpoint is not None:
+        with checkpoint.as_directory() as place:
+            state = torch.load(Path(place) / "last.pt", weights_only=False)
+    training = Training(rank, config["folder"], state)
+
+    def after(batch: int) -> None:
+        if batch != SAVED_AFTER:
+            return
+        with tempfile.TemporaryDirectory() as place:
+            if rank == 0:
+                _save(Path(place) / "last.pt", training.state())
+            ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(place) if rank == 0 else None)
+
+    training.run(NUM_BATCHES, after)
+
+
+# ------------------------------------------------------------------------------------------------------ snapshots
+
+
+@dataclass(frozen=True)
+class SnapshotCase:
+    """A state, and how often it is to be copied.
+
+    Attributes:
+        workload: Of whose state.
+        mib: Its size.
+        period_s: Seconds from one snapshot to the next.
+        num_snapshots: How many an epoch has.
+    """
+
+    workload: str
+    mib: int
+    period_s: float
+    num_snapshots: int
+
+
+SNAPSHOT_CASES = (SnapshotCase("medium_state", 10, 1.0, 4), SnapshotCase("large_state", 200, 10.0, 2))
+
+
+def run_snapshots(workload: str, period_s: float, num_snapshots: int, num_pairs: int) -> dict[str, Any]:
+    """Seconds of each epoch without snapshots, and of the one with them that follows or precedes it."""
+    from raysgd import TorchTrainer
+
+    plain = STATES[workload]
+    with ray_cluster(2 * NUM_WORKERS, object_store_mib=2048):
+        with TorchTrainer(
+            training_operator_cls=StockOperator, config=config_of(plain, NUM_WORKERS), num_workers=NUM_WORKERS
+        ) as probe:
+            probe.train()
+            step_s = _seconds_of(probe.train) / plain.num_steps
+        every = max(1, round(period_s / step_s))
+        num_steps = max(2, num_snapshots * every)  # over as many passes as it takes
+        make = functools.partial(
+            TorchTrainer,
+            training_operator_cls=StockOperator,
+            config=config_of(plain, NUM_WORKERS),
+            num_workers=NUM_WORKERS,
+        )
+        with make() as without, make(snapshot_every_n_steps=every) as having:
+            trainers = {"without": without, "with": having}
+            for trainer in trainers.values():
+                trainer.train(num_steps=5)
+            found: dict[str, list[float]] = {name: [] for name in trainers}
+            for pair in range(num_pairs):
+                for name in sorted(trainers, reverse=pair % 2 == 1):
+                    train = functools.partial(trainers[name].train, num_steps=num_steps)
+                    found[name].append(_seconds_of(train))
+    return {**found, "step_s": step_s, "every": every}
+
+
+def _seconds_of(work: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+# ------------------------------------------------------------------------------------------------------ report
+
+
+ROLES = {
+    OWN: run_raysgd,
+    "bare": run_bare,
+    "torchrun": run_torchrun,
+    "ray_train": run_ray_train,
+    "ray_train_fast_poll": run_ray_train,
+    "snapshots": run_snapshots,
+}
+_ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
+
+
+def main() -> None:
+    if sys.argv[1:2] == ["--torchrun-worker"]:
+        torchrun_worker(sys.argv[2])
+    dispatch(ROLES)
+    arguments = make_parser(__doc__.partition("\n")[0], repetitions=5, peers=PEERS).parse_args()
+    peers = choose_peers(arguments, PEERS)
+    ways, cases, num_pairs = OWN_WAYS, SNAPSHOT_CASES, 8
+    if arguments.smoke_test:
+        arguments.repetitions, num_pairs = 1, 1
+        ways = {name: options for name, options in OWN_WAYS.items() if "shrinking" in name}
+        cases = (SnapshotCase("small_state", 0, 0.02, 1),)
+    report = Report("recovery", arguments, peers)
+
+    jobs: dict[str, Callable[[], Any]] = {
+        name: functools.partial(run_job, __file__, OWN, **options) for name, options in ways.items()
+    }
+    for name in peers.selected:
+        jobs[name] = functools.partial(run_job, __file__, name, environment=_ENVIRONMENTS.get(name))
+    medians = _report_recovery(report, take_turns(jobs, arguments.repetitions, report))
+    costs = _report_snapshots(report, cases, num_pairs)
+    report.finish([*_recovery_targets(medians), *_snapshot_targets(costs)])
+
+
+def _report_recovery(report: Report, runs: dict[str, list[dict[str, float]]]) -> dict[tuple[str, str], float]:
+    rows, medians = [], {}
+    for name, found in runs.items():
+        cells = []
+        for figure in _FIGURES:
+            value = estimate([run[figure] for run in found])
+            report.result(name, figure, value)
+            medians[name, figure] = value.median
+            cells.append(value.text())
+        rows.append([name, *cells])
+    report.table(f"One of {NUM_WORKERS} workers is killed", ["contender", *_FIGURES.values()], rows)
+    return medians
+
+
+def _report_snapshots(report: Report, cases: Sequence[SnapshotCase], num_pairs: int) -> dict[int, float]:
+    rows, costs = [], {}
+    for case in cases:
+        found = run_job(
+            __file__,
+            "snapshots",
+            workload=case.workload,
+            period_s=case.period_s,
+            num_snapshots=case.num_snapshots,
+            num_pairs=num_pairs,
+        )
+        value = estimate([with_ / without - 1 for with_, without in zip(found["with"], found["without"], strict=True)])
+        report.result(OWN, "snapshot_cost", value, state_mib=case.mib, every_n_steps=found["every"])
+        rows.append([f"{case.mib}", f"{case.period_s:g}", str(found["every"]), value.text()])
+        costs[case.mib] = value.median
+    headers = ["state, MiB", "a snapshot each, s", "every n steps", "time added, as a share"]
+    report.table("Snapshots inside an epoch", headers, rows)
+    return costs
+
+
+def _recovery_targets(medians: dict[tuple[str, str], float]) -> list[Target]:
+    def figure(name: str, which: str = "recovery_s") -> float | None:
+        return medians.get((f"{OWN}, {name}", which))
+
+    def ratio(name: str, peer: str) -> float | None:
+        own, other = figure(name), medians.get((peer, "recovery_s"))
+        return None if own is None or other is None else own / other
+
+    targets = []
+    for name in ("spare", "shrinking"):
+        targets.append(Target(f"{OWN}, {name}: recovery, s", 0.25, True, figure(name)))
+        targets.append(Target(f"{OWN}, {name} / Ray Train", 0.05, True, ratio(name, "ray_train")))
+    targets.append(Target(f"{OWN}, new process / Ray Train", 0.40, True, ratio("new process", "ray_train")))
+    targets.append(Target(f"{OWN}, new process / torchrun", 0.70, True, ratio("new process", "torchrun")))
+    targets.append(Target(f"{OWN}, rebuild / Ray Train", 1.0, True, ratio("rebuild", "ray_train")))
+    for name in ("spare", "shrinking", "new process"):
+        targets.append(Target(f"{OWN}, {name}: batches again", 0, True, figure(name, "batches_again")))
+    return targets
+
+
+def _snapshot_targets(costs: dict[int, float]) -> list[Target]:
+    return [
+        Target(f"snapshots of {case.mib} MiB each {case.period_s:g} s: time added", 0.01, True, costs.get(case.mib))
+        for case in SNAPSHOT_CASES
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""An operator whose model keeps the books itself: how often each sample was used is one of its parameters.
+
+A gradient marks the samples of a joint step, over all ranks, and the optimizer adds the marks up. So the books are part
+of the very state that is handed over, restored and saved: a step that was taken back is not in them, one that was
+taken twice is in them twice, and neither can be mended by a log that somebody writes beside it.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd.torch import TorchTrainer, TrainingOperator
+from tests.torch.operators_for_tests import NUM_FEATURES, dataset
+
+NUM_SAMPLES = 240
+BATCH_SIZE_OF_ONE = 3
+
+
+class BookKeeping(torch.nn.Module):
+    """A linear model, with a number for each sample of the data."""
+
+    def __init__(self, num_samples: int) -> None:
+        super().__init__()
+        self.line = torch.nn.Linear(NUM_FEATURES, 1)
+        self.used = torch.nn.Parameter(torch.zeros(num_samples))
+
+    def forward(self, features: torch.Tensor, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The prediction, and marks that are zero but have a gradient."""
+        picked = self.used[numbers % len(self.used)]
+        return self.line(features), picked - picked.detach()
+
+
+class LossAndMarks(torch.nn.Module):
+    """The mean squared error; its gradient marks each sample with one over the size of the joint batch."""
+
+    def forward(self, output: tuple[torch.Tensor, torch.Tensor], target: torch.Tensor) -> torch.Tensor:
+        prediction, marks = output
+        return torch.nn.functional.mse_loss(prediction, target) + marks.mean()
+
+
+class Ledger(TrainingOperator):
+    """Config: `batch_size`, `num_samples`, `step_s` (how long a step takes at least), `num_loader_processes`."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        net = BookKeeping(config.get("num_samples", NUM_SAMPLES))
+        optimizer = torch.optim.SGD([{"params": net.line.parameters()}, {"params": [net.used], "lr": 1.0}], lr=0.01)
+        self.net = net
+        self.model, self.optimizer, self.criterion = self.register(
+            models=net, optimizers=optimizer, criterion=LossAndMarks()
+        )
+        batch_size = config.get("batch_size", BATCH_SIZE_OF_ONE)
+        self.register_data(
+            train_loader=DataLoader(
+                dataset(len(net.used)),
+                batch_size=batch_size,
+                shuffle=True,
+                num_workers=config.get("num_loader_processes", 0),
+            ),
+            validation_loader=DataLoader(dataset(60, seed=1), batch_size=10),
+        )
+
+    def optimizer_step(self) -> None:
+        marks = self.net.used.grad
+        assert marks is not None
+        marks /= marks[marks > 0].min()  # so many times was each sample in the joint batch
+        marks.round_()
+        super().optimizer_step()
+        time.sleep(self.config.get("step_s", 0.0))
+
+
+def uses(trainer: TorchTrainer) -> set[int]:
+    """How often the samples were used: one number if all were used equally often."""
+    return set((-trainer.state_dict()["models"][0]["used"]).round().int().tolist())
+
+
+def parameters_of(operator: Ledger) -> list[torch.Tensor]:
+    """For `apply_all_operators`."""
+    return [parameter.detach().clone() for parameter in operator.net.parameters()]

@@ -1,0 +1,258 @@
+"""What is hard to lose a worker over: long steps, frozen processes, loaders with processes, several optimizers."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.cloudpickle
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd import testing
+from raysgd.operators import GANOperator
+from raysgd.torch import TorchTrainer
+from raysgd.utils import BATCH_SIZE
+from tests.hygiene import RaySurroundings
+from tests.torch import ledger
+from tests.torch.ledger import Ledger, parameters_of, uses
+from tests.torch.operators_for_tests import BatchNormOperator, DropoutOperator, equal
+from tests.torch.programs import run_program
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ships_the_ledger() -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(ledger)
+    yield
+    ray.cloudpickle.unregister_pickle_by_value(ledger)
+
+
+def kinds(trainer: TorchTrainer) -> list[str]:
+    """What happened since it was started."""
+    return [event.kind for event in trainer._controller.history.events[1:]]
+
+
+def assert_alike(trainer: TorchTrainer) -> None:
+    first, *others = trainer.apply_all_operators(parameters_of)
+    assert all(equal(other, first) for other in others)
+
+
+# ------------------------------------------------------------------------------------------------ silence
+
+
+def test_a_long_step_is_none_of_a_frozen_process_which_is_lost(ray_cluster: None) -> None:
+    """With processes that load: they stay with their worker, or end with it."""
+    config = {"num_samples": 48, "num_loader_processes": 2}
+    with TorchTrainer(training_operator_cls=Ledger, num_workers=2, config=config, heartbeat_s=4.0) as trainer:
+        with testing.slow_rank(trainer, 0, 12.0):
+            trainer.train(num_steps=1)
+        assert kinds(trainer) == []
+        testing.hang_rank(trainer, 0, at="step:3")
+        trainer.train()
+        assert kinds(trainer) == ["hung", "rejoined"]
+        assert uses(trainer) == {1}
+        with testing.slow_rank(trainer, 1, 1.5):  # it has the first rank by then
+            testing.kill_worker(trainer, 0, at="step:1")
+            trainer.train(num_steps=3)
+        assert kinds(trainer) == ["hung", "rejoined", "rejoined"]
+        trainer.train()
+        assert uses(trainer) == {2}
+        assert_alike(trainer)
+
+
+# ------------------------------------------------------------------------------------------------ what is kept
+
+
+class Rich(BatchNormOperator):
+    """Adam, BatchNorm, a scheduler, and the batch size of the group; knows the objects that it was given."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup({"optimizer": "adam", "shuffle": True, **config})
+        net = self.model.module if self._is_distributed else self.model
+        optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+        self.model, self.optimizer, self.scheduler = self.register(
+            models=net,
+            optimizers=optimizer,
+            schedulers=torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5),
+        )
+        self.criterion = torch.nn.MSELoss()
+        self.first_model, self.first_optimizer = id(self.model), id(self.optimizer)
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        return DataLoader(data, batch_size=self.config[BATCH_SIZE], shuffle=shuffle)
+
+
+def seen_by(operator: Rich) -> dict[str, Any]:
+    return {
+        "is the same": (id(operator.model), id(operator.optimizer)) == (operator.first_model, operator.first_optimizer),
+        "batch size": operator.config[BATCH_SIZE],
+        "pid": os.getpid(),
+        # Without the buffers: each rank keeps those of its own last batch until the next one begins.
+        "parameters": [parameter.detach().clone() for parameter in operator.model.parameters()],
+        "state": (operator.optimizer.state_dict(), operator.scheduler.state_dict()),
+    }
+
+
+def test_a_survivor_keeps_its_objects_and_the_batch_follows_the_group(ray_cluster: None) -> None:
+    config = {BATCH_SIZE: 8, "num_samples": 48}
+    with TorchTrainer(
+        training_operator_cls=Rich, num_workers=2, config=config, scheduler_step_freq="batch", resize_check_s=600.0
+    ) as trainer:
+        assert trainer.train()["batch_count"] == 6
+        before = trainer.apply_all_operators(seen_by)
+        testing.kill_worker(trainer, 0, at="step:2")
+        assert trainer.train()["batch_count"] == 6, "half as many workers, each with twice as large batches"
+        assert trainer.num_workers == 1
+        survivor = trainer.worker_group.beside(0, lambda runner: seen_by(runner.operator)).result(10)
+        assert survivor["pid"] == before[1]["pid"]
+        assert (survivor["is the same"], survivor["batch size"]) == (True, 8)
+        assert survivor["state"][1]["last_epoch"] == 12, "the scheduler took each step of the two passes once"
+        trainer.train()
+        after = trainer.apply_all_operators(seen_by)
+        assert [(seen["is the same"], seen["batch size"]) for seen in after] == [(True, 4)] * 2
+        assert equal(after[0]["state"], after[1]["state"])
+        assert equal(after[0]["parameters"], after[1]["parameters"])
+        assert survivor["pid"] in [seen["pid"] for seen in after]
+        assert kinds(trainer) == ["rejoined", "grown"]
+
+
+# ------------------------------------------------------------------------------------------------ several optimizers
+
+
+class Pair(GANOperator):
+    """Two networks; the first time, rank 1 ends between the steps of their optimizers."""
+
+    def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
+        return torch.nn.Linear(1, 1)
+
+    def build_generator(self, config: dict[str, Any]) -> torch.nn.Module:
+        return torch.nn.Linear(self.noise_dim, 1)
+
+    def build_data(self, config: dict[str, Any]) -> Any:
+        numbers = 3 + torch.randn(64, 1, generator=torch.Generator().manual_seed(0))
+        return numbers, numbers[:8]
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self._optimizers[0].register_step_post_hook(self.meet)
+
+    def meet(self, *_: Any) -> None:
+        mark = Path(self.config["once"])
+        if self.world_rank == 1 and self.global_step == 3 and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def parameters_of_all(operator: Pair) -> list[torch.Tensor]:
+    return [parameter.detach().clone() for model in operator._models for parameter in model.parameters()]
+
+
+def test_a_step_of_two_optimizers_that_broke_off_half_way_is_not_gone_on_with(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    config = {"noise_dim": 2, "batch_size": 8, "seed": 0, "once": str(tmp_path / "once")}
+    with TorchTrainer(training_operator_cls=Pair, num_workers=2, config=config) as trainer:
+        result = trainer.train()
+        assert kinds(trainer) == ["rebuilt"]
+        assert (result["num_samples"], result["epoch"]) == (64, 1)
+        first, second = trainer.apply_all_operators(parameters_of_all)
+        assert equal(first, second)
+
+
+# ------------------------------------------------------------------------------------------------ driver and worker
+
+
+def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(ray_cluster: None) -> None:
+    with TorchTrainer(training_operator_cls=Ledger, num_workers=2, use_local=True) as trainer:
+        with pytest.raises(ValueError, match=r"rank 0 is this very process.*Take one of \[1\]"):
+            testing.kill_worker(trainer, [0, 1])
+        with pytest.raises(ValueError, match="rank 0 is this very process"):
+            testing.hang_rank(trainer, 0, at="step:1")
+        operator = trainer.get_local_operator()
+        model = operator.model  # type: ignore[attr-defined]
+        testing.kill_worker(trainer, 1, at="step:7")
+        trainer.train()
+        testing.kill_worker(trainer, 1)
+        trainer.train()
+        testing.kill_worker(trainer, 1, at="validate")
+        assert trainer.validate()["num_samples"] == 60
+        assert kinds(trainer) == ["rejoined"] * 3
+        assert trainer.get_local_operator() is operator
+        assert operator.model is model  # type: ignore[attr-defined]
+        assert uses(trainer) == {2}
+        assert_alike(trainer)
+
+
+# ------------------------------------------------------------------------------------------------ resuming
+
+
+def test_three_workers_that_were_killed_and_resumed_end_where_others_do(ray_cluster: None, tmp_path: Path) -> None:
+    config = {"shuffle": True, "optimizer": "adam", "num_samples": 50}
+    with TorchTrainer(training_operator_cls=DropoutOperator, num_workers=3, config=config) as trainer:
+        path = trainer.train(num_steps=3) and trainer.save(tmp_path / "inside.pt")
+        trainer.train()
+        expected = trainer.state_dict()
+        testing.kill_worker(trainer, [0, 1, 2])
+        trainer.load(path)
+        trainer.train()
+        found = trainer.state_dict()
+    assert found["epoch"] == expected["epoch"] == 1
+    for name, value in expected["models"][0].items():
+        torch.testing.assert_close(found["models"][0][name], value, rtol=1e-6, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------ endings
+
+ENDINGS = {
+    "two interrupts": """
+        for after_s in (0.5, 0.55):
+            threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            trainer.train(num_steps=1000)
+        except KeyboardInterrupt:
+            print("INTERRUPTED")
+        time.sleep(0.5)
+    """,
+    "an interrupt while workers are replaced": """
+        threading.Timer(0.5, testing.kill_worker, (trainer, [0, 1])).start()
+        threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        try:
+            trainer.train(num_steps=1000)
+        except KeyboardInterrupt:
+            print("INTERRUPTED")
+    """,
+    "an exception in the driver": """
+        testing.kill_worker(trainer, 0)
+        raise ZeroDivisionError("on purpose")
+    """,
+}
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_a_program_that_is_ended_amid_losses_leaves_nothing(ending: str, ray_cluster: None) -> None:
+    before = RaySurroundings.now()
+    ended = run_program(
+        """
+        import os, signal, threading, time
+        from raysgd import testing
+        from raysgd.torch import TorchTrainer
+        from tests.torch import ledger
+        from tests.torch.ledger import Ledger
+
+        ray.cloudpickle.register_pickle_by_value(ledger)
+        trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, config={"step_s": 0.1})
+        """
+        + ENDINGS[ending]
+    )
+    assert before.leaks() == [], ended.stderr
+    if ending == "an exception in the driver":
+        assert ended.returncode == 1
+        assert "ZeroDivisionError: on purpose" in ended.stderr
+    else:
+        assert "INTERRUPTED" in ended.stdout or "KeyboardInterrupt" in ended.stderr, ended.stderr

@@ -1,0 +1,72 @@
+"""Every phase of a training times every victim: a choice of the table, and all of it under `make soak`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.torch.chaos_table import ALL, CHOSEN, NODE, NUM_WORKERS, PHASES, VICTIMS
+
+pytestmark = pytest.mark.integration
+
+ROOT = Path(__file__).resolve().parents[2]
+Cell = tuple[str, str]
+
+
+def told(*arguments: str, timeout_s: float) -> dict[Cell, dict[str, Any]]:
+    """The cells that `chaos_table` filled."""
+    command = [sys.executable, "-m", "tests.torch.chaos_table", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    cells = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return {(cell["phase"], cell["victim"]): cell for cell in cells}
+
+
+@pytest.fixture(scope="module")
+def chosen() -> dict[Cell, dict[str, Any]]:
+    """The table as far as there is time for it."""
+    return told(timeout_s=480)
+
+
+def assert_that_nothing_was_lost(cell: dict[str, Any]) -> None:
+    assert cell["books"] == [cell["epoch"]], "each sample of each pass once"
+    assert cell["equal"], "all ranks are alike"
+    phase, victim = cell["phase"], cell["victim"]
+    if phase == "validate":
+        assert cell["result"] > 0  # what a lost rank measured is lost with it
+    else:
+        assert len(cell["result"]) == 1, "what the call gave is the state between two passes"
+    assert cell["workers"] == NUM_WORKERS or victim == NODE
+    if phase == "start-up":
+        return
+    assert cell["failures"] >= 1
+    whole = [kind for kind in cell["events"] if kind == "rebuilt"]
+    if victim == "all":
+        assert whole, "nobody is left to go on with"
+    elif phase != "rejoin":
+        assert not whole, "the survivors go on where they are"
+
+
+def test_the_choice_has_every_phase_and_every_victim() -> None:
+    assert {phase for phase, _ in CHOSEN} == set(PHASES)
+    assert {victim for _, victim in CHOSEN} == set(VICTIMS)
+
+
+@pytest.mark.timeout(500)
+@pytest.mark.parametrize("cell", CHOSEN, ids="/".join)
+def test_a_loss_loses_nothing(cell: Cell, chosen: dict[Cell, dict[str, Any]]) -> None:
+    assert_that_nothing_was_lost(chosen[cell])
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)
+def test_no_loss_loses_anything() -> None:
+    table = told("--all", timeout_s=7000)
+    assert list(table) == list(ALL)
+    for cell in table.values():
+        assert_that_nothing_was_lost(cell)
