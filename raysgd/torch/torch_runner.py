@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -12,14 +11,15 @@ from typing import Any
 
 import torch
 
+from raysgd._batching import config_for_worker
 from raysgd._meters import MetricSummary
 from raysgd._timers import TimerCollection
+from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.engine.replica import Capture
 from raysgd.engine.results import WorkerMetrics, as_number
 from raysgd.engine.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import rng
-from raysgd.torch.batching import config_for_worker
 from raysgd.torch.parallel import DDP, NoParallel, Step, unwrap
 from raysgd.torch.precision import make_precision, saved_state
 from raysgd.torch.sampling import DataSignature, ShardedLoader
@@ -71,46 +71,6 @@ class RunnerFacts:
     seed: int
     keeps_own_state: bool
     is_synchronous: bool
-
-
-@dataclass(frozen=True)
-class EpochRequest:
-    """One call of `train` or `validate`, as one worker sees it.
-
-    `tick` is called between steps, some ten times a second, by a replica in the driver: there, nobody else has the
-    time to.
-    """
-
-    num_steps: int | None
-    info: Mapping[str, Any]
-    profile: bool
-    seed: int
-    shard: Any = None
-    tick: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True)
-class EpochAnswer:
-    """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
-
-    `epoch_idx` is the pass that a training call began with.
-    """
-
-    metrics: WorkerMetrics | None
-    returned: Any
-    num_steps: int
-    epoch_idx: int = 0
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a running epoch is."""
-
-    num_steps: int
-    total: int | None
-    epoch_idx: int
-    num_epochs: int | None
-    loss: float | None
 
 
 class TorchRunner:
@@ -456,33 +416,6 @@ def _ticking(batches: Iterator[Any], tick: Callable[[], None]) -> Iterator[Any]:
             tick()
             due = time.monotonic() + _TICK_S
         yield batch
-
-
-def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> Any:
-    """Calls an override of any generation with those of `named` that it takes.
-
-    `info` is the second positional argument of the older generation, under whatever name the user gave it.
-    """
-    parameters = list(inspect.signature(method).parameters.values())[1:]
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        positional = [
-            p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name not in named
-        ]
-        if positional and positional[0].default is inspect.Parameter.empty:
-            return method(iterator, named.pop("info"), **named)
-        return method(iterator, **named)
-    arguments: list[Any] = [iterator]
-    keywords: dict[str, Any] = {}
-    for index, parameter in enumerate(parameters):
-        if parameter.name in named and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
-            keywords[parameter.name] = named[parameter.name]
-        elif index == 0 and parameter.kind in (
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.VAR_POSITIONAL,
-        ):
-            arguments.append(named["info"])
-    return method(*arguments, **keywords)
 
 
 def _may_run_backward(operator: TrainingOperator) -> bool:

@@ -17,24 +17,22 @@ from weakref import finalize
 
 import torch
 
+from raysgd._batching import split_batch_size
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, merged
 from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import InvalidCountError, UnevenStepsError
 from raysgd.torch import arguments, checkpoint_file, constants
-from raysgd.torch.batching import split_batch_size
 from raysgd.torch.precision import choose_amp_backend
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.state_codec import StateEncoder, decode
 from raysgd.torch.torch_runner import (
     RESUME,
-    EpochAnswer,
-    EpochRequest,
-    Progress,
     RunnerFacts,
     RunnerSpec,
     TorchRunner,
@@ -223,7 +221,7 @@ class TorchTrainer:
             call = Call(TorchRunner.train_epoch, requests, changes_state=True, tick=tick)
             answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
             self._check_even_steps(answers)
-            result = _merged(answers, reduce_results)
+            result = merged(answers, reduce_results)
             if bar is not None:
                 bar.show(_end_of(answers[0], info or {}))
         return result
@@ -241,7 +239,7 @@ class TorchTrainer:
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         answers = self._controller.run(call)
         self._controller.touch()  # it may have drawn random numbers, which `save` keeps
-        return _merged(answers, reduce_results)
+        return merged(answers, reduce_results)
 
     def _requests(
         self,
@@ -502,20 +500,6 @@ class TorchTrainer:
 
 def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:
     return state
-
-
-def _merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-    if not reduce_results:
-        return [dict(answer.metrics.values) if answer.metrics is not None else answer.returned for answer in answers]
-    metrics = [answer.metrics for answer in answers if answer.metrics is not None]
-    if len(metrics) < len(answers):
-        strange = next(answer.returned for answer in answers if answer.metrics is None)
-        raise TypeError(
-            f"The operator returned a `{type(strange).__name__}`, which cannot be merged over workers: return a "
-            "dict of metrics, "
-            "or pass `reduce_results=False` to get every worker's own."
-        )
-    return results.merge(metrics)
 
 
 def _end_of(answer: EpochAnswer, info: Mapping[str, Any]) -> Progress:

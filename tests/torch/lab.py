@@ -9,9 +9,10 @@ from typing import Any
 import torch.distributed as dist
 
 from raysgd.engine import results
+from raysgd.engine.epochs import EpochAnswer, EpochRequest
 from raysgd.engine.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.torch_runner import EpochAnswer, EpochRequest, RunnerSpec, TorchRunner
+from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
 
 SEED = 5
 
