@@ -76,15 +76,20 @@ class TorchBackend(Backend):
                 "down."
             )
         self._choose_interface(rendezvous)
+        store = self.meet(rendezvous, world)
+        self._has_joined = True
+        dist.init_process_group(
+            self.transport, store=store, rank=world.rank, world_size=world.size, timeout=self._timeout
+        )
+
+    def meet(self, rendezvous: Rendezvous, world: World) -> Any:
+        """Goes to the meeting point; returns the store that all ranks share there, on rank 0 once all have come."""
         if self._store is None:
             self._store = _store(rendezvous.address, rendezvous.port, is_master=False, timeout=self._timeout)
         self._store.set(_arrival(world.rank), "here")
         if world.rank == 0:
             self._await_others(world.size)
-        self._has_joined = True
-        dist.init_process_group(
-            self.transport, store=self._store, rank=world.rank, world_size=world.size, timeout=self._timeout
-        )
+        return self._store
 
     def _await_others(self, world_size: int) -> None:
         """Waits until all ranks are at the door. Forming the group cannot be interrupted, waiting for it can."""

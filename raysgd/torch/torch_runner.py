@@ -384,14 +384,6 @@ class TorchRunner:
         for scheduler in self.operator._schedulers:
             scheduler.step(metric)
 
-    def apply(self, function: Callable[[TrainingOperator], Any]) -> Any:
-        """`function(operator)`."""
-        return function(self.operator)
-
-    def execute(self, function: Callable[[], Any]) -> Any:
-        """`function()`, in this process."""
-        return function()
-
 
 class _Watched:
     """An iterator that knows whether anybody drew from it."""

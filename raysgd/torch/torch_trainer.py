@@ -11,13 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
-from weakref import finalize
 
 import torch
 
 from raysgd._batching import split_batch_size
+from raysgd._class_trainer import ClassTrainer
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
@@ -45,7 +44,7 @@ logger = logging.getLogger(__name__)
 _RNG = "rng"
 
 
-class TorchTrainer:
+class TorchTrainer(ClassTrainer):
     """Trains a `TrainingOperator` on one or many workers.
 
     Args:
@@ -150,10 +149,8 @@ class TorchTrainer:
         self._requested_config = dict(config or {})
         self._check_batch_size()
         self._writer = checkpoint_file.AsyncWriter()
-        self._controller = self._make_controller()
-        self._finalizer = finalize(self, _abandon, self._controller)
-        self._controller.start()
-        self._check_same_data()
+        self._begin(self._make_controller())
+        self._check_same_data(("train_data", "validation_data"), "pass `add_dist_sampler=False`")
 
     def _make_controller(self) -> ElasticController:
         spec = RunnerSpec(
@@ -281,30 +278,13 @@ class TorchTrainer:
 
     # ------------------------------------------------------------------------------------------------ functions
 
-    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
-        """Runs `fn()` once in each worker process; returns the results in rank order."""
-        call = Call(TorchRunner.execute, lambda worlds: [(fn,)] * len(worlds), changes_state=True)  # it may seed, say
-        return self._controller.run(call)
-
-    def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
-        """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order."""
-        call = Call(TorchRunner.apply, lambda worlds: [(fn,)] * len(worlds), changes_state=True)
-        return self._controller.run(call)
-
     def get_local_operator(self) -> TrainingOperator:
         """The live operator of rank 0, with `use_local=True` only.
 
         Raises:
             NotImplementedError: All workers are remote.
         """
-        runner = self._controller.group.local_replica
-        if runner is None:
-            raise NotImplementedError(
-                "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with "
-                "`use_local=True`."
-            )
-        self._controller.touch()  # whoever asks for it may change it
-        operator: TrainingOperator = runner.operator
+        operator: TrainingOperator = super().get_local_operator()
         return operator
 
     def update_scheduler(self, metric: Any) -> None:
@@ -424,47 +404,10 @@ class TorchTrainer:
         Args:
             force: End the processes at once instead of letting them close first.
         """
-        self._finalizer.detach()
         try:
-            self._controller.stop(force)
+            super().shutdown(force)
         finally:
             self._writer.close()
-
-    def __enter__(self) -> TorchTrainer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown(force=error is not None)
-
-    # ------------------------------------------------------------------------------------------------ to read
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The config, with the batch size under `BATCH_SIZE` that the present number of workers really takes."""
-        config = dict(self._requested_config)
-        if BATCH_SIZE in config:
-            config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self._controller.num_workers).effective
-        return config
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are now."""
-        return self._controller.num_workers
-
-    @property
-    def worker_group(self) -> Any:
-        """The running group; `RuntimeError` after `shutdown`."""
-        return self._controller.group
-
-    @property
-    def _num_failures(self) -> int:
-        return self._controller.num_failures
-
-    @property
-    def _last_resize(self) -> float:
-        return self._controller.last_resize
 
     @property
     def _facts(self) -> RunnerFacts:
@@ -484,18 +427,6 @@ class TorchTrainer:
                 self.max_replicas,
                 split.effective,
             )
-
-    def _check_same_data(self) -> None:
-        """All ranks must divide the same data; otherwise they would train on overlapping parts unnoticed."""
-        for name in ("train_data", "validation_data"):
-            found = [getattr(facts, name) for facts in self._controller.facts]
-            if len(set(found)) > 1:
-                self.shutdown(force=True)
-                raise ValueError(
-                    f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one "
-                    "dataset that "
-                    "all workers have alike. If each worker loads a part of its own, pass `add_dist_sampler=False`."
-                )
 
 
 def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:
@@ -522,8 +453,3 @@ def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
                 "loaded; load it with "
                 "the operator that saved it."
             )
-
-
-def _abandon(controller: ElasticController) -> None:
-    """For a trainer that was never shut down: at its collection or at the end of the program."""
-    controller.stop(force=True)
