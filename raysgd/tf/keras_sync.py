@@ -122,7 +122,10 @@ class Synchronizer:
         if self.group.size == 1 or getattr(vars(optimizer).get(name), "_is_of_raysgd", False):
             return
         wrapper = self._apply if name == "apply" else self._apply_gradients
+        import tensorflow as tf
+
         wrapped = wrapper(optimizer, getattr(optimizer, name), _Averager(self))
+        wrapped = tf.autograph.experimental.do_not_convert(wrapped)
         wrapped._is_of_raysgd = True
         setattr(optimizer, name, wrapped)  # of the instance: its class, which a saved model names, stays as it is
 
@@ -225,7 +228,8 @@ class Synchronizer:
         def get_metrics_result() -> Any:
             import tensorflow as tf
 
-            if not self._merges_metrics or not tf.executing_eagerly():
+            is_in_step = self._counted is not None or not tf.executing_eagerly()
+            if is_in_step or not self._merges_metrics:
                 return inner()
             with self.merged(variables_of(model.metrics)):
                 return tf.nest.map_structure(lambda tensor: tensor, inner())
@@ -349,10 +353,10 @@ def _zeros_like(gradient: Any) -> Callable[[], Any]:
         return lambda: None
     dtype = gradient.dtype
     if isinstance(gradient, tf.IndexedSlices):
-        inner, shape = gradient.values.shape[1:], gradient.dense_shape
+        inner, kind, shape = gradient.values.shape[1:], gradient.indices.dtype, gradient.dense_shape
         size = None if shape is None else tf.get_static_value(shape)
         return lambda: tf.IndexedSlices(
-            tf.zeros([0, *inner], dtype), tf.zeros([0], tf.int64), None if size is None else tf.constant(size, tf.int64)
+            tf.zeros([0, *inner], dtype), tf.zeros([0], kind), None if size is None else tf.constant(size, shape.dtype)
         )
     shape = gradient.shape
     return lambda: tf.zeros(shape, dtype)
