@@ -105,7 +105,7 @@ def test_a_newer_format_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(checkpoint_file, "FORMAT_VERSION", 2)
     checkpoint_file.write(tmp_path / "file", state())
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="format 2.*Upgrade"):
+    with pytest.raises(ValueError, match=r"format 2.*Upgrade"):
         checkpoint_file.read(tmp_path / "file")
 
 
