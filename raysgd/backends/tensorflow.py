@@ -43,7 +43,7 @@ class TensorFlowBackend(TorchBackend):
 
     Attributes:
         connects: Whether there may ever be several workers.
-        variables: Environment variables to set before TensorFlow is imported, unless they are set already.
+        variables: Environment variables to set in remote workers before TensorFlow is imported.
     """
 
     connects: bool = True
@@ -78,7 +78,7 @@ class MultiWorkerBackend(Backend):
 
     Attributes:
         timeout_s: How long to wait for the other ranks to come.
-        variables: Environment variables to set before TensorFlow is imported, unless they are set already.
+        variables: Environment variables to set in remote workers before TensorFlow is imported.
     """
 
     timeout_s: float = 1800.0
@@ -137,13 +137,17 @@ def strategy() -> Any:
 
 
 def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> None:
-    """Imports TensorFlow with these variables set, and limits its threads while that is still possible."""
-    for name, value in variables.items():
-        os.environ.setdefault(name, value)
+    """Imports TensorFlow, in a process of our own with these variables set and its threads limited.
+
+    `num_threads` is None in the driver, whose environment and threads are the user's business.
+    """
+    if num_threads is None:
+        import tensorflow  # noqa: F401
+
+        return
+    os.environ.update(variables)
     import tensorflow as tf
 
-    if num_threads is None:
-        return
     try:
         tf.config.threading.set_intra_op_parallelism_threads(num_threads)
         # One more, because an operation that waits for the other ranks holds a thread.

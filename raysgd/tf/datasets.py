@@ -41,6 +41,11 @@ def is_divided(dataset: Any) -> bool:
     return bool(policy != tf.data.experimental.AutoShardPolicy.OFF)
 
 
+def is_shuffled(dataset: Any) -> bool:
+    """Whether a shuffle is part of the dataset, so that its order may differ from pass to pass."""
+    return "Shuffle" in type(dataset).__name__ or any(is_shuffled(part) for part in dataset._inputs())
+
+
 def check_dataset(name: str, dataset: Any) -> None:
     """Refuses what is no batched `tf.data.Dataset`.
 

@@ -52,6 +52,8 @@ class Group:
 
     def gather(self, numbers: Array) -> list[Array]:
         """Every rank's array, all of one shape, by rank."""
+        if self.size == 1:
+            return [numbers]
         import torch
 
         received = [torch.empty(numbers.shape, dtype=torch.from_numpy(numbers).dtype) for _ in range(self.size)]
@@ -113,6 +115,13 @@ class Synchronizer:
         self._applied: list[_Applied] = []  # what optimizers were given in the step that is being traced
         self._merges_metrics = False
         self._error: BaseException | None = None
+        self._averagers: list[_Averager] = []
+
+    def rejoin(self, world: World) -> None:
+        """Goes on with another group, which all its ranks have joined already; what is watched stays watched."""
+        self.group = Group(world)
+        for averager in self._averagers:
+            averager.forget_full_step()
 
     # ------------------------------------------------------------------------------------------------ gradients
 
@@ -124,7 +133,8 @@ class Synchronizer:
         wrapper = self._apply if name == "apply" else self._apply_gradients
         import tensorflow as tf
 
-        wrapped = wrapper(optimizer, getattr(optimizer, name), _Averager(self))
+        self._averagers.append(_Averager(self))
+        wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
         wrapped = tf.autograph.experimental.do_not_convert(wrapped)
         wrapped._is_of_raysgd = True
         setattr(optimizer, name, wrapped)  # of the instance: its class, which a saved model names, stays as it is
@@ -375,6 +385,10 @@ class _Averager:
         self._synchronizer = synchronizer
         self._full_step: float | None = None
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
+
+    def forget_full_step(self) -> None:
+        """Takes the next step for a full one: the ranks of a new group have none in common."""
+        self._full_step = None
 
     def average(self, gradients: Sequence[Any]) -> list[Any]:
         """The mean of all ranks' gradients, as tensors; None stays None."""

@@ -35,10 +35,10 @@ def parts_of(name: str, given: Any, needed: str, what: str) -> Parts:
     Raises:
         InvalidRegistrationError: If anything in it is of another kind, or there is none.
     """
-    if hasattr(given, needed):
+    if hasattr(type(given), needed):  # of the class: models without variables yet raise when asked for them
         return Parts([given], None)
     items = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
-    strangers = [item for item in items if not hasattr(item, needed)]
+    strangers = [item for item in items if not hasattr(type(item), needed)]
     if strangers or not items:
         found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
         raise InvalidRegistrationError(f"`register({name}=...)` got {found}: pass {what}, or a list or tuple of them.")
@@ -112,6 +112,11 @@ def _policy_of(model: Any) -> str:
     layers = [policy, *(getattr(layer, "dtype_policy", None) for layer in getattr(model, "layers", ()))]
     names = {getattr(found, "name", "") for found in layers}
     return "mixed_float16" if "mixed_float16" in names else ""
+
+
+def weights_of(model: Any) -> list[Any]:
+    """The weights of a model; none for one that has not seen its input yet."""
+    return list(model.weights) if model.built else []
 
 
 def variables_of_optimizer(optimizer: Any) -> list[Any]:

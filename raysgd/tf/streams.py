@@ -43,21 +43,44 @@ class Source(Protocol):
         """Steps of a pass, if known."""
 
 
+class Passes:
+    """A dataset, and how many passes over it were begun in this process.
+
+    The order of a dataset that is shuffled in each pass depends on that number, and it can only grow.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.num_begun = 0
+
+    def begin(self) -> None:
+        """Notes that a pass is begun."""
+        self.num_begun += 1
+
+    def go_to(self, index: int) -> bool:
+        """Draws what earlier passes would have drawn for their order; whether the next one is that of `index`."""
+        while self.num_begun < index:
+            iter(self.dataset)
+            self.num_begun += 1
+        return self.num_begun == index
+
+
 class DividedSource:
     """A dataset that the library divides.
 
     Args:
-        dataset: The same on all ranks.
+        passes: The same dataset on all ranks.
         sharding: What its batches are.
         world: The place among the replicas.
         pads: Whether a rank without samples takes part in a step all the same, as it must in training.
     """
 
-    def __init__(self, dataset: Any, sharding: Sharding, world: World, pads: bool) -> None:
-        self._dataset, self._sharding, self._world, self._pads = dataset, sharding, world, pads
+    def __init__(self, passes: Passes, sharding: Sharding, world: World, pads: bool) -> None:
+        self._passes, self._sharding, self._world, self._pads = passes, sharding, world, pads
 
     def open(self, consumed: int) -> Iterator[Item]:
-        rest = datasets.after_samples(self._dataset, consumed)
+        self._passes.begin()
+        rest = datasets.after_samples(self._passes.dataset, consumed)
         joint = datasets.joint(rest, self._sharding, self._world.size)
         for batch, own, total in datasets.counted_part_of(joint, self._world.rank, self._world.size):
             item = Item(batch, int(own), int(total))
@@ -65,13 +88,18 @@ class DividedSource:
                 yield item
 
     def num_steps(self) -> int | None:
-        number = int(datasets.joint(self._dataset, self._sharding, self._world.size).cardinality())
+        joint = datasets.joint(self._passes.dataset, self._sharding, self._world.size)
+        number = int(joint.cardinality())
         return number if number >= 0 else None
 
-    def skip_passes(self, number: int) -> None:
-        """Draws the random numbers that so many passes would have drawn for their order."""
-        for _ in range(number):
-            iter(self._dataset)
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether passes differ in their order."""
+        return datasets.is_shuffled(self._passes.dataset)
+
+    def go_to_pass(self, index: int) -> bool:
+        """Makes the next pass that of `index`; False where it is over."""
+        return self._passes.go_to(index)
 
 
 class OwnSource:
@@ -172,6 +200,12 @@ class BatchStream:
         step: Told about each step before its batch is handed out.
         next_pass: Called whenever a new pass is opened; returns its index.
         undo: Called in a step without samples of this rank; what it returns is called when the step is over.
+
+    Attributes:
+        pass_index: The pass begun last.
+        consumed: Samples of it, of all ranks, in the batches handed out so far.
+        completed: The same without the batch that is being trained on.
+        num_steps_taken: Batches handed out.
     """
 
     def __init__(
@@ -190,6 +224,7 @@ class BatchStream:
         self._to_resume: tuple[int, int] | None = None
         self.pass_index = 0
         self.consumed = 0
+        self.completed = 0
         self.num_steps_taken = 0
 
     @property
@@ -200,7 +235,8 @@ class BatchStream:
     def resume(self, pass_index: int, consumed: int) -> None:
         """Goes on inside a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
         self._live, self._coming = None, None
-        self.pass_index, self.consumed, self._to_resume = pass_index, consumed, (pass_index, consumed)
+        self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
+        self.consumed = self.completed = consumed
 
     def take(self, num_steps: int | None) -> Iterator[Any]:
         """Yields `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
@@ -223,6 +259,7 @@ class BatchStream:
             (self.pass_index, self.consumed), self._to_resume = self._to_resume, None
         else:
             self.pass_index, self.consumed = self._next_pass(), 0
+        self.completed = self.consumed
         self._live = iter(self.source.open(self.consumed))
         self._coming = next(self._live, None)
 
@@ -238,6 +275,7 @@ class BatchStream:
         redo = self._undo() if self._undo is not None and self._step.is_padding else None
         try:
             yield item.batch
+            self.completed = self.consumed
         finally:
             if redo is not None:
                 redo()

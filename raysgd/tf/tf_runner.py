@@ -26,7 +26,7 @@ from raysgd.tf import datasets, registry
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.keras_sync import Step, Synchronizer
-from raysgd.tf.streams import Agreement, BatchStream, DividedSource, OwnSource, Source
+from raysgd.tf.streams import Agreement, BatchStream, DividedSource, OwnSource, Passes, Source
 from raysgd.tf.training_operator import OperatorContext, TrainingOperator
 
 logger = logging.getLogger(__name__)
@@ -65,6 +65,21 @@ class RunnerFacts:
     keeps_own_state: bool
 
 
+@dataclass(frozen=True)
+class Completed:
+    """How far a replica came.
+
+    Attributes:
+        epoch: Passes begun.
+        num_samples: Samples of the last of them that all ranks have trained on; 0 between passes.
+        global_step: Steps completed.
+    """
+
+    epoch: int
+    num_samples: int
+    global_step: int
+
+
 class TFRunner:
     """Hosts one operator.
 
@@ -84,6 +99,7 @@ class TFRunner:
         self._validation_stream: BatchStream | None = None
         self._agreement: Agreement | None = None
         self._resume: Mapping[str, Any] | None = None
+        self._passes: dict[str, Passes] = {}
         self._captured: dict[int, dict[str, Any]] = {}
         self._next_token = 0
         self._running: tuple[BatchStream, int, int | None, Mapping[str, Any]] | None = None
@@ -287,6 +303,34 @@ class TFRunner:
             self._timers.disable()
         self.operator.timers = self._timers
 
+    # ------------------------------------------------------------------------------------------------ going on
+
+    def completed(self) -> Completed:
+        """How far this replica came: what another group of any size has to go on from. Survivors of a loss know it."""
+        stream = self._train_stream
+        if stream is None:
+            return Completed(self.epoch, 0, self.operator.global_step)
+        is_inside = stream.is_mid_pass or stream.completed < stream.consumed
+        return Completed(self.epoch, stream.completed if is_inside else 0, self.operator.global_step)
+
+    def rejoin(self, world: World) -> None:
+        """Goes on as a member of another group, which all its ranks have joined already.
+
+        The next batch is the one after what this replica has completed, divided anew; a dataset that is shuffled in
+        each pass begins a fresh one. The caller gives all ranks the state of one that came furthest (`restore`).
+        """
+        position = self._position_after(self.completed())
+        self._world = world
+        self._synchronizer.rejoin(world)
+        self._train_stream = self._validation_stream = self._running = self._agreement = None
+        self._resume = {"position": position}
+
+    def _position_after(self, completed: Completed) -> dict[str, Any] | None:
+        stream = self._train_stream
+        if stream is None or not isinstance(stream.source, DividedSource):
+            return None
+        return {"pass_index": stream.pass_index, "consumed": completed.num_samples, "seed": self._spec.seed}
+
     # ------------------------------------------------------------------------------------------------ data
 
     def _training_stream(self) -> BatchStream:
@@ -304,7 +348,8 @@ class TFRunner:
         if dataset is None:
             return _Missing(name)
         if datasets.is_divided(dataset):
-            return DividedSource(dataset, self.operator._sharding, self._world, pads=training)
+            passes = self._passes.setdefault(name, Passes(dataset))
+            return DividedSource(passes, self.operator._sharding, self._world, pads=training)
         if training and self._world.is_distributed:
             self._agreement = self._agreement or Agreement()
             return OwnSource(dataset, self._agreement)
@@ -338,18 +383,18 @@ class TFRunner:
         position = (resume or {}).get("position")
         if not position or not isinstance(stream.source, DividedSource):
             return
-        if position["seed"] != self._spec.seed:
-            logger.warning(
-                "the state was saved by a trainer with `seed=%s` and this one has %s, so a shuffled dataset comes in "
-                "another order: starting a fresh pass",
-                position["seed"],
-                self._spec.seed,
-            )
-            return
         num_passes = position["pass_index"] + (0 if position["consumed"] else 1)
-        stream.source.skip_passes(num_passes)
-        if position["consumed"]:
+        is_same_order = position["seed"] == self._spec.seed and stream.source.go_to_pass(num_passes)
+        if not position["consumed"]:
+            return
+        if is_same_order or not stream.source.is_shuffled:
             stream.resume(position["pass_index"], position["consumed"])
+        else:
+            logger.warning(
+                "the train dataset is shuffled, and this process cannot repeat the order of the pass that was "
+                "interrupted: starting a fresh pass. A new trainer with `seed=%s` could.",
+                position["seed"],
+            )
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -364,7 +409,7 @@ class TFRunner:
         return {
             "epoch": self.epoch,
             "operator": copy.deepcopy(operator.state_dict()),
-            "models": [[_array(variable) for variable in model.weights] for model in operator._models],
+            "models": [[_array(variable) for variable in registry.weights_of(model)] for model in operator._models],
             "optimizers": [
                 [_array(variable) for variable in registry.variables_of_optimizer(optimizer)]
                 for optimizer in operator._optimizers
@@ -375,7 +420,7 @@ class TFRunner:
     def _targets(self, state: Mapping[str, Any]) -> list[tuple[list[Any], Sequence[Any], str]]:
         operator = self.operator
         targets = [
-            (list(model.weights), values, f"model {index}")
+            (registry.weights_of(model), values, f"model {index}")
             for index, (model, values) in enumerate(zip(operator._models, state["models"], strict=True))
         ]
         targets += [
@@ -385,7 +430,7 @@ class TFRunner:
         return targets
 
     def _weights(self) -> list[Any]:
-        return [variable for model in self.operator._models for variable in model.weights]
+        return [variable for model in self.operator._models for variable in registry.weights_of(model)]
 
     def _seeds(self) -> list[Any]:
         """What layers of Keras 3 draw random numbers from: variables of models that are no weights."""
@@ -393,8 +438,9 @@ class TFRunner:
         return [
             variable
             for model in self.operator._models
-            for variable in getattr(model, "non_trainable_variables", ())
-            if id(variable) not in known and not registry.is_legacy(model)
+            if model.built and not registry.is_legacy(model)
+            for variable in model.non_trainable_variables
+            if id(variable) not in known
         ]
 
     def architecture(self) -> list[str]:

@@ -136,7 +136,7 @@ class TFTrainer(ClassTrainer):
         return ElasticController(group, scaling, release_timeout_s=arguments.reservation_timeout_s())
 
     def _make_backend(self) -> Backend:
-        variables = {} if self.use_local and self.max_replicas == 1 else _variables_for_workers(self.use_gpu)
+        variables = _variables_for_workers(self.use_gpu)
         if self.backend == "mwms" and self.max_replicas > 1:
             return MultiWorkerBackend(self.timeout_s, variables)
         return TensorFlowBackend("gloo", self.timeout_s, connects=self.max_replicas > 1, variables=variables)

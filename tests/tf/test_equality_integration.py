@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd.engine.epochs import EpochRequest
+from raysgd.engine.types import World
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
-from tests.tf.lab import Experiment, Findings, largest_difference, run_alone, run_together
+from raysgd.tf.tf_runner import Completed, RunnerSpec, TFRunner
+from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
 
 pytestmark = pytest.mark.integration
@@ -119,3 +122,75 @@ def test_workers_with_different_numbers_of_batches_end_together(
     assert largest_difference(found.state[0], found.state[1]) == 0
     if operator_cls is OwnData:
         assert [rank["num_samples"] for rank in found.single[0]] == [8, 2]
+
+
+def shuffled(config: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    return tf.data.Dataset.range(12).shuffle(12).batch(config["batch_size"])
+
+
+class Noting(Line):
+    """Notes the samples that it is given, in an order that differs from pass to pass."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_dataset=shuffled(config))
+        self.seen: list[list[int]] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append(batch.numpy().tolist())
+        return {"num_samples": len(batch)}
+
+
+def test_a_pass_goes_on_elsewhere_in_the_same_order(lab: TFTrainer) -> None:
+    """Two passes and a half on two workers; the rest in a new process's place, on one."""
+
+    def interrupted() -> Any:
+        runner = new_runner(World(rank(), 2))
+        for _ in range(2):
+            runner.train_epoch(request(None))
+        runner.train_epoch(request(1))
+        state, seen = runner.state(), list(runner.operator.seen)
+        runner.train_epoch(request(None))
+        return state, seen, runner.operator.seen[len(seen) :]
+
+    def resumed(state: Any) -> Any:
+        runner = new_runner(World(0, 1))
+        runner.restore(state, ())
+        runner.train_epoch(request(None))
+        return [sample for batch in runner.operator.seen for sample in batch]
+
+    (state, *first), (_, *second) = lab.apply_all_workers(interrupted)
+    assert state["resume"]["position"]["pass_index"] == 2
+    rest = lab.apply_all_workers(lambda: resumed(state))
+    joint_rest = [sample for pair in zip(first[1], second[1], strict=True) for batch in pair for sample in batch]
+    assert rest[0] == rest[1] == joint_rest
+    used = [sample for seen in (first[0], second[0]) for sample in seen[-1]]
+    assert sorted(used + joint_rest) == list(range(12))
+
+
+def test_a_survivor_goes_on_alone_where_the_group_stopped(lab: TFTrainer) -> None:
+    def left_alone() -> Any:
+        runner = TFRunner(RunnerSpec(Line, {"batch_size": 2, "num_samples": 16}, SEED), World(rank(), 2))
+        runner.setup()
+        runner.train_epoch(request(2))
+        completed = runner.completed()
+        runner.rejoin(World(0, 1))
+        answer = runner.train_epoch(request(None))
+        return completed, answer.metrics.values["num_samples"], runner.state()["models"]
+
+    (completed, rest, first), (_, _, second) = lab.apply_all_workers(left_alone)
+    assert completed == Completed(epoch=1, num_samples=8, global_step=2)
+    assert rest == 8
+    assert all(np.array_equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
+def new_runner(world: World) -> TFRunner:
+    runner = TFRunner(RunnerSpec(Noting, {"batch_size": 2}, SEED), world)
+    runner.setup()
+    return runner
+
+
+def request(num_steps: int | None) -> EpochRequest:
+    return EpochRequest(num_steps, {}, False, SEED)
