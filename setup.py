@@ -34,7 +34,8 @@ TORCH = ["torch>=2.6"]
 
 EXTRAS = {
     "torch": TORCH,
-    "tf": ["tensorflow>=2.15", "tf_keras>=2.15"],
+    # PyTorch connects the workers; a trainer that never has more than one does without.
+    "tf": union(TORCH, ["tensorflow>=2.16", "tf_keras>=2.16"]),
     # Horovod itself is absent: its last release does not build against today's PyTorch as it is. These are what
     # building it (`python -m raysgd.horovod.install`, with a C++ compiler and make) and running it need; nothing
     # imports cffi, but Horovod asks for it.
@@ -62,7 +63,7 @@ EXTRAS = {
 # Every extra above in one environment.
 EXTRAS["all"] = union(*EXTRAS.values())
 
-# What the tests, the demo and the checks use. TensorFlow and MLflow are left to those who work on them.
+# What the tests, the demo and the checks use. MLflow is left to those who work on it.
 EXTRAS["dev"] = union(
     *(
         EXTRAS[name]
@@ -76,6 +77,7 @@ EXTRAS["dev"] = union(
             "tensorboard",
             "codemod",
             "progress",
+            "tf",
         )
     ),
     [
@@ -96,7 +98,7 @@ EXTRAS["docs"] = ["mkdocs>=1.5", "mkdocstrings[python]>=0.24"]
 setup(
     name="raysgd",
     version=read_version(),
-    description="Class-based, fault-tolerant training of PyTorch models on Ray",
+    description="Class-based, fault-tolerant training of PyTorch and TensorFlow models on Ray",
     long_description=read_description(),
     long_description_content_type="text/markdown",
     author="The raysgd authors",

@@ -1,4 +1,4 @@
-"""Class-based, fault-tolerant training of PyTorch models on Ray.
+"""Class-based, fault-tolerant training of PyTorch and TensorFlow models on Ray.
 
 What this package promises: write the training of one process, name a number of workers, and get the numbers
 that one process would have got. A worker that dies takes no finished training with it; the group carries on
@@ -18,12 +18,14 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from raysgd._version import __version__
 
 if TYPE_CHECKING:
+    from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.torch.torch_trainer import TorchTrainer
     from raysgd.torch.training_operator import CreatorOperator, TrainingOperator
 
-__all__ = ["CreatorOperator", "PyTorchTrainer", "TorchTrainer", "TrainingOperator", "__version__"]
+__all__ = ["CreatorOperator", "PyTorchTrainer", "TFTrainer", "TorchTrainer", "TrainingOperator", "__version__"]
 
 _LAZY_MODULES: dict[str, str] = {
+    "TFTrainer": "raysgd.tf.tf_trainer",
     "TorchTrainer": "raysgd.torch.torch_trainer",
     "TrainingOperator": "raysgd.torch.training_operator",
     "CreatorOperator": "raysgd.torch.training_operator",

@@ -8,6 +8,7 @@ is never mistaken for one that is missing.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from types import ModuleType
 
 
@@ -38,6 +39,23 @@ def require(module: str, extra: str, purpose: str | None = None) -> ModuleType:
         raise ImportError(message(module, extra, who, error), name=module) from error
 
 
+def require_installed(module: str, extra: str, purpose: str) -> None:
+    """Say how to install an optional dependency unless it is there, without importing it, which may take seconds.
+
+    >>> require_installed("json", extra="data", purpose="this example")
+
+    Args:
+        module: Name of the package.
+        extra: The extra of this distribution that installs it.
+        purpose: What needs it, as the subject of a sentence.
+
+    Raises:
+        ImportError: If the package is missing.
+    """
+    if importlib.util.find_spec(module) is None:
+        raise ImportError(_missing_message(module, extra, purpose, None), name=module)
+
+
 def _is_missing(module: str, error: Exception) -> bool:
     """Tell a package that is not there from one whose own import went wrong."""
     return isinstance(error, ModuleNotFoundError) and error.name == _package_of(module)
@@ -47,7 +65,7 @@ def _package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _missing_message(module: str, extra: str, who: str, error: Exception) -> str:
+def _missing_message(module: str, extra: str, who: str, error: Exception | None) -> str:
     return f'{who} needs `{_package_of(module)}`, which is not installed. Run: pip install "raysgd[{extra}]"'
 
 

@@ -40,6 +40,10 @@ class UnevenStepsError(RaySGDError, RuntimeError):
     """The ranks of a synchronous epoch took different numbers of steps."""
 
 
+class IncompatibleModelError(RaySGDError, ValueError):
+    """A model, or how it was compiled, does not work with the backend or in the place where it is to be trained."""
+
+
 class TrainerShutdownError(RaySGDError, RuntimeError):
     """A trainer was used after `shutdown`."""
 
@@ -50,6 +54,14 @@ class ReservationTimeoutError(RaySGDError, TimeoutError):
 
 class WorkersLostError(RaySGDError, RuntimeError):
     """Workers died, and the retries or the attempts to get new ones are spent."""
+
+
+class CheckpointCorruptedError(ValueError, RuntimeError):
+    """The file is not what was written: cut short, altered, or no checkpoint at all."""
+
+
+class UnsafeCheckpointError(ValueError):
+    """The file needs more than plain data to be loaded, and was not declared trustworthy."""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import importlib
 import itertools
 import os
 import re
@@ -451,12 +452,11 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
         raise ValueError(f"`after_bytes={after_bytes!r}`: need a whole number of bytes, 0 or more.")
     if error is not None and not isinstance(error, OSError):
         raise ValueError(f"`error={error!r}`: need an `OSError`, which is what a write that fails raises.")
-    from raysgd.torch import checkpoint_file
-
+    writing: Any = importlib.import_module("raysgd.torch.checkpoint_file")
     number = errno.ENOSPC
     failure = error or OSError(number, os.strerror(number))
     targets: set[str] = set()
-    replacing = checkpoint_file._replacing
+    replacing = writing.replacing
     save = trainer.save
 
     @functools.wraps(save)
@@ -469,7 +469,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
         with replacing(target) as file:
             yield _FullFile(file, after_bytes, failure) if target in targets else file
 
-    checkpoint_file._replacing = failing
+    writing.replacing = failing
     trainer.save = noting
     try:
         yield
@@ -478,7 +478,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
         if thread is not None:
             thread.join()
         del trainer.save
-        checkpoint_file._replacing = replacing
+        writing.replacing = replacing
 
 
 class _FullFile:

@@ -95,6 +95,17 @@ class TorchBackend(Backend):
                 "down."
             )
         self._choose_interface(rendezvous)
+        store = self.meet(rendezvous, world)
+        self._has_joined = True
+        sockets_before = open_sockets()
+        dist.init_process_group(
+            self.transport, store=store, rank=world.rank, world_size=world.size, timeout=self._timeout
+        )
+        if self.transport == "gloo" and world.is_distributed:
+            self._connections = self._find_connections(sockets_before, world)
+
+    def meet(self, rendezvous: Rendezvous, world: World) -> Any:
+        """Goes to the meeting point; returns the store that all ranks share there, on rank 0 once all have come."""
         if self._store is None:
             self._store = _store(rendezvous.address, rendezvous.port, is_master=False, timeout=self._timeout)
         shares_gpus = self.transport == "nccl" and world.local_size > 1
@@ -105,13 +116,7 @@ class TorchBackend(Backend):
             self._await_others(world.size)
         if shares_gpus and not self._gpus_of_driver:
             self._see_gpus_of_node(world)
-        self._has_joined = True
-        sockets_before = open_sockets()
-        dist.init_process_group(
-            self.transport, store=self._store, rank=world.rank, world_size=world.size, timeout=self._timeout
-        )
-        if self.transport == "gloo" and world.is_distributed:
-            self._connections = self._find_connections(sockets_before, world)
+        return self._store
 
     def _find_connections(self, sockets_before: dict[int, str], world: World) -> list[Connection]:
         """The connections to other ranks: those that were opened meanwhile, and that another rank has the end of."""

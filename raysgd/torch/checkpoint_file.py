@@ -22,14 +22,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import enum
-import errno
 import logging
 import mmap
 import os
 import pickle
 import re
-import secrets
-import stat
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -39,6 +36,9 @@ from typing import IO, Any
 
 import torch
 
+from raysgd._atomic_file import replacing
+from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
+from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
 from raysgd.torch._body_digest import BodyDigest
 from raysgd.torch._loadable import check_loadable as check_loadable
 from raysgd.torch._loadable import data_allowed
@@ -72,14 +72,6 @@ _REFUSAL = re.compile(
 )
 
 
-class CheckpointCorruptedError(ValueError, RuntimeError):
-    """The file is not what was written: cut short, altered, or no checkpoint at all."""
-
-
-class UnsafeCheckpointError(ValueError):
-    """The file needs more than plain data to be loaded, and was not declared trustworthy."""
-
-
 def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version: int = FORMAT_VERSION) -> None:
     """Write `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
 
@@ -97,7 +89,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version
         raise ValueError(f"`write({os.fspath(path)!r}, state)`: `state` lacks {missing}; {_REQUIRED_KEYS_HINT}")
     content = {key: value for key, value in state.items() if key != FORMAT_KEY}
     content[FORMAT_KEY] = format_version
-    with _replacing(os.path.realpath(path)) as file:
+    with replacing(os.path.realpath(path)) as file:
         stream = _ChecksummedStream(file)
         stream.save(content)
         _append_seal(file, stream.hexdigest())
@@ -332,45 +324,6 @@ class _ChecksummedStream:
     def hexdigest(self) -> str:
         """Return the checksum of all that was written."""
         return self._digest.hexdigest()
-
-
-@contextlib.contextmanager
-def _replacing(target: str) -> Iterator[IO[bytes]]:
-    """Open a new file that becomes `target` when the block ends well, and vanishes when it does not."""
-    folder = os.path.dirname(target)
-    if not os.path.isdir(folder):
-        raise FileNotFoundError(errno.ENOENT, "the checkpoint's folder does not exist: create it first", folder)
-    if os.path.isdir(target):
-        raise IsADirectoryError(errno.EISDIR, "the checkpoint's path is a folder: add a file name", target)
-    temporary = os.path.join(folder, f".raysgd-{secrets.token_hex(8)}.tmp")
-    file = open(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "w+b")  # noqa: SIM115
-    try:
-        with contextlib.suppress(FileNotFoundError):
-            os.chmod(temporary, stat.S_IMODE(os.stat(target).st_mode))
-        yield file
-        file.flush()
-        os.fsync(file.fileno())
-        file.close()
-        os.replace(temporary, target)
-    except BaseException:
-        with contextlib.suppress(OSError):  # Closing tries once more to write what could not be written.
-            file.close()
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    _sync_folder(folder)
-
-
-def _sync_folder(folder: str) -> None:
-    """Put a renaming on the disk. Some file systems cannot do that for a folder, and need not."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-            raise
-    finally:
-        os.close(descriptor)
 
 
 def _append_seal(file: IO[bytes], digest: str) -> None:

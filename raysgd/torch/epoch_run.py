@@ -3,47 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 from raysgd._meters import AverageMeterCollection, MetricSummary
+from raysgd.engine.epochs import EpochAnswer
 from raysgd.engine.replica import Capture
-from raysgd.engine.results import WorkerMetrics
-from raysgd.engine.status import DataLedger
 from raysgd.torch.streams import BatchStream
-
-
-@dataclass(frozen=True)
-class EpochRequest:
-    """One call of `train` or `validate`, as one worker sees it.
-
-    `tick` is called between steps, some ten times a second, by a replica in the driver: there, nobody else has the
-    time to.
-    """
-
-    num_steps: int | None
-    info: Mapping[str, Any]
-    profile: bool
-    seed: int
-    shard: Any = None
-    tick: Callable[[], None] | None = None
-
-
-@dataclass(frozen=True)
-class EpochAnswer:
-    """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
-
-    `epoch_idx` is the pass that a training call began with; `own_s` the time this rank spent without the others, if
-    that was measured; `data` what became of the samples of the last pass.
-    """
-
-    metrics: WorkerMetrics | None
-    returned: Any
-    num_steps: int
-    epoch_idx: int = 0
-    own_s: float | None = None
-    data: DataLedger | None = None
 
 
 class InsideSnapshots:

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from raysgd._optional import require
-from raysgd.torch.torch_runner import Progress
+from raysgd.engine.epochs import Progress
 
 
 class ProgressBar:

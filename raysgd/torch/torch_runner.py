@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import logging
 import threading
 import time
@@ -14,8 +13,10 @@ from typing import Any
 
 import torch
 
+from raysgd._batching import config_for_worker
 from raysgd._meters import MetricSummary
 from raysgd._timers import TimerCollection
+from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.engine.replica import Capture
 from raysgd.engine.results import WorkerMetrics, as_number
 from raysgd.engine.status import DataLedger
@@ -23,16 +24,7 @@ from raysgd.engine.types import Beat, Handover, Held, Standing, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
-from raysgd.torch.batching import config_for_worker
-from raysgd.torch.epoch_run import (
-    EpochAnswer,
-    EpochRequest,
-    EpochRun,
-    Gate,
-    HeldAtBoundary,
-    InsideSnapshots,
-    RunState,
-)
+from raysgd.torch.epoch_run import EpochRun, Gate, HeldAtBoundary, InsideSnapshots, RunState
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
 from raysgd.torch.precision import make_precision, saved_state
@@ -94,17 +86,6 @@ class RunnerFacts:
     keeps_own_state: bool
     is_synchronous: bool
     is_sharded: bool = False
-
-
-@dataclass(frozen=True)
-class Progress:
-    """How far a running epoch is."""
-
-    num_steps: int
-    total: int | None
-    epoch_idx: int
-    num_epochs: int | None
-    loss: float | None
 
 
 class TorchRunner:
@@ -670,14 +651,6 @@ class TorchRunner:
         for scheduler in self.operator._schedulers:
             scheduler.step(metric)
 
-    def apply(self, function: Callable[[TrainingOperator], Any]) -> Any:
-        """`function(operator)`."""
-        return function(self.operator)
-
-    def execute(self, function: Callable[[], Any]) -> Any:
-        """`function()`, in this process."""
-        return function()
-
 
 class _Watched:
     """An iterator that knows whether anybody drew from it."""
@@ -702,33 +675,6 @@ def _ticking(batches: Iterator[Any], tick: Callable[[], None]) -> Iterator[Any]:
             tick()
             due = time.monotonic() + _TICK_S
         yield batch
-
-
-def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> Any:
-    """Calls an override of any generation with those of `named` that it takes.
-
-    `info` is the second positional argument of the older generation, under whatever name the user gave it.
-    """
-    parameters = list(inspect.signature(method).parameters.values())[1:]
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        positional = [
-            p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name not in named
-        ]
-        if positional and positional[0].default is inspect.Parameter.empty:
-            return method(iterator, named.pop("info"), **named)
-        return method(iterator, **named)
-    arguments: list[Any] = [iterator]
-    keywords: dict[str, Any] = {}
-    for index, parameter in enumerate(parameters):
-        if parameter.name in named and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
-            keywords[parameter.name] = named[parameter.name]
-        elif index == 0 and parameter.kind in (
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            inspect.Parameter.POSITIONAL_ONLY,
-            inspect.Parameter.VAR_POSITIONAL,
-        ):
-            arguments.append(named["info"])
-    return method(*arguments, **keywords)
 
 
 def _may_run_backward(operator: TrainingOperator) -> bool:

@@ -12,42 +12,39 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
-from types import TracebackType
 from typing import Any
-from weakref import finalize
 
 import torch
 
+from raysgd._batching import split_batch_size
+from raysgd._class_trainer import ClassTrainer
 from raysgd.backends.base import Backend
 from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
-from raysgd.engine.gauges import Gauges
+from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, merged
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
-from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import InvalidCountError, UnevenStepsError
 from raysgd.torch import arguments, checkpoint_file, constants
-from raysgd.torch.batching import split_batch_size
-from raysgd.torch.epoch_run import EpochAnswer, EpochRequest
 from raysgd.torch.precision import choose_precision
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.state_codec import decode, lend
-from raysgd.torch.torch_runner import RESUME, Progress, RunnerFacts, RunnerSpec, TorchRunner
+from raysgd.torch.torch_runner import RESUME, RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
+from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
 _RNG = "rng"
 
 
-class TorchTrainer:
+class TorchTrainer(ClassTrainer):
     """Trains a `TrainingOperator` on one or many workers.
 
     Args:
@@ -220,13 +217,8 @@ class TorchTrainer:
         self._requested_config = dict(config or {})
         self._check_batch_size()
         self._writer = checkpoint_file.AsyncWriter()
-        self._gauges = Gauges(f"{training_operator_cls.__name__}-{id(self):x}")
-        self._samples_per_s: float | None = None
-        self._last_answers: Sequence[EpochAnswer] = ()
-        self._controller = self._make_controller()
-        self._finalizer = finalize(self, _abandon, self._controller)
-        self._controller.start()
-        self._check_same_data()
+        self._begin(self._make_controller())
+        self._check_same_data(("train_data", "validation_data"), "pass `add_dist_sampler=False`")
 
     def _make_controller(self) -> ElasticController:
         spec = RunnerSpec(
@@ -314,7 +306,7 @@ class TorchTrainer:
             began = time.perf_counter()
             answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
             self._check_even_steps(answers)
-            result = _merged(answers, reduce_results)
+            result = merged(answers, reduce_results)
             self._note_call(answers, time.perf_counter() - began)
             if bar is not None:
                 bar.show(_end_of(answers[0], info or {}))
@@ -333,7 +325,7 @@ class TorchTrainer:
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         answers = self._controller.run(call)
         self._controller.touch()  # it may have drawn random numbers, which `save` keeps
-        return _merged(answers, reduce_results)
+        return merged(answers, reduce_results)
 
     def _requests(
         self,
@@ -353,14 +345,6 @@ class TorchTrainer:
         if self.use_local:
             requests[0] = (replace(requests[0][0], tick=tick),)
         return requests
-
-    def _note_call(self, answers: Sequence[EpochAnswer], seconds: float) -> None:
-        """Keeps what `status` tells of the last call."""
-        num_samples = [answer.metrics.values.get(NUM_SAMPLES) for answer in answers if answer.metrics is not None]
-        known = [count for count in num_samples if isinstance(count, int | float)]
-        self._samples_per_s = sum(known) / seconds if known else None
-        self._last_answers = answers
-        self._gauges.report(self.num_workers, self._samples_per_s, self._controller.history)
 
     def _progress(self) -> Any:
         transfer = self._controller.group.beside(0, TorchRunner.progress)
@@ -382,30 +366,13 @@ class TorchTrainer:
 
     # ------------------------------------------------------------------------------------------------ functions
 
-    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
-        """Runs `fn()` once in each worker process; returns the results in rank order."""
-        call = Call(TorchRunner.execute, lambda worlds: [(fn,)] * len(worlds), changes_state=True)  # it may seed, say
-        return self._controller.run(call)
-
-    def apply_all_operators(self, fn: Callable[[TrainingOperator], Any]) -> list[Any]:
-        """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order."""
-        call = Call(TorchRunner.apply, lambda worlds: [(fn,)] * len(worlds), changes_state=True)
-        return self._controller.run(call)
-
     def get_local_operator(self) -> TrainingOperator:
         """The live operator of rank 0, with `use_local=True` only.
 
         Raises:
             NotImplementedError: All workers are remote.
         """
-        runner = self._controller.group.local_replica
-        if runner is None:
-            raise NotImplementedError(
-                "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with "
-                "`use_local=True`."
-            )
-        self._controller.touch()  # whoever asks for it may change it
-        operator: TrainingOperator = runner.operator
+        operator: TrainingOperator = super().get_local_operator()
         return operator
 
     def update_scheduler(self, metric: Any) -> None:
@@ -528,59 +495,10 @@ class TorchTrainer:
         Args:
             force: End the processes at once instead of letting them close first.
         """
-        self._finalizer.detach()
         try:
-            self._controller.stop(force)
+            super().shutdown(force)
         finally:
             self._writer.close()
-
-    def __enter__(self) -> TorchTrainer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.shutdown(force=error is not None)
-
-    # ------------------------------------------------------------------------------------------------ to read
-
-    def status(self) -> TrainerStatus:
-        """How the trainer is doing: workers, throughput, data, losses and recoveries, last snapshot.
-
-        Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
-        from a second thread while `train` runs.
-        """
-        return self._controller.status(
-            own_s=[answer.own_s for answer in self._last_answers],
-            samples_per_s=self._samples_per_s,
-            data=self._last_answers[0].data if self._last_answers else None,
-        )
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The config, with the batch size under `BATCH_SIZE` that the present number of workers really takes."""
-        config = dict(self._requested_config)
-        if BATCH_SIZE in config:
-            config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self._controller.num_workers).effective
-        return config
-
-    @property
-    def num_workers(self) -> int:
-        """How many workers there are now."""
-        return self._controller.num_workers
-
-    @property
-    def worker_group(self) -> Any:
-        """The running group; `RuntimeError` after `shutdown`."""
-        return self._controller.group
-
-    @property
-    def _num_failures(self) -> int:
-        return self._controller.history.num_failures
-
-    @property
-    def _last_resize(self) -> float:
-        return self._controller.history.last_resize
 
     @property
     def _facts(self) -> RunnerFacts:
@@ -601,18 +519,6 @@ class TorchTrainer:
                 split.effective,
             )
 
-    def _check_same_data(self) -> None:
-        """All ranks must divide the same data; otherwise they would train on overlapping parts unnoticed."""
-        for name in ("train_data", "validation_data"):
-            found = [getattr(facts, name) for facts in self._controller.facts]
-            if len(set(found)) > 1:
-                self.shutdown(force=True)
-                raise ValueError(
-                    f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one "
-                    "dataset that "
-                    "all workers have alike. If each worker loads a part of its own, pass `add_dist_sampler=False`."
-                )
-
 
 def _make_backend(name: str, timeout_s: float) -> Backend:
     return HorovodBackend(timeout_s) if name == "horovod" else TorchBackend(name, timeout_s)
@@ -620,20 +526,6 @@ def _make_backend(name: str, timeout_s: float) -> Backend:
 
 def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:
     return state
-
-
-def _merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
-    if not reduce_results:
-        return [dict(answer.metrics.values) if answer.metrics is not None else answer.returned for answer in answers]
-    metrics = [answer.metrics for answer in answers if answer.metrics is not None]
-    if len(metrics) < len(answers):
-        strange = next(answer.returned for answer in answers if answer.metrics is None)
-        raise TypeError(
-            f"The operator returned a `{type(strange).__name__}`, which cannot be merged over workers: return a "
-            "dict of metrics, "
-            "or pass `reduce_results=False` to get every worker's own."
-        )
-    return results.merge(metrics)
 
 
 def _end_of(answer: EpochAnswer, info: Mapping[str, Any]) -> Progress:
@@ -656,8 +548,3 @@ def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
                 "loaded; load it with "
                 "the operator that saved it."
             )
-
-
-def _abandon(controller: ElasticController) -> None:
-    """For a trainer that was never shut down: at its collection or at the end of the program."""
-    controller.stop(force=True)

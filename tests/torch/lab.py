@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.engine import results
+from raysgd.engine.epochs import EpochAnswer, EpochRequest
 from raysgd.engine.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.torch_runner import EpochAnswer, EpochRequest, RunnerSpec, TorchRunner
+from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
 
 SEED = 5
 

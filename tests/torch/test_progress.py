@@ -6,8 +6,8 @@ import io
 
 import pytest
 
+from raysgd.engine.epochs import Progress
 from raysgd.torch.progress import ProgressBar
-from raysgd.torch.torch_runner import Progress
 
 
 class Terminal(io.StringIO):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -16,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from raysgd.engine.epochs import EpochAnswer, EpochRequest
 from raysgd.engine.types import Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import TrainingOperator, torch_runner
@@ -23,7 +23,7 @@ from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.options import StepOptions
 from raysgd.torch.sampling import DataSignature
 from raysgd.torch.state_codec import StateEncoder, decode
-from raysgd.torch.torch_runner import RESUME, EpochAnswer, EpochRequest, RunnerSpec, TorchRunner, call_with_accepted
+from raysgd.torch.torch_runner import RESUME, RunnerSpec, TorchRunner
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal
 
@@ -44,98 +44,6 @@ def train(runner: TorchRunner, num_steps: int | None = None, **options: Any) -> 
 def values(answer: EpochAnswer) -> dict[str, Any]:
     assert answer.metrics is not None
     return dict(answer.metrics.values)
-
-
-# ------------------------------------------------------------------------------------------------ signatures
-
-
-class Signatures:
-    """Overrides of `train_epoch` that are found in the wild; each returns what it was given."""
-
-    def baseline(self, iterator, info=None, num_steps=None, epoch_idx=0):  # type: ignore[no-untyped-def]
-        return iterator, info, num_steps, epoch_idx
-
-    def older(self, iterator, info):  # type: ignore[no-untyped-def]
-        return iterator, info
-
-    def other_name(self, batches, information):  # type: ignore[no-untyped-def]
-        return batches, information
-
-    def other_name_with_default(self, batches, information=None):  # type: ignore[no-untyped-def]
-        return batches, information
-
-    def any_keyword(self, iterator, **kwargs):  # type: ignore[no-untyped-def]
-        return iterator, kwargs
-
-    def info_and_any_keyword(self, iterator, info, **kwargs):  # type: ignore[no-untyped-def]
-        return iterator, info, kwargs
-
-    def other_name_and_any_keyword(self, iterator, information, **kwargs):  # type: ignore[no-untyped-def]
-        return iterator, information, kwargs
-
-    def anything(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        return args, kwargs
-
-    def iterator_and_any_arguments(self, iterator, *args):  # type: ignore[no-untyped-def]
-        return iterator, args
-
-    def keyword_only(self, iterator, *, info):  # type: ignore[no-untyped-def]
-        return iterator, info
-
-    def positional_only(self, iterator, info, /):  # type: ignore[no-untyped-def]
-        return iterator, info
-
-    def iterator_only(self, iterator):  # type: ignore[no-untyped-def]
-        return iterator
-
-    def new_names_only(self, iterator, epoch_idx, num_steps):  # type: ignore[no-untyped-def]
-        return iterator, epoch_idx, num_steps
-
-    def with_an_option_of_its_own(self, iterator, info, temperature=0.5):  # type: ignore[no-untyped-def]
-        return iterator, info, temperature
-
-
-REST = {"num_steps": 4, "epoch_idx": 2}
-ALL = {"info": {"a": 1}, **REST}
-
-
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
-        ("baseline", ("it", {"a": 1}, 4, 2)),
-        ("older", ("it", {"a": 1})),
-        ("other_name", ("it", {"a": 1})),
-        ("other_name_with_default", ("it", {"a": 1})),
-        ("any_keyword", ("it", ALL)),
-        ("info_and_any_keyword", ("it", {"a": 1}, REST)),
-        ("other_name_and_any_keyword", ("it", {"a": 1}, REST)),
-        ("anything", (("it",), ALL)),
-        ("iterator_and_any_arguments", ("it", ({"a": 1},))),
-        ("keyword_only", ("it", {"a": 1})),
-        ("positional_only", ("it", {"a": 1})),
-        ("iterator_only", "it"),
-        ("new_names_only", ("it", 2, 4)),
-        ("with_an_option_of_its_own", ("it", {"a": 1}, 0.5)),
-    ],
-)
-def test_overrides_of_any_generation_get_what_they_accept(name: str, expected: Any) -> None:
-    assert call_with_accepted(getattr(Signatures(), name), "it", info={"a": 1}, **REST) == expected
-
-
-def test_a_decorated_override_is_judged_by_its_own_signature() -> None:
-    def logged(method: Any) -> Any:
-        @functools.wraps(method)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            return method(*args, **kwargs)
-
-        return wrapper
-
-    class Decorated:
-        @logged
-        def train_epoch(self, iterator, info):  # type: ignore[no-untyped-def]
-            return iterator, info
-
-    assert call_with_accepted(Decorated().train_epoch, "it", info={}, **REST) == ("it", {})
 
 
 # ------------------------------------------------------------------------------------------------ facts

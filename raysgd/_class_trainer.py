@@ -1,0 +1,152 @@
+"""What the class-based front ends have in common: calls on all operators, results, and the end of a trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+from weakref import finalize
+
+from raysgd._batching import split_batch_size
+from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.epochs import EpochAnswer
+from raysgd.engine.gauges import Gauges
+from raysgd.engine.status import TrainerStatus
+from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
+
+TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
+
+
+class ClassTrainer:
+    """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
+
+    _controller: ElasticController
+    _finalizer: Any
+    _requested_config: Mapping[str, Any]
+
+    def _begin(self, controller: ElasticController) -> None:
+        """Starts the workers; they end with the trainer, also with one that nobody shut down."""
+        self._controller = controller
+        self._gauges = Gauges(f"{type(self).__name__}-{id(self):x}")
+        self._samples_per_s: float | None = None
+        self._last_answers: Sequence[EpochAnswer] = ()
+        self._finalizer = finalize(self, _abandon, controller)
+        controller.start()
+
+    # ------------------------------------------------------------------------------------------------ functions
+
+    def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
+        """Runs `fn()` once in each worker process; returns the results in rank order."""
+        call = Call(_execute, lambda worlds: [(fn,)] * len(worlds), changes_state=True)  # it may seed, say
+        return self._controller.run(call)
+
+    def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
+        """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order."""
+        call = Call(_apply, lambda worlds: [(fn,)] * len(worlds), changes_state=True)
+        return self._controller.run(call)
+
+    def get_local_operator(self) -> Any:
+        """The live operator of rank 0, with `use_local=True` only.
+
+        Raises:
+            NotImplementedError: All workers are remote.
+        """
+        runner = self._controller.group.local_replica
+        if runner is None:
+            raise NotImplementedError(
+                "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with "
+                "`use_local=True`."
+            )
+        self._controller.touch()  # whoever asks for it may change it
+        return runner.operator
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def shutdown(self, force: bool = False) -> None:
+        """Ends the workers and gives their resources back; a second time it does nothing.
+
+        Args:
+            force: End the processes at once instead of letting them close first.
+        """
+        self._finalizer.detach()
+        self._controller.stop(force)
+
+    def __enter__(self: TrainerT) -> TrainerT:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown(force=error is not None)
+
+    # ------------------------------------------------------------------------------------------------ to read
+
+    def status(self) -> TrainerStatus:
+        """How the trainer is doing: workers, throughput, data, losses and recoveries, last snapshot.
+
+        Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
+        from a second thread while `train` runs.
+        """
+        return self._controller.status(
+            own_s=[answer.own_s for answer in self._last_answers],
+            samples_per_s=self._samples_per_s,
+            data=self._last_answers[0].data if self._last_answers else None,
+        )
+
+    def _note_call(self, answers: Sequence[EpochAnswer], seconds: float) -> None:
+        """Keeps what `status` tells of the last call."""
+        num_samples = [answer.metrics.values.get(NUM_SAMPLES) for answer in answers if answer.metrics is not None]
+        known = [count for count in num_samples if isinstance(count, int | float)]
+        self._samples_per_s = sum(known) / seconds if known else None
+        self._last_answers = answers
+        self._gauges.report(self.num_workers, self._samples_per_s, self._controller.history)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, with the batch size under `BATCH_SIZE` that the present number of workers really takes."""
+        config = dict(self._requested_config)
+        if BATCH_SIZE in config:
+            config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self._controller.num_workers).effective
+        return config
+
+    @property
+    def num_workers(self) -> int:
+        """How many workers there are now."""
+        return self._controller.num_workers
+
+    @property
+    def worker_group(self) -> Any:
+        """The running group; `RuntimeError` after `shutdown`."""
+        return self._controller.group
+
+    @property
+    def _num_failures(self) -> int:
+        return self._controller.history.num_failures
+
+    @property
+    def _last_resize(self) -> float:
+        return self._controller.history.last_resize
+
+    def _check_same_data(self, names: Sequence[str], way_out: str) -> None:
+        """All ranks must divide the same data; otherwise they would train on overlapping parts unnoticed."""
+        for name in names:
+            found = [getattr(facts, name) for facts in self._controller.facts]
+            if len(set(found)) > 1:
+                self.shutdown(force=True)
+                raise ValueError(
+                    f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one "
+                    f"dataset that all workers have alike. If each worker loads a part of its own, {way_out}."
+                )
+
+
+def _execute(replica: Any, fn: Callable[[], Any]) -> Any:
+    return fn()
+
+
+def _apply(replica: Any, fn: Callable[[Any], Any]) -> Any:
+    return fn(replica.operator)
+
+
+def _abandon(controller: ElasticController) -> None:
+    """For a trainer that was never shut down: at its collection or at the end of the program."""
+    controller.stop(force=True)

@@ -1,0 +1,100 @@
+"""Pure: one call of `train` or `validate` as the class-based front ends put it to a replica, and what it answers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.engine import results
+from raysgd.engine.results import WorkerMetrics
+from raysgd.engine.status import DataLedger
+
+
+@dataclass(frozen=True)
+class EpochRequest:
+    """One call of `train` or `validate`, as one worker sees it.
+
+    `tick` is called between steps, some ten times a second, by a replica in the driver: there, nobody else has the
+    time to.
+    """
+
+    num_steps: int | None
+    info: Mapping[str, Any]
+    profile: bool
+    seed: int
+    shard: Any = None
+    tick: Callable[[], None] | None = None
+
+
+@dataclass(frozen=True)
+class EpochAnswer:
+    """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
+
+    `epoch_idx` is the pass that a training call began with; `own_s` the time this rank spent without the others, if
+    that was measured; `data` what became of the samples of the last pass.
+    """
+
+    metrics: WorkerMetrics | None
+    returned: Any
+    num_steps: int
+    epoch_idx: int = 0
+    own_s: float | None = None
+    data: DataLedger | None = None
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far a running epoch is."""
+
+    num_steps: int
+    total: int | None
+    epoch_idx: int
+    num_epochs: int | None
+    loss: float | None
+
+
+def merged(answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
+    """The workers' results as one dict, or as the list that they are.
+
+    Raises:
+        TypeError: An operator returned something that cannot be merged.
+    """
+    if not reduce_results:
+        return [dict(answer.metrics.values) if answer.metrics is not None else answer.returned for answer in answers]
+    metrics = [answer.metrics for answer in answers if answer.metrics is not None]
+    if len(metrics) < len(answers):
+        strange = next(answer.returned for answer in answers if answer.metrics is None)
+        raise TypeError(
+            f"The operator returned a `{type(strange).__name__}`, which cannot be merged over workers: return a "
+            "dict of metrics, or pass `reduce_results=False` to get every worker's own."
+        )
+    return results.merge(metrics)
+
+
+def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) -> Any:
+    """Calls an override of any generation with those of `named` that it takes.
+
+    `info` is the second positional argument of the older generation, under whatever name the user gave it.
+    """
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        positional = [
+            p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD and p.name not in named
+        ]
+        if positional and positional[0].default is inspect.Parameter.empty:
+            return method(iterator, named.pop("info"), **named)
+        return method(iterator, **named)
+    arguments: list[Any] = [iterator]
+    keywords: dict[str, Any] = {}
+    for index, parameter in enumerate(parameters):
+        if parameter.name in named and parameter.kind is not inspect.Parameter.POSITIONAL_ONLY:
+            keywords[parameter.name] = named[parameter.name]
+        elif index == 0 and parameter.kind in (
+            inspect.Parameter.POSITIONAL_OR_KEYWORD,
+            inspect.Parameter.POSITIONAL_ONLY,
+            inspect.Parameter.VAR_POSITIONAL,
+        ):
+            arguments.append(named["info"])
+    return method(*arguments, **keywords)

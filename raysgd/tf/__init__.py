@@ -1,0 +1,33 @@
+"""Class-based distributed training for TensorFlow: Keras 3 and tf_keras.
+
+What it guarantees:
+
+* One optimizer step of N workers is the step of one process on the joined batch, also where the shares are uneven.
+* `train()` and `validate()` report, on any number of workers, the numbers that one process over the same samples would.
+* A worker that dies costs at most the call in progress; the call is run again from the state before it.
+
+What it leaves to others: the model, the loss and the data are the user's; `fit` is Keras's. Importing this package
+loads no TensorFlow.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd.tf.tf_trainer import TFTrainer
+    from raysgd.tf.training_operator import TrainingOperator
+
+__all__ = ["TFTrainer", "TrainingOperator"]
+
+_LAZY_MODULES = {"TFTrainer": "raysgd.tf.tf_trainer", "TrainingOperator": "raysgd.tf.training_operator"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module behind a public name on first use: a worker needs the operator, not the trainer."""
+    if name not in _LAZY_MODULES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    value = getattr(importlib.import_module(_LAZY_MODULES[name]), name)
+    globals()[name] = value
+    return value

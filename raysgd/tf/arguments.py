@@ -1,0 +1,150 @@
+"""What `TFTrainer` accepts: checks that refuse an argument before anything starts, and defaults."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from raysgd._batching import split_batch_size
+from raysgd._optional import require_installed
+from raysgd.exceptions import InvalidCountError
+from raysgd.tf.creator_operator import make_operator
+from raysgd.tf.training_operator import TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+
+def refuse_unknown(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuses keywords that nobody knows, with a guess at what was meant."""
+    for name in unknown:
+        close = difflib.get_close_matches(name, [*known], n=1)
+        hint = f" Did you mean `{close[0]}`?" if close else ""
+        raise TypeError(f"`TFTrainer` does not know `{name}`.{hint}")
+
+
+def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
+    """The number of workers, under whichever name it was given."""
+    if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
+        raise ValueError(
+            f"`num_workers={num_workers!r}` and `num_replicas={num_replicas!r}` are two names of one number: pass one."
+        )
+    name, value = ("num_replicas", num_replicas) if num_workers is None else ("num_workers", num_workers)
+    if value is None:
+        return 1
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(
+            f"`{name}={value!r}`: need at least 1, as an integer. To run without Ray actors pass `use_local=True` with "
+            f"`{name}=1`."
+        )
+    return value
+
+
+def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
+    """The operator class that was passed, or one made of the creators."""
+    if operator_cls is None:
+        missing = [
+            name
+            for name, creator in (("model_creator", model_creator), ("data_creator", data_creator))
+            if creator is None
+        ]
+        if missing:
+            raise TypeError(
+                f"`TFTrainer` needs `{'` and `'.join(missing)}`: pass `model_creator` and `data_creator`, or "
+                "`training_operator_cls`."
+            )
+        return make_operator(model_creator, data_creator)
+    if model_creator is not None or data_creator is not None:
+        raise ValueError("`training_operator_cls` and creator functions: pass the one or the others.")
+    if isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator):
+        return operator_cls
+    is_instance = isinstance(operator_cls, TrainingOperator)
+    found = f"an instance of `{type(operator_cls).__name__}`" if is_instance else repr(operator_cls)
+    raise TypeError(
+        f"`training_operator_cls` is {found}: need a subclass of `raysgd.tf.TrainingOperator`, the class itself."
+    )
+
+
+def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
+    """The function that an operator of creators makes its model with."""
+    creator: Callable[[dict[str, Any]], Any] = operator_cls._model_creator
+    return creator
+
+
+def check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any) -> None:
+    """Refuses arguments of the wrong kind."""
+    if config is not None and not isinstance(config, Mapping):
+        raise TypeError(f"`config={config!r}`: need a dict, which the creators or the operator's `setup` are given.")
+    for key in ("fit_config", "evaluate_config"):
+        options = (config or {}).get(key)
+        if options is not None and not isinstance(options, Mapping):
+            raise TypeError(f"`config[{key!r}]={options!r}`: need a dict of options for Keras.")
+    if initialization_hook is not None and not callable(initialization_hook):
+        raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
+    is_number = isinstance(num_cpus_per_worker, int | float) and not isinstance(num_cpus_per_worker, bool)
+    if not is_number or num_cpus_per_worker < 0:
+        raise ValueError(f"`num_cpus_per_worker={num_cpus_per_worker!r}`: need a number of CPUs, 0 or more.")
+
+
+def check_num_steps(num_steps: Any) -> None:
+    """Refuses anything but None or a count."""
+    if num_steps is not None and (isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0):
+        raise InvalidCountError(
+            f"`num_steps={num_steps!r}`: need a number of batches per worker, or None for one pass."
+        )
+
+
+def check_backend(backend: Any, trains_with_fit: bool) -> None:
+    """Refuses an unknown backend, and one that the operator cannot use."""
+    if backend not in ("gloo", "mwms"):
+        raise ValueError(f'`backend={backend!r}`: allowed are "gloo" and "mwms".')
+    if backend == "mwms" and not trains_with_fit:
+        raise ValueError(
+            '`backend="mwms"` trains compiled models of creator functions, with `fit`. For `training_operator_cls` use '
+            '`backend="gloo"`.'
+        )
+
+
+def check_timeout(timeout_s: Any) -> None:
+    """Refuses anything but a positive number."""
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        raise ValueError(f"`timeout_s={timeout_s!r}`: need a positive number of seconds.")
+
+
+def check_seed(seed: Any) -> int:
+    """Refuses anything but a non-negative integer of 31 bits."""
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
+        raise ValueError(f"`seed={seed!r}`: need an integer from 0 to {2**31 - 1}, or None.")
+    return seed
+
+
+def check_installed(backend: str, num_workers: int) -> None:
+    """Refuses to start without the packages that the workers will need."""
+    require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
+    if num_workers > 1:
+        require_installed("torch", extra="tf", purpose=f'`TFTrainer` with several workers (`backend="{backend}"`)')
+
+
+def check_batch_size(config: Mapping[str, Any], num_workers: int, trains_with_fit: bool) -> None:
+    """Refuses a batch size that cannot be divided."""
+    if BATCH_SIZE in config and not trains_with_fit:
+        split_batch_size(config[BATCH_SIZE], num_workers)
+
+
+def check_parts(state: Mapping[str, Any], num_models: int, num_optimizers: int) -> None:
+    """What the driver can know: whether a state has all its parts, in the right numbers."""
+    expected = {"models": num_models, "optimizers": num_optimizers}
+    missing = [key for key in ("epoch", *expected) if key not in state]
+    if missing:
+        raise KeyError(f"The state has no {', '.join(map(repr, missing))}; it has {sorted(map(str, state))}.")
+    for key, count in expected.items():
+        if len(state[key]) != count:
+            raise ValueError(
+                f"The state holds {len(state[key])} {key}, but {count} are registered. Nothing was loaded; load it "
+                "with what saved it."
+            )
+
+
+def reservation_timeout_s() -> float:
+    """Seconds that the start of the workers waits for their resources."""
+    return float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))

@@ -1,0 +1,233 @@
+"""The checkpoint file of TensorFlow front ends: written whole or not at all, read without running code.
+
+The file is an ordinary `.npz` archive of NumPy: every array of the state is a member of it, with the path to it as its
+name, and `numpy.load(path)["models/0/1"]` is one of them. One more member, `state.json`, holds the rest of the state:
+its containers, numbers and texts, and where the arrays belong. Each member has a checksum, as in any zip archive, which
+is compared when it is read.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import math
+import os
+import pickle
+import zipfile
+import zlib
+from typing import Any
+
+import numpy as np
+
+from raysgd._atomic_file import replacing
+from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
+
+FORMAT_VERSION = 1
+"""The newest format that this version of raysgd reads, and the one that it writes."""
+
+REQUIRED_KEYS = ("epoch", "models", "optimizers")
+"""What makes a dict a training state."""
+
+_INDEX = "state.json"
+_TAG = "raysgd"
+_LEGACY_KEYS = {"epoch", "weights", "optimizer_weights"}
+
+
+def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+    """Writes `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
+
+    Raises:
+        ValueError: Something in `state` could not be given back; the message says where it is.
+        OSError: The file could not be written. `path` is as it was before.
+    """
+    arrays: dict[str, np.ndarray[Any, Any]] = {}
+    tree = _encoded(state, "", arrays)
+    names = {name: {"dtype": array.dtype.name, "shape": array.shape} for name, array in arrays.items()}
+    index = json.dumps({"format": FORMAT_VERSION, "state": tree, "arrays": names})
+    with replacing(os.path.realpath(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+        for name, array in arrays.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                np.lib.format.write_array(member, _storable(array), allow_pickle=False)
+        archive.writestr(_INDEX, index)
+
+
+def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Reads a checkpoint, makes sure that it is undamaged, and returns the state that was written.
+
+    Files of the former library, which are pickles of a dict of arrays, are read too, without running code.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        CheckpointCorruptedError: The file is damaged or no checkpoint. Both a `ValueError` and a `RuntimeError`.
+        UnsafeCheckpointError: A file of the former library that holds more than arrays. A `ValueError`.
+        ValueError: The content is not a training state, or in the format of a newer version of raysgd.
+    """
+    name = os.fspath(path)
+    if not zipfile.is_zipfile(name):
+        return _read_legacy(name)
+    try:
+        with zipfile.ZipFile(name) as archive:
+            index = json.loads(archive.read(_INDEX))
+            if index["format"] > FORMAT_VERSION:
+                raise _TooNewError(
+                    f"`{name}` is in checkpoint format {index['format']!r}; this version of raysgd knows formats up to "
+                    f"{FORMAT_VERSION}. Upgrade raysgd to read it."
+                )
+            arrays = {key: _read_array(archive, key, facts) for key, facts in index["arrays"].items()}
+            state = _decoded(index["state"], arrays)
+    except _TooNewError as error:
+        raise ValueError(str(error)) from None
+    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, TypeError, EOFError, NotImplementedError) as error:
+        raise _corrupted(name, f"it cannot be read ({str(error).partition(chr(10))[0]})") from error
+    return _training_state(state, name)
+
+
+def copied(value: Any) -> Any:
+    """A copy of a state, or of a part of one, whose arrays may be written to."""
+    if isinstance(value, np.ndarray):
+        return value.copy()
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(copied(item) for item in value)
+    return value
+
+
+class _TooNewError(Exception):
+    """The file is in a format that only newer versions know."""
+
+
+def _encoded(value: Any, path: str, arrays: dict[str, np.ndarray[Any, Any]]) -> Any:
+    """`value` as JSON takes it; arrays go into `arrays` under their path."""
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, np.generic):
+        value = np.asarray(value) if value.dtype.kind == "V" else value.item()
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+    if isinstance(value, bytes):
+        return {_TAG: "bytes", "value": base64.b64encode(value).decode()}
+    if isinstance(value, np.ndarray) and not value.dtype.hasobject:
+        name = _unused(path.strip("/"), arrays)
+        arrays[name] = value
+        return {_TAG: "array", "value": name}
+    if type(value) in (list, tuple):
+        items = [_encoded(item, f"{path}/{index}", arrays) for index, item in enumerate(value)]
+        return items if isinstance(value, list) else {_TAG: "tuple", "value": items}
+    if type(value) is dict:
+        pairs = [(_encoded(key, path, {}), _encoded(item, f"{path}/{key}", arrays)) for key, item in value.items()]
+        if all(isinstance(key, str) for key, _ in pairs) and _TAG not in value:
+            return dict(pairs)
+        return {_TAG: "dict", "value": [list(pair) for pair in pairs]}
+    raise ValueError(
+        f"`state{''.join(f'[{part!r}]' for part in path.strip('/').split('/'))}` is a "
+        f"`{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint cannot give back without running "
+        "code. Allowed are NumPy arrays, numbers, strings, bytes, None, and dicts, lists and tuples of these. Convert "
+        "it in `state_dict()`."
+    )
+
+
+def _decoded(tree: Any, arrays: dict[str, Any]) -> Any:
+    if isinstance(tree, list):
+        return [_decoded(item, arrays) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if _TAG not in tree:
+        return {key: _decoded(item, arrays) for key, item in tree.items()}
+    kind, value = tree[_TAG], tree["value"]
+    if kind == "array":
+        return arrays[value]
+    if kind == "float":
+        return float(value)
+    if kind == "bytes":
+        return base64.b64decode(value)
+    items = [_decoded(item, arrays) for item in value]
+    return tuple(items) if kind == "tuple" else {key: item for key, item in items}
+
+
+def _unused(name: str, arrays: dict[str, Any]) -> str:
+    candidate, number = name, 0
+    while candidate in arrays or not candidate:
+        number += 1
+        candidate = f"{name}~{number}"
+    return candidate
+
+
+def _storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The array in a kind of number that NumPy's format knows; bfloat16 and the like go as the integers they are."""
+    array = np.ascontiguousarray(array) if array.ndim else array
+    return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
+
+
+def _read_array(archive: zipfile.ZipFile, name: str, facts: dict[str, Any]) -> Any:
+    with archive.open(f"{name}.npy") as member:
+        array = np.lib.format.read_array(member, allow_pickle=False)
+        if member.read(1):
+            raise ValueError(f"{name} is longer than its shape says")
+    if array.dtype.name != facts["dtype"]:
+        import ml_dtypes
+
+        array = array.view(np.dtype(getattr(ml_dtypes, facts["dtype"])))
+    if list(array.shape) != list(facts["shape"]):
+        raise ValueError(f"{name} has another shape than it was written with")
+    return array
+
+
+def _training_state(state: Any, name: str) -> dict[str, Any]:
+    missing = [key for key in REQUIRED_KEYS if not isinstance(state, dict) or key not in state]
+    if missing:
+        raise ValueError(
+            f"`{name}` holds no training state: it lacks {missing}; a state, as `state_dict()` returns it, has "
+            f"{list(REQUIRED_KEYS)}."
+        )
+    return dict(state)
+
+
+def _corrupted(name: str, finding: str) -> CheckpointCorruptedError:
+    return CheckpointCorruptedError(
+        f"`{name}` is no intact checkpoint: {finding}. It was damaged, or not copied to its end. Copy it again from "
+        "where it came from, or load an earlier checkpoint."
+    )
+
+
+# ---------------------------------------------------------------------------------------- files of the old library
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Builds NumPy arrays and plain values, and refuses the rest."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        allowed = {
+            ("numpy.core.multiarray", "_reconstruct"),
+            ("numpy._core.multiarray", "_reconstruct"),
+            ("numpy.core.multiarray", "scalar"),
+            ("numpy._core.multiarray", "scalar"),
+            ("numpy.core.numeric", "_frombuffer"),
+            ("numpy._core.numeric", "_frombuffer"),
+            ("numpy", "ndarray"),
+            ("numpy", "dtype"),
+        }
+        if (module, name) not in allowed:
+            raise UnsafeCheckpointError(f"it needs `{module}.{name}` to be loaded, which might run code")
+        with contextlib.suppress(ImportError):
+            return super().find_class(module, name)
+        return super().find_class(module.replace("numpy._core", "numpy.core"), name)
+
+
+def _read_legacy(name: str) -> dict[str, Any]:
+    try:
+        with open(name, "rb") as file:
+            state = _ArraysOnly(file).load()
+    except UnsafeCheckpointError as error:
+        raise UnsafeCheckpointError(f"`{name}` is not read: {error}.") from None
+    except OSError:
+        raise
+    except Exception as error:
+        raise _corrupted(name, "it is neither an archive of raysgd nor a file of the former library") from error
+    if not isinstance(state, dict) or not state.keys() >= _LEGACY_KEYS:
+        raise ValueError(f"`{name}` holds no training state: a file of the former library has {sorted(_LEGACY_KEYS)}.")
+    optimizers = [list(state["optimizer_weights"])] if state["optimizer_weights"] else []
+    return {"epoch": state["epoch"], "operator": None, "models": [list(state["weights"])], "optimizers": optimizers}

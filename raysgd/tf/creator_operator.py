@@ -1,0 +1,157 @@
+"""An operator made of creator functions: it trains with Keras's own `fit` and evaluates with `evaluate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
+from raysgd.tf import datasets, registry
+from raysgd.tf.datasets import check_dataset, is_divided
+from raysgd.tf.streams import Agreement, lockstep_dataset
+from raysgd.tf.training_operator import TrainingOperator
+
+_FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
+
+# They write to files, or somewhere else, what is the same on every rank.
+_ONLY_ON_FIRST = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger"}
+
+
+class CreatorOperator(TrainingOperator):
+    """Trains one compiled model; see `TrainingOperator.from_creators`."""
+
+    _model_creator: Callable[[dict[str, Any]], Any]
+    _data_creator: Callable[[dict[str, Any]], Any]
+    _agreement: Agreement | None = None
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Calls the creators and registers what they return."""
+        train_dataset, test_dataset = self._create_data(config)
+        with self._scope():
+            self.model = self._model_creator(config)
+        registry.models_of(self.model)
+        registry.require_compiled(self.model, "`model_creator`")
+        if self._context.strategy is not None and not registry.is_legacy(self.model):
+            raise IncompatibleModelError(
+                '`backend="mwms"` needs a model of tf_keras (Keras 2): `fit` of Keras 3 cannot train under a '
+                '`MultiWorkerMirroredStrategy`. Use `backend="gloo"`, which trains models of either Keras; or set '
+                "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported."
+            )
+        self.register(models=self.model)
+        self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
+
+    def _create_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
+        created = self._data_creator(config)
+        if not isinstance(created, list | tuple) or len(created) != 2:
+            found = f"{len(created)} things" if isinstance(created, list | tuple) else f"a `{type(created).__name__}`"
+            raise ValueError(
+                f"`data_creator` returned {found}: return two datasets, one to train on and one to test on, which may "
+                "be None."
+            )
+        if created[0] is None:
+            raise ValueError("`data_creator` returned None as the train dataset: return a `tf.data.Dataset`.")
+        for name, dataset in zip(("train dataset", "test dataset"), created, strict=True):
+            if dataset is not None:
+                check_dataset(name, dataset)
+        return created[0], created[1]
+
+    def train_epoch(
+        self,
+        iterator: Iterable[Any],
+        info: dict[str, Any] | None = None,
+        num_steps: int | None = None,
+        epoch_idx: int = 0,
+    ) -> dict[str, Any]:
+        """One `fit` with the options under `fit_config`; the last value of each entry of its history."""
+        options = dict(self.config.get(_FIT_CONFIG) or {})
+        if num_steps is not None:
+            options["steps_per_epoch"] = num_steps
+        options["verbose"] = self._verbosity(options)
+        options["callbacks"] = self._callbacks(options)
+        options.setdefault("shuffle", False)  # a dataset shuffles itself; Keras warns of the default
+        with self._context.synchronizer.merging_metrics():
+            history = self.model.fit(self._fit_data(options.get("steps_per_epoch")), **options)
+        if history is None:
+            return {}
+        return {f"train_{name}": _last(values) for name, values in history.history.items()}
+
+    def validate(
+        self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
+    ) -> dict[str, Any]:
+        """One `evaluate` with the options under `evaluate_config`; every sample counts once."""
+        dataset = self._validation_dataset
+        if dataset is None:
+            raise NotRegisteredError("`validate` needs a test dataset, but `data_creator` returned None in its place.")
+        options = dict(self.config.get(_EVALUATE_CONFIG) or {})
+        options["verbose"], options["return_dict"] = self._verbosity(options), True
+        if num_steps is not None:
+            options["steps"] = num_steps
+        if not self._steps_with_others:
+            results = self.model.evaluate(dataset, **options)
+        else:
+            results = self._evaluate_together(dataset, options.pop("steps", None), options)
+        if results is None:
+            return {}
+        return {f"validation_{name}": _last(value) for name, value in results.items()}
+
+    @property
+    def _steps_with_others(self) -> bool:
+        """Whether there are other ranks and no strategy that knows about them."""
+        return self._context.world.is_distributed and self._context.strategy is None
+
+    def _fit_data(self, steps_per_epoch: int | None) -> Any:
+        world, dataset = self._context.world, self._train_dataset
+        if not self._steps_with_others:
+            return dataset
+        self._context.synchronizer.watch_model(self.model, may_be_idle=True)  # compiled anew perhaps, hence each time
+        if is_divided(dataset):
+            return datasets.part_of(dataset, world.rank, world.size)
+        pieces = datasets.own_part_of(dataset, world.size)
+        if steps_per_epoch is not None:
+            return pieces
+        self._agreement = self._agreement or Agreement()
+        return lockstep_dataset(pieces, self._agreement)
+
+    def _evaluate_together(self, dataset: Any, steps: int | None, options: dict[str, Any]) -> Any:
+        world, synchronizer = self._context.world, self._context.synchronizer
+        synchronizer.watch_model(self.model, may_be_idle=True)
+        if is_divided(dataset):
+            whole = dataset if steps is None else dataset.take(steps)
+            part = datasets.part_of(whole, world.rank, world.size)
+        else:
+            part = datasets.own_part_of(dataset, world.size)
+            part = part if steps is None else part.take(steps)
+        with synchronizer.merging_metrics():
+            return self.model.evaluate(part, **options)
+
+    def _verbosity(self, options: dict[str, Any]) -> Any:
+        asked = options.get("verbose", self._context.verbose)
+        return (int(asked) if isinstance(asked, bool) else asked) if self.world_rank == 0 else 0
+
+    def _callbacks(self, options: dict[str, Any]) -> list[Any]:
+        given = options.get("callbacks") or []
+        callbacks = list(given) if isinstance(given, list | tuple) else [given]
+        if self.world_rank == 0:
+            return callbacks
+        return [callback for callback in callbacks if type(callback).__name__ not in _ONLY_ON_FIRST]
+
+
+def make_operator(
+    model_creator: Callable[[dict[str, Any]], Any], data_creator: Callable[[dict[str, Any]], Any]
+) -> type[TrainingOperator]:
+    """The operator class of two creator functions.
+
+    Raises:
+        ValueError: One of them is not callable.
+    """
+    for name, creator in (("model_creator", model_creator), ("data_creator", data_creator)):
+        if not callable(creator):
+            raise ValueError(f"`{name}={creator!r}`: need a function that takes the config.")
+    members = {"_model_creator": staticmethod(model_creator), "_data_creator": staticmethod(data_creator)}
+    return type("CustomCreatorOperator", (CreatorOperator,), members)
+
+
+def _last(values: Any) -> Any:
+    """The value of the last epoch, as a plain number where it is one."""
+    value = values[-1] if isinstance(values, list | tuple) and values else values
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

@@ -1,0 +1,560 @@
+"""Keeps the replicas of Keras models equal: gradients are averaged around the optimizer, metrics merged by their state.
+
+Each process has a model of its own and no strategy. An optimizer that is watched averages the gradients of all ranks
+before it uses them: one exchange for each step, in one flat buffer. It works for Keras 3 and for tf_keras, for `fit`,
+`train_on_batch` and loops with a `GradientTape`, in graphs and eagerly.
+
+The average is by samples: a rank's gradient counts by the samples that it is the mean of. So a step of N replicas is
+the step of one process on the joined batch, however unevenly the samples fall on them. A rank without samples takes
+part with weight 0.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from raysgd.engine.types import World
+from raysgd.exceptions import IncompatibleModelError
+from raysgd.tf.datasets import num_samples
+
+_ALIGNMENT = 64
+"""Bytes to whose multiple every gradient starts in the buffer: TensorFlow then uses it where it lies."""
+
+_EQUAL_WEIGHTS = 1e-6
+"""The sum of the ranks' weights is 1 up to this when all have as many samples as the first step had."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Group:
+    """What the replicas exchange numbers through: the default process group; nothing for a replica that is alone.
+
+    Args:
+        world: The place among the replicas.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.rank, self.size = world.rank, world.size
+
+    def add_up(self, numbers: Array) -> None:
+        """Puts the sums over all ranks into `numbers`."""
+        if self.size > 1:
+            import torch
+
+            torch.distributed.all_reduce(torch.from_numpy(numbers))
+
+    def gather(self, numbers: Array) -> list[Array]:
+        """Every rank's array, all of one shape, by rank."""
+        if self.size == 1:
+            return [numbers]
+        import torch
+
+        received = [torch.empty(numbers.shape, dtype=torch.from_numpy(numbers).dtype) for _ in range(self.size)]
+        torch.distributed.all_gather(received, torch.from_numpy(np.ascontiguousarray(numbers)))
+        return [tensor.numpy() for tensor in received]
+
+    def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
+        """All ranks' rows one behind the other, of which each rank has as many as `counts` says."""
+        padded = np.zeros((max(counts), *rows.shape[1:]), rows.dtype)
+        padded[: len(rows)] = rows
+        parts = self.gather(padded)
+        return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def largest(self, number: float) -> float:
+        """The largest of the ranks' numbers."""
+        if self.size == 1:
+            return number
+        import torch
+
+        tensor = torch.tensor(number, dtype=torch.float64)
+        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
+        return float(tensor)
+
+    def from_first(self, numbers: Array) -> None:
+        """Puts rank 0's into `numbers`."""
+        if self.size > 1:
+            import torch
+
+            torch.distributed.broadcast(torch.from_numpy(numbers), 0)
+
+
+@dataclass
+class Step:
+    """The step that a replica is in, where a loop of ours hands the batches out.
+
+    Attributes:
+        num_samples: This rank's samples in the step, 0 where its batch is only there to take part; None where the loop
+            is Keras's and the batch itself says.
+    """
+
+    num_samples: int | None = None
+
+    @property
+    def is_padding(self) -> bool:
+        return self.num_samples == 0
+
+
+class Synchronizer:
+    """Watches optimizers and models of one replica.
+
+    Args:
+        world: The place among the replicas.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.group = Group(world)
+        self.step = Step()
+        self._counted: Any = None  # samples in the batch of a Keras loop, a tensor of the graph that is being traced
+        self._applied: list[_Applied] = []  # what optimizers were given in the step that is being traced
+        self._merges_metrics = False
+        self._error: BaseException | None = None
+        self._averagers: list[_Averager] = []
+
+    def rejoin(self, world: World) -> None:
+        """Goes on with another group, which all its ranks have joined already; what is watched stays watched."""
+        self.group = Group(world)
+        for averager in self._averagers:
+            averager.forget_full_step()
+
+    # ------------------------------------------------------------------------------------------------ gradients
+
+    def watch(self, optimizer: Any) -> None:
+        """Makes an optimizer average the gradients of all ranks; once, however often it is called."""
+        name = "apply" if hasattr(optimizer, "apply") else "apply_gradients"
+        if self.group.size == 1 or getattr(vars(optimizer).get(name), "_is_of_raysgd", False):
+            return
+        wrapper = self._apply if name == "apply" else self._apply_gradients
+        import tensorflow as tf
+
+        self._averagers.append(_Averager(self))
+        wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
+        wrapped = tf.autograph.experimental.do_not_convert(wrapped)
+        wrapped._is_of_raysgd = True
+        setattr(optimizer, name, wrapped)  # of the instance: its class, which a saved model names, stays as it is
+
+    def average(self, gradients: Sequence[Any]) -> list[Any]:
+        """The mean of the ranks' gradients by samples; None stays None. For optimizers that are not watched."""
+        return list(gradients) if self.group.size == 1 else _Averager(self).average(gradients)
+
+    def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: _Averager) -> Any:
+        """Keras 3."""
+
+        def apply(grads: Any, trainable_variables: Any = None) -> Any:
+            gradients = list(grads)
+            variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+            self._applied.append(_Applied(optimizer, variables, gradients))
+            return inner(averager.average(gradients), trainable_variables)
+
+        return apply
+
+    def _apply_gradients(self, optimizer: Any, inner: Callable[..., Any], averager: _Averager) -> Any:
+        """tf_keras."""
+
+        def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+            pairs = list(grads_and_vars)
+            gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+            self._applied.append(_Applied(optimizer, variables, gradients))
+            averaged = averager.average(gradients)
+            return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)
+
+        return apply_gradients
+
+    # ------------------------------------------------------------------------------------------------ models
+
+    def watch_model(self, model: Any, may_be_idle: bool) -> None:
+        """Makes a compiled model train and evaluate together with those of the other ranks.
+
+        Args:
+            model: Its optimizer is watched, its `train_step` tells how many samples a batch has, and its metrics are
+                those of all ranks when an epoch or an evaluation ends.
+            may_be_idle: Whether it may be given an empty batch in a step in which other ranks have samples.
+
+        Raises:
+            IncompatibleModelError: It is compiled with XLA, whose code cannot call out.
+        """
+        if self.group.size == 1:
+            return
+        if compiled_with_xla(model):
+            raise IncompatibleModelError(
+                '`jit_compile=True` does not work with `backend="gloo"`: code that XLA compiled cannot exchange '
+                'gradients. Compile the model with `jit_compile=False`, or use `backend="mwms"` with tf_keras.'
+            )
+        model.jit_compile = False  # "auto" may mean XLA on a GPU
+        self.watch(model.optimizer)
+        if getattr(vars(model).get("train_step"), "_is_of_raysgd", False):
+            return
+        replacements = {
+            "train_step": self._step_function(model.train_step, may_be_idle),
+            "test_step": self._step_function(model.test_step, may_be_idle),
+            "get_metrics_result": self._metrics_result(model),
+        }
+        for name, function in replacements.items():
+            function._is_of_raysgd = True
+            object.__setattr__(model, name, function)  # past Keras, which keeps track of what models are given
+
+    def _step_function(self, inner: Callable[[Any], Any], may_be_idle: bool) -> Any:
+        """A step of a model with the number of samples noted, and with nothing to learn where there are none."""
+        remembered = _Remembered()
+
+        def step(data: Any) -> Any:
+            import tensorflow as tf
+
+            count = num_samples(data)
+            with self._counting(count):
+                if not may_be_idle or (_is_never_empty(data) and not tf.executing_eagerly()):
+                    return inner(data)
+
+                def usual() -> Any:
+                    result = inner(data)
+                    remembered.applied, remembered.result = tuple(self._applied), result
+                    return tf.nest.map_structure(tf.convert_to_tensor, result)
+
+                if tf.executing_eagerly():
+                    return usual() if count > 0 else _idle(remembered)
+                return tf.cond(count > 0, usual, lambda: _idle(remembered))
+
+        return step
+
+    @contextmanager
+    def _counting(self, count: Any) -> Iterator[None]:
+        self._counted, self._applied = count, []
+        try:
+            yield
+        finally:
+            self._counted, self._applied = None, []
+
+    # ------------------------------------------------------------------------------------------------ metrics
+
+    def _metrics_result(self, model: Any) -> Any:
+        inner = model.get_metrics_result
+
+        def get_metrics_result() -> Any:
+            import tensorflow as tf
+
+            is_in_step = self._counted is not None or not tf.executing_eagerly()
+            if is_in_step or not self._merges_metrics:
+                return inner()
+            with self.merged(variables_of(model.metrics)):
+                return tf.nest.map_structure(lambda tensor: tensor, inner())
+
+        return get_metrics_result
+
+    @contextmanager
+    def merged(self, variables: Sequence[Any]) -> Iterator[None]:
+        """The state of metrics is the sum of that of all ranks inside, and this rank's own again afterwards."""
+        if self.group.size == 1 or not variables:
+            yield
+            return
+        own = [np.asarray(variable.numpy()) for variable in variables]
+        flat = np.concatenate([array.reshape(-1).astype(np.float64) for array in own])
+        self.group.add_up(flat)
+        _assign_flat(variables, own, flat)
+        try:
+            yield
+        finally:
+            for variable, array in zip(variables, own, strict=True):
+                variable.assign(array)
+
+    @contextmanager
+    def merging_metrics(self) -> Iterator[None]:
+        """Inside, the results of models that are watched are those of all ranks whenever an epoch ends."""
+        self._merges_metrics = True
+        try:
+            yield
+        finally:
+            self._merges_metrics = False
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def merge_statistics(self, models: Sequence[Any]) -> None:
+        """Averages what is not trained but changes in training, such as the moving averages of BatchNorm."""
+        variables = [v for model in models for v in model.non_trainable_weights if _is_float(v)]
+        if self.group.size == 1 or not variables:
+            return
+        own = [np.asarray(variable.numpy()) for variable in variables]
+        flat = np.concatenate([array.reshape(-1).astype(np.float64) for array in own]) / self.group.size
+        self.group.add_up(flat)
+        _assign_flat(variables, own, flat)
+
+    def share_first(self, variables: Sequence[Any]) -> None:
+        """Gives every rank rank 0's values."""
+        if self.group.size == 1:
+            return
+        for variable in variables:
+            array = np.array(variable.numpy())
+            if array.dtype.kind not in "fiub":
+                continue
+            flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+            self.group.from_first(flat)
+            variable.assign(flat.view(array.dtype).reshape(array.shape))
+
+    # ------------------------------------------------------------------------------------------------ errors
+
+    @contextmanager
+    def surfacing_errors(self) -> Iterator[None]:
+        """Raises what an exchange raised, instead of the words that TensorFlow makes of it."""
+        self._error = None
+        try:
+            yield
+        except Exception as error:
+            cause, self._error = self._error, None
+            if cause is None:
+                raise
+            raise cause from error
+
+    def note(self, error: BaseException) -> None:
+        """Remembers what an exchange raised on its way through TensorFlow."""
+        self._error = self._error or error
+
+
+class _Applied:
+    """What an optimizer was given in a step, without the numbers.
+
+    Args:
+        optimizer: The optimizer.
+        variables: What it changes.
+        gradients: One for each; None for a variable that the loss does not depend on.
+    """
+
+    def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
+        self._optimizer = optimizer
+        self._variables = list(variables)
+        self._zeros = [_zeros_like(gradient) for gradient in gradients]
+
+    def repeat_with_zeros(self) -> None:
+        """Applies gradients of the same kinds that are zero."""
+        zeros = [zero() for zero in self._zeros]
+        self._optimizer.apply_gradients(list(zip(zeros, self._variables, strict=True)))
+
+
+@dataclass
+class _Remembered:
+    """The usual step of a model: what its optimizers were given, and what it returned."""
+
+    applied: Sequence[_Applied] = ()
+    result: Any = None
+
+
+def _idle(usual: _Remembered) -> Any:
+    """A step without samples: as many exchanges and updates as the usual one, with gradients of zero."""
+    import tensorflow as tf
+
+    if usual.result is None:
+        raise IncompatibleModelError(
+            "With `run_eagerly=True` the first batch must have a sample for each worker: make the batches larger."
+        )
+    for applied in usual.applied:
+        applied.repeat_with_zeros()
+    return tf.nest.map_structure(lambda value: tf.zeros(value.shape, value.dtype), usual.result)
+
+
+def _zeros_like(gradient: Any) -> Callable[[], Any]:
+    """Makes a gradient of the same kind, of zero; later, because it may be needed in another graph."""
+    import tensorflow as tf
+
+    if gradient is None:
+        return lambda: None
+    dtype = gradient.dtype
+    if isinstance(gradient, tf.IndexedSlices):
+        inner, kind, shape = gradient.values.shape[1:], gradient.indices.dtype, gradient.dense_shape
+        size = None if shape is None else tf.get_static_value(shape)
+        return lambda: tf.IndexedSlices(
+            tf.zeros([0, *inner], dtype), tf.zeros([0], kind), None if size is None else tf.constant(size, shape.dtype)
+        )
+    shape = gradient.shape
+    return lambda: tf.zeros(shape, dtype)
+
+
+class _Averager:
+    """Averages the gradients of one optimizer.
+
+    A gradient is copied into the buffer with its weight in one pass, the buffer is added up over all ranks in place,
+    and TensorFlow uses the sums where they lie. The weight of a rank is its samples over those of a full step, which is
+    what the first step is taken for; the sum of the weights travels along. In full steps it is 1, and nothing more is
+    to be done.
+    """
+
+    def __init__(self, synchronizer: Synchronizer) -> None:
+        self._synchronizer = synchronizer
+        self._full_step: float | None = None
+        self._layouts: dict[tuple[Any, ...], _Layout] = {}
+
+    def forget_full_step(self) -> None:
+        """Takes the next step for a full one: the ranks of a new group have none in common."""
+        self._full_step = None
+
+    def average(self, gradients: Sequence[Any]) -> list[Any]:
+        """The mean of all ranks' gradients, as tensors; None stays None."""
+        import tensorflow as tf
+
+        given = [gradient for gradient in gradients if gradient is not None]
+        if not given:
+            return list(gradients)
+        dense = [tf.convert_to_tensor(gradient) for gradient in given if not isinstance(gradient, tf.IndexedSlices)]
+        sparse = [part for gradient in given if isinstance(gradient, tf.IndexedSlices) for part in _parts(gradient)]
+        counted = self._synchronizer._counted
+        count = tf.constant(-1, tf.int64) if counted is None else tf.cast(counted, tf.int64)
+        sent = [*dense, *sparse]
+        exchange = partial(self._exchange, len(dense))
+        received = tf.numpy_function(exchange, [count, *sent], [tensor.dtype for tensor in sent])
+        for index, (before, after) in enumerate(zip(sent, received, strict=True)):
+            after.set_shape(before.shape if index < len(dense) else [None, *before.shape[1:]])
+        averages, joined = iter(received), iter(received[len(dense) :])
+        return [_like(gradient, averages, joined) for gradient in gradients]
+
+    def _exchange(self, num_dense: int, count: Array, *gradients: Array) -> list[Array]:
+        """Runs whenever the graph does, in one of TensorFlow's threads."""
+        try:
+            return self._averaged(self._num_samples(int(count)), gradients[:num_dense], gradients[num_dense:])
+        except BaseException as error:
+            self._synchronizer.note(error)
+            raise
+
+    def _num_samples(self, counted: int) -> float:
+        """What our own loop knows, or else what was counted in the batch; 1 where nobody knows: a plain mean."""
+        known = self._synchronizer.step.num_samples
+        if known is not None:
+            return known
+        return counted if counted >= 0 else 1
+
+    def _averaged(self, num_samples: float, gradients: Sequence[Array], sparse: Sequence[Array]) -> list[Array]:
+        group = self._synchronizer.group
+        if self._full_step is None:
+            self._full_step = max(1.0, group.largest(num_samples))
+        key = tuple((gradient.shape, gradient.dtype) for gradient in gradients)
+        layout = self._layouts.get(key) or self._layouts.setdefault(key, _Layout(gradients))
+        buffer = layout.take()
+        weight = num_samples / (self._full_step * group.size)
+        layout.fill(buffer, gradients, weight)
+        group.add_up(buffer)
+        total = float(buffer[-1])
+        if total and abs(total - 1.0) > _EQUAL_WEIGHTS:
+            buffer *= 1.0 / total
+        joined = self._joined(weight / total if total else 0.0, sparse) if sparse else []
+        return [*layout.split(buffer), *joined]
+
+    def _joined(self, weight: float, parts: Sequence[Array]) -> list[Array]:
+        """The rows of all ranks one behind the other, as one process would have them: values and indices in turns."""
+        group = self._synchronizer.group
+        own = [part if index % 2 else (part * weight).astype(part.dtype) for index, part in enumerate(parts)]
+        counts = group.gather(np.array([len(part) for part in own], np.int64))
+        return [group.gather_rows(part, [int(count[index]) for count in counts]) for index, part in enumerate(own)]
+
+
+def _parts(gradient: Any) -> tuple[Any, Any]:
+    return gradient.values, gradient.indices
+
+
+def _like(gradient: Any, averages: Iterator[Any], joined: Iterator[Any]) -> Any:
+    """The average in the form that the gradient had. A sparse one has the rows of all ranks, also those twice.
+
+    It makes a difference: optimizers treat rows that come twice, or not at all, in ways of their own.
+    """
+    import tensorflow as tf
+
+    if gradient is None:
+        return None
+    if not isinstance(gradient, tf.IndexedSlices):
+        return next(averages)
+    return tf.IndexedSlices(next(joined), next(joined), gradient.dense_shape)
+
+
+class _Layout:
+    """Where the gradients of a step lie in the buffer; the last number is the weight.
+
+    Buffers are used again once nobody looks into them any more.
+    """
+
+    def __init__(self, gradients: Sequence[Array]) -> None:
+        self._dtype = np.dtype(np.float64 if any(g.dtype == np.float64 for g in gradients) else np.float32)
+        step = _ALIGNMENT // self._dtype.itemsize
+        self._shapes = [gradient.shape for gradient in gradients]
+        self._dtypes = [gradient.dtype for gradient in gradients]
+        self._slices = []
+        end = 0
+        for gradient in gradients:
+            self._slices.append(slice(end, end + gradient.size))
+            end += -(-gradient.size // step) * step
+        self._num_numbers = end + 1
+        self._buffers: list[_Buffer] = []
+
+    def take(self) -> Array:
+        """A buffer of which nobody has a view."""
+        free = next((buffer for buffer in self._buffers if buffer.is_free), None)
+        if free is None:
+            free = _Buffer(self._num_numbers, self._dtype)
+            self._buffers.append(free)
+        return free.numbers
+
+    def fill(self, buffer: Array, gradients: Sequence[Array], weight: float) -> None:
+        """Copies the gradients in, times the weight. What has no weight does not count, whatever it is, also NaN."""
+        if not weight:
+            buffer[:] = 0
+            return
+        for gradient, place in zip(gradients, self._slices, strict=True):
+            np.multiply(gradient.reshape(-1), weight, out=buffer[place], casting="unsafe", dtype=self._dtype)
+        buffer[-1] = weight
+
+    def split(self, buffer: Array) -> list[Array]:
+        """The gradients: views of the buffer where their kind of number is the buffer's."""
+        return [
+            buffer[place].reshape(shape).astype(dtype, copy=False)
+            for place, shape, dtype in zip(self._slices, self._shapes, self._dtypes, strict=True)
+        ]
+
+
+class _Buffer:
+    """Aligned memory that knows whether anybody but itself refers to it."""
+
+    def __init__(self, num_numbers: int, dtype: np.dtype[Any]) -> None:
+        num_bytes = num_numbers * dtype.itemsize
+        self._memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)  # what every view, also of a view, refers to
+        start = -self._memory.ctypes.data % _ALIGNMENT
+        self.numbers: Array = self._memory[start : start + num_bytes].view(dtype)
+        self._num_own_references = self._num_references
+
+    @property
+    def is_free(self) -> bool:
+        return self._num_references == self._num_own_references
+
+    @property
+    def _num_references(self) -> int:
+        return sys.getrefcount(self._memory) + sys.getrefcount(self.numbers)
+
+
+def _is_never_empty(data: Any) -> bool:
+    import tensorflow as tf
+
+    first = tf.nest.flatten(data)[0]
+    return bool(first.shape.rank and first.shape[0])
+
+
+def compiled_with_xla(model: Any) -> bool:
+    """Whether the user asked for XLA; "auto" does not count."""
+    asked = getattr(model, "_compile_config", None)
+    config = getattr(asked, "config", None) or {}
+    return bool(config.get("jit_compile") is True)
+
+
+def variables_of(metrics: Sequence[Any]) -> list[Any]:
+    """The state of metrics, each variable once."""
+    return list({id(variable): variable for metric in metrics for variable in metric.variables}.values())
+
+
+def _assign_flat(variables: Sequence[Any], like: Sequence[Array], flat: Array) -> None:
+    start = 0
+    for variable, array in zip(variables, like, strict=True):
+        part = flat[start : start + array.size].reshape(array.shape)
+        variable.assign(part.astype(array.dtype))
+        start += array.size
+
+
+def _is_float(variable: Any) -> bool:
+    return np.asarray(variable.numpy()).dtype.kind in "fV"  # V: bfloat16, whose kind NumPy does not know

@@ -1,0 +1,149 @@
+"""What `register` is given: one Keras object or several, of Keras 3 or tf_keras, handed back in the same container."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The objects of one kind, and the kind of container that they came in.
+
+    Attributes:
+        items: The objects.
+        container: `tuple`, `list`, or None for a single object.
+    """
+
+    items: list[Any]
+    container: type | None
+
+    def mirror(self, items: Sequence[Any]) -> Any:
+        """`items` in the container that the user used."""
+        if self.container is None:
+            return items[0]
+        return tuple(items) if self.container is tuple else list(items)
+
+
+def parts_of(name: str, given: Any, needed: str, what: str) -> Parts:
+    """One object or several, each of which has the attribute `needed`.
+
+    Raises:
+        InvalidRegistrationError: If anything in it is of another kind, or there is none.
+    """
+    if hasattr(type(given), needed):  # of the class: models without variables yet raise when asked for them
+        return Parts([given], None)
+    items = list(given) if isinstance(given, Iterable) and not isinstance(given, str | bytes) else [given]
+    strangers = [item for item in items if not hasattr(type(item), needed)]
+    if strangers or not items:
+        found = f"`{type(strangers[0]).__name__}`" if strangers else "nothing"
+        raise InvalidRegistrationError(f"`register({name}=...)` got {found}: pass {what}, or a list or tuple of them.")
+    return Parts(items, tuple if isinstance(given, tuple) else list)
+
+
+def models_of(given: Any) -> Parts:
+    """One Keras model or several."""
+    parts = parts_of("models", given, "trainable_weights", "a Keras model")
+    for model in parts.items:
+        check_framework(model)
+    return parts
+
+
+def optimizers_of(given: Any) -> Parts:
+    """One Keras optimizer or several."""
+    return parts_of("optimizers", given, "apply_gradients", "a Keras optimizer, made and not named")
+
+
+def is_legacy(keras_object: Any) -> bool:
+    """Whether an object is of tf_keras (Keras 2) and not of Keras 3."""
+    return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(keras_object).__mro__)
+
+
+def check_framework(model: Any) -> None:
+    """Refuses a Keras that does not run on TensorFlow.
+
+    Raises:
+        IncompatibleModelError: It is Keras 3 on another framework.
+    """
+    keras = sys.modules.get("keras")
+    if is_legacy(model) or keras is None or not hasattr(keras, "config"):
+        return
+    name = keras.config.backend()
+    if name != "tensorflow":
+        raise IncompatibleModelError(
+            f'Keras runs on "{name}" in the workers, and `TFTrainer` trains on TensorFlow: unset KERAS_BACKEND before '
+            "Keras is imported."
+        )
+
+
+def require_compiled(model: Any, where: str) -> None:
+    """Refuses a model that was not compiled.
+
+    Raises:
+        IncompatibleModelError: It was not.
+    """
+    if getattr(model, "optimizer", None) is None:
+        raise IncompatibleModelError(
+            f"{where} returned a model that was not compiled, so it has no optimizer and no loss: call "
+            "`model.compile(optimizer=..., loss=...)` before you return it."
+        )
+
+
+def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
+    """The optimizer, in a `LossScaleOptimizer` if a model computes in float16 and it is none yet."""
+    policies = {_policy_of(model) for model in models}
+    if "mixed_float16" not in policies or "LossScale" in type(optimizer).__name__:
+        return optimizer
+    if is_legacy(optimizer):
+        import tf_keras
+
+        return tf_keras.mixed_precision.LossScaleOptimizer(optimizer)
+    import keras
+
+    return keras.optimizers.LossScaleOptimizer(optimizer)
+
+
+def _policy_of(model: Any) -> str:
+    policy = getattr(model, "dtype_policy", None) or getattr(model, "_dtype_policy", None)
+    layers = [policy, *(getattr(layer, "dtype_policy", None) for layer in getattr(model, "layers", ()))]
+    names = {getattr(found, "name", "") for found in layers}
+    return "mixed_float16" if "mixed_float16" in names else ""
+
+
+def weights_of(model: Any) -> list[Any]:
+    """The weights of a model; none for one that has not seen its input yet."""
+    return list(model.weights) if model.built else []
+
+
+def variables_of_optimizer(optimizer: Any) -> list[Any]:
+    """The state of an optimizer: counters, slots, and those of the optimizer inside a loss scale."""
+    variables = optimizer.variables
+    return list(variables() if callable(variables) else variables)
+
+
+def build_model(model: Any, element_spec: Any) -> None:
+    """Makes the variables of a model that knows its input only when it sees one, by showing it zeros."""
+    if model.built and model.weights:
+        return
+    import tensorflow as tf
+
+    spec = element_spec[0] if isinstance(element_spec, tuple) and element_spec else element_spec
+
+    def zeros(part: Any) -> Any:
+        shape = [1 if size is None else size for size in part.shape]
+        return tf.fill(shape, "") if part.dtype == tf.string else tf.zeros(shape, part.dtype)
+
+    model(tf.nest.map_structure(zeros, spec))
+
+
+def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:
+    """Makes the slots of an optimizer."""
+    if hasattr(optimizer, "build"):
+        if not getattr(optimizer, "built", False) or is_legacy(optimizer):
+            optimizer.build(list(variables))
+    elif hasattr(optimizer, "_create_all_weights"):  # optimizers from before Keras 2.11
+        optimizer._create_all_weights(list(variables))

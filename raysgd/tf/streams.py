@@ -1,0 +1,282 @@
+"""Batches that come one after the other, across calls: the position in the data of one replica.
+
+A stream keeps a live iterator over its source between calls, so that `num_steps` goes on where the last call stopped.
+The position is the number of samples that all ranks have used, so it means the same for any number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from raysgd.engine.types import World
+from raysgd.tf import datasets
+from raysgd.tf.datasets import Sharding
+from raysgd.tf.keras_sync import Step
+
+
+@dataclass(frozen=True)
+class Item:
+    """A batch of one replica.
+
+    Attributes:
+        batch: The batch.
+        num_samples: This rank's samples in the step; 0 where the batch is only there to take part.
+        num_joint: Samples of all ranks in the step; 0 where that is not known.
+    """
+
+    batch: Any
+    num_samples: int
+    num_joint: int
+
+
+class Source(Protocol):
+    """Where the batches of a pass come from."""
+
+    def open(self, consumed: int) -> Iterator[Item]:
+        """Starts a pass after `consumed` samples."""
+
+    def num_steps(self) -> int | None:
+        """Steps of a pass, if known."""
+
+
+class Passes:
+    """A dataset, and how many passes over it were begun in this process.
+
+    The order of a dataset that is shuffled in each pass depends on that number, and it can only grow.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+        self.num_begun = 0
+
+    def begin(self) -> None:
+        """Notes that a pass is begun."""
+        self.num_begun += 1
+
+    def go_to(self, index: int) -> bool:
+        """Draws what earlier passes would have drawn for their order; whether the next one is that of `index`."""
+        while self.num_begun < index:
+            iter(self.dataset)
+            self.num_begun += 1
+        return self.num_begun == index
+
+
+class DividedSource:
+    """A dataset that the library divides.
+
+    Args:
+        passes: The same dataset on all ranks.
+        sharding: What its batches are.
+        world: The place among the replicas.
+        pads: Whether a rank without samples takes part in a step all the same, as it must in training.
+    """
+
+    def __init__(self, passes: Passes, sharding: Sharding, world: World, pads: bool) -> None:
+        self._passes, self._sharding, self._world, self._pads = passes, sharding, world, pads
+
+    def open(self, consumed: int) -> Iterator[Item]:
+        self._passes.begin()
+        rest = datasets.after_samples(self._passes.dataset, consumed)
+        joint = datasets.joint(rest, self._sharding, self._world.size)
+        for batch, own, total in datasets.counted_part_of(joint, self._world.rank, self._world.size):
+            item = Item(batch, int(own), int(total))
+            if item.num_samples or self._pads:
+                yield item
+
+    def num_steps(self) -> int | None:
+        joint = datasets.joint(self._passes.dataset, self._sharding, self._world.size)
+        number = int(joint.cardinality())
+        return number if number >= 0 else None
+
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether passes differ in their order."""
+        return datasets.is_shuffled(self._passes.dataset)
+
+    def go_to_pass(self, index: int) -> bool:
+        """Makes the next pass that of `index`; False where it is over."""
+        return self._passes.go_to(index)
+
+
+class OwnSource:
+    """A dataset of which each rank has a part of its own.
+
+    Ranks that step together may have different numbers of batches: one that has run out repeats its last batch with
+    weight 0 until all have.
+
+    Args:
+        dataset: This rank's batches.
+        agreement: How ranks that step together agree; None for those that do not.
+    """
+
+    def __init__(self, dataset: Any, agreement: Agreement | None) -> None:
+        self._dataset, self._agreement = dataset, agreement
+
+    def open(self, consumed: int) -> Iterator[Item]:
+        batches = self._alone() if self._agreement is None else in_lockstep(self._alone(), self._agreement)
+        last = None
+        for item in batches:
+            if item is not None:
+                last = item
+                yield item
+            elif last is None:
+                raise ValueError(
+                    "The train dataset of this rank is empty while other ranks have data, so it has no batch to step "
+                    "with. Give every rank at least one batch."
+                )
+            else:
+                yield Item(last.batch, 0, 0)
+
+    def _alone(self) -> Iterator[Item]:
+        for batch in self._dataset:
+            yield Item(batch, int(datasets.num_samples(batch)), 0)
+
+    def num_steps(self) -> int | None:
+        number = int(self._dataset.cardinality())
+        return number if self._agreement is None and number >= 0 else None
+
+
+def in_lockstep(items: Iterator[Any], agreement: Agreement) -> Iterator[Any]:
+    """The items of this rank, then None until all ranks have run out."""
+    coming = next(items, None)
+    vote = agreement.ask(coming is not None)
+    while vote.result():
+        item, coming = coming, next(items, None) if coming is not None else None
+        vote = agreement.ask(coming is not None)  # answered while this step is computed
+        yield item
+
+
+def lockstep_dataset(dataset: Any, agreement: Agreement) -> Any:
+    """A dataset of this rank's batches, then of empty ones until all ranks have run out: for `fit`."""
+    import tensorflow as tf
+
+    def generate() -> Iterator[Any]:
+        last = None
+        for batch in in_lockstep(iter(dataset), agreement):
+            if batch is None and last is None:
+                raise ValueError("The train dataset of this rank is empty while other ranks have data.")
+            last = batch if batch is not None else tf.nest.map_structure(lambda tensor: tensor[:0], last)
+            yield last
+
+    return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec)
+
+
+class Agreement:
+    """Tells every rank, ahead of a step, whether any rank has a batch. All ranks must make theirs at the same time."""
+
+    def __init__(self) -> None:
+        import torch.distributed as dist
+
+        # A group of its own: on the default one these calls could overtake those that exchange gradients.
+        self._group = dist.new_group(backend="gloo")
+
+    def ask(self, has_batch: bool) -> _Vote:
+        """Says whether this rank has one; the answer is there when all ranks have said so."""
+        import torch
+        import torch.distributed as dist
+
+        number = torch.from_numpy(np.array([int(has_batch)]))
+        return _Vote(dist.all_reduce(number, group=self._group, async_op=True), number)
+
+
+class _Vote:
+    def __init__(self, work: Any, number: Any) -> None:
+        self._work, self._number = work, number
+
+    def result(self) -> bool:
+        self._work.wait()
+        return int(self._number[0]) > 0
+
+
+class BatchStream:
+    """Hands out the batches of a source, pass after pass, and remembers where it is.
+
+    Args:
+        source: Where the batches come from.
+        step: Told about each step before its batch is handed out.
+        next_pass: Called whenever a new pass is opened; returns its index.
+        undo: Called in a step without samples of this rank; what it returns is called when the step is over.
+
+    Attributes:
+        pass_index: The pass begun last.
+        consumed: Samples of it, of all ranks, in the batches handed out so far.
+        completed: The same without the batch that is being trained on.
+        num_steps_taken: Batches handed out.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        step: Step,
+        next_pass: Callable[[], int],
+        undo: Callable[[], Callable[[], None]] | None = None,
+    ) -> None:
+        self.source = source
+        self._step = step
+        self._next_pass = next_pass
+        self._undo = undo
+        self._live: Iterator[Item] | None = None
+        self._coming: Item | None = None
+        self._to_resume: tuple[int, int] | None = None
+        self.pass_index = 0
+        self.consumed = 0
+        self.completed = 0
+        self.num_steps_taken = 0
+
+    @property
+    def is_mid_pass(self) -> bool:
+        """Whether the next batch belongs to the pass that was begun last."""
+        return self._coming is not None or self._to_resume is not None
+
+    def resume(self, pass_index: int, consumed: int) -> None:
+        """Goes on inside a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
+        self._live, self._coming = None, None
+        self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
+        self.consumed = self.completed = consumed
+
+    def take(self, num_steps: int | None) -> Iterator[Any]:
+        """Yields `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
+
+        An empty source ends the iteration.
+        """
+        produced = 0
+        while num_steps is None or produced < num_steps:
+            if self._coming is None:
+                if num_steps is None and produced:
+                    return
+                self._open()
+                if self._coming is None:
+                    return
+            produced += 1
+            yield from self._hand_out()
+
+    def _open(self) -> None:
+        if self._to_resume is not None:
+            (self.pass_index, self.consumed), self._to_resume = self._to_resume, None
+        else:
+            self.pass_index, self.consumed = self._next_pass(), 0
+        self.completed = self.consumed
+        self._live = iter(self.source.open(self.consumed))
+        self._coming = next(self._live, None)
+
+    def _hand_out(self) -> Iterator[Any]:
+        """One batch; looks one ahead first, so that the end of a pass is known when its last step is taken."""
+        item = self._coming
+        assert item is not None
+        assert self._live is not None
+        self._coming = next(self._live, None)
+        self._step.num_samples = item.num_samples
+        self.num_steps_taken += 1
+        self.consumed += item.num_joint
+        redo = self._undo() if self._undo is not None and self._step.is_padding else None
+        try:
+            yield item.batch
+            self.completed = self.consumed
+        finally:
+            if redo is not None:
+                redo()
+            self._step.num_samples = None

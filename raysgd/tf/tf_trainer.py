@@ -1,0 +1,334 @@
+"""`TFTrainer`: the driver's handle on N replicas of Keras models.
+
+A front end: it checks arguments, turns calls into requests for the engine, and merges what comes back. It loads no
+TensorFlow before a model is asked for.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import random
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from raysgd._class_trainer import ClassTrainer
+from raysgd.backends.base import Backend
+from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
+from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.types import Resources, World
+from raysgd.engine.worker_group import GroupSpec
+from raysgd.exceptions import InvalidCountError
+from raysgd.tf import arguments, checkpoint_file
+from raysgd.tf.creator_operator import CreatorOperator
+from raysgd.tf.tf_runner import RESUME, RunnerFacts, RunnerSpec, TFRunner
+from raysgd.tf.training_operator import TrainingOperator
+
+_RANKS = "ranks"
+
+
+class TFTrainer(ClassTrainer):
+    """Trains Keras models, of Keras 3 or tf_keras, on one or many workers.
+
+    What is trained comes either from two functions, `model_creator` and `data_creator`, and is trained with Keras's own
+    `fit`; or from an operator class.
+
+    Args:
+        model_creator: `config` -> compiled Keras model.
+        data_creator: `config` -> train dataset and test dataset, which may be None. A batch of theirs is that of all
+            workers together.
+        config: Passed to the creators, or to the operator. Creators: `fit_config` and `evaluate_config` hold options
+            for `fit` and `evaluate`. Operators: under the key `BATCH_SIZE` it may hold the batch size of all workers.
+        num_replicas: How many workers to train with; the older name of `num_workers`.
+        num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
+        use_gpu: Whether to reserve a GPU for each worker.
+        verbose: Keras's verbosity, on rank 0 only.
+        training_operator_cls: The operator class, not an instance; instead of the creators.
+        num_workers: How many workers to train with. After losses there may be fewer for a while.
+        backend: "gloo": each worker has a model of its own, and gradients are averaged. "mwms": one
+            `MultiWorkerMirroredStrategy`, for creators with models of tf_keras.
+        initialization_hook: Called without arguments in each worker process before anything else.
+        timeout_s: Seconds that workers may wait for each other.
+        seed: What initial weights and the order of shuffled datasets come from; by default another one each time.
+        use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
+        **unknown: Refused, with a guess at what was meant.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong; nothing was started.
+        ImportError: TensorFlow is not installed, or with several workers and "gloo" PyTorch is not.
+        ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
+        WorkerError: The user's set-up failed; also of the class that it raised.
+
+    Example:
+        >>> trainer = TFTrainer(make_model, make_data, config={"fit_config": {"epochs": 2}}, num_replicas=2)
+        ... # doctest: +SKIP
+        >>> trainer.train()["train_loss"], trainer.validate()["validation_loss"]  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        model_creator: Callable[[dict[str, Any]], Any] | None = None,
+        data_creator: Callable[[dict[str, Any]], Any] | None = None,
+        config: Mapping[str, Any] | None = None,
+        num_replicas: int | None = None,
+        num_cpus_per_worker: float = 1,
+        use_gpu: bool = False,
+        verbose: bool | int | str = False,
+        *,
+        training_operator_cls: type[TrainingOperator] | None = None,
+        num_workers: int | None = None,
+        backend: str = "gloo",
+        initialization_hook: Callable[[], Any] | None = None,
+        timeout_s: float = 1800.0,
+        seed: int | None = None,
+        use_local: bool = False,
+        **unknown: Any,
+    ) -> None:
+        arguments.refuse_unknown(unknown, TFTrainer.__init__.__annotations__)
+        self.max_replicas = arguments.resolve_num_workers(num_workers, num_replicas)
+        self.training_operator_cls = arguments.resolve_operator(training_operator_cls, model_creator, data_creator)
+        arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
+        self._trains_with_fit = issubclass(self.training_operator_cls, CreatorOperator)
+        arguments.check_backend(backend, self._trains_with_fit)
+        arguments.check_timeout(timeout_s)
+        arguments.check_installed(backend, self.max_replicas)
+        self.config_of_user = dict(config or {})
+        arguments.check_batch_size(self.config_of_user, self.max_replicas, self._trains_with_fit)
+        self.model_creator = model_creator
+        self.data_creator = data_creator
+        self.initialization_hook = initialization_hook
+        self.num_cpus_per_worker = num_cpus_per_worker
+        self.use_gpu = bool(use_gpu)
+        self.verbose = verbose
+        self.backend = backend
+        self.timeout_s = timeout_s
+        self.seed = random.SystemRandom().randrange(2**31) if seed is None else arguments.check_seed(seed)
+        self.use_local = use_local
+        self._requested_config = self.config_of_user
+        self._begin(self._make_controller())
+        self._check_same_data(
+            ("train_data", "validation_data"), "set the auto-shard policy in the dataset's options to OFF"
+        )
+
+    def _make_controller(self) -> ElasticController:
+        spec = RunnerSpec(
+            operator_cls=self.training_operator_cls,
+            config=self._requested_config,
+            seed=self.seed,
+            use_gpu=self.use_gpu,
+            verbose=self.verbose,
+        )
+        group = GroupSpec(
+            backend=self._make_backend(),
+            make_replica=partial(TFRunner, spec),
+            resources=Resources(self.num_cpus_per_worker, int(self.use_gpu)),
+            use_local=self.use_local,
+            initialization_hook=self.initialization_hook,
+            reservation_timeout_s=arguments.reservation_timeout_s(),
+            captures=not (self.use_local and self.max_replicas == 1),
+        )
+        scaling = ScalingPolicy(max_workers=self.max_replicas, num_local=int(self.use_local))
+        return ElasticController(group, scaling, release_timeout_s=arguments.reservation_timeout_s())
+
+    def _make_backend(self) -> Backend:
+        variables = _variables_for_workers(self.use_gpu)
+        if self.backend == "mwms" and self.max_replicas > 1:
+            return MultiWorkerBackend(self.timeout_s, variables)
+        return TensorFlowBackend("gloo", self.timeout_s, connects=self.max_replicas > 1, variables=variables)
+
+    # ------------------------------------------------------------------------------------------------ epochs
+
+    def train(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        max_retries: int = 3,
+        info: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Trains for one pass over the data, or for `num_steps` batches per worker; with creators, one `fit`.
+
+        Args:
+            num_steps: Batches per worker. With an operator the next call goes on where this one stops; with creators it
+                is the `steps_per_epoch` of this call.
+            profile: Whether to add `profile`, the mean seconds of the phases of a single worker.
+            reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
+            max_retries: How many times this call is run again after a loss of workers.
+            info: Handed to the operator.
+
+        Returns:
+            With creators `train_<name>` for each entry of the history, its last value. With an operator
+            `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and its last value.
+
+        Raises:
+            InvalidCountError: `max_retries` is negative, or `num_steps` is no count.
+            WorkerError: User code raised; also of the class that it raised. Never retried.
+            WorkersLostError: Workers were lost and the retries are used up.
+        """
+        if not isinstance(max_retries, int) or max_retries < 0:
+            raise InvalidCountError(
+                f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more."
+            )
+        arguments.check_num_steps(num_steps)
+        requests = partial(self._requests, num_steps, profile, dict(info or {}))
+        call = Call(TFRunner.train_epoch, requests, changes_state=True)
+        began = time.perf_counter()
+        answers = self._controller.run(call, max_retries=max_retries)
+        self._note_call(answers, time.perf_counter() - began)
+        return self._result(answers, reduce_results)
+
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Evaluates on the test dataset, every sample once.
+
+        Arguments as in `train`. With creators the result has `validation_<name>` for each metric of the model; with an
+        operator it is as in `train`, without `epoch`.
+        """
+        arguments.check_num_steps(num_steps)
+        requests = partial(self._requests, num_steps, profile, dict(info or {}))
+        call = Call(TFRunner.validate, requests, changes_state=self._facts.keeps_own_state)
+        return self._result(self._controller.run(call), reduce_results)
+
+    def _requests(
+        self, num_steps: int | None, profile: bool, info: dict[str, Any], worlds: Sequence[World]
+    ) -> list[tuple[EpochRequest]]:
+        """One object for all ranks: the engine then packs it once."""
+        return [(EpochRequest(num_steps, info, profile, self.seed),)] * len(worlds)
+
+    def _result(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
+        if self._trains_with_fit and reduce_results:  # Keras has merged the metrics already: all ranks say the same
+            return merged(answers[:1], reduce_results=False)[0]
+        return merged(answers, reduce_results)
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def get_model(self, custom_objects: Mapping[str, Any] | None = None) -> Any:
+        """The trained model, or a list of models: a copy in the driver, with weights.
+
+        With creators it is what `model_creator` returns, compiled, with the state of the optimizer. With an operator
+        the models are made from their configuration; they are compiled if the operator's are.
+
+        Args:
+            custom_objects: Classes and functions of yours that Keras needs to make a model from its configuration.
+        """
+        state = self.state_dict()
+        if self._trains_with_fit:
+            model = arguments.creator_of_model(self.training_operator_cls)(dict(self._requested_config))
+            self._load_into(model, state, 0)
+            return model
+        call = Call(TFRunner.architecture, rank=0)
+        configs = self._controller.run(call)[0]
+        models = [_model_from(config, custom_objects) for config in configs]
+        for index, model in enumerate(models):
+            self._load_into(model, state, index)
+        return models[0] if len(models) == 1 else models
+
+    def _load_into(self, model: Any, state: Mapping[str, Any], index: int) -> None:
+        from raysgd.tf import registry
+
+        weights, slots = state["models"][index], state["optimizers"]
+        if not model.weights:
+            registry.build_model(model, self._controller.run(Call(TFRunner.input_spec, rank=0))[0])
+        model.set_weights(weights)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and len(slots) == len(state["models"]):
+            registry.build_optimizer(optimizer, model.trainable_variables)
+            variables = registry.variables_of_optimizer(optimizer)
+            if len(variables) == len(slots[index]):
+                for variable, value in zip(variables, slots[index], strict=True):
+                    variable.assign(value)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state: epoch, the operator's own, and the arrays of models and optimizers."""
+        state = self._controller.snapshot().shared_state
+        return {key: checkpoint_file.copied(value) for key, value in state.items() if key != RESUME}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
+        """Loads such a state into all workers; returns when they have it.
+
+        Args:
+            state_dict: What `state_dict` returned, here or in another trainer with any number of workers.
+            blocking: Accepted for likeness with `TorchTrainer`: loading always waits, so that an error is not lost.
+
+        Raises:
+            KeyError: A part is missing.
+            ValueError: A part does not fit what is registered; the workers are as they were.
+        """
+        self._load(dict(state_dict), ())
+
+    def save(self, checkpoint: Any) -> Any:
+        """Writes the state to a file of the driver, atomically, with checksums. `numpy.load` reads the arrays too.
+
+        Args:
+            checkpoint: The path.
+
+        Returns:
+            `checkpoint`.
+
+        Raises:
+            ValueError: The operator's own state has something that a file cannot give back without running code.
+        """
+        snapshot = self._controller.snapshot()
+        checkpoint_file.write(checkpoint, {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)})
+        return checkpoint
+
+    def load(self, checkpoint: Any) -> None:
+        """Loads a file that `save` wrote, or that the old library wrote, into all workers.
+
+        Args:
+            checkpoint: The path.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            CheckpointCorruptedError: The file is truncated or was changed.
+            ValueError, KeyError: The file does not fit; the workers are as they were.
+        """
+        state = checkpoint_file.read(checkpoint)
+        rank_states = state.pop(_RANKS, ())
+        self._load(state, tuple(rank_states))
+
+    restore = load
+
+    def _load(self, state: dict[str, Any], rank_states: tuple[Any, ...]) -> None:
+        arguments.check_parts(state, self._facts.num_models, self._facts.num_optimizers)
+        whole = {"operator": None, RESUME: {}, **state}
+        # A file of this very group leaves nothing out: afterwards it is what the workers have.
+        is_complete = len(rank_states) == self.num_workers
+        call = Call(
+            TFRunner.restore,
+            lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(whole)],
+            changes_state=not is_complete,
+        )
+        self._controller.run(call)
+        if is_complete:
+            self._controller.adopt(Snapshot(whole, rank_states))
+
+    @property
+    def _facts(self) -> RunnerFacts:
+        facts: RunnerFacts = self._controller.facts[0]
+        return facts
+
+
+def _variables_for_workers(use_gpu: bool) -> dict[str, str]:
+    """What workers must know before they import TensorFlow: the driver's choice of Keras, and to be quiet."""
+    variables = {name: os.environ[name] for name in ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND") if name in os.environ}
+    if not use_gpu:
+        variables["CUDA_VISIBLE_DEVICES"] = "-1"
+    return {**variables, "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+
+
+def _model_from(config: str, custom_objects: Mapping[str, Any] | None) -> Any:
+    parsed = json.loads(config)
+    keras = importlib.import_module(parsed["keras"])
+    return keras.saving.deserialize_keras_object(parsed["model"], custom_objects=dict(custom_objects or {}))

@@ -1,0 +1,109 @@
+"""How `tf.data` is divided: each sample once, in order, and the same joint batches for any number of workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from raysgd.tf import datasets
+
+
+def numbers(total: int, batch_size: int, **options: Any) -> Any:
+    return tf.data.Dataset.range(total).batch(batch_size, **options)
+
+
+def contents(dataset: Any) -> list[list[int]]:
+    return [batch.numpy().tolist() for batch in dataset]
+
+
+def parts(dataset: Any, sharding: Any, num_workers: int) -> list[list[list[int]]]:
+    joint = datasets.joint(dataset, sharding, num_workers)
+    return [contents(datasets.part_of(joint, rank, num_workers)) for rank in range(num_workers)]
+
+
+def test_a_joint_batch_is_divided_in_order_and_evenly() -> None:
+    assert parts(numbers(11, 4), "global", 2) == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
+    assert parts(numbers(5, 5), "global", 3) == [[[0, 1]], [[2, 3]], [[4]]]
+
+
+def test_batches_of_one_worker_are_joined_first() -> None:
+    assert parts(numbers(11, 4), "worker", 2) == [[[0, 1, 2, 3], [8, 9]], [[4, 5, 6, 7], [10]]]
+
+
+def test_a_worker_may_have_nothing_in_the_last_step() -> None:
+    assert parts(numbers(5, 4), "global", 2) == [[[0, 1], [4]], [[2, 3], []]]
+
+
+@pytest.mark.parametrize("sharding", ["global", "worker"])
+@pytest.mark.parametrize("drop_remainder", [True, False])
+@pytest.mark.parametrize("num_workers", [1, 2, 3])
+def test_each_sample_is_used_once(sharding: Any, drop_remainder: bool, num_workers: int) -> None:
+    dataset = numbers(22, 4, drop_remainder=drop_remainder)
+    used = [sample for part in parts(dataset, sharding, num_workers) for batch in part for sample in batch]
+    assert sorted(used) == list(range(20 if drop_remainder else 22))
+
+
+def test_structures_are_kept() -> None:
+    x = np.arange(6.0).reshape(6, 1)
+    pairs = tf.data.Dataset.from_tensor_slices(({"a": x, "b": x * 2}, np.arange(6))).batch(3)
+    for sharding in ("global", "worker"):
+        joint = datasets.joint(pairs, sharding, 2)  # type: ignore[arg-type]
+        inputs, target = next(iter(datasets.part_of(joint, 1, 2)))
+        assert set(inputs) == {"a", "b"}
+        assert inputs["b"].numpy().ravel().tolist() == [2.0 * number for number in target.numpy()]
+    alone = tf.data.Dataset.from_tensor_slices((x,)).batch(2)
+    assert isinstance(next(iter(datasets.part_of(alone, 0, 2))), tuple)
+
+
+def test_ragged_batches_are_divided() -> None:
+    rows = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6]])
+    dataset = tf.data.Dataset.from_tensor_slices(rows).ragged_batch(4)
+    assert next(iter(datasets.part_of(dataset, 1, 2))).to_list() == [[], [4, 5, 6]]
+
+
+def test_counts_come_along_and_a_worker_without_samples_is_shown_one() -> None:
+    found = [
+        (batch.numpy().tolist(), int(own), int(total))
+        for batch, own, total in datasets.counted_part_of(numbers(5, 4), 1, 2)
+    ]
+    assert found == [([2, 3], 2, 4), ([4], 0, 1)]
+
+
+@pytest.mark.parametrize("consumed", [0, 3, 4, 6, 11])
+def test_a_pass_goes_on_after_any_number_of_samples(consumed: int) -> None:
+    rest = contents(datasets.after_samples(numbers(11, 4), consumed))
+    assert [sample for batch in rest for sample in batch] == list(range(consumed, 11))
+    assert all(rest)
+
+
+def test_what_is_not_divided_is_cut_to_the_size_of_one_worker() -> None:
+    assert contents(datasets.own_part_of(numbers(7, 4), 3)) == [[0, 1], [2], [3], [4], [5], [6]]
+
+
+def test_the_policy_says_whether_to_divide() -> None:
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    assert datasets.is_divided(numbers(4, 2))
+    assert not datasets.is_divided(numbers(4, 2).with_options(options))
+
+
+def test_what_ranks_compare_differs_when_the_data_does() -> None:
+    same = datasets.signature_of(numbers(11, 4))
+    assert same == datasets.signature_of(numbers(11, 4))
+    assert same != datasets.signature_of(numbers(13, 4))
+    assert same != datasets.signature_of(numbers(11, 4).map(lambda x: tf.cast(x, tf.float32)))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "error", "message"),
+    [
+        ([1, 2], TypeError, r"`train` is a `list`: need a `tf\.data\.Dataset`"),
+        (tf.data.Dataset.range(3), ValueError, r"no batch: call `\.batch\(batch_size\)`"),
+    ],
+)
+def test_what_is_no_dataset_of_batches_is_refused(dataset: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        datasets.check_dataset("train", dataset)

@@ -1,0 +1,196 @@
+"""N replicas are one process on the joined batch: weights, optimizer and metrics, for both Keras."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysgd.engine.epochs import EpochRequest
+from raysgd.engine.types import World
+from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.tf.creator_operator import make_operator
+from raysgd.tf.tf_runner import Completed, RunnerSpec, TFRunner
+from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, run_alone, run_together
+from tests.tf.models import Line, make_data, make_model
+
+pytestmark = pytest.mark.integration
+
+CALLS = (("train", None), ("train", None), ("validate", None))
+
+# 21 samples in batches of 4: the last step has one sample for two workers. 13 to test on: the last batch likewise.
+CASES: dict[str, dict[str, Any]] = {
+    "sgd": {},
+    "adam": {"optimizer": "adam", "lr": 0.05},
+    "momentum_and_clipping": {"options": {"momentum": 0.9, "clipnorm": 0.1}},
+    "clipping_by_the_global_norm": {"options": {"global_clipnorm": 0.1}},
+    "regularized": {"layers": "regularized"},
+    "embedding": {"layers": "embedding", "optimizer": "adam", "lr": 0.05},
+    "unbuilt": {"unbuilt": True},
+    "one_sample_to_test_on": {"num_test_samples": 1},
+}
+ONLY_FIT: dict[str, dict[str, Any]] = {
+    "steps_per_execution": {"compile": {"steps_per_execution": 2}, "num_samples": 20},
+    "eagerly": {"compile": {"run_eagerly": True}},
+    "epochs": {"fit_config": {"epochs": 3}},
+    "steps": {"fit_config": {"steps_per_epoch": 3}, "evaluate_config": {"steps": 2}},
+}
+
+
+def both(lab: TFTrainer, operator_cls: type[TrainingOperator], config: dict[str, Any]) -> tuple[Findings, Findings]:
+    experiment = Experiment(operator_cls, {"batch_size": 4, "sharding": "global", **config}, CALLS)
+    return run_alone(lab, experiment), run_together(lab, experiment)
+
+
+def assert_same(alone: Findings, together: Findings) -> None:
+    assert largest_difference(alone.state[0], together.state[0]) < 1e-5
+    assert largest_difference(together.state[0], together.state[1]) == 0
+    assert largest_difference(alone.state[0], together.state[0], "optimizers") < 1e-5
+    for one, many in zip(alone.results, together.results, strict=True):
+        kept = [name for name in one if not name.startswith("last_") and name not in ("batch_count", "epoch")]
+        assert {name: many[name] for name in kept} == pytest.approx({name: one[name] for name in kept}, nan_ok=True)
+
+
+@pytest.mark.parametrize("case", [*CASES, *ONLY_FIT])
+def test_fit_on_two_workers_is_fit_in_one_process(lab: TFTrainer, case: str) -> None:
+    assert_same(*both(lab, make_operator(make_model, make_data), {**CASES, **ONLY_FIT}[case]))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_an_operator_on_two_workers_is_one_in_one_process(lab: TFTrainer, case: str) -> None:
+    assert_same(*both(lab, Line, CASES[case]))
+
+
+def test_batches_of_one_worker_make_a_joint_batch(lab: TFTrainer) -> None:
+    alone = run_alone(lab, Experiment(Line, {"batch_size": 4}, CALLS))
+    together = run_together(lab, Experiment(Line, {"batch_size": 2}, CALLS))
+    assert_same(alone, together)
+    assert together.results[0]["num_samples"] == 21
+
+
+def test_steps_go_on_where_the_last_call_stopped(lab: TFTrainer) -> None:
+    calls = tuple(("train", number) for number in (4, 4, None))
+    found = run_together(lab, Experiment(Line, {"batch_size": 2}, calls))
+    assert [(result["num_samples"], result["epoch"]) for result in found.results] == [(16, 1), (13, 2), (13, 2)]
+
+
+def test_statistics_of_batch_norm_are_the_mean_of_the_ranks(lab: TFTrainer) -> None:
+    config = {"layers": "batch_norm", "num_samples": 16, "batch_size": 4}
+    found = run_together(lab, Experiment(make_operator(make_model, make_data), config, (("train", None),)))
+    assert largest_difference(found.state[0], found.state[1]) == 0
+    moving_mean = found.state[0]["models"][0][4]
+    assert np.abs(moving_mean).max() > 0
+
+
+def test_ranks_skip_a_step_together_when_half_precision_overflows(lab: TFTrainer) -> None:
+    config = {"policy": "mixed_float16", "num_samples": 16}
+    found = run_together(lab, Experiment(make_operator(make_model, make_data), config, CALLS))
+    for part in ("models", "optimizers"):
+        assert largest_difference(found.state[0], found.state[1], part) == 0
+    assert np.isfinite(found.results[-1]["validation_loss"])
+
+
+def make_own_data(config: dict[str, Any]) -> tuple[Any, Any]:
+    """Rank 0 has 8 samples to train on, rank 1 has 2."""
+    import tensorflow as tf
+
+    from tests.tf.lab import rank
+
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    train, test = make_data({"num_samples": 10, "batch_size": 10})
+    [(x, y)] = list(train)
+    own = slice(0, 8) if rank() == 0 else slice(8, 10)
+    return tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(4).with_options(options), test
+
+
+class OwnData(Line):
+    """Brings the same data as an operator; batches of two samples, as `fit` is given."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        train, test = make_own_data(config)
+        self.register_data(train_dataset=train.rebatch(2).with_options(train.options()), validation_dataset=test)
+
+
+@pytest.mark.parametrize("operator_cls", [make_operator(make_model, make_own_data), OwnData])
+def test_workers_with_different_numbers_of_batches_end_together(
+    lab: TFTrainer, operator_cls: type[TrainingOperator]
+) -> None:
+    found = run_together(lab, Experiment(operator_cls, {}, CALLS))
+    assert largest_difference(found.state[0], found.state[1]) == 0
+    if operator_cls is OwnData:
+        assert [rank["num_samples"] for rank in found.single[0]] == [8, 2]
+
+
+def shuffled(config: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    return tf.data.Dataset.range(12).shuffle(12).batch(config["batch_size"])
+
+
+class Noting(Line):
+    """Notes the samples that it is given, in an order that differs from pass to pass."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.register_data(train_dataset=shuffled(config))
+        self.seen: list[list[int]] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.seen.append(batch.numpy().tolist())
+        return {"num_samples": len(batch)}
+
+
+def test_a_pass_goes_on_elsewhere_in_the_same_order(lab: TFTrainer) -> None:
+    """Two passes and a half on two workers; the rest in a new process's place, on one."""
+
+    def interrupted() -> Any:
+        runner = new_runner(World(rank(), 2))
+        for _ in range(2):
+            runner.train_epoch(request(None))
+        runner.train_epoch(request(1))
+        state, seen = runner.state(), list(runner.operator.seen)
+        runner.train_epoch(request(None))
+        return state, seen, runner.operator.seen[len(seen) :]
+
+    def resumed(state: Any) -> Any:
+        runner = new_runner(World(0, 1))
+        runner.restore(state, ())
+        runner.train_epoch(request(None))
+        return [sample for batch in runner.operator.seen for sample in batch]
+
+    (state, *first), (_, *second) = lab.apply_all_workers(interrupted)
+    assert state["resume"]["position"]["pass_index"] == 2
+    rest = lab.apply_all_workers(lambda: resumed(state))
+    joint_rest = [sample for pair in zip(first[1], second[1], strict=True) for batch in pair for sample in batch]
+    assert rest[0] == rest[1] == joint_rest
+    used = [sample for seen in (first[0], second[0]) for sample in seen[-1]]
+    assert sorted(used + joint_rest) == list(range(12))
+
+
+def test_a_survivor_goes_on_alone_where_the_group_stopped(lab: TFTrainer) -> None:
+    def left_alone() -> Any:
+        runner = TFRunner(RunnerSpec(Line, {"batch_size": 2, "num_samples": 16}, SEED), World(rank(), 2))
+        runner.setup()
+        runner.train_epoch(request(2))
+        completed = runner.completed()
+        runner.rejoin(World(0, 1))
+        answer = runner.train_epoch(request(None))
+        return completed, answer.metrics.values["num_samples"], runner.state()["models"]
+
+    (completed, rest, first), (_, _, second) = lab.apply_all_workers(left_alone)
+    assert completed == Completed(epoch=1, num_samples=8, global_step=2)
+    assert rest == 8
+    assert all(np.array_equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
+def new_runner(world: World) -> TFRunner:
+    runner = TFRunner(RunnerSpec(Noting, {"batch_size": 2}, SEED), world)
+    runner.setup()
+    return runner
+
+
+def request(num_steps: int | None) -> EpochRequest:
+    return EpochRequest(num_steps, {}, False, SEED)

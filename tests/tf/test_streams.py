@@ -1,0 +1,135 @@
+"""The position in the data: batches that come one after the other, across calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raysgd.tf.keras_sync import Step
+from raysgd.tf.streams import BatchStream, Item, OwnSource, in_lockstep
+
+
+class Numbers:
+    """A pass of ten batches of one sample each."""
+
+    def __init__(self, total: int = 10) -> None:
+        self.total = total
+
+    def open(self, consumed: int) -> Iterator[Item]:
+        for number in range(consumed, self.total):
+            yield Item(number, 1, 1)
+
+    def num_steps(self) -> int:
+        return self.total
+
+
+class Passes:
+    """Counts the passes that are begun."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __call__(self) -> int:
+        self.epoch += 1
+        return self.epoch - 1
+
+
+def stream_of(source: Any) -> tuple[BatchStream, Passes]:
+    passes = Passes()
+    return BatchStream(source, Step(), passes), passes
+
+
+def test_calls_go_on_where_the_last_one_stopped() -> None:
+    stream, passes = stream_of(Numbers())
+    found = [(list(stream.take(number)), passes.epoch) for number in (None, 5, 3, 5, None)]
+    assert found == [
+        (list(range(10)), 1),
+        ([0, 1, 2, 3, 4], 2),
+        ([5, 6, 7], 2),
+        ([8, 9, 0, 1, 2], 3),
+        ([3, 4, 5, 6, 7, 8, 9], 3),
+    ]
+
+
+def test_a_call_that_ends_with_the_pass_leaves_nothing_for_an_empty_one() -> None:
+    stream, _ = stream_of(Numbers())
+    assert [len(list(stream.take(10))) for _ in range(3)] == [10, 10, 10]
+    assert not stream.is_mid_pass
+
+
+def test_an_empty_source_ends_the_call() -> None:
+    stream, _ = stream_of(Numbers(0))
+    assert list(stream.take(None)) == list(stream.take(3)) == []
+
+
+def test_a_pass_begun_elsewhere_is_resumed() -> None:
+    stream, passes = stream_of(Numbers())
+    stream.resume(3, 7)
+    assert (stream.is_mid_pass, stream.pass_index, stream.consumed) == (True, 3, 7)
+    assert list(stream.take(None)) == [7, 8, 9]
+    assert (passes.epoch, stream.consumed) == (0, 10)
+
+
+def test_the_position_counts_what_was_handed_out() -> None:
+    stream, _ = stream_of(Numbers())
+    list(stream.take(4))
+    assert (stream.consumed, stream.num_steps_taken, stream.is_mid_pass) == (4, 4, True)
+
+
+class WithPadding(Numbers):
+    def open(self, consumed: int) -> Iterator[Item]:
+        yield Item("real", 2, 3)
+        yield Item("padding", 0, 1)
+
+
+def test_what_a_step_without_samples_changes_is_undone_when_it_is_over() -> None:
+    step, log = Step(), []
+
+    def undo() -> Any:
+        log.append("before")
+        return lambda: log.append("after")
+
+    for batch in BatchStream(WithPadding(), step, Passes(), undo).take(None):
+        log.append((batch, step.is_padding))
+    assert log == [("real", False), "before", ("padding", True), "after"]
+    assert step.num_samples is None
+
+
+class Votes:
+    """An agreement with another rank that has so many batches."""
+
+    def __init__(self, others: int) -> None:
+        self.others = others
+
+    def ask(self, has_batch: bool) -> Any:
+        self.others -= 1
+        has_any = has_batch or self.others >= 0
+
+        class Vote:
+            def result(self) -> bool:
+                return has_any
+
+        return Vote()
+
+
+@pytest.mark.parametrize(("own", "others"), [(3, 3), (3, 1), (1, 3), (0, 2), (0, 0)])
+def test_ranks_step_until_all_have_run_out(own: int, others: int) -> None:
+    found = list(in_lockstep(iter(range(own)), Votes(others)))  # type: ignore[arg-type]
+    assert found == list(range(own)) + [None] * max(0, others - own)
+
+
+class Batch(list[int]):
+    """Stands for a batch whose number of samples is its length."""
+
+
+def test_a_rank_that_has_run_out_repeats_its_last_batch_with_nothing_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysgd.tf.datasets.num_samples", len)
+    items = list(OwnSource([Batch([1, 2])], Votes(2)).open(0))  # type: ignore[arg-type]
+    assert [(item.batch, item.num_samples) for item in items] == [([1, 2], 2), ([1, 2], 0)]
+
+
+def test_a_rank_without_any_batch_says_so() -> None:
+    with pytest.raises(ValueError, match="Give every rank at least one batch"):
+        list(OwnSource([], Votes(1)).open(0))  # type: ignore[arg-type]

@@ -1,0 +1,78 @@
+"""The trainer's arguments: what is refused before anything starts."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+
+def creator(config: dict[str, Any]) -> Any:
+    raise AssertionError("nothing may start")
+
+
+CREATORS = {"model_creator": creator, "data_creator": creator}
+
+
+class Operator(TrainingOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        raise AssertionError("nothing may start")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({}, TypeError, "needs `model_creator` and `data_creator`.*or `training_operator_cls`"),
+        ({"model_creator": creator}, TypeError, "needs `data_creator`"),
+        ({**CREATORS, "model_creator": 3}, ValueError, "`model_creator=3`: need a function"),
+        ({**CREATORS, "training_operator_cls": Operator}, ValueError, "pass the one or the others"),
+        ({"training_operator_cls": 3}, TypeError, "is 3"),
+        ({"training_operator_cls": dict}, TypeError, "need a subclass of `raysgd.tf.TrainingOperator`"),
+        ({**CREATORS, "num_replicas": 0}, ValueError, "`num_replicas=0`: need at least 1"),
+        ({**CREATORS, "num_workers": True}, ValueError, "`num_workers=True`"),
+        ({**CREATORS, "num_workers": 2, "num_replicas": 3}, ValueError, "two names of one number"),
+        ({**CREATORS, "num_worker": 2}, TypeError, "does not know `num_worker`. Did you mean `num_workers`"),
+        ({**CREATORS, "backend": "nccl"}, ValueError, 'allowed are "gloo" and "mwms"'),
+        ({"training_operator_cls": Operator, "backend": "mwms"}, ValueError, 'use `backend="gloo"`'),
+        ({**CREATORS, "config": 3}, TypeError, "`config=3`: need a dict"),
+        ({**CREATORS, "config": {"fit_config": 3}}, TypeError, r"`config\['fit_config'\]=3`"),
+        ({**CREATORS, "timeout_s": 0}, ValueError, "`timeout_s=0`"),
+        ({**CREATORS, "seed": -1}, ValueError, "`seed=-1`"),
+        ({**CREATORS, "num_cpus_per_worker": -1}, ValueError, "`num_cpus_per_worker=-1`"),
+        ({**CREATORS, "initialization_hook": 3}, TypeError, "`initialization_hook=3`"),
+        (
+            {"training_operator_cls": Operator, "num_workers": 3, "config": {BATCH_SIZE: 2}},
+            ValueError,
+            "Raise it to 3 or more",
+        ),
+    ],
+)
+def test_bad_arguments_are_refused_before_anything_starts(
+    arguments: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        TFTrainer(**arguments)
+
+
+@pytest.mark.parametrize("package", ["tensorflow", "torch"])
+def test_a_missing_package_is_named_with_what_installs_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+
+    def without(name: str, *rest: Any) -> Any:
+        return None if name == package else find(name, *rest)
+
+    monkeypatch.setattr(importlib.util, "find_spec", without)
+    with pytest.raises(ImportError, match=rf"needs `{package}`.*pip install \"raysgd\[tf\]\""):
+        TFTrainer(**CREATORS, num_workers=2)
+
+
+def test_the_driver_loads_no_framework() -> None:
+    program = "import sys; from raysgd import TFTrainer; print({'torch', 'tensorflow', 'keras'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
