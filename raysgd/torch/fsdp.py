@@ -24,6 +24,10 @@ from raysgd.torch.options import FSDPOptions
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.step import Step, never_defer
 
+_reduce_scatter: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)  # the newer name first
+
 
 class FSDP(NoParallel):
     """`fully_shard` on every model that has something to train.
@@ -182,7 +186,7 @@ class _WeightedReduceScatter:
     ) -> Any:
         if self._step.window == 1 and self._step.weight != 1.0:
             input_tensor.mul_(self._step.weight)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _deferrer(roots: Sequence[Any]) -> Callable[[bool], None]:
