@@ -50,6 +50,10 @@ class HorovodBackend(Backend):
     _has_joined: bool = field(default=False, repr=False, compare=False)
     _variables_before: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travels as its settings. The one of the driver may have been interrupted in a group that is no more."""
+        return type(self), (self.timeout_s,)
+
     def load(self) -> None:
         """Imports Horovod.
 

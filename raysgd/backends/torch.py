@@ -173,7 +173,7 @@ class TorchBackend(Backend):
         self._cut()
         if self._has_joined:  # another group in this process is not ours to end
             _destroy_process_group()
-        self._store, self._has_joined = None, False
+        self._store, self._has_joined, self._gpus_of_driver = None, False, ()
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
 

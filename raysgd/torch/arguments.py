@@ -292,7 +292,12 @@ def model_options(sync_batchnorm: Any, activation_checkpointing: Any, compile: A
 
 
 def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
-    """Refuses options that are unknown, of the wrong kind, or not asked for."""
+    """Refuses options that are unknown, of the wrong kind, or not asked for, and a PyTorch that is too old."""
+    if parallel == "fsdp" and not _has_fsdp():
+        raise ValueError(
+            f'`parallel="fsdp"` needs a later PyTorch than {torch.__version__}: run `pip install --upgrade torch`, or '
+            'pass `parallel="ddp"`.'
+        )
     if fsdp_args is None:
         return FSDPOptions()
     if not isinstance(fsdp_args, Mapping):
@@ -314,6 +319,14 @@ def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
             f"`fsdp_args={{'reshard_after_forward': {options.reshard_after_forward!r}}}`: allowed are True and False."
         )
     return options
+
+
+def _has_fsdp() -> bool:
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed import fsdp  # not at the top: it takes a while, and few need it
+
+    return hasattr(getattr(fsdp, "FSDPModule", None), "set_reshard_after_forward")
 
 
 def check_combination(

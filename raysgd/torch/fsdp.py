@@ -16,12 +16,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.torch.blocks import blocks_of, without_checkpointing
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.step import Step, never_defer
+
+_reduce_scatter: Any = (
+    getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+)  # the newer name first
 
 
 class FSDP(NoParallel):
@@ -51,21 +56,14 @@ class FSDP(NoParallel):
         """Divides the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
         if not any(parameter.requires_grad for parameter in model.parameters()):
             return model
-        from torch.distributed.fsdp import fully_shard
-
         self._broadcast(model)
         self._skeletons[id(model)] = _skeleton_of(model)
         whole = dict(model.named_parameters())
         mesh = self._mesh = self._mesh or init_device_mesh(self._device.type, (self._world_size,))
+        policies = self._options.for_pytorch()
         for block in blocks_of(model, self._options.min_block_parameters):
-            if block is not model:
-                fully_shard(
-                    block,
-                    mesh=mesh,
-                    reshard_after_forward=self._options.reshard_after_forward,
-                    **self._options.for_pytorch(),
-                )
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, **self._options.for_pytorch())
+            fully_shard(block, mesh=mesh, reshard_after_forward=self._options.reshard_after_forward, **policies)
+        fully_shard(model, mesh=mesh, reshard_after_forward=False, **policies)
         for name, parameter in model.named_parameters():
             self._moved[id(whole[name])] = parameter
             self._whole.append(whole[name])
@@ -188,7 +186,7 @@ class _WeightedReduceScatter:
     ) -> Any:
         if self._step.window == 1 and self._step.weight != 1.0:
             input_tensor.mul_(self._step.weight)
-        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
 
 
 def _deferrer(roots: Sequence[Any]) -> Callable[[bool], None]:
@@ -200,14 +198,10 @@ def _deferrer(roots: Sequence[Any]) -> Callable[[bool], None]:
 
 
 def _sharded_parts(models: Iterable[torch.nn.Module]) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
     return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
 
 
 def _roots(models: Iterable[torch.nn.Module]) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
     return [model for model in models if isinstance(model, FSDPModule)]
 
 

@@ -180,7 +180,7 @@ class LightningOperator(TrainingOperator):
             _, output = self._training_step(batch, batch_idx)
         self._trainer.global_step = self.global_step + 1
         step = self._parallel.step
-        if step.is_boundary and not self._precision.has_skipped():
+        if self._scheduler_dicts and step.is_boundary and not self._precision.has_skipped():
             so_far = {**numbers_in(output, self._values.loss_name), **self._values.of_batch}
             self._step_schedulers(PER_BATCH, -(-(self.global_step + 1) // step.window), so_far)
         self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)

@@ -77,6 +77,14 @@ def test_the_driver_computes_on_the_gpu_that_is_held_for_it(monkeypatch: pytest.
     assert chosen.ordinals == [1], "nothing is held inside an actor: its own device is the right one"
 
 
+def test_remote_workers_are_never_told_what_the_driver_held_before() -> None:
+    backend = TorchBackend("nccl")
+    backend.use_gpus(["2"])
+    assert backend._gpus_of_driver == ("2",)
+    backend.leave()
+    assert backend._gpus_of_driver == ()
+
+
 def test_without_cuda_a_held_gpu_is_nothing_to_choose() -> None:
     TorchBackend("gloo").use_gpus(["0"])
 

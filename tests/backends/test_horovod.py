@@ -144,6 +144,19 @@ def test_it_travels_to_workers() -> None:
     assert pickle.loads(pickle.dumps(HorovodBackend(timeout_s=7))) == HorovodBackend(timeout_s=7)
 
 
+def test_what_one_process_did_with_it_does_not_travel() -> None:
+    """A driver that is a rank itself starts the next workers with the very backend that was interrupted in it."""
+    backend = HorovodBackend()
+    backend.open_rendezvous()
+    backend.interrupt()
+    backend.open_rendezvous()
+    copy = pickle.loads(pickle.dumps(backend))
+    assert (copy._is_interrupted, copy._server) == (False, None)
+    backend.leave()
+    backend.interrupt()
+    assert not pickle.loads(pickle.dumps(backend))._is_interrupted
+
+
 # ------------------------------------------------------------------------------------------------ errors
 
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd.engine.types import World
+from raysgd.operators import GANOperator
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.torch_runner import EpochRequest, RunnerSpec, TorchRunner
@@ -406,6 +407,14 @@ def test_a_restored_group_goes_on_alike_however_it_is_divided(two: TorchTrainer)
     assert_close(ends[1]["optimizers"], ends[0]["optimizers"], 1e-6, "optimizers")
 
 
+def test_what_an_optimizer_keeps_from_the_start_is_divided_too(two: TorchTrainer) -> None:
+    found = [
+        two.apply_all_workers(trained_state(spec_of(optimizer="adagrad", parallel=way)))[0] for way in PARALLEL[:2]
+    ]
+    assert_close(found[1]["models"], found[0]["models"], 1e-6, "models")
+    assert_close(found[1]["optimizers"], found[0]["optimizers"], 1e-6, "optimizers")
+
+
 # ------------------------------------------------------------------------------------------------ models
 
 
@@ -431,3 +440,35 @@ def test_buffers_and_state_of_batch_norm_survive_division(two: TorchTrainer) -> 
     assert list(state["models"][0]) == list(BatchNormOperator.make_model(None).state_dict())  # type: ignore[arg-type]
     found = two.apply_all_workers(restored_state(spec, state))[0][0]
     assert equal(found["models"], state["models"])
+
+
+class Adversaries(GANOperator):
+    """Freezes one model while the other one steps."""
+
+    def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+
+    def build_generator(self, config: dict[str, Any]) -> torch.nn.Module:
+        return torch.nn.Linear(2, 1)
+
+    def build_data(self, config: dict[str, Any]) -> Any:
+        return torch.randn(16, 1, generator=torch.Generator().manual_seed(0)), None
+
+    def build_optimizers(self, discriminator: Any, generator: Any, config: dict[str, Any]) -> Any:
+        return tuple(torch.optim.SGD(model.parameters(), lr=0.1) for model in (discriminator, generator))
+
+    def sample_noise(self, num_samples: int, rng: Any = None) -> torch.Tensor:
+        return torch.linspace(-1, 1, 2 * num_samples).reshape(num_samples, 2)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_models_that_are_frozen_in_turns_train_alike_in_every_way(two: TorchTrainer, window: int) -> None:
+    config = {"noise_dim": 2, "batch_size": 4, "seed": 0}
+    steps = StepOptions(accumulate_grad_batches=window)
+    states = []
+    for parallel in ("ddp", "fsdp"):
+        spec = RunnerSpec(Adversaries, config, parallel=parallel, step_options=steps)
+        state = two.apply_all_workers(trained_state(spec))[0]
+        assert state is not None
+        states.append(state["models"])
+    assert_close(states[1], states[0], 1e-6, "fsdp")

@@ -48,7 +48,7 @@ class Ledger(TrainingOperator):
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(0)
         net = BookKeeping(config.get("num_samples", NUM_SAMPLES))
-        optimizer = torch.optim.SGD([{"params": net.line.parameters()}, {"params": [net.used], "lr": 1.0}], lr=0.01)
+        optimizer = torch.optim.SGD([{"params": net.line.parameters()}, {"params": [net.used], "lr": 1.0}], lr=0.03)
         self.net = net
         self.model, self.optimizer, self.criterion = self.register(
             models=net, optimizers=optimizer, criterion=LossAndMarks()

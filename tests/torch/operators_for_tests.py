@@ -46,10 +46,10 @@ class LinearOperator(TrainingOperator):
     def setup(self, config: dict[str, Any]) -> None:
         torch.manual_seed(setting(config, "seed"))
         model = self.make_model()
-        optimizer_cls = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[setting(config, "optimizer")]
+        optimizers = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
         self.model, self.optimizer, self.criterion = self.register(
             models=model,
-            optimizers=optimizer_cls(model.parameters(), lr=setting(config, "lr")),
+            optimizers=optimizers[setting(config, "optimizer")](model.parameters(), lr=setting(config, "lr")),
             criterion=torch.nn.MSELoss(),
         )
         self.seen: list[list[int]] = []

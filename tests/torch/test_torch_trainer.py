@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+import torch.distributed.fsdp
 
 from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.torch import TorchTrainer, TrainingOperator
@@ -260,6 +261,13 @@ def test_wrong_arguments_are_refused_before_anything_starts(
 ) -> None:
     with pytest.raises(kind, match=message):
         TorchTrainer(**{"training_operator_cls": LinearOperator, "num_workers": 2, **arguments})
+
+
+@pytest.mark.usefixtures("nothing_starts")
+def test_a_pytorch_that_is_too_old_to_divide_models_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.distributed.fsdp.FSDPModule, "set_reshard_after_forward")
+    with pytest.raises(ValueError, match=r"needs a later PyTorch than .*pip install --upgrade torch"):
+        TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, parallel="fsdp")
 
 
 def no_lightning_module() -> type[TrainingOperator]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from raysgd.engine.types import World
 from raysgd.torch import CreatorOperator, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
+from raysgd.torch.options import ModelOptions
 from raysgd.torch.precision import NativeAmp, make_precision
 from raysgd.torch.training_operator import (
     OperatorContext,
@@ -482,6 +483,26 @@ def test_nested_structures_are_moved_as_a_whole() -> None:
     assert moved["a"][0].device.type == moved["a"][1][0].device.type == moved["b"].left.device.type == "meta"
     assert (type(moved["a"][1]), type(moved["b"])) == (tuple, Pair)
     assert (moved["a"][1][1], moved["b"].right) == ("text", 3)
+
+
+def test_dicts_of_any_class_are_moved_and_left_as_they_were() -> None:
+    given = defaultdict(list, {"a": torch.ones(1)})
+    moved = to_device(given, torch.device("meta"))
+    assert (type(moved), moved["a"].device.type, moved["missing"]) == (defaultdict, "meta", [])
+    assert given["a"].device.type == "cpu"
+
+
+def test_batch_norms_become_synchronized_ones_with_the_same_parameters() -> None:
+    for world, kind in ((World(0, 2), torch.nn.SyncBatchNorm), (World(0, 1), torch.nn.BatchNorm1d)):
+        operator = make(Bare, world=world, model_options=ModelOptions(sync_batchnorm=True))
+        model = torch.nn.Sequential(a_model(), torch.nn.BatchNorm1d(1))
+        names = list(model.state_dict())
+        optimizer = an_optimizer(model)
+        registered, _ = operator.register(models=model, optimizers=optimizer)
+        assert type(registered[1]) is kind
+        assert list(registered.state_dict()) == names
+        stepped = optimizer.param_groups[0]["params"]
+        assert all(a is b for a, b in zip(registered.parameters(), stepped, strict=True))
 
 
 @pytest.mark.parametrize(
