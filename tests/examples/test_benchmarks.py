@@ -32,6 +32,7 @@ FIGURES = {
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
     "epoch_cost": {"epoch_ms", "loop_ms"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
+    "tf_throughput": {"images_per_s", "first_step_s", "recovery_s"},
     "checkpoint": {"stall_ms", "next_train_delay_ms", "complete_ms", "load_ms", "torch_load_ms", "capture_ms"},
 }
 
