@@ -21,7 +21,17 @@ PATIENCE_S = 10.0
 OWN_FILES = "raysgd"
 
 # Set by other software when it is imported or started, once and for the whole process.
-_FOREIGN_VARIABLES = ("PYTEST_", "RAY_", "KMP_", "TF2_BEHAVIOR", "TORCHINDUCTOR_", "CUDA_MODULE_LOADING")
+_FOREIGN_VARIABLES = (
+    "PYTEST_",
+    "RAY_",
+    "KMP_",
+    "TF2_BEHAVIOR",
+    "TPU_ML_PLATFORM",
+    "ENABLE_RUNTIME_UPTIME_TELEMETRY",
+    "HDF5_PLUGIN_PATH",
+    "TORCHINDUCTOR_",
+    "CUDA_MODULE_LOADING",
+)
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,7 @@ MIB = 2**20
 _JOB_TIMEOUT_S = 900.0
 _END_TIMEOUT_S = 15.0
 _BUSY_LOAD = 0.3  # for each core
+_PACKAGES = ("torch", "ray", "lightning", "accelerate", "tensorflow", "keras", "tf_keras")
 
 
 # ------------------------------------------------------------------------------------------------------ arguments
@@ -422,7 +423,9 @@ def machine() -> dict[str, Any]:
         "num_cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "python": platform.python_version(),
-        "versions": {name: _version(name) for name in ("torch", "ray", "lightning", "accelerate")},
+        "versions": {
+            name: _version(name) for name in ("torch", "ray", "lightning", "accelerate", "tensorflow", "keras")
+        },
         "load_before": os.getloadavg()[0],
     }
 

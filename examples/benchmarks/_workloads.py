@@ -118,6 +118,8 @@ STATES = {
         Workload("large_state", functools.partial(_square_layers, 2560), (2560,), batch_size=1, num_steps=4),
         # 5 MiB of weights, and as much momentum.
         Workload("medium_state", functools.partial(_square_layers, 572), (572,), batch_size=32, num_steps=20),
+        Workload("recovery", _mlp_large, (512,), batch_size=128, num_steps=90),
+        Workload("recovery_tiny", _mlp_tiny, (32,), batch_size=32, num_steps=90),
         Workload("small_state", functools.partial(_square_layers, 64), (64,), batch_size=1, num_steps=4),
     )
 }

@@ -3,9 +3,9 @@
     python examples/benchmarks/recovery.py [--smoke-test] [--repetitions 5] [--peers torchrun,ray_train]
 
 Every repetition is a program of its own, and the contenders take turns. Each worker notes when each of its steps began
-and ended, on the machine's monotonic clock; the one to die notes when it does. All contenders have their state safe
-after the same batch, where they save any, and lose a worker a fixed number of batches later. What counts is the first
-step that began after the death.
+and ended, on the machine's monotonic clock; the one to die notes when it does. All contenders have their state saved
+after each epoch of 30 batches, where they save any, and lose a worker 15 batches into the third one. What counts is the
+first step that began after the death.
 
 The last part pairs epochs with and without `snapshot_every_n_steps`, of two trainers that take turns.
 """
@@ -40,15 +40,14 @@ from _common import (
     run_job,
     take_turns,
 )
-from _workloads import STATES, WORKLOADS, HandWritten, StockOperator, config_of
+from _workloads import STATES, HandWritten, StockOperator, config_of
 
 PEERS = {"bare": "ray", "torchrun": "torch", "ray_train": "ray.train", "ray_train_fast_poll": "ray.train"}
-SAVED_AFTER = 20
-KILLED_AFTER = 65
-NUM_BATCHES = 90
-VICTIM = 1
-WORKLOAD = WORKLOADS["mlp_tiny"].with_steps(NUM_BATCHES)
 NUM_WORKERS = 2
+VICTIM = 1
+NUM_BATCHES = 90
+EPOCH = 30  # batches; behind each, those who save do
+KILLED_AFTER = 75
 
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
@@ -126,19 +125,20 @@ class NotingOperator(StockOperator):
         self.stamps.end(self.global_step)
 
 
-def run_raysgd(**options: Any) -> dict[str, float]:
+def run_raysgd(workload: str, **options: Any) -> dict[str, float]:
     """A trainer that loses a worker inside an epoch. A spare, where there is to be one, is ready by then."""
     from raysgd import TorchTrainer
 
     num_spares = options.get("spare_workers", 0)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS + num_spares):
-        config = config_of(WORKLOAD, NUM_WORKERS, stamps=folder)
+        config = config_of(STATES[workload], NUM_WORKERS, stamps=folder)
         with TorchTrainer(
             training_operator_cls=NotingOperator, config=config, num_workers=NUM_WORKERS, **options
         ) as trainer:
-            trainer.train(num_steps=SAVED_AFTER)
+            trainer.train(num_steps=EPOCH)
             _await_spares(trainer, num_spares)
-            trainer.train(num_steps=NUM_BATCHES - SAVED_AFTER)
+            for _ in range(NUM_BATCHES // EPOCH - 1):
+                trainer.train(num_steps=EPOCH)
         return read_stamps(folder)
 
 
@@ -157,14 +157,15 @@ class Training:
     """The loop that everybody else runs, from a state that may have been saved.
 
     Args:
+        workload: What to train.
         rank: Of this process.
         folder: For stamps.
         state: What `state` returned, in whatever process; None for the beginning.
     """
 
-    def __init__(self, rank: int, folder: str, state: Any = None) -> None:
+    def __init__(self, workload: str, rank: int, folder: str, state: Any = None) -> None:
         self._rank = rank
-        self._hand = HandWritten(WORKLOAD, rank, NUM_WORKERS)
+        self._hand = HandWritten(STATES[workload], rank, NUM_WORKERS)
         self._stamps = Stamps(folder)
         self.batch = 0
         if state is not None:
@@ -205,26 +206,28 @@ def _save(path: Path, state: Any) -> None:
     partial.replace(path)
 
 
-def run_torchrun() -> dict[str, float]:
+def run_torchrun(workload: str) -> dict[str, float]:
     """Elastic `torchrun`: ends all workers after a death and starts them again."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS}"]
-        command += ["--max-restarts=3", __file__, "--torchrun-worker", folder]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+        command += ["--max-restarts=3", __file__, "--torchrun-worker", workload, folder]
+        # With a store that outlives a generation of workers, PyTorch 2.13 leads the next one to dead addresses.
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
         try:
             return read_stamps(folder)
         except RuntimeError as error:
             raise RuntimeError(done.stderr[-2000:]) from error
 
 
-def torchrun_worker(folder: str) -> None:
+def torchrun_worker(workload: str, folder: str) -> None:
     """One process of `run_torchrun`, of whatever generation."""
     dist.init_process_group("gloo")
     rank, path = dist.get_rank(), Path(folder) / "last.pt"
-    training = Training(rank, folder, torch.load(path, weights_only=False) if path.exists() else None)
+    training = Training(workload, rank, folder, torch.load(path, weights_only=False) if path.exists() else None)
 
     def after(batch: int) -> None:
-        if batch == SAVED_AFTER and rank == 0:
+        if batch % EPOCH == 0 and rank == 0:
             _save(path, training.state())
 
     training.run(NUM_BATCHES, after)
@@ -232,7 +235,7 @@ def torchrun_worker(folder: str) -> None:
     os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
 
 
-def run_bare() -> dict[str, float]:
+def run_bare(workload: str) -> dict[str, float]:
     """Bare actors: the driver has a copy of the state, ends both after a death and starts two new ones."""
     import ray
 
@@ -245,7 +248,7 @@ def run_bare() -> dict[str, float]:
             if rank:
                 self.store = dist.TCPStore("127.0.0.1", port, NUM_WORKERS, is_master=False)
             dist.init_process_group("gloo", store=self.store, rank=rank, world_size=NUM_WORKERS)
-            self.training = Training(rank, folder, state)
+            self.training = Training(workload, rank, folder, state)
 
         def run(self, last: int) -> Any:
             self.training.run(last)
@@ -259,18 +262,20 @@ def run_bare() -> dict[str, float]:
 
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS):
         workers = start(folder, None)
-        state = ray.get([worker.run.remote(SAVED_AFTER) for worker in workers])[0]
-        try:
-            ray.get([worker.run.remote(NUM_BATCHES) for worker in workers])
-        except ray.exceptions.RayActorError:
-            for worker in workers:
-                ray.kill(worker)
-            workers = start(folder, state)
-            ray.get([worker.run.remote(NUM_BATCHES) for worker in workers])
+        state: Any = None
+        for last in range(EPOCH, NUM_BATCHES + 1, EPOCH):
+            try:
+                states = ray.get([worker.run.remote(last) for worker in workers])
+            except (ray.exceptions.RayActorError, ray.exceptions.RayTaskError):  # dead, or cut off from the dead one
+                for worker in workers:
+                    ray.kill(worker)
+                workers = start(folder, state)
+                states = ray.get([worker.run.remote(last) for worker in workers])
+            state = states[0]
         return read_stamps(folder)
 
 
-def run_ray_train() -> dict[str, float]:
+def run_ray_train(workload: str) -> dict[str, float]:
     """Ray Train with its own failure handling and checkpoints."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer as RayTrainer
@@ -278,7 +283,7 @@ def run_ray_train() -> dict[str, float]:
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS + 1):
         RayTrainer(
             _ray_train_loop,
-            train_loop_config={"folder": folder},
+            train_loop_config={"workload": workload, "folder": folder},
             scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
             run_config=RunConfig(
                 storage_path=f"{folder}/runs", name="recovery", failure_config=FailureConfig(max_failures=3)
@@ -295,10 +300,10 @@ def _ray_train_loop(config: dict[str, Any]) -> None:
     if checkpoint is not None:
         with checkpoint.as_directory() as place:
             state = torch.load(Path(place) / "last.pt", weights_only=False)
-    training = Training(rank, config["folder"], state)
+    training = Training(config["workload"], rank, config["folder"], state)
 
     def after(batch: int) -> None:
-        if batch != SAVED_AFTER:
+        if batch % EPOCH:
             return
         with tempfile.TemporaryDirectory() as place:
             if rank == 0:
@@ -384,22 +389,23 @@ _ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
 
 def main() -> None:
     if sys.argv[1:2] == ["--torchrun-worker"]:
-        torchrun_worker(sys.argv[2])
+        torchrun_worker(sys.argv[2], sys.argv[3])
     dispatch(ROLES)
     arguments = make_parser(__doc__.partition("\n")[0], repetitions=5, peers=PEERS).parse_args()
     peers = choose_peers(arguments, PEERS)
-    ways, cases, num_pairs = OWN_WAYS, SNAPSHOT_CASES, 8
+    ways, workload, cases, num_pairs = OWN_WAYS, "recovery", SNAPSHOT_CASES, 8
     if arguments.smoke_test:
-        arguments.repetitions, num_pairs = 1, 1
+        arguments.repetitions, num_pairs, workload = 1, 1, "recovery_tiny"
         ways = {name: options for name, options in OWN_WAYS.items() if "shrinking" in name}
         cases = (SnapshotCase("small_state", 0, 0.02, 1),)
     report = Report("recovery", arguments, peers)
 
     jobs: dict[str, Callable[[], Any]] = {
-        name: functools.partial(run_job, __file__, OWN, **options) for name, options in ways.items()
+        name: functools.partial(run_job, __file__, OWN, workload=workload, **options) for name, options in ways.items()
     }
     for name in peers.selected:
-        jobs[name] = functools.partial(run_job, __file__, name, environment=_ENVIRONMENTS.get(name))
+        environment = _ENVIRONMENTS.get(name)
+        jobs[name] = functools.partial(run_job, __file__, name, environment=environment, workload=workload)
     medians = _report_recovery(report, take_turns(jobs, arguments.repetitions, report))
     costs = _report_snapshots(report, cases, num_pairs)
     report.finish([*_recovery_targets(medians), *_snapshot_targets(costs)])

@@ -119,7 +119,6 @@ class TrainingOperator:
             `batch_count`, `num_samples`, for each metric of `train_batch` its mean and `last_<metric>`, and
             `train_<name>` for each registered Keras metric.
         """
-        self._require("model")
         info = {**self._own_info(num_steps, epoch_idx), **(info or {})}
         meters = AverageMeterCollection()
         self._reset_metrics()
@@ -190,7 +189,6 @@ class TrainingOperator:
 
         Ranks may have different numbers of batches, so nothing in the loop may wait for other ranks.
         """
-        self._require("model")
         meters = AverageMeterCollection()
         self._reset_metrics()
         for batch_idx, batch in enumerate(val_iterator):

@@ -308,22 +308,19 @@ def test_evaluation_is_exact_and_needs_no_other_rank(two: TorchTrainer, parallel
 # ------------------------------------------------------------------------------------------------ clipping
 
 
-@pytest.mark.parametrize("bounds", [{"clip_grad_norm": 0.01}, {"clip_grad_value": 0.01}])
+@pytest.mark.parametrize("bounds", [{"clip_grad_norm": 0.8}, {"clip_grad_value": 0.3}])
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_what_is_clipped_is_the_true_gradient_of_all(
     two: TorchTrainer, precision: str, bounds: dict[str, float]
 ) -> None:
     steps = StepOptions(accumulate_grad_batches=2, **bounds)
-    expected = big_batch(DeepOperator, 4, precision, step_options=StepOptions(**bounds))
-    free = big_batch(DeepOperator, 4, precision)
-    moved = [
-        max(float((end.model[0][name] - free.model[0][name]).abs().max()) for name in free.model[0])
-        for end in (expected, free)
-    ]
-    assert moved[0] > 0.01, "the bound has to make a difference"
+    expected = big_batch(DeepOperator, 4, "fp32", step_options=StepOptions(**bounds))
+    free = big_batch(DeepOperator, 4, "fp32")
+    differences = [(expected.model[0][name] - tensor).abs().max() for name, tensor in free.model[0].items()]
+    assert max(differences) > 2 * TOLERANCE[precision], "the bound has to make a difference"
     for parallel in ("ddp", "fsdp"):
         found = run_together(two, experiment(DeepOperator, precision=precision, parallel=parallel, step_options=steps))
-        assert_close(found.model[0], expected.model[0], TOLERANCE[precision] / 10, parallel)
+        assert_close(found.model[0], expected.model[0], TOLERANCE[precision], parallel)
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints

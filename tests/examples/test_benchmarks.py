@@ -36,6 +36,7 @@ FIGURES = {
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
     "recovery": {"recovery_s", "batches_again", "snapshot_cost"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
+    "tf_throughput": {"images_per_s", "first_step_s", "recovery_s"},
     "checkpoint": {"stall_ms", "next_train_delay_ms", "complete_ms", "load_ms", "torch_load_ms", "capture_ms"},
 }
 

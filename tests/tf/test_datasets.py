@@ -107,3 +107,10 @@ def test_what_ranks_compare_differs_when_the_data_does() -> None:
 def test_what_is_no_dataset_of_batches_is_refused(dataset: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         datasets.check_dataset("train", dataset)
+
+
+def test_a_shuffle_is_found_anywhere_in_the_dataset() -> None:
+    plain = numbers(8, 2)
+    assert not datasets.is_shuffled(plain.map(lambda x: x).prefetch(1))
+    assert datasets.is_shuffled(tf.data.Dataset.range(8).shuffle(8).batch(2).map(lambda x: x))
+    assert datasets.is_shuffled(tf.data.Dataset.zip((plain, plain.shuffle(4))))

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raysgd.exceptions import IncompatibleModelError, WorkerError
-from raysgd.tf import TFTrainer
+from raysgd.tf import TFTrainer, TrainingOperator
 from tests.tf import models
 from tests.tf.lab import largest_difference
 from tests.tf.models import Line, make_data, make_model
@@ -40,11 +40,6 @@ class DiesOnce:
         return Callback()
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("tf")
-
-
 def make_model_that_dies(config: dict[str, Any]) -> Any:
     model = make_model(config)
     if "folder" in config:
@@ -58,9 +53,9 @@ def make_model_that_dies(config: dict[str, Any]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def trainer(ray_cluster: None, folder: Path) -> Iterator[TFTrainer]:
-    config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam", "folder": str(folder)}
-    with TFTrainer(make_model_that_dies, make_data, config=config, num_replicas=2, seed=1, timeout_s=60) as made:
+def trainer(ray_cluster: None) -> Iterator[TFTrainer]:
+    config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam"}
+    with TFTrainer(make_model, make_data, config=config, num_replicas=2, seed=1, timeout_s=60) as made:
         yield made
 
 
@@ -113,23 +108,22 @@ def test_the_model_comes_compiled_with_its_weights_and_its_optimizer(trainer: TF
     assert results["loss"] == pytest.approx(trainer.validate()["validation_loss"], rel=1e-5)
 
 
-def test_a_killed_worker_costs_one_call_at_most(trainer: TFTrainer, folder: Path, tmp_path: Path) -> None:
-    path = trainer.save(tmp_path / "before.npz")
-    expected = trainer.train()
-    trainer.load(path)
-    pids = trainer.apply_all_workers(process_id)
-    (folder / "armed").touch()
-    assert trainer.train() == pytest.approx(expected, rel=1e-5)
-    assert not set(pids) & set(trainer.apply_all_workers(process_id))
-    assert trainer._num_failures == 1
-
-
-def test_a_worker_that_dies_between_two_calls_is_replaced(trainer: TFTrainer) -> None:
-    before = trainer.state_dict()
-    os.kill(trainer.apply_all_workers(process_id)[1], signal.SIGKILL)
-    assert largest_difference(trainer.state_dict(), before) == 0
-    trainer.validate()
-    assert trainer.num_workers == 2
+def test_a_killed_worker_costs_one_call_at_most(ray_cluster: None, tmp_path: Path) -> None:
+    config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam", "folder": str(tmp_path)}
+    with TFTrainer(make_model_that_dies, make_data, config=config, num_replicas=2, seed=1) as trainer:
+        path = trainer.save(tmp_path / "before.npz")
+        expected = trainer.train()
+        trainer.load(path)
+        pids = trainer.apply_all_workers(process_id)
+        (tmp_path / "armed").touch()
+        assert trainer.train() == pytest.approx(expected, rel=1e-5)
+        assert not set(pids) & set(trainer.apply_all_workers(process_id))
+        assert trainer._num_failures == 1
+        before = trainer.state_dict()
+        os.kill(trainer.apply_all_workers(process_id)[1], signal.SIGKILL)
+        assert sorted(trainer.validate()) == ["validation_loss", "validation_mae"]
+        assert largest_difference(trainer.state_dict(), before) == 0
+        assert trainer.num_workers == 2
 
 
 def test_what_the_user_does_wrong_is_raised_with_rank_and_class(trainer: TFTrainer) -> None:
@@ -140,6 +134,96 @@ def test_what_the_user_does_wrong_is_raised_with_rank_and_class(trainer: TFTrain
         trainer.apply_all_operators(fail)
     assert isinstance(caught.value, WorkerError)
     assert {fault.rank for fault in caught.value.faults} == {0, 1}
+
+
+def make_model_with_callbacks(config: dict[str, Any]) -> Any:
+    """Each rank notes what its callbacks are told, and stops when the loss of all ranks says so."""
+    import tensorflow as tf
+
+    class Note(tf.keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            noted.append({name: float(value) for name, value in logs.items()})
+
+    model, noted = make_model(config), []  # type: ignore[var-annotated]
+    fit = model.fit
+
+    def fit_with_callbacks(*args: Any, callbacks: Any = None, **options: Any) -> Any:
+        stop = tf.keras.callbacks.EarlyStopping(monitor="loss", min_delta=100.0, patience=1)
+        return fit(*args, callbacks=[*(callbacks or []), Note(), stop], **options)
+
+    object.__setattr__(model, "fit", fit_with_callbacks)
+    object.__setattr__(model, "noted", noted)  # past Keras, which makes something of its own of lists
+    return model
+
+
+def test_callbacks_on_all_ranks_are_told_the_metrics_of_all_ranks(trainer: TFTrainer) -> None:
+    """In the workers of the trainer, in its group."""
+
+    def told() -> Any:
+        from raysgd.engine.epochs import EpochRequest
+        from raysgd.engine.types import World
+        from raysgd.tf.creator_operator import make_operator
+        from raysgd.tf.tf_runner import RunnerSpec, TFRunner
+        from tests.tf.lab import rank
+
+        config = {"fit_config": {"epochs": 9}, "batch_size": 4}
+        operator_cls = make_operator(make_model_with_callbacks, make_data)
+        runner = TFRunner(RunnerSpec(operator_cls, config, 0), World(rank(), 2))
+        runner.setup()
+        runner.train_epoch(EpochRequest(None, {}, False, 0))
+        return runner.operator.model.noted
+
+    first, second = trainer.apply_all_workers(told)
+    assert first == second
+    assert len(first) == 2  # stopped early, together
+    assert set(first[0]) == {"loss", "mae"}
+
+
+class TwoModels(TrainingOperator):
+    """Two models with an optimizer each, stepped in a loop of its own, and one that is not registered."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        made = [tf.keras.Sequential(models.make_layers(config)) for _ in range(3)]
+        optimizers = [tf.keras.optimizers.SGD(0.1), tf.keras.optimizers.Adam(0.01)]
+        self.registered, self.optimizers = self.register(models=tuple(made[:2]), optimizers=optimizers)
+        self.other, self.other_optimizer = made[2], tf.keras.optimizers.SGD(0.1)
+        self.other.set_weights([np.zeros_like(weight) for weight in self.other.get_weights()])
+        train, _ = make_data(config)
+        self.register_data(train_dataset=train, sharding="global")
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        import tensorflow as tf
+
+        x, y = batch
+        for model, optimizer in zip(self.registered, self.optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x) - y) ** 2)
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.other(x) - y) ** 2)
+        gradients = self.average_gradients(tape.gradient(loss, self.other.trainable_variables))
+        self.other_optimizer.apply_gradients(zip(gradients, self.other.trainable_variables, strict=True))
+        return {"loss": float(loss), "num_samples": len(x)}
+
+
+def test_loops_with_a_tape_of_their_own_keep_equal_models(trainer: TFTrainer) -> None:
+    def trained() -> Any:
+        from raysgd.engine.types import World
+        from tests.tf.lab import Experiment, rank
+
+        calls = (("train", None), ("train", None))
+        config = {"batch_size": 4}
+        together = Experiment(TwoModels, config, calls).run_in(World(rank(), 2))
+        alone = Experiment(TwoModels, config, calls).run_in(World(0, 1))
+        return together, alone
+
+    (first, alone), (second, _) = trainer.apply_all_workers(trained)
+    assert largest_difference(first[1]["state"], second[1]["state"]) == 0
+    assert largest_difference(first[1]["state"], alone[1]["state"]) < 1e-5
+    assert len(first[1]["state"]["models"]) == 2
 
 
 def not_compiled(config: dict[str, Any]) -> Any:

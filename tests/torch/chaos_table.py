@@ -157,7 +157,9 @@ class Table:
         self.trainer.shutdown()
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             config = {"folder": folder, "victims": VICTIMS[victim], "act": testing._Signal(9)}
-            with self._node_loss() if victim == NODE else _nothing() as beckon:
+            if victim == NODE:
+                add_node(self.cluster)  # beforehand: a trainer does not start with fewer workers than it was asked for
+            with self._node_loss(gives_back=False) if victim == NODE else _nothing() as beckon:
                 config["act"] = beckon or config["act"]
                 self.trainer = TorchTrainer(training_operator_cls=EndsInSetup, num_workers=NUM_WORKERS, config=config)
             self.trainer.train()
@@ -176,8 +178,8 @@ class Table:
         }
 
     @contextmanager
-    def _node_loss(self) -> Any:
-        """Takes the node from which somebody beckons, and gives another one for it."""
+    def _node_loss(self, gives_back: bool = True) -> Any:
+        """Takes the node from which somebody beckons, and gives another one for it in the end."""
         self.num_beckoned += 1
         beckon = Beckon(f"{self.folder}/beckon-{self.num_beckoned}")
         is_over, num_lost = threading.Event(), []
@@ -199,7 +201,7 @@ class Table:
         finally:
             is_over.set()
             thread.join()
-            for _ in num_lost:  # in the main thread, where alone Ray can start a node
+            for _ in num_lost if gives_back else ():  # in the main thread, where alone Ray can start a node
                 add_node(self.cluster)
 
 

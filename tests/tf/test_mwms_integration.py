@@ -1,0 +1,59 @@
+"""`backend="mwms"`: TensorFlow's own strategy, for models of tf_keras."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysgd.exceptions import IncompatibleModelError
+from raysgd.tf import TFTrainer
+from tests.tf.lab import largest_difference
+from tests.tf.models import make_data, make_model
+
+pytestmark = pytest.mark.integration
+
+CONFIG = {"num_samples": 32, "num_test_samples": 16, "batch_size": 8, "optimizer": "adam"}
+
+
+@pytest.fixture
+def legacy_keras(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def task_of(operator: Any) -> dict[str, Any]:
+    task: dict[str, Any] = json.loads(os.environ["TF_CONFIG"])["task"]
+    return task
+
+
+def test_a_strategy_trains_restores_and_recovers(ray_cluster: None, legacy_keras: None, tmp_path: Path) -> None:
+    with TFTrainer(make_model, make_data, config=CONFIG, backend="mwms", num_replicas=2, seed=1) as trainer:
+        assert [task["index"] for task in trainer.apply_all_operators(task_of)] == [0, 1]
+        first = trainer.train()
+        assert sorted(first) == ["train_loss", "train_mae"]
+        path = trainer.save(tmp_path / "state.npz")
+        second = trainer.train()
+        trainer.load(path)
+        assert trainer.train() == pytest.approx(second, rel=1e-5)  # in place, with the optimizer's variables
+        trainer.load(path)
+        before = trainer.state_dict()
+        os.kill(trainer.apply_all_workers(process_id)[1], signal.SIGKILL)
+        assert trainer.train() == pytest.approx(second, rel=1e-5)
+        assert trainer.num_workers == 2
+        assert largest_difference(trainer.state_dict(), before) > 0
+        assert np.isfinite(trainer.validate()["validation_loss"])
+
+
+def test_a_model_of_keras_3_is_refused_with_the_reason(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "0")
+    with pytest.raises(IncompatibleModelError, match=r'needs a model of tf_keras.*Use `backend="gloo"`'):
+        TFTrainer(make_model, make_data, config=CONFIG, backend="mwms", num_replicas=2)
