@@ -435,7 +435,7 @@ def test_one_worker_is_reduced_too_unless_asked_not_to(make_local: MakeTrainer) 
     trainer = make_local()
     reduced = trainer.validate()
     [single] = trainer.validate(reduce_results=False)
-    assert reduced == single
+    assert equal(reduced, single)
     [trained] = trainer.train(reduce_results=False)
     assert list(trained) == ["epoch", "batch_count", "num_samples", "train_loss", "last_train_loss"]
 
@@ -788,7 +788,7 @@ def test_one_worker_in_this_process_needs_no_ray() -> None:
     program = """
         import ray
         from raysgd.torch import TorchTrainer
-        from tests.torch.operators_for_tests import LinearOperator
+        from tests.torch.operators_for_tests import LinearOperator, equal
 
         trainer = TorchTrainer(training_operator_cls=LinearOperator, use_local=True)
         trainer.train(), trainer.validate(), trainer.get_model(), trainer.save("last.pt"), trainer.load("last.pt")
@@ -804,7 +804,7 @@ def test_a_terminal_shows_one_bar_for_an_epoch_and_clears_it() -> None:
     program = """
         import time
         from raysgd.torch import TorchTrainer
-        from tests.torch.operators_for_tests import LinearOperator
+        from tests.torch.operators_for_tests import LinearOperator, equal
 
         class Slow(LinearOperator):
             def optimizer_step(self):
