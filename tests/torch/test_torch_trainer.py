@@ -30,6 +30,7 @@ from tests.torch.operators_for_tests import (
     LinearOperator,
     OwnBatchOperator,
     dataset,
+    equal,
 )
 from tests.torch.programs import run_in_terminal, run_program
 
@@ -788,7 +789,7 @@ def test_one_worker_in_this_process_needs_no_ray() -> None:
     program = """
         import ray
         from raysgd.torch import TorchTrainer
-        from tests.torch.operators_for_tests import LinearOperator, equal
+        from tests.torch.operators_for_tests import LinearOperator
 
         trainer = TorchTrainer(training_operator_cls=LinearOperator, use_local=True)
         trainer.train(), trainer.validate(), trainer.get_model(), trainer.save("last.pt"), trainer.load("last.pt")
@@ -804,7 +805,7 @@ def test_a_terminal_shows_one_bar_for_an_epoch_and_clears_it() -> None:
     program = """
         import time
         from raysgd.torch import TorchTrainer
-        from tests.torch.operators_for_tests import LinearOperator, equal
+        from tests.torch.operators_for_tests import LinearOperator
 
         class Slow(LinearOperator):
             def optimizer_step(self):
