@@ -1,0 +1,99 @@
+"""Following the cluster inside an epoch: growing back, snapshots on the way, nodes that go away, frozen workers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from raysgd import testing
+from raysgd.torch import TorchTrainer
+from tests.torch.ledger import Ledger, uses
+from tests.torch.programs import ROOT
+
+pytestmark = pytest.mark.integration
+
+
+class WaitsForOthers(Ledger):
+    """Takes its time as long as it is alone."""
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        time.sleep(0.1 if self.world_size == 1 else 0.0)
+
+
+@pytest.fixture
+def trainers() -> Iterator[list[TorchTrainer]]:
+    made: list[TorchTrainer] = []
+    yield made
+    for trainer in made:
+        trainer.shutdown(force=True)
+
+
+def kinds(trainer: TorchTrainer) -> list[str]:
+    return [event.kind for event in trainer.status().events if event.kind != "started"]
+
+
+def test_an_epoch_that_shrank_grows_back_before_its_end(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
+    trainer = TorchTrainer(
+        training_operator_cls=WaitsForOthers, num_workers=2, config={"num_samples": 960}, resize_check_s=0.2
+    )
+    trainers.append(trainer)
+    testing.kill_worker(trainer, 1, at="step:3")
+    trainer.train()
+    assert kinds(trainer) == ["rejoined", "grown"]
+    assert trainer.num_workers == 2
+    assert uses(trainer) == {1}
+    data = trainer.status().data
+    assert data is not None
+    assert (data.due, data.used) == (960, 960)
+
+
+@pytest.mark.parametrize("recovery", ["rejoin", "rebuild"])
+def test_a_rebuild_goes_on_from_the_last_snapshot_inside_the_epoch(
+    recovery: str, ray_cluster: None, trainers: list[TorchTrainer]
+) -> None:
+    trainer = TorchTrainer(
+        training_operator_cls=Ledger,
+        num_workers=2,
+        config={"step_s": 0.1},
+        recovery=recovery,
+        snapshot_every_n_steps=2,
+        heartbeat_s=1.0,  # looks at the workers five times as often
+    )
+    trainers.append(trainer)
+    testing.kill_worker(trainer, [0, 1], at="step:25")
+    result = trainer.train()
+    [rebuilt] = [event for event in trainer.status().events if event.kind == "rebuilt"]
+    assert rebuilt.detail.startswith("from a snapshot inside the call, after ")
+    assert uses(trainer) == {1}
+    assert (result["num_samples"], result["batch_count"]) == (240, 40), "the metrics are those of the whole call"
+
+
+def test_a_worker_that_froze_between_two_calls_is_replaced(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=3, heartbeat_s=2.0, resize_check_s=600.0)
+    trainers.append(trainer)
+    testing.kill_worker(trainer, 2, at="step:3")
+    trainer.train()
+    assert trainer.num_workers == 2
+    testing.hang_rank(trainer, 1)
+    trainer.train()
+    assert "hung" in kinds(trainer)
+    assert uses(trainer) == {2}
+
+
+def test_a_node_that_is_going_away_is_left_in_good_order() -> None:
+    command = [sys.executable, "-m", "tests.torch.drain_program"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kinds"] == ["left"]
+    assert found["sizes"] == [2, 2], "in the epoch in which it was announced, and in the next one"
+    assert found["uses"] == [2]
+    assert found["num_samples"] == [960, 960], "the metrics of the worker that left are in the result"
+    assert found["num_failures"] == 0
+    assert not found["was still used"]
