@@ -39,6 +39,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from raysgd.torch._loader_process import EndsWithParent
+
 logger = logging.getLogger(__name__)
 
 Indices: TypeAlias = Sequence[Any] | torch.Tensor
@@ -616,6 +618,8 @@ _KEPT_OPTIONS = (
 
 def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler) -> DataLoader[Any]:
     options = {name: getattr(loader, name) for name in _KEPT_OPTIONS}
+    if loader.num_workers:
+        options["worker_init_fn"] = EndsWithParent(loader.worker_init_fn)
     device = getattr(loader, "pin_memory_device", "")
     if device and "pin_memory_device" in inspect.signature(DataLoader).parameters:
         options["pin_memory_device"] = device
