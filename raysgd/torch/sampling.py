@@ -39,6 +39,8 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from raysgd.torch._loader_process import EndsWithParent
+
 logger = logging.getLogger(__name__)
 
 Indices: TypeAlias = Sequence[Any] | torch.Tensor
@@ -637,6 +639,8 @@ _KEPT_OPTIONS = (
 def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: bool) -> DataLoader[Any]:
     options = {name: getattr(loader, name) for name in _KEPT_OPTIONS}
     options["pin_memory"] = loader.pin_memory or pin_memory
+    if loader.num_workers:
+        options["worker_init_fn"] = EndsWithParent(loader.worker_init_fn)
     device = getattr(loader, "pin_memory_device", "")
     if device and "pin_memory_device" in inspect.signature(DataLoader).parameters:
         options["pin_memory_device"] = device

@@ -26,6 +26,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from raysgd.torch._loader_process import EndsWithParent
 from raysgd.torch.sampling import (
     DataSignature,
     ElasticBatchSampler,
@@ -773,7 +774,8 @@ def test_all_loading_options_are_kept() -> None:
     }
     user_loader = DataLoader(FOUR, multiprocessing_context="spawn", **options)
     rebuilt = shard(user_loader).loader
-    assert {name: getattr(rebuilt, name) for name in options} == options
+    kept = {**options, "worker_init_fn": EndsWithParent(print)}
+    assert {name: getattr(rebuilt, name) for name in options} == kept
     assert rebuilt.multiprocessing_context is user_loader.multiprocessing_context
     assert rebuilt.dataset is FOUR
 
