@@ -12,6 +12,7 @@ import pytest
 import ray
 
 from raysgd.backends.base import Backend
+from raysgd.backends.tensorflow import TensorFlowBackend
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine.types import Rendezvous, Resources, WorkerInfo, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
@@ -39,7 +40,10 @@ def torch_sum(number: float) -> float:
     return tensor.item()
 
 
-CASES = {"gloo": Case(TorchBackend("gloo", timeout_s=20), torch_sum)}
+CASES = {
+    "gloo": Case(TorchBackend("gloo", timeout_s=20), torch_sum),
+    "tensorflow": Case(TensorFlowBackend("gloo", timeout_s=20), torch_sum),
+}
 
 
 @pytest.fixture(params=CASES)
