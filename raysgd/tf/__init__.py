@@ -16,12 +16,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raysgd.tf.tf_trainable import TFTrainable
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.tf.training_operator import TrainingOperator
 
-__all__ = ["TFTrainer", "TrainingOperator"]
+__all__ = ["TFTrainable", "TFTrainer", "TrainingOperator"]
 
-_LAZY_MODULES = {"TFTrainer": "raysgd.tf.tf_trainer", "TrainingOperator": "raysgd.tf.training_operator"}
+_LAZY_MODULES = {
+    "TFTrainable": "raysgd.tf.tf_trainable",
+    "TFTrainer": "raysgd.tf.tf_trainer",
+    "TrainingOperator": "raysgd.tf.training_operator",
+}
 
 
 def __getattr__(name: str) -> Any:

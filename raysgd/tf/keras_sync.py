@@ -11,7 +11,6 @@ part with weight 0.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,66 +22,10 @@ import numpy as np
 from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf.datasets import num_samples
-
-_ALIGNMENT = 64
-"""Bytes to whose multiple every gradient starts in the buffer: TensorFlow then uses it where it lies."""
+from raysgd.tf.exchange import Array, Group, Layout
 
 _EQUAL_WEIGHTS = 1e-6
 """The sum of the ranks' weights is 1 up to this when all have as many samples as the first step had."""
-
-Array = np.ndarray[Any, np.dtype[Any]]
-
-
-class Group:
-    """What the replicas exchange numbers through: the default process group; nothing for a replica that is alone.
-
-    Args:
-        world: The place among the replicas.
-    """
-
-    def __init__(self, world: World) -> None:
-        self.rank, self.size = world.rank, world.size
-
-    def add_up(self, numbers: Array) -> None:
-        """Puts the sums over all ranks into `numbers`."""
-        if self.size > 1:
-            import torch
-
-            torch.distributed.all_reduce(torch.from_numpy(numbers))
-
-    def gather(self, numbers: Array) -> list[Array]:
-        """Every rank's array, all of one shape, by rank."""
-        if self.size == 1:
-            return [numbers]
-        import torch
-
-        received = [torch.empty(numbers.shape, dtype=torch.from_numpy(numbers).dtype) for _ in range(self.size)]
-        torch.distributed.all_gather(received, torch.from_numpy(np.ascontiguousarray(numbers)))
-        return [tensor.numpy() for tensor in received]
-
-    def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """All ranks' rows one behind the other, of which each rank has as many as `counts` says."""
-        padded = np.zeros((max(counts), *rows.shape[1:]), rows.dtype)
-        padded[: len(rows)] = rows
-        parts = self.gather(padded)
-        return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-    def largest(self, number: float) -> float:
-        """The largest of the ranks' numbers."""
-        if self.size == 1:
-            return number
-        import torch
-
-        tensor = torch.tensor(number, dtype=torch.float64)
-        torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MAX)
-        return float(tensor)
-
-    def from_first(self, numbers: Array) -> None:
-        """Puts rank 0's into `numbers`."""
-        if self.size > 1:
-            import torch
-
-            torch.distributed.broadcast(torch.from_numpy(numbers), 0)
 
 
 @dataclass
@@ -384,7 +327,7 @@ class _Averager:
     def __init__(self, synchronizer: Synchronizer) -> None:
         self._synchronizer = synchronizer
         self._full_step: float | None = None
-        self._layouts: dict[tuple[Any, ...], _Layout] = {}
+        self._layouts: dict[tuple[Any, ...], Layout] = {}
 
     def forget_full_step(self) -> None:
         """Takes the next step for a full one: the ranks of a new group have none in common."""
@@ -429,7 +372,7 @@ class _Averager:
         if self._full_step is None:
             self._full_step = max(1.0, group.largest(num_samples))
         key = tuple((gradient.shape, gradient.dtype) for gradient in gradients)
-        layout = self._layouts.get(key) or self._layouts.setdefault(key, _Layout(gradients))
+        layout = self._layouts.get(key) or self._layouts.setdefault(key, Layout(gradients))
         buffer = layout.take()
         weight = num_samples / (self._full_step * group.size)
         layout.fill(buffer, gradients, weight)
@@ -464,69 +407,6 @@ def _like(gradient: Any, averages: Iterator[Any], joined: Iterator[Any]) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return next(averages)
     return tf.IndexedSlices(next(joined), next(joined), gradient.dense_shape)
-
-
-class _Layout:
-    """Where the gradients of a step lie in the buffer; the last number is the weight.
-
-    Buffers are used again once nobody looks into them any more.
-    """
-
-    def __init__(self, gradients: Sequence[Array]) -> None:
-        self._dtype = np.dtype(np.float64 if any(g.dtype == np.float64 for g in gradients) else np.float32)
-        step = _ALIGNMENT // self._dtype.itemsize
-        self._shapes = [gradient.shape for gradient in gradients]
-        self._dtypes = [gradient.dtype for gradient in gradients]
-        self._slices = []
-        end = 0
-        for gradient in gradients:
-            self._slices.append(slice(end, end + gradient.size))
-            end += -(-gradient.size // step) * step
-        self._num_numbers = end + 1
-        self._buffers: list[_Buffer] = []
-
-    def take(self) -> Array:
-        """A buffer of which nobody has a view."""
-        free = next((buffer for buffer in self._buffers if buffer.is_free), None)
-        if free is None:
-            free = _Buffer(self._num_numbers, self._dtype)
-            self._buffers.append(free)
-        return free.numbers
-
-    def fill(self, buffer: Array, gradients: Sequence[Array], weight: float) -> None:
-        """Copies the gradients in, times the weight. What has no weight does not count, whatever it is, also NaN."""
-        if not weight:
-            buffer[:] = 0
-            return
-        for gradient, place in zip(gradients, self._slices, strict=True):
-            np.multiply(gradient.reshape(-1), weight, out=buffer[place], casting="unsafe", dtype=self._dtype)
-        buffer[-1] = weight
-
-    def split(self, buffer: Array) -> list[Array]:
-        """The gradients: views of the buffer where their kind of number is the buffer's."""
-        return [
-            buffer[place].reshape(shape).astype(dtype, copy=False)
-            for place, shape, dtype in zip(self._slices, self._shapes, self._dtypes, strict=True)
-        ]
-
-
-class _Buffer:
-    """Aligned memory that knows whether anybody but itself refers to it."""
-
-    def __init__(self, num_numbers: int, dtype: np.dtype[Any]) -> None:
-        num_bytes = num_numbers * dtype.itemsize
-        self._memory = np.zeros(num_bytes + _ALIGNMENT, np.uint8)  # what every view, also of a view, refers to
-        start = -self._memory.ctypes.data % _ALIGNMENT
-        self.numbers: Array = self._memory[start : start + num_bytes].view(dtype)
-        self._num_own_references = self._num_references
-
-    @property
-    def is_free(self) -> bool:
-        return self._num_references == self._num_own_references
-
-    @property
-    def _num_references(self) -> int:
-        return sys.getrefcount(self._memory) + sys.getrefcount(self.numbers)
 
 
 def _is_never_empty(data: Any) -> bool:
