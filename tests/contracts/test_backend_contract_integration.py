@@ -13,11 +13,8 @@ import pytest
 import ray
 
 from raysgd.backends.base import Backend
-<<<<<<< HEAD
 from raysgd.backends.horovod import HorovodBackend
-=======
 from raysgd.backends.tensorflow import TensorFlowBackend
->>>>>>> d-tf
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine.types import Rendezvous, Resources, WorkerInfo, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
@@ -45,7 +42,6 @@ def torch_sum(number: float) -> float:
     return tensor.item()
 
 
-<<<<<<< HEAD
 def horovod_sum(number: float) -> float:
     import horovod.torch as hvd
     import torch
@@ -56,11 +52,7 @@ def horovod_sum(number: float) -> float:
 CASES = {
     "gloo": Case(TorchBackend("gloo", timeout_s=20), torch_sum),
     "horovod": Case(HorovodBackend(timeout_s=20), horovod_sum),
-=======
-CASES = {
-    "gloo": Case(TorchBackend("gloo", timeout_s=20), torch_sum),
     "tensorflow": Case(TensorFlowBackend("gloo", timeout_s=20), torch_sum),
->>>>>>> d-tf
 }
 
 
