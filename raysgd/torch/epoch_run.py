@@ -8,39 +8,7 @@ from dataclasses import dataclass, field
 
 from raysgd._meters import AverageMeterCollection, MetricSummary
 from raysgd.engine.epochs import EpochAnswer
-from raysgd.engine.replica import Capture
 from raysgd.torch.streams import BatchStream
-
-
-class InsideSnapshots:
-    """This rank's parts of the snapshots taken inside a call: the newest two, by the number of steps before them.
-
-    Args:
-        every: How many steps lie between two of them; None for none at all.
-    """
-
-    def __init__(self, every: int | None) -> None:
-        self._every = every
-        self._parts: dict[int, Capture] = {}
-        self.newest = 0
-
-    def is_due(self, num_steps: int) -> bool:
-        """Whether one is to be taken after this many steps."""
-        return self._every is not None and num_steps - self.newest >= self._every
-
-    def keep(self, num_steps: int, part: Capture) -> None:
-        """Keeps a new one, and of those before only the last."""
-        self._parts = {number: self._parts[number] for number in (self.newest,) if number in self._parts}
-        self._parts[num_steps] = part
-        self.newest = num_steps
-
-    def part(self, number: int) -> Capture | None:
-        """The part with this number, if it is still kept."""
-        return self._parts.get(number)
-
-    def clear(self) -> None:
-        """Another call, or another group."""
-        self._parts, self.newest = {}, 0
 
 
 class HeldAtBoundary(BaseException):

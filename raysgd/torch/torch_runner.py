@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,12 +23,13 @@ from raysgd.engine.types import Beat, Handover, Held, Standing, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
-from raysgd.torch.epoch_run import EpochRun, Gate, HeldAtBoundary, InsideSnapshots, RunState
+from raysgd.torch.captures import Captures, InsideSnapshots
+from raysgd.torch.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
 from raysgd.torch.precision import make_precision, saved_state
 from raysgd.torch.sampling import DataSignature, ShardedLoader
-from raysgd.torch.state_codec import EncodedState, StateEncoder, decode
+from raysgd.torch.state_codec import EncodedState, decode
 from raysgd.torch.step import Step
 from raysgd.torch.streams import Agreement, BatchStream, DividedSource, LockstepSource, PlainSource, Source
 from raysgd.torch.training_operator import OperatorContext, TrainingOperator
@@ -39,7 +39,6 @@ logger = logging.getLogger(__name__)
 
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 _TICK_S = 0.1  # between two looks at a progress bar
-_INLINE_BYTES = 65536  # a state up to this size travels with the answer; a call of its own would cost more
 
 
 @dataclass(frozen=True)
@@ -107,14 +106,10 @@ class TorchRunner:
         self._validation_stream: BatchStream | None = None
         self._agreement: Agreement | None = None
         self._resume: Mapping[str, Any] | None = None
-        self._encoder = StateEncoder()
-        self._captured: dict[int, EncodedState] = {}
-        self._next_token = 0
+        self._captures = Captures()
         self._running: tuple[BatchStream, int, int | None, Mapping[str, Any]] | None = None
         self._run: EpochRun | None = None
         self._inside = InsideSnapshots(spec.snapshot_every_n_steps)
-        self._claims = threading.Lock()
-        self._fetched: int | None = None
         self._num_optimizer_steps = 0
         self.epoch = 0
 
@@ -178,33 +173,20 @@ class TorchRunner:
             if self._parallel.is_sharded:
                 self._parts_state()  # rank 0 cannot put its state together alone
             return Capture(rank_state)
-        with self._claims:
-            self._captured = {t: kept for t, kept in self._captured.items() if landed_token is None or t > landed_token}
-        return self._capture_shared(Capture(rank_state))
+        self._captures.drop_landed(landed_token)
+        return self._captures.add(Capture(rank_state), self.state())
 
     def _capture_inside(self, run: EpochRun) -> Capture:
         """The same inside a call; a copy that nobody came for gives way to this one."""
         part = Capture(rng.capture(), progress=run.state(with_metrics=True))
         if self._world.rank:
             return part
-        with self._claims:
-            self._captured = {token: kept for token, kept in self._captured.items() if token == self._fetched}
-        return self._capture_shared(part)
-
-    def _capture_shared(self, part: Capture) -> Capture:
-        encoded = self._encoder.encode(self.state())
-        if encoded.num_bytes <= _INLINE_BYTES:
-            return replace(part, shared_state=encoded)
-        self._next_token += 1
-        self._captured[self._next_token] = encoded
-        return replace(part, token=self._next_token)
+        self._captures.drop_unclaimed()
+        return self._captures.add(part, self.state())
 
     def fetch(self, token: int) -> EncodedState:
-        """The copy of the state that `token` names. Whoever asks for one has got what he asked for before."""
-        with self._claims:
-            self._captured = {t: kept for t, kept in self._captured.items() if t >= token}
-            self._fetched = token
-            return self._captured[token]
+        """The copy of the state that `token` names."""
+        return self._captures.fetch(token)
 
     def restore(self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any]) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
@@ -229,7 +211,7 @@ class TorchRunner:
         """Drops the iterators, and with them the processes of the loaders. The operator itself stays usable."""
         self._train_stream = self._validation_stream = self._running = self._run = None
         self._inside.clear()
-        self._captured.clear()
+        self._captures.clear()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
@@ -366,11 +348,8 @@ class TorchRunner:
     def part_of_snapshot(self, number: int) -> Capture | None:
         """This rank's part of the snapshot taken inside the running call after `number` steps."""
         part = self._inside.part(number)
-        if part is not None and part.token is not None:
-            with self._claims:
-                if part.token not in self._captured:
-                    return None
-                self._fetched = part.token  # claimed: it stays until it was fetched
+        if part is not None and part.token is not None and not self._captures.claim(part.token):
+            return None
         return part
 
     # ------------------------------------------------------------------------------------------------ epochs

@@ -12,7 +12,8 @@ from torch.utils.data import DataLoader
 
 from raysgd._meters import AverageMeterCollection
 from raysgd.engine.replica import Capture
-from raysgd.torch.epoch_run import EpochAnswer, EpochRun, Gate, HeldAtBoundary, InsideSnapshots, RunState
+from raysgd.torch.captures import InsideSnapshots
+from raysgd.torch.epoch_run import EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.torch.parallel import Step
 from raysgd.torch.sampling import ShardedLoader, shard_loader
 from raysgd.torch.streams import BatchStream, DividedSource

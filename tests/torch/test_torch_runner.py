@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from raysgd.engine.epochs import EpochAnswer, EpochRequest
 from raysgd.engine.types import Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.torch import TrainingOperator, torch_runner
+from raysgd.torch import TrainingOperator, captures
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.options import StepOptions
 from raysgd.torch.sampling import DataSignature
@@ -343,7 +343,7 @@ def test_a_restored_replica_does_not_share_memory_with_the_snapshot() -> None:
 def test_a_small_state_travels_with_the_answer_and_a_large_one_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner()
     assert runner.capture(None).token is None
-    monkeypatch.setattr(torch_runner, "_INLINE_BYTES", 8)
+    monkeypatch.setattr(captures, "_INLINE_BYTES", 8)
     capture = runner.capture(None)
     assert capture.shared_state is None
     assert capture.token is not None
@@ -351,7 +351,7 @@ def test_a_small_state_travels_with_the_answer_and_a_large_one_by_itself(monkeyp
 
 
 def test_memory_of_a_snapshot_that_has_landed_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_runner, "_INLINE_BYTES", 8)
+    monkeypatch.setattr(captures, "_INLINE_BYTES", 8)
     runner = make_runner()
     tokens = [runner.capture(None).token, runner.capture(None).token]
     assert tokens[0] is not None
@@ -364,7 +364,7 @@ def test_memory_of_a_snapshot_that_has_landed_is_used_again(monkeypatch: pytest.
 
 
 def test_a_snapshot_that_the_driver_shares_is_never_written_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch_runner, "_INLINE_BYTES", 8)
+    monkeypatch.setattr(captures, "_INLINE_BYTES", 8)
     runner = TorchRunner(RunnerSpec(LinearOperator, {}, use_local=True), ALONE)
     runner.setup()
     token = runner.capture(None).token

@@ -1,0 +1,96 @@
+"""Copies of the state on a worker: those that wait for the driver to fetch them, and those taken inside a call."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+from raysgd.engine.replica import Capture
+from raysgd.torch.state_codec import EncodedState, StateEncoder
+
+_INLINE_BYTES = 65536  # a state up to this size travels with the answer; a call of its own would cost more
+
+
+class Captures:
+    """The copies of the whole state that rank 0 keeps until the driver has them.
+
+    They are made in the training thread, and claimed and fetched from a second one.
+    """
+
+    def __init__(self) -> None:
+        self._encoder = StateEncoder()
+        self._kept: dict[int, EncodedState] = {}
+        self._lock = threading.Lock()
+        self._claimed: int | None = None
+        self._last_token = 0
+
+    def add(self, part: Capture, state: Any) -> Capture:
+        """`part` with a copy of `state`: in it if the state is small, else under a token to fetch it by."""
+        encoded = self._encoder.encode(state)
+        if encoded.num_bytes <= _INLINE_BYTES:
+            return replace(part, shared_state=encoded)
+        self._last_token += 1
+        self._kept[self._last_token] = encoded
+        return replace(part, token=self._last_token)
+
+    def drop_landed(self, token: int | None) -> None:
+        """Lets go of what the driver holds by now: that under `token`, and all before it."""
+        with self._lock:
+            self._kept = {each: kept for each, kept in self._kept.items() if token is None or each > token}
+
+    def drop_unclaimed(self) -> None:
+        """Lets go of what nobody has come for: a newer one will take its place."""
+        with self._lock:
+            self._kept = {each: kept for each, kept in self._kept.items() if each == self._claimed}
+
+    def claim(self, token: int) -> bool:
+        """Says that it will be fetched, so that it has to stay; False if it is gone already."""
+        with self._lock:
+            if token not in self._kept:
+                return False
+            self._claimed = token
+            return True
+
+    def fetch(self, token: int) -> EncodedState:
+        """The copy under this token. Whoever asks for one has got what he asked for before."""
+        with self._lock:
+            self._kept = {each: kept for each, kept in self._kept.items() if each >= token}
+            self._claimed = token
+            return self._kept[token]
+
+    def clear(self) -> None:
+        """Lets go of everything."""
+        with self._lock:
+            self._kept = {}
+
+
+class InsideSnapshots:
+    """This rank's parts of the snapshots taken inside a call: the newest two, by the number of steps before them.
+
+    Args:
+        every: How many steps lie between two of them; None for none at all.
+    """
+
+    def __init__(self, every: int | None) -> None:
+        self._every = every
+        self._parts: dict[int, Capture] = {}
+        self.newest = 0
+
+    def is_due(self, num_steps: int) -> bool:
+        """Whether one is to be taken after this many steps."""
+        return self._every is not None and num_steps - self.newest >= self._every
+
+    def keep(self, num_steps: int, part: Capture) -> None:
+        """Keeps a new one, and of those before only the last."""
+        self._parts = {number: self._parts[number] for number in (self.newest,) if number in self._parts}
+        self._parts[num_steps] = part
+        self.newest = num_steps
+
+    def part(self, number: int) -> Capture | None:
+        """The part with this number, if it is still kept."""
+        return self._parts.get(number)
+
+    def clear(self) -> None:
+        """Another call, or another group."""
+        self._parts, self.newest = {}, 0
