@@ -21,7 +21,15 @@ PATIENCE_S = 10.0
 OWN_FILES = "raysgd"
 
 # Set by other software when it is imported or started, once and for the whole process.
-_FOREIGN_VARIABLES = ("PYTEST_", "RAY_", "KMP_", "TF2_BEHAVIOR", "TORCHINDUCTOR_", "CUDA_MODULE_LOADING")
+_FOREIGN_VARIABLES = (
+    "PYTEST_",
+    "RAY_",
+    "KMP_",
+    "TF2_BEHAVIOR",
+    "TORCHINDUCTOR_",
+    "CUDA_MODULE_LOADING",
+    "CRC32C_SW_MODE",
+)
 
 
 @dataclass(frozen=True)

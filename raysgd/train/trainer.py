@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raysgd.engine.history import History
 from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train import constants
 from raysgd.train._shards import check_dataset
@@ -113,6 +114,15 @@ class Trainer:
     def is_started(self) -> Flag:
         """Whether there are workers."""
         return self._executor.is_started
+
+    @property
+    def history(self) -> History:
+        """What happened to the workers since `start`.
+
+        Raises:
+            InactiveWorkerGroupError: There are none.
+        """
+        return self._executor.history
 
     # ---------------------------------------------------------------------------------------------- runs
 
