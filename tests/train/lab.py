@@ -58,3 +58,28 @@ def average_rank() -> float:
 def numbers(results: list[list[dict[str, Any]]]) -> list[list[int]]:
     """Of every step the numbers of all workers."""
     return [[result["number"] for result in step] for step in results]
+
+
+def fit(config: dict[str, Any]) -> list[float]:
+    """Fits a line with the helpers for PyTorch; returns the weights in the end."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from raysgd.train import torch as helpers
+
+    helpers.accelerate(amp=config["amp"])
+    torch.manual_seed(train.world_rank())
+    x = torch.linspace(-1, 1, 32).unsqueeze(1)
+    loader = helpers.prepare_data_loader(DataLoader(TensorDataset(x, 2 * x + 1), batch_size=4, shuffle=True))
+    model = helpers.prepare_model(torch.nn.Linear(1, 1))
+    optimizer = helpers.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    for epoch in range(config["num_epochs"]):
+        loader.sampler.set_epoch(epoch)
+        for inputs, targets in loader:
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            helpers.backward(loss)
+            optimizer.step()
+        train.report(loss=float(loss))
+    train.save_checkpoint(model=model, state=model.state_dict())
+    return [float(parameter) for parameter in model.parameters()]

@@ -294,6 +294,19 @@ def test_a_class_of_the_users_own_lives_in_connected_workers(tmp_path: Path) -> 
         group.shutdown()
 
 
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_model_of_pytorch_is_kept_equal_and_arrives_without_its_wrapper(shared: Trainer, amp: bool) -> None:
+    import torch
+
+    first, second = shared.run(lab.fit, {"num_epochs": 10, "amp": amp})
+    assert first == second == pytest.approx([2.0, 1.0], abs=0.05)
+    checkpoint = shared.latest_checkpoint
+    assert checkpoint is not None
+    assert type(checkpoint["model"]) is torch.nn.Linear
+    assert [float(parameter) for parameter in checkpoint["model"].parameters()] == first
+    assert set(checkpoint["state"]) == {"module.weight", "module.bias"}
+
+
 def test_data_is_divided_over_the_workers(shared: Trainer) -> None:
     class Numbers:
         def __init__(self, values: list[int]) -> None:
