@@ -64,6 +64,26 @@ class UnsafeCheckpointError(ValueError):
     """The file needs more than plain data to be loaded, and was not declared trustworthy."""
 
 
+class InactiveWorkerGroupError(RaySGDError, RuntimeError):
+    """The workers of a function-based trainer were asked for something before `start` or after `shutdown`."""
+
+
+class TrainBackendError(RaySGDError, RuntimeError):
+    """A function-based run was asked for something out of turn, the results of no function for instance."""
+
+
+class TrainingWorkerError(RaySGDError, RuntimeError):
+    """A worker of a function-based trainer died while it was asked for something outside of a run."""
+
+
+class StepMismatchError(RaySGDError, RuntimeError):
+    """The functions on different workers did not report and save in step."""
+
+
+class SessionMisuseError(RaySGDError, RuntimeError):
+    """A helper that needs a running training function was called outside of one."""
+
+
 @dataclass(frozen=True)
 class WorkerFault:
     """What one worker's exception looked like, in a form that crosses process boundaries.

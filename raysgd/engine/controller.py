@@ -139,16 +139,21 @@ class ElasticController:
         assert self._life.group is not None
         return self._life.group
 
-    def start(self) -> None:
-        """Starts the full number of workers, for the first time."""
-        self._life.start()
+    def start(self, *, as_fits: bool = False) -> None:
+        """Starts the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
+        self._life.start(as_fits=as_fits)
 
-    def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES) -> list[Any]:
+    def give_up(self) -> None:
+        """Ends the workers, whatever they are doing; the next call starts new ones."""
+        self._life.give_up()
+
+    def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES, budget: RetryBudget | None = None) -> list[Any]:
         """Runs `call` on every rank and returns the values in rank order.
 
         Args:
             call: What to run.
             max_retries: How many times to start again after a loss of workers.
+            budget: Instead of `max_retries`, for work that is made of several calls: what they may use up together.
 
         Raises:
             WorkerError: An exception in user code; of its class too. Never retried.
@@ -156,7 +161,7 @@ class ElasticController:
         """
         try:
             self._adapt(call)
-            return self._run(call, RetryBudget(max_retries))
+            return self._run(call, budget or RetryBudget(max_retries))
         finally:
             self.watch = None
 

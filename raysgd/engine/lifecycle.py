@@ -155,12 +155,15 @@ class Lifecycle:
 
     # ---------------------------------------------------------------------------------------------- start and end
 
-    def start(self) -> None:
-        """Starts the full number of workers, for the first time.
+    def start(self, *, as_fits: bool = False) -> None:
+        """Starts the full number of workers, for the first time; with `as_fits`, as many as there is room for.
 
         A worker that dies while starting is tried again a few times; an exception in the user's set-up is raised at
         once.
         """
+        if as_fits:
+            self.rebuild("a new trainer", "started")
+            return
         began = self._clock.monotonic()
         size = self.scaling.max_workers
         for _ in range(START_ATTEMPTS):

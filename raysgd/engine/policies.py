@@ -117,18 +117,22 @@ class RetryBudget:
 
     Going on with survivors is free when something was learned since the loss before; anything else costs one.
 
+    Attributes:
+        num_spent: How many were used up.
+
     Args:
-        num_restarts: How many there are; with 0 the first loss ends the call, whatever it would cost.
+        num_restarts: How many there are, possibly without end; with 0 the first loss ends the call, whatever it would
+            cost.
     """
 
-    def __init__(self, num_restarts: int) -> None:
+    def __init__(self, num_restarts: float) -> None:
         self.num_restarts = num_restarts
-        self._num_left = num_restarts
+        self.num_spent = 0
         self._progress = 0
 
     @property
     def is_spent(self) -> bool:
-        return self._num_left == 0
+        return self.num_spent >= self.num_restarts
 
     def covers_rejoin(self, progress: int) -> bool:
         """Whether going on is free after `progress` steps in all, or can still be paid for."""
@@ -136,11 +140,11 @@ class RetryBudget:
 
     def pay_for_rejoin(self, progress: int) -> None:
         if progress <= self._progress:
-            self._num_left -= 1
+            self.num_spent += 1
         self._progress = progress
 
     def pay_for_rebuild(self) -> None:
-        self._num_left -= 1
+        self.num_spent += 1
         self._progress = 0
 
 

@@ -13,11 +13,12 @@ FailureKind = Literal["died", "disconnected", "user"]
 
 @dataclass(frozen=True)
 class WorkerInfo:
-    """Where a worker process lives."""
+    """Where a worker process lives, and which GPUs Ray gave it."""
 
     node_id: str
     node_ip: str
     pid: int
+    gpu_ids: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,12 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class World:
-    """One worker's place among all workers."""
+    """One worker's place among all workers.
+
+    Attributes:
+        gpu_ids: The GPUs that Ray gave this worker.
+        node_gpu_ids: Those of all workers on its node, in order.
+    """
 
     rank: int
     size: int
@@ -48,6 +54,8 @@ class World:
     local_size: int = 1
     node_rank: int = 0
     num_nodes: int = 1
+    gpu_ids: tuple[str, ...] = ()
+    node_gpu_ids: tuple[str, ...] = ()
 
     @property
     def is_distributed(self) -> bool:

@@ -100,7 +100,7 @@ class WorkerProcess:
 
     def describe(self) -> WorkerInfo:
         """Where this worker lives."""
-        return WorkerInfo(*_node(), os.getpid())
+        return WorkerInfo(*_node(), os.getpid(), _gpu_ids())
 
     def prepare(self, initialization_hook: Callable[[], Any] | None, is_first: bool) -> Prepared:
         """Runs the user's hook, then loads the framework; the first rank also opens the meeting point."""
@@ -193,6 +193,14 @@ class WorkerProcess:
         function, capture, landed, args = self._guarded(unpack)
         return self.on_replica(function, capture, landed, *args)
 
+    def execute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `function(*args, **kwargs)` between calls; value and exception go to the caller as they are."""
+        return function(*args, **kwargs)
+
+    def host(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Does what `execute` does with `function(replica, *args, **kwargs)`."""
+        return function(self.replica, *args, **kwargs)
+
     def beside(self, function: Callable[..., Any], *args: Any) -> Any:
         """Runs `function(replica, *args)` in a second thread, while the replica may be busy; None once it is closed."""
         replica = self._replica
@@ -257,9 +265,9 @@ class RemoteWorker:
         self.seat = seat
         self.actor = _actor_class().options(**seat.options).remote(backend, num_threads)
 
-    def submit(self, method: str, *args: Any) -> Any:
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Starts a call and returns Ray's reference to its result."""
-        return getattr(self.actor, method).remote(*args)
+        return getattr(self.actor, method).remote(*args, **kwargs)
 
     def kill(self) -> None:
         import ray
@@ -342,3 +350,11 @@ def _node() -> tuple[str, str]:
         return context.get_node_id(), ray.util.get_node_ip_address()
     host = socket.gethostname()
     return host, "127.0.0.1"
+
+
+def _gpu_ids() -> tuple[str, ...]:
+    """The GPUs that Ray gave this process."""
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
+        return ()
+    return tuple(map(str, ray.get_runtime_context().get_accelerator_ids().get("GPU", ())))

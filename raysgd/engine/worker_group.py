@@ -337,6 +337,12 @@ class WorkerGroup:
         answers.update({rank: call.run()[0] for rank, call in calls.items() if isinstance(call, LocalCall)})
         return answers
 
+    def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Starts a method of a remote rank's worker; returns Ray's reference to its result."""
+        worker = self._workers[rank]
+        assert isinstance(worker, RemoteWorker), "the worker in the driver has no references"
+        return worker.submit(method, *args, **kwargs)
+
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Asks a remote rank beside its work; returns the call, for `hear`."""
         return self._workers[rank].submit("beside", function, *args)

@@ -1,0 +1,82 @@
+"""Function-based distributed training: the library starts the workers, your function does the rest.
+
+What it guarantees:
+
+* The function runs once in each worker, connected to the others; what it reports arrives step by step, all workers'
+  at a time, in the order of their ranks.
+* A checkpoint costs the function one copy of its state; it is sent and written while training goes on, and a file is
+  whole or not there.
+* A worker that dies costs what was done since the last checkpoint: the function is started again from it, on as many
+  workers as there are.
+
+What it leaves to others: the loop, the data and when to save a checkpoint are the function's.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd.train.backend import BackendConfig
+    from raysgd.train.callbacks.callback import TrainingCallback
+    from raysgd.train.checkpoint import CheckpointStrategy
+    from raysgd.train.session import (
+        get_dataset_shard,
+        load_checkpoint,
+        local_rank,
+        report,
+        save_checkpoint,
+        world_rank,
+        world_size,
+    )
+    from raysgd.train.trainer import Trainer, TrainingIterator, TrainWorkerGroup
+
+__all__ = [
+    "BackendConfig",
+    "CheckpointStrategy",
+    "Trainer",
+    "TrainingCallback",
+    "TrainingIterator",
+    "TrainWorkerGroup",
+    "get_dataset_shard",
+    "load_checkpoint",
+    "local_rank",
+    "report",
+    "save_checkpoint",
+    "world_rank",
+    "world_size",
+]
+
+_SESSION = (
+    "get_dataset_shard",
+    "load_checkpoint",
+    "local_rank",
+    "report",
+    "save_checkpoint",
+    "world_rank",
+    "world_size",
+)
+_LAZY_MODULES: dict[str, str] = {
+    "BackendConfig": "raysgd.train.backend",
+    "CheckpointStrategy": "raysgd.train.checkpoint",
+    "Trainer": "raysgd.train.trainer",
+    "TrainingCallback": "raysgd.train.callbacks.callback",
+    "TrainingIterator": "raysgd.train.trainer",
+    "TrainWorkerGroup": "raysgd.train.trainer",
+    **dict.fromkeys(_SESSION, "raysgd.train.session"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module behind a public name on first use: a worker needs the session, not the trainer."""
+    if name not in _LAZY_MODULES:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    value = getattr(importlib.import_module(_LAZY_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the lazy names too."""
+    return sorted({*globals(), *__all__})

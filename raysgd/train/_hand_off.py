@@ -1,0 +1,96 @@
+"""How the user's function and the driver meet: one message at a time, and nobody runs ahead of an unread one."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+class RunCancelled(BaseException):
+    """Ends the user's function from inside `report` or `save_checkpoint`, because nobody listens any more.
+
+    Not an `Exception`, so that code which catches those does not hold it up.
+    """
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The function came to its end, with this value."""
+
+    value: Any = None
+
+
+class HandOff:
+    """Runs a function in a thread of its own, and passes on what it offers.
+
+    Args:
+        function: Runs in the thread.
+    """
+
+    def __init__(self, function: Callable[[], Any]) -> None:
+        self._function = function
+        self._changed = threading.Condition()
+        self._message: Any = None
+        self._has_message = False
+        self._is_cancelled = False
+        self._ended: Ended | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="raysgd-function", daemon=True)
+
+    def start(self) -> None:
+        """Starts the function."""
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            ended, error = Ended(self._function()), None
+        except RunCancelled:
+            ended, error = Ended(), None
+        except BaseException as raised:
+            ended, error = None, raised
+        with self._changed:
+            self._ended, self._error = ended, error
+            self._changed.notify_all()
+
+    def offer(self, message: Any) -> None:
+        """From the function: leaves a message and waits until it is taken.
+
+        Raises:
+            RunCancelled: Nobody will take it.
+        """
+        with self._changed:
+            self._message, self._has_message = message, True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._is_cancelled or not self._has_message)
+            if self._is_cancelled:
+                raise RunCancelled
+
+    def take(self) -> Any:
+        """The next message, waiting for it; an `Ended` when the function has returned.
+
+        Raises:
+            BaseException: What the function raised.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_message or self.is_over)
+            if self._has_message:
+                message, self._message, self._has_message = self._message, None, False
+                self._changed.notify_all()
+                return message
+            if self._error is not None:
+                raise self._error
+            return self._ended
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the function has returned or raised."""
+        return self._ended is not None or self._error is not None
+
+    def cancel(self, patience_s: float) -> bool:
+        """Ends the function at its next message, if not there already; returns whether it ended within `patience_s`."""
+        with self._changed:
+            self._is_cancelled = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: self.is_over, timeout=patience_s)

@@ -1,0 +1,67 @@
+"""A group of the engine that calls a plug-in's hooks when it is started and stopped, whoever does that."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from raysgd.engine.types import GroupReport
+from raysgd.engine.worker_group import GroupSpec
+from raysgd.engine.worker_group import WorkerGroup as EngineGroup
+from raysgd.train.backend import Backend, BackendConfig
+from raysgd.train.worker_group import LostDuringCallError, WorkerGroup
+
+logger = logging.getLogger(__name__)
+
+
+class HookedGroup(EngineGroup):
+    """Calls `Backend.on_start` as the last step of its start, and `Backend.on_shutdown` as the first of its stop.
+
+    Args:
+        spec: What it is started from.
+        num_workers: How many workers.
+        backend: The plug-in.
+        config: What the plug-in was chosen with.
+        on_started: Told of the face with which the group can be reached.
+    """
+
+    def __init__(
+        self,
+        spec: GroupSpec,
+        num_workers: int,
+        backend: Backend,
+        config: BackendConfig,
+        on_started: Callable[[WorkerGroup], None],
+    ) -> None:
+        super().__init__(spec, num_workers)
+        self._resources = spec.resources
+        self._backend, self._config = backend, config
+        self._on_started = on_started
+        self._face: WorkerGroup | None = None
+
+    def start(self, reservation_timeout_s: float | None = None) -> GroupReport:
+        """Starts the workers, then lets the plug-in connect them. A death over that is a failed start."""
+        report = super().start(reservation_timeout_s)
+        if not report.ok:
+            return report
+        try:
+            self._face = WorkerGroup.of(self, self._resources)
+            self._backend.on_start(self._face, self._config)
+        except LostDuringCallError as lost:
+            self.kill()
+            return lost.report
+        except BaseException:
+            self.kill()
+            raise
+        self._on_started(self._face)
+        return report
+
+    def stop(self, timeout_s: float) -> None:
+        """Lets the plug-in say goodbye, whatever comes of that, then stops the workers."""
+        try:
+            if self._face is not None:
+                self._backend.on_shutdown(self._face, self._config)
+        except Exception as error:
+            logger.warning("`on_shutdown` failed; the workers are ended all the same: %s", error)
+        finally:
+            super().stop(timeout_s)

@@ -1,0 +1,267 @@
+"""One run of a function on all workers: a sequence of small calls to the controller, the only one that retries.
+
+A call asks every worker for the next message of its function. When the group was replaced since the last call, the same
+call starts the function there, from the newest checkpoint of the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.policies import RetryBudget
+from raysgd.engine.types import World
+from raysgd.exceptions import StepMismatchError, WorkerError
+from raysgd.train import session
+from raysgd.train._hand_off import Ended
+from raysgd.train.checkpoint import CheckpointManager
+from raysgd.train.session import Message, Order, Parcel, TrainingResultType
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the functions on all workers handed over, in step.
+
+    Attributes:
+        kind: Metrics or a checkpoint; None when all functions have ended.
+        data: The encoded metrics of all workers, or what the functions returned, by rank.
+        parcel: The checkpoint, if there is one.
+        source: The rank that has it.
+    """
+
+    kind: TrainingResultType | None
+    data: tuple[Any, ...]
+    parcel: Parcel | None = None
+    source: int = 0
+
+
+def check_step(messages: Sequence[Message | Ended]) -> Step:
+    """One step out of the workers' messages.
+
+    Raises:
+        StepMismatchError: They are not of the same kind.
+    """
+    ended = [message for message in messages if isinstance(message, Ended)]
+    if len(ended) == len(messages):
+        return Step(None, tuple(end.value for end in ended))
+    if ended:
+        ranks = [rank for rank, message in enumerate(messages) if isinstance(message, Ended)]
+        raise StepMismatchError(
+            "The functions made a different number of calls: they came to their end on "
+            f"{_ranks(ranks)}, and still report or save on the others. Every worker has to call `report` and "
+            "`save_checkpoint` equally often."
+        )
+    found = [message for message in messages if isinstance(message, Message)]
+    kinds = {message.kind for message in found}
+    if len(kinds) > 1:
+        saving = [rank for rank, message in enumerate(found) if message.kind is TrainingResultType.CHECKPOINT]
+        raise StepMismatchError(
+            f"The functions are out of step: {_ranks(saving)} called `save_checkpoint` where the others called "
+            "`report`. Every worker has to make the same number and order of calls."
+        )
+    sources = [rank for rank, message in enumerate(found) if message.parcel is not None]
+    source = sources[0] if sources else 0
+    return Step(kinds.pop(), tuple(message.data for message in found), found[source].parcel, source)
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+class Shards(Protocol):
+    """Parts of the data for a number of workers."""
+
+    def of(self, num_workers: int) -> Sequence[Any]:
+        """What each worker gets, as references or values."""
+
+
+class FunctionRun:
+    """One run.
+
+    Attributes:
+        may_restart: Whether nothing would be lost if the function was started again right now.
+        returned: What the functions returned, by rank, once they have.
+        is_over: Whether they have ended, in whatever way.
+
+    Args:
+        controller: Keeps the workers alive.
+        order: What to run.
+        decode: Undoes the encoding of what leaves a worker.
+        checkpoints: Takes the checkpoints, and knows which one to go on from.
+        shards: The data; None when there is none.
+        budget: The restarts that the run may use up.
+        before_start: Called before the function is started on a group.
+        max_workers: With fewer, more are looked for where a restart loses nothing: at the start and after a checkpoint.
+        resize_check_s: How often to look.
+        now: The clock.
+    """
+
+    def __init__(
+        self,
+        controller: ElasticController,
+        order: Order,
+        decode: Callable[[Any], dict[str, Any]],
+        checkpoints: CheckpointManager,
+        shards: Shards | None,
+        budget: RetryBudget,
+        before_start: Callable[[], None] = lambda: None,
+        max_workers: int = 1,
+        resize_check_s: float = 60.0,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._controller = controller
+        self._order = order
+        self._decode = decode
+        self._checkpoints = checkpoints
+        self._shards = shards
+        self.budget = budget
+        self._before_start = before_start
+        self._begun_on: Sequence[World] | None = None
+        self._is_muted = False
+        self._max_workers = max_workers
+        self._resize_check_s = resize_check_s
+        self._now = now
+        self._next_check = float("-inf")
+        self.may_restart = True
+        self.returned: list[Any] | None = None
+        self.is_over = False
+
+    def start(self) -> None:
+        """Starts the function on all workers.
+
+        Raises:
+            WorkersLostError: They were lost, again and again.
+        """
+        self._call(session.start_function)
+
+    def next_step(self) -> Step:
+        """The next step of all workers; its checkpoint, if any, is taken over.
+
+        Raises:
+            StepMismatchError: The functions are out of step.
+            WorkerError: A function raised; of that class too.
+            WorkersLostError: Workers were lost, and no restart is left.
+            ValueError: A checkpoint lacks its score.
+        """
+        try:
+            step = check_step(self._call(session.take_step))
+            if step.parcel is not None:
+                self._take(step.parcel, step.source)
+            self.may_restart = step.parcel is not None
+            if step.kind is None:
+                self.is_over = True
+                self.returned = list(step.data)
+                self._checkpoints.flush()
+        except BaseException as error:
+            self.abort(error)
+            raise
+        return step
+
+    def next_reports(self) -> list[dict[str, Any]] | None:
+        """The metrics of all workers at their next report; None when the functions have ended."""
+        while (step := self.next_step()).kind is TrainingResultType.CHECKPOINT:
+            pass
+        return None if step.kind is None else self.decoded(step)
+
+    def decoded(self, step: Step) -> list[dict[str, Any]]:
+        """The metrics in a step."""
+        return [self._decode(data) for data in step.data]
+
+    def finish(self) -> list[Any]:
+        """Lets the functions come to their end without their reports; what they returned, by rank."""
+        if not self.is_over:
+            self.mute()
+        while not self.is_over:
+            self.next_step()
+        assert self.returned is not None
+        return self.returned
+
+    def mute(self) -> None:
+        """From here on reports are not waited for; checkpoints are."""
+        self._is_muted = True
+        self._call(session.mute)
+
+    def abort(self, error: BaseException | None = None) -> None:
+        """Ends the functions, wherever they are, so that the workers are free for another run."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if self._begun_on is None or not self._can_be_kept(error):
+            self._controller.give_up()
+
+    def _can_be_kept(self, error: BaseException | None) -> bool:
+        """Whether the workers are as good as new: all functions ended alike, or the only one there was has ended.
+
+        Where some ranks failed and others did not, the others may be in the middle of a collective, and whoever takes
+        part in the next one would be answered by the last.
+        """
+        size = len(self._begun_on or ())
+        if isinstance(error, WorkerError) and len(error.faults) == size:
+            return True
+        if size > 1 or self._controller.num_workers != size:
+            return False
+        try:
+            return all(self._controller.run(Call(session.end_function), max_retries=0))
+        except Exception as failed:
+            logger.debug("ending the function failed: %s", failed)
+            return False
+
+    def _call(self, function: Callable[..., Any]) -> list[Any]:
+        may_grow = self.may_restart and self._controller.num_workers < self._max_workers and self._is_due()
+        if may_grow:
+            self._checkpoints.flush()  # what is on its way would be lost with the workers that make place
+        call = Call(function, self._arguments, changes_state=may_grow)
+        return self._controller.run(call, budget=self.budget)
+
+    def _is_due(self) -> bool:
+        """Whether it is time to look for room again."""
+        now = self._now()
+        if now < self._next_check:
+            return False
+        self._next_check = now + self._resize_check_s
+        return True
+
+    def _arguments(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+        """Nothing, for each rank; where the function does not run yet, what it takes to start it."""
+        if worlds is self._begun_on:
+            return [()] * len(worlds)
+        self._begun_on = worlds
+        return self._to_start(len(worlds))
+
+    def _to_start(self, num_workers: int) -> list[tuple[Any, ...]]:
+        from ray import cloudpickle
+
+        self._before_start()
+        order = replace(self._order, is_muted=self._is_muted)
+        checkpoint = self._checkpoints.restart_point
+        packed: Any = None
+        if checkpoint is not None:
+            [packed, *_] = self._controller.group.share(cloudpickle.dumps(checkpoint, protocol=5))
+        if self._shards is None:
+            return [(order, packed, None)] * num_workers  # one object: the engine then packs it once
+        return [(order, packed, shard) for shard in self._shards.of(num_workers)]
+
+    def _take(self, parcel: Parcel, source: int) -> None:
+        self._checkpoints.add(parcel.score, self._receiver(parcel, source))
+
+    def _receiver(self, parcel: Parcel, source: int) -> Callable[[], dict[str, Any]]:
+        """Gets a checkpoint: out of the message, or from the worker that holds it."""
+        if parcel.token is None:
+            return lambda: self._decode(parcel.data)
+        transfer = self._controller.group.beside(source, session.fetch_parcel, parcel.token)
+        return lambda: self._decode(transfer.result(None))
+
+
+def restarts_allowed(max_retries: int) -> float:
+    """The restarts that `max_retries` of the old library means: its last retry is the one that raises.
+
+    >>> [restarts_allowed(number) for number in (0, 1, 3, -1)]
+    [0, 0, 2, inf]
+    """
+    return float("inf") if max_retries < 0 else max(0, max_retries - 1)

@@ -1,0 +1,48 @@
+"""The data of a run, divided over its workers: once for each number of workers, and the same parts after a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+class DividedData:
+    """Divides a dataset, or a dict of them.
+
+    Args:
+        dataset: Has `split(n, equal=True)`, which returns n parts; or a dict of such.
+        place: Puts a part where one worker can take it from.
+    """
+
+    def __init__(self, dataset: Any, place: Callable[[Any], Any] = lambda part: part) -> None:
+        self._dataset = dataset
+        self._place = place
+        self._num_workers = 0
+        self._parts: Sequence[Any] = ()
+
+    def of(self, num_workers: int) -> Sequence[Any]:
+        """What each worker gets: its part, or a dict of its parts."""
+        if num_workers != self._num_workers:
+            self._parts = [self._place(part) for part in self._divided(num_workers)]
+            self._num_workers = num_workers
+        return self._parts
+
+    def _divided(self, num_workers: int) -> list[Any]:
+        if not isinstance(self._dataset, Mapping):
+            return list(self._dataset.split(num_workers, equal=True))
+        by_name = {name: dataset.split(num_workers, equal=True) for name, dataset in self._dataset.items()}
+        return [{name: parts[rank] for name, parts in by_name.items()} for rank in range(num_workers)]
+
+
+def check_dataset(dataset: Any) -> None:
+    """Checks that the data of a run can be divided.
+
+    Raises:
+        TypeError: It cannot.
+    """
+    for each in dataset.values() if isinstance(dataset, Mapping) else (dataset,):
+        if each is not None and not hasattr(each, "split"):
+            raise TypeError(
+                f"`dataset` is, or holds, a {type(each).__name__}: need a Ray Data dataset, something with "
+                "`split(n, equal=True)`, or a dict of such."
+            )

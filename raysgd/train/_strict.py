@@ -1,0 +1,28 @@
+"""The functions for training functions as their first version had them: outside of a run they raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from raysgd.train import session
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
+
+
+def _strict(function: FunctionT) -> FunctionT:
+    @wraps(function)
+    def inside_only(*args: Any, **kwargs: Any) -> Any:
+        if session.current_session() is None:
+            raise ValueError(f"`{function.__name__}` was called outside of a function that a trainer runs.")
+        return function(*args, **kwargs)
+
+    return inside_only  # type: ignore[return-value]
+
+
+report = _strict(session.report)
+save_checkpoint = _strict(session.save_checkpoint)
+load_checkpoint = _strict(session.load_checkpoint)
+world_rank = _strict(session.world_rank)
+local_rank = _strict(session.local_rank)

@@ -1,0 +1,219 @@
+"""How the workers of a function-based trainer are connected: the plug-in interface, and what it stands on.
+
+A plug-in is a `BackendConfig`, which users make, and a `Backend`, whose methods run in the driver and reach the workers
+through a `WorkerGroup`. What has to run in the workers before anything else, a process group that is joined by all
+ranks at a time, is the config's `connection`: a backend of the engine.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from raysgd.backends.base import Backend as Connection
+from raysgd.engine.types import Rendezvous, World
+from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
+
+if TYPE_CHECKING:
+    from raysgd.train.executor import BackendExecutor
+    from raysgd.train.worker_group import WorkerGroup
+
+__all__ = [
+    "Backend",
+    "BackendConfig",
+    "BackendExecutor",
+    "Connection",
+    "EncodedData",
+    "InactiveWorkerGroupError",
+    "TrainBackendError",
+    "TrainingWorkerError",
+    "resolve",
+]
+
+EncodedData = Any
+_NAMED = {
+    "torch": ("raysgd.train.torch", "TorchConfig"),
+    "tensorflow": ("raysgd.train.tensorflow", "TensorflowConfig"),
+    "horovod": ("raysgd.train.horovod", "HorovodConfig"),
+}
+
+
+class Backend:
+    """Connects the workers. One is made for each trainer.
+
+    Attributes:
+        share_cuda_visible_devices: Whether each worker sees the GPUs of all workers on its node.
+    """
+
+    share_cuda_visible_devices: bool = False
+
+    def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
+        """Called in the driver when all workers run; again after workers were lost, with the new ones."""
+
+    def on_training_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
+        """Called in the driver before a function is started."""
+
+    def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
+        """Called in the driver before the workers are ended in good order. What it raises is logged."""
+
+    @staticmethod
+    def encode_data(data_dict: dict[str, Any]) -> EncodedData:
+        """Makes what is reported or saved ready to leave the worker."""
+        return data_dict
+
+    @staticmethod
+    def decode_data(encoded_data: EncodedData) -> dict[str, Any]:
+        """Undoes that, in the driver."""
+        decoded: dict[str, Any] = encoded_data
+        return decoded
+
+
+class BackendConfig:
+    """What users choose a backend with. By itself it connects nothing: the workers run side by side."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        """The class of the backend."""
+        return Backend
+
+    def connection(self, num_gpus_per_worker: float) -> Connection:
+        """What connects the workers from within, as part of their start."""
+        return Unconnected()
+
+
+class Unconnected(Connection):
+    """Connects nothing."""
+
+    def load(self) -> None:
+        """There is no framework to import."""
+
+    def open_rendezvous(self) -> int:
+        return 0
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        """There is nothing to join."""
+
+    def leave(self) -> None:
+        """There is nothing to leave."""
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        return False
+
+
+@dataclass
+class Placed(Connection):
+    """Another connection, joined also by a single worker, with environment variables that tell the worker its place.
+
+    Attributes:
+        inner: What connects the workers.
+        shares_gpus: Whether each worker sees the GPUs of all workers on its node.
+        names_address: Whether `MASTER_ADDR` and `MASTER_PORT` are set too.
+        names_place: Whether `RANK`, `WORLD_SIZE` and so on are set.
+    """
+
+    inner: Connection
+    shares_gpus: bool = False
+    names_address: bool = False
+    names_place: bool = False
+    _before: dict[str, str | None] = field(default_factory=dict, repr=False, compare=False)
+
+    def limit_threads(self, num_threads: int) -> None:
+        self.inner.limit_threads(num_threads)
+
+    def load(self) -> None:
+        self.inner.load()
+
+    def open_rendezvous(self) -> int:
+        return self.inner.open_rendezvous()
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        for name, value in self.variables(rendezvous, world).items():
+            self._before.setdefault(name, os.environ.get(name))
+            os.environ[name] = value
+        self.inner.join(rendezvous, world, even_alone=True)
+
+    def variables(self, rendezvous: Rendezvous, world: World) -> dict[str, str]:
+        """What is set before joining."""
+        variables = {}
+        if self.shares_gpus and world.node_gpu_ids:
+            variables["CUDA_VISIBLE_DEVICES"] = ",".join(world.node_gpu_ids)
+        if self.names_address:
+            variables |= {"MASTER_ADDR": rendezvous.address, "MASTER_PORT": str(rendezvous.port)}
+        if self.names_place:
+            variables |= {
+                "RANK": str(world.rank),
+                "WORLD_SIZE": str(world.size),
+                "LOCAL_RANK": str(world.local_rank),
+                "LOCAL_WORLD_SIZE": str(world.local_size),
+                "NODE_RANK": str(world.node_rank),
+            }
+        return variables
+
+    def interrupt(self) -> None:
+        self.inner.interrupt()
+
+    def leave(self) -> None:
+        self.inner.leave()
+        while self._before:
+            name, value = self._before.popitem()
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        return self.inner.is_connection_error(error)
+
+
+def resolve(backend: str | BackendConfig) -> BackendConfig:
+    """The config that `backend` names or is.
+
+    Raises:
+        ValueError: A name that is not known.
+        TypeError: Neither a name nor a config.
+        ImportError: The framework is not installed.
+    """
+    if isinstance(backend, BackendConfig):
+        return backend
+    if not isinstance(backend, str):
+        hint = f": pass an instance, `{backend.__name__}()`" if inspect.isclass(backend) else ""
+        raise TypeError(f"`backend={backend!r}`: need a name or a `BackendConfig`{hint}.")
+    if backend not in _NAMED:
+        raise ValueError(f"`backend={backend!r}`: the names are {', '.join(map(repr, _NAMED))}.")
+    module, name = _NAMED[backend]
+    config: BackendConfig = getattr(importlib.import_module(module), name)()
+    return config
+
+
+def backend_of(config: BackendConfig) -> Backend:
+    """The backend of a config whose `backend_cls` is a property, as it should be, or a method, as some have it.
+
+    Raises:
+        TypeError: It gives no backend.
+    """
+    found: Any = config.backend_cls
+    if not inspect.isclass(found) and callable(found):
+        found = found()
+    made: Any = found() if inspect.isclass(found) else found
+    missing = [name for name in ("on_start", "on_shutdown", "encode_data", "decode_data") if not hasattr(made, name)]
+    if missing:
+        raise TypeError(
+            f"`{type(config).__name__}.backend_cls` gives {found!r}, which has no {', '.join(missing)}: need a "
+            "subclass of `raysgd.train.backend.Backend`."
+        )
+    backend: Backend = made
+    return backend
+
+
+_LAZY: Mapping[str, str] = {"BackendExecutor": "raysgd.train.executor"}
+
+
+def __getattr__(name: str) -> Any:
+    """The executor stands on this module, and is also found here."""
+    if name not in _LAZY:
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    return getattr(importlib.import_module(_LAZY[name]), name)

@@ -1,0 +1,294 @@
+"""Callbacks that write what is reported: JSON, TensorBoard, MLflow."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raysgd._optional import require
+from raysgd.train.callbacks.callback import TrainingCallback
+from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
+from raysgd.train.constants import (
+    PID,
+    RESULT_FILE_JSON,
+    TIME_TOTAL_S,
+    TIMESTAMP,
+    TRAIN_CHECKPOINT_SUBDIR,
+    TRAINING_ITERATION,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class LogdirManager:
+    """Where a callback writes: the folder it was made with, or that of the run.
+
+    Args:
+        logdir: The folder; None for that of the run.
+        create_logdir: Whether to make it.
+    """
+
+    def __init__(self, logdir: str | Path | None = None, create_logdir: bool = True) -> None:
+        self._logdir = Path(logdir) if logdir is not None else None
+        self._default: Path | None = None
+        self._create_logdir = create_logdir
+
+    def setup_logdir(self, default_logdir: str | Path) -> Path:
+        """Makes sure that the folder is there and returns it.
+
+        Raises:
+            FileExistsError: There is a file of that name.
+            ValueError: It is not there and is not to be made.
+        """
+        self._default = Path(default_logdir)
+        path = self.logdir_path
+        if self._create_logdir:
+            path.mkdir(parents=True, exist_ok=True)
+        if not path.is_dir():
+            raise ValueError(f"`logdir={str(path)!r}` is no folder: make it, or leave `create_logdir` at True.")
+        return path
+
+    @property
+    def logdir_path(self) -> Path:
+        """The folder.
+
+        Raises:
+            RuntimeError: It is that of the run, and there was none yet.
+        """
+        path = self._logdir or self._default
+        if path is None:
+            raise RuntimeError("The folder is not known before `start_training`: pass `logdir`, or ask later.")
+        return path
+
+
+class SafeFallbackEncoder(json.JSONEncoder):
+    """Writes arrays as lists, scalars of numpy as numbers, and everything else that JSON does not know as text."""
+
+    def default(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value.tolist()
+        if isinstance(value, np.generic):
+            return value.item()
+        return str(value)
+
+
+class JsonLoggerCallback(TrainingCallback):
+    """Keeps a JSON file: a list with one element for each report, which is a list of the workers' metrics.
+
+    Args:
+        logdir: The folder. Default: that of the run.
+        filename: The file. Default: `results.json`.
+        workers_to_log: A rank, several, or None for all.
+    """
+
+    _default_filename = RESULT_FILE_JSON
+
+    def __init__(
+        self,
+        logdir: str | None = None,
+        filename: str | None = None,
+        workers_to_log: int | Iterable[int] | None = 0,
+    ) -> None:
+        self._logdir = LogdirManager(logdir)
+        self._filename = filename or self._default_filename
+        self._is_empty = True
+        self.results_preprocessor = IndexedResultsPreprocessor(workers_to_log)
+
+    @property
+    def logdir(self) -> Path:
+        """The folder."""
+        return self._logdir.logdir_path
+
+    @property
+    def log_path(self) -> Path:
+        """The file."""
+        return self.logdir / self._filename
+
+    def start_training(self, logdir: str, config: dict[str, Any] | None = None, **info: Any) -> None:
+        self._logdir.setup_logdir(logdir)
+        self.log_path.write_text("[]")
+        self._is_empty = True
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        """Puts the results before the closing bracket, so that the file is whole after each of them."""
+        text = json.dumps(results, cls=SafeFallbackEncoder)
+        with open(self.log_path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(f"{'' if self._is_empty else ', '}{text}]".encode())
+        self._is_empty = False
+
+
+class TBXLoggerCallback(TrainingCallback):
+    """Writes files for TensorBoard with tensorboardX.
+
+    Args:
+        logdir: The folder. Default: that of the run.
+        worker_to_log: The rank whose reports are written.
+    """
+
+    VALID_SUMMARY_TYPES = (int, float, np.float32, np.float64, np.int32, np.int64)
+    IGNORE_KEYS = frozenset({PID, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION})
+
+    def __init__(self, logdir: str | None = None, worker_to_log: int = 0) -> None:
+        self._logdir = LogdirManager(logdir)
+        self.results_preprocessor = IndexedResultsPreprocessor(one_rank(worker_to_log))
+        self._tensorboard = require("tensorboardX", extra="tensorboard", purpose="`TBXLoggerCallback`")
+        self._writer: Any = None
+        self._warned: set[str] = set()
+
+    @property
+    def logdir(self) -> Path:
+        """The folder."""
+        return self._logdir.logdir_path
+
+    def start_training(self, logdir: str, config: dict[str, Any] | None = None, **info: Any) -> None:
+        self._writer = self._tensorboard.SummaryWriter(str(self._logdir.setup_logdir(logdir)), flush_secs=30)
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        [result] = results
+        step = result[TRAINING_ITERATION]
+        shown = {key: value for key, value in result.items() if key not in self.IGNORE_KEYS}
+        for name, value in _flat(shown):
+            self._write(f"ray/train/{name}", value, step)
+        self._writer.flush()
+
+    def _write(self, name: str, value: Any, step: int) -> None:
+        if isinstance(value, self.VALID_SUMMARY_TYPES):
+            if not math.isnan(value):
+                self._writer.add_scalar(name, value, global_step=step)
+        elif isinstance(value, np.ndarray) and value.ndim == 5:
+            self._writer.add_video(name, value, global_step=step, fps=20)
+        elif isinstance(value, list | np.ndarray) and len(value) > 0:
+            self._try(name, value, step)
+        else:
+            self._warn(name, value)
+
+    def _try(self, name: str, value: Any, step: int) -> None:
+        try:
+            self._writer.add_histogram(name, value, global_step=step)
+        except (TypeError, ValueError):  # a list of something else than numbers
+            self._warn(name, value)
+
+    def _warn(self, name: str, value: Any) -> None:
+        if name not in self._warned:
+            self._warned.add(name)
+            logger.warning("`%s` is not written for TensorBoard: it is a %s", name, type(value).__name__)
+
+    def finish_training(self, error: bool = False, **info: Any) -> None:
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of nested dicts, named by their path."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}/")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def one_rank(worker_to_log: Any) -> int:
+    """The rank, also out of a list of one.
+
+    Raises:
+        ValueError: Several, or none.
+        TypeError: No rank.
+    """
+    if isinstance(worker_to_log, int):
+        return worker_to_log
+    if not isinstance(worker_to_log, Iterable):
+        raise TypeError(f"`worker_to_log={worker_to_log!r}`: need the rank of one worker.")
+    ranks = list(worker_to_log)
+    if len(ranks) != 1:
+        raise ValueError(f"`worker_to_log={ranks!r}`: need the rank of one worker; several cannot be told apart there.")
+    return one_rank(ranks[0])
+
+
+class MLflowLoggerCallback(TrainingCallback):
+    """Keeps an MLflow run.
+
+    Args:
+        tracking_uri: Where runs are kept. Default: the folder `mlruns` in that of the run.
+        registry_uri: Where models are kept. Default: likewise.
+        experiment_id: An experiment that is there. Default: the environment variable MLFLOW_EXPERIMENT_ID.
+        experiment_name: Else the name of one, which is made if need be. Default: MLFLOW_EXPERIMENT_NAME.
+        tags: Tags of the run.
+        save_artifact: Whether to upload the checkpoints at the end.
+        logdir: The folder. Default: that of the run.
+        worker_to_log: The rank whose reports are written.
+
+    Raises:
+        ImportError: MLflow is not installed.
+    """
+
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        registry_uri: str | None = None,
+        experiment_id: str | None = None,
+        experiment_name: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        save_artifact: bool = False,
+        logdir: str | None = None,
+        worker_to_log: int = 0,
+    ) -> None:
+        self._mlflow = require("mlflow", extra="mlflow", purpose="`MLflowLoggerCallback`")
+        self._logdir = LogdirManager(logdir)
+        self._tracking_uri, self._registry_uri = tracking_uri, registry_uri
+        self._experiment_id, self._experiment_name = experiment_id, experiment_name
+        self._tags = dict(tags or {})
+        self._save_artifact = save_artifact
+        self.results_preprocessor = IndexedResultsPreprocessor(one_rank(worker_to_log))
+
+    @property
+    def logdir(self) -> Path:
+        """The folder."""
+        return self._logdir.logdir_path
+
+    def start_training(self, logdir: str, config: dict[str, Any] | None = None, **info: Any) -> None:
+        folder = self._logdir.setup_logdir(logdir)
+        default = str(folder / "mlruns")
+        self._mlflow.set_tracking_uri(self._tracking_uri or default)
+        self._mlflow.set_registry_uri(self._registry_uri or default)
+        experiment = self._find_experiment()
+        self._mlflow.start_run(experiment_id=experiment, tags=self._tags)
+        self._mlflow.log_params(dict(config or {}))
+
+    def _find_experiment(self) -> str:
+        identity = self._experiment_id or os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if identity is not None:
+            try:
+                return str(self._mlflow.get_experiment(experiment_id=identity).experiment_id)
+            except self._mlflow.exceptions.MlflowException:
+                logger.warning("there is no MLflow experiment %s; looking for one by name", identity)
+        name = self._experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        if name is None:
+            raise ValueError(
+                "MLflow needs an experiment: pass the `experiment_id` of one that is there, or an `experiment_name`."
+            )
+        found = self._mlflow.get_experiment_by_name(name)
+        return str(found.experiment_id if found is not None else self._mlflow.create_experiment(name))
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        [result] = results
+        metrics = {}
+        for name, value in _flat(result):
+            try:
+                metrics[name] = float(value)
+            except (TypeError, ValueError):
+                continue
+        self._mlflow.log_metrics(metrics, step=result[TRAINING_ITERATION])
+
+    def finish_training(self, error: bool = False, **info: Any) -> None:
+        checkpoints = self.logdir / TRAIN_CHECKPOINT_SUBDIR
+        if self._save_artifact and checkpoints.is_dir():
+            self._mlflow.log_artifacts(str(checkpoints), artifact_path=TRAIN_CHECKPOINT_SUBDIR)
+        self._mlflow.end_run(status="FAILED" if error else "FINISHED")

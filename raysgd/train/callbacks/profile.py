@@ -1,0 +1,37 @@
+"""Writes the traces that `TorchWorkerProfiler` made in the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from raysgd.train.callbacks.callback import TrainingCallback
+from raysgd.train.callbacks.logging import LogdirManager
+from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
+from raysgd.train.constants import PYTORCH_PROFILER_KEY
+
+_FOLDER = "pytorch_profiler"
+
+
+class TorchTensorboardProfilerCallback(TrainingCallback):
+    """Writes what workers report of `TorchWorkerProfiler.get_and_clear_profile_traces` as files for TensorBoard.
+
+    Args:
+        logdir: The folder. Default: `pytorch_profiler` in that of the run.
+        workers_to_log: A rank, several, or None for all.
+    """
+
+    RESERVED_KEYS = frozenset({PYTORCH_PROFILER_KEY})
+
+    def __init__(self, logdir: str | None = None, workers_to_log: int | Iterable[int] | None = None) -> None:
+        self._logdir = LogdirManager(logdir)
+        self.results_preprocessor = IndexedResultsPreprocessor(workers_to_log)
+
+    def start_training(self, logdir: str, config: dict[str, Any] | None = None, **info: Any) -> None:
+        self._logdir.setup_logdir(str(Path(logdir) / _FOLDER))
+
+    def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+        for result in results:
+            for name, text in result.get(PYTORCH_PROFILER_KEY, ()):
+                (self._logdir.logdir_path / name).write_text(text)

@@ -1,0 +1,190 @@
+"""What results go through on their way to a callback. New lists come out; those that went in are left as they are."""
+
+from __future__ import annotations
+
+import abc
+import logging
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+logger = logging.getLogger(__name__)
+
+Results = list[dict[str, Any]]
+_NUMBERS = (int, float, np.float32, np.float64, np.int32, np.int64)
+
+
+class ResultsPreprocessor(abc.ABC):
+    """Changes what a callback sees of a report."""
+
+    @abc.abstractmethod
+    def preprocess(self, results: Results) -> Results:
+        """The results, by rank, as the callback shall see them."""
+
+
+class SequentialResultsPreprocessor(ResultsPreprocessor):
+    """Several, from left to right."""
+
+    def __init__(self, preprocessors: Sequence[ResultsPreprocessor]) -> None:
+        self.preprocessors = list(preprocessors)
+
+    def preprocess(self, results: Results) -> Results:
+        for preprocessor in self.preprocessors:
+            results = preprocessor.preprocess(results)
+        return results
+
+
+class IndexedResultsPreprocessor(ResultsPreprocessor):
+    """Only some workers, in the order given.
+
+    Args:
+        indices: One rank, several, or None for all.
+
+    Raises:
+        TypeError: Something else.
+        ValueError: No rank at all.
+    """
+
+    def __init__(self, indices: int | Iterable[int] | None) -> None:
+        self._indices = _ranks(indices)
+
+    def preprocess(self, results: Results) -> Results:
+        return results if self._indices is None else [results[index] for index in self._indices]
+
+
+def _ranks(indices: int | Iterable[int] | None) -> list[int] | None:
+    if indices is None:
+        return None
+    if isinstance(indices, int):
+        return [indices]
+    if not isinstance(indices, Iterable):
+        raise TypeError(f"`indices={indices!r}`: need a rank, several of them, or None for all.")
+    ranks = list(indices)
+    if not ranks:
+        raise ValueError("`indices` is empty: need at least one rank, or None for all.")
+    if not all(isinstance(rank, int) for rank in ranks):
+        raise TypeError(f"`indices={ranks!r}`: ranks are integers.")
+    return ranks
+
+
+class ExcludedKeysResultsPreprocessor(ResultsPreprocessor):
+    """Without some keys.
+
+    Args:
+        excluded_keys: Which; None for none.
+    """
+
+    def __init__(self, excluded_keys: Iterable[str] | None = None) -> None:
+        self._excluded = frozenset(excluded_keys or ())
+
+    def preprocess(self, results: Results) -> Results:
+        return [{key: value for key, value in result.items() if key not in self._excluded} for result in results]
+
+
+class _Aggregate(ResultsPreprocessor):
+    """Adds one number made of all workers' to every worker's results."""
+
+    def __init__(self, keys: Iterable[str] | None = None) -> None:
+        self._keys = None if keys is None else list(keys)
+
+    def preprocess(self, results: Results) -> Results:
+        if not results:
+            return results
+        added = {}
+        for key in self._keys if self._keys is not None else _keys_of(results):
+            values = _valid(results, key)
+            if values is not None:
+                added[self._name(key)] = self._aggregate(values, results)
+        return [{**result, **added} for result in results]
+
+    @abc.abstractmethod
+    def _name(self, key: str) -> str:
+        """What the number is called."""
+
+    @abc.abstractmethod
+    def _aggregate(self, values: Sequence[float], results: Results) -> float:
+        """The number, out of the workers' values, of which at least one is not NaN."""
+
+
+class AverageResultsPreprocessor(_Aggregate):
+    """Adds `avg(<key>)`.
+
+    Args:
+        keys: Which; None for all.
+    """
+
+    def _name(self, key: str) -> str:
+        return f"avg({key})"
+
+    def _aggregate(self, values: Sequence[float], results: Results) -> float:
+        return float(np.nanmean(values))
+
+
+class MaxResultsPreprocessor(_Aggregate):
+    """Adds `max(<key>)`.
+
+    Args:
+        keys: Which; None for all.
+    """
+
+    def _name(self, key: str) -> str:
+        return f"max({key})"
+
+    def _aggregate(self, values: Sequence[float], results: Results) -> float:
+        return float(np.nanmax(values))
+
+
+class WeightedAverageResultsPreprocessor(_Aggregate):
+    """Adds `weight_avg_<weight_key>(<key>)`.
+
+    Args:
+        keys: Which; None for all.
+        weight_key: What each worker counts by. Without it, and where it cannot be used, all count alike.
+    """
+
+    def __init__(self, keys: Iterable[str] | None = None, weight_key: str | None = None) -> None:
+        super().__init__(keys)
+        self._weight_key = weight_key
+
+    def _name(self, key: str) -> str:
+        return f"weight_avg_{self._weight_key}({key})"
+
+    def _aggregate(self, values: Sequence[float], results: Results) -> float:
+        weights = self._weights(results)
+        pairs = [(value, weight) for value, weight in zip(values, weights, strict=True) if not math.isnan(value)]
+        total = sum(weight for _, weight in pairs)
+        if not total:
+            return float(np.nanmean(values))
+        return sum(value * weight for value, weight in pairs) / total
+
+    def _weights(self, results: Results) -> list[float]:
+        weights = [result.get(self._weight_key) for result in results] if self._weight_key is not None else []
+        if weights and all(_is_number(weight) for weight in weights):
+            return [float(weight) for weight in weights if weight is not None]
+        logger.warning(
+            "Averaging weight `%s` is not reported by all workers, or is no number. Use equal weight instead.",
+            self._weight_key,
+        )
+        return [1.0] * len(results)
+
+
+def _keys_of(results: Results) -> list[str]:
+    return list(dict.fromkeys(key for result in results for key in result))
+
+
+def _valid(results: Results, key: str) -> list[float] | None:
+    """Each worker's value, NaN where it has none that counts; None, and a warning, when no worker has one."""
+    if not any(key in result for result in results):
+        logger.warning("`%s` is not reported from workers, so it is ignored.", key)
+        return None
+    values = [float(result[key]) if _is_number(result.get(key)) else math.nan for result in results]
+    if all(math.isnan(value) for value in values):
+        logger.warning("`%s` value type is not valid, so it is ignored.", key)
+        return None
+    return values
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in _NUMBERS

@@ -1,0 +1,51 @@
+"""Names and defaults that code for the old library may import."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Keys that are filled in for every report.
+TIMESTAMP = "_timestamp"
+TIME_THIS_ITER_S = "_time_this_iter_s"
+TRAINING_ITERATION = "_training_iteration"
+BASIC_AUTOFILLED_KEYS = {TIMESTAMP, TIME_THIS_ITER_S, TRAINING_ITERATION}
+
+# Keys that are filled in as well when `ENABLE_DETAILED_AUTOFILLED_METRICS_ENV` is set to 1.
+DATE = "_date"
+HOSTNAME = "_hostname"
+NODE_IP = "_node_ip"
+PID = "_pid"
+TIME_TOTAL_S = "_time_total_s"
+DETAILED_AUTOFILLED_KEYS = {DATE, HOSTNAME, NODE_IP, PID, TIME_TOTAL_S}
+
+# Keys that belong to one callback and that no other one is shown.
+PYTORCH_PROFILER_KEY = "_train_torch_profiler"
+ALL_RESERVED_KEYS = {PYTORCH_PROFILER_KEY}
+
+DEFAULT_RESULTS_DIR = Path("~/ray_results").expanduser()
+TRAIN_CHECKPOINT_SUBDIR = "checkpoints"
+RESULT_FILE_JSON = "results.json"
+TUNE_CHECKPOINT_FILE_NAME = "checkpoint"
+TUNE_CHECKPOINT_ID = "_current_checkpoint_id"
+SESSION_MISUSE_LOG_ONCE_KEY = "train_warn_session_misuse"
+
+# Environment variables of the driver, read when a trainer is made.
+ENABLE_DETAILED_AUTOFILLED_METRICS_ENV = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
+ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV = "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"
+TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV = "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
+
+
+def env_integer(name: str, default: int) -> int:
+    """The value of an environment variable; `default` when it is not set.
+
+    Raises:
+        ValueError: It is no integer.
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"The environment variable {name}={text!r} has to be an integer.") from None

@@ -1,0 +1,429 @@
+"""Runs functions on a group of workers that it keeps alive: what `Trainer` stands on, and developers drive directly.
+
+A thin face over the engine's controller. Nothing is retried here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.history import History
+from raysgd.engine.lifecycle import ElasticRules
+from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.engine.resources import draining_nodes, ensure_ray
+from raysgd.engine.types import Resources
+from raysgd.engine.worker_group import GroupSpec
+from raysgd.exceptions import (
+    InactiveWorkerGroupError,
+    TrainBackendError,
+    TrainingWorkerError,
+    WorkersLostError,
+)
+from raysgd.train import constants
+from raysgd.train._hooked_group import HookedGroup
+from raysgd.train._run import FunctionRun, Step, restarts_allowed
+from raysgd.train._shards import DividedData, check_dataset
+from raysgd.train.backend import BackendConfig, Placed, backend_of
+from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
+from raysgd.train.session import FunctionSession, Order, TrainingResult, TrainingResultType
+from raysgd.train.utils import without_arguments
+from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, Workers, check_group, gather
+
+_RELEASE_S = 30.0
+
+
+class BackendExecutor:
+    """Keeps workers alive and runs functions on them, one at a time.
+
+    Args:
+        backend_config: How the workers are connected.
+        num_workers: How many; or the smallest and the largest number.
+        num_cpus_per_worker: CPUs for each.
+        num_gpus_per_worker: GPUs for each.
+        additional_resources_per_worker: Other resources for each.
+        max_retries: The loss of workers with this number, counted over a run, is the one that is raised; -1 for none.
+        resize_check_s: How often a run on fewer workers than it might have looks for more.
+        heartbeat_s: A worker process that gives no sign of life for so long is lost.
+
+    Raises:
+        ValueError: A number that cannot be.
+    """
+
+    def __init__(
+        self,
+        backend_config: BackendConfig,
+        num_workers: int | tuple[int, int] = 1,
+        num_cpus_per_worker: float = 1,
+        num_gpus_per_worker: float = 0,
+        additional_resources_per_worker: Mapping[str, float] | None = None,
+        max_retries: int = 3,
+        *,
+        resize_check_s: float = 60.0,
+        heartbeat_s: float = 60.0,
+    ) -> None:
+        self._min_workers, self._max_workers = as_range(num_workers)
+        self._is_elastic = not isinstance(num_workers, int)
+        check_group(self._min_workers, num_cpus_per_worker, num_gpus_per_worker)
+        self._config = backend_config
+        self._backend = backend_of(backend_config)
+        self._resources = Resources(
+            num_cpus_per_worker, num_gpus_per_worker, dict(additional_resources_per_worker or {})
+        )
+        self._max_retries = max_retries
+        self._resize_check_s, self._heartbeat_s = resize_check_s, heartbeat_s
+        self._shares_gpus = bool(
+            constants.env_integer(
+                constants.ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, int(self._backend.share_cuda_visible_devices)
+            )
+        )
+        self._is_detailed = bool(constants.env_integer(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0))
+        self._timeout_s = constants.env_integer(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100)
+        self._controller: ElasticController | None = None
+        self._face: WorkerGroup | None = None
+        self._run: FunctionRun | None = None
+        self._num_failures = 0
+        self.checkpoint_manager = CheckpointManager()
+
+    # ---------------------------------------------------------------------------------------------- start and end
+
+    @property
+    def is_started(self) -> Flag:
+        """Whether there are workers; a property in some old versions, a method in others, and here both."""
+        return Flag(self._controller is not None)
+
+    def start(
+        self,
+        initialization_hook: Callable[[], Any] | None = None,
+        train_cls: type[Any] | None = None,
+        train_cls_args: Sequence[Any] | None = None,
+        train_cls_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Starts the workers and connects them.
+
+        Args:
+            initialization_hook: Run in each worker process before anything else.
+            train_cls: A class of which every worker makes an object, reached through `worker_group.workers`.
+            train_cls_args: Arguments for that.
+            train_cls_kwargs: Keyword arguments for that.
+
+        Raises:
+            RuntimeError: They were started already.
+            ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
+            WorkerError: The hook or the class raised; of that class too.
+        """
+        if self._controller is not None:
+            raise RuntimeError("The workers were started already: call `shutdown` before another `start`.")
+        ensure_ray()
+        controller = self._make_controller(initialization_hook)
+        try:
+            controller.start(as_fits=self._is_elastic)
+            if train_cls is not None:
+                Workers(controller.group).make_guests(train_cls, tuple(train_cls_args or ()), train_cls_kwargs or {})
+        except BaseException:
+            controller.stop(force=True)
+            self._face = None
+            raise
+        self._controller = controller
+
+    def _make_controller(self, hook: Callable[[], Any] | None) -> ElasticController:
+        connection = self._config.connection(self._resources.num_gpus)
+        if isinstance(connection, Placed):
+            connection.shares_gpus = self._shares_gpus
+        elif self._shares_gpus and self._resources.num_gpus > 0:
+            connection = Placed(connection, shares_gpus=True)
+        spec = GroupSpec(
+            backend=connection,
+            make_replica=FunctionSession,
+            resources=self._resources,
+            initialization_hook=hook,
+            reservation_timeout_s=self._timeout_s,
+            captures=False,
+        )
+        return ElasticController(
+            spec,
+            ScalingPolicy(max_workers=self._max_workers, min_workers=self._min_workers),
+            FailurePolicy(),
+            make_group=lambda spec, size: HookedGroup(spec, size, self._backend, self._config, self._note_group),
+            release_timeout_s=_RELEASE_S,
+            rules=ElasticRules(None, self._heartbeat_s, self._leaving_nodes),
+        )
+
+    def _note_group(self, face: WorkerGroup) -> None:
+        self._face = face
+
+    def _leaving_nodes(self) -> frozenset[str]:
+        """Nodes that will go away soon, where leaving them loses nothing: between runs and after a checkpoint."""
+        if self._run is not None and not self._run.is_over and not self._run.may_restart:
+            return frozenset()
+        nodes = draining_nodes()
+        if nodes:
+            self.checkpoint_manager.flush()
+        return nodes
+
+    def shutdown(self) -> None:
+        """Ends the workers and gives the resources back. What was not started is left alone."""
+        controller, self._controller = self._controller, None
+        self._run, self._face = None, None
+        if controller is not None:
+            controller.stop()
+
+    # ---------------------------------------------------------------------------------------------- a run
+
+    def start_training(
+        self,
+        train_func: Callable[..., Any],
+        run_dir: Path | None = None,
+        dataset: Any = None,
+        checkpoint: Mapping[str, Any] | str | Path | None = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+        latest_checkpoint_id: int | None = None,
+    ) -> None:
+        """Starts a function on all workers.
+
+        Args:
+            train_func: The function; it takes nothing, or the config, which then is empty.
+            run_dir: Where its checkpoints go; None to write none.
+            dataset: What is divided over the workers: has `split(n, equal=True)`; or a dict of such.
+            checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved one.
+            checkpoint_strategy: Which checkpoints are kept.
+            latest_checkpoint_id: The number that those of this run follow.
+
+        Raises:
+            InactiveWorkerGroupError: There are no workers.
+            TrainBackendError: A function is running already.
+            ValueError: There is no file at the path `checkpoint`.
+        """
+        controller = self._active()
+        self.check_free()
+        function = without_arguments(train_func, None)
+        check_dataset(dataset)
+        self.checkpoint_manager.begin_run(run_dir, checkpoint, checkpoint_strategy, latest_checkpoint_id)
+        order = Order(function, self._backend.encode_data, self.checkpoint_manager.score_attribute, self._is_detailed)
+        self._run = FunctionRun(
+            controller,
+            order,
+            self._backend.decode_data,
+            self.checkpoint_manager,
+            DividedData(dataset, self._put) if dataset is not None else None,
+            RetryBudget(restarts_allowed(self._max_retries)),
+            before_start=self._tell_backend,
+            max_workers=self._max_workers,
+            resize_check_s=self._resize_check_s,
+        )
+        with self._counting_losses(self._run):
+            self._run.start()
+
+    def check_free(self) -> None:
+        """Checks that no function is running.
+
+        Raises:
+            TrainBackendError: One is.
+        """
+        if self._run is not None and not self._run.is_over:
+            raise TrainBackendError(
+                "A run is going on already: take its results to the end, for instance with "
+                "`get_final_results(force=True)` of its iterator, or call `shutdown` and `start` again."
+            )
+
+    @property
+    def current_run(self) -> FunctionRun | None:
+        """The run that goes on, or has just ended."""
+        return self._run
+
+    def _put(self, part: Any) -> Any:
+        return self._active().group.store(part).reference
+
+    def _tell_backend(self) -> None:
+        hook = getattr(self._backend, "on_training_start", None)  # plug-ins need not derive from our class
+        if hook is not None:
+            hook(self.get_worker_group(), self._config)
+
+    def fetch_next_result(self) -> list[dict[str, Any]] | None:
+        """The metrics of all workers at their next report; None when all functions have ended."""
+        run = self._running()
+        with self._counting_losses(run):
+            return run.next_reports()
+
+    def get_next_results(self) -> list[TrainingResult] | None:
+        """The next step of all workers, also those in which they saved; None when all functions have ended."""
+        run = self._running()
+        with self._counting_losses(run):
+            step = run.next_step()
+        if step.kind is None:
+            return None
+        if step.kind is TrainingResultType.REPORT:
+            return [TrainingResult(step.kind, data) for data in run.decoded(step)]
+        return [TrainingResult(step.kind, self._saved_by(rank, step)) for rank in range(len(step.data))]
+
+    def _saved_by(self, rank: int, step: Step) -> dict[str, Any]:
+        is_source = step.parcel is not None and rank == step.source
+        return self.checkpoint_manager.latest_checkpoint or {} if is_source else {}
+
+    def pause_reporting(self) -> None:
+        """From here on the functions do not wait for their reports to be fetched."""
+        run = self._running()
+        with self._counting_losses(run):
+            run.mute()
+
+    def finish_training(self) -> list[Any]:
+        """Lets the functions come to their end, without their reports; returns what they returned, by rank."""
+        run, self._run = self._running(or_over=True), None
+        with self._counting_losses(run):
+            return run.finish()
+
+    def abort_training(self) -> None:
+        """Ends the functions wherever they are. Harmless when none runs."""
+        run, self._run = self._run, None
+        if run is not None and self._controller is not None:
+            run.abort()
+
+    @contextmanager
+    def _counting_losses(self, run: FunctionRun) -> Iterator[None]:
+        before = run.budget.num_spent
+        try:
+            yield
+        except WorkersLostError as error:
+            self._num_failures += 1
+            raise WorkersLostError(
+                f"{error}\nWith `max_retries={self._max_retries}` a run is given up at this loss: a larger number "
+                "allows more of them, -1 any number."
+            ) from error
+        finally:
+            self._num_failures += run.budget.num_spent - before
+
+    def _running(self, or_over: bool = False) -> FunctionRun:
+        self._active()
+        if self._run is None or (self._run.is_over and self._run.returned is None and not or_over):
+            raise TrainBackendError("No function is running: call `start_training` first.")
+        return self._run
+
+    # ---------------------------------------------------------------------------------------------- the workers
+
+    @property
+    def worker_group(self) -> WorkerGroup | _InactiveGroup:
+        """The workers; before `start` and after `shutdown` something that raises whatever it is asked for."""
+        return self.get_worker_group() if self._controller is not None else _InactiveGroup()
+
+    def get_worker_group(self) -> WorkerGroup:
+        """The workers.
+
+        Raises:
+            InactiveWorkerGroupError: There are none.
+        """
+        _ = self._active().group  # one that was given up is replaced here
+        assert self._face is not None
+        return self._face
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs `function(*args, **kwargs)` once in every worker; what it returned, in order of the ranks.
+
+        Raises:
+            WorkerError: The function raised; of that class too.
+            TrainingWorkerError: A worker died; there are new workers. A `RuntimeError`.
+        """
+        return self.get_with_failure_handling(self.get_worker_group().execute_async(function, *args, **kwargs))
+
+    def get_with_failure_handling(self, references: Sequence[Any]) -> list[Any]:
+        """The results of calls that `worker_group` started; replaces the workers if one died over it.
+
+        Raises:
+            TrainingWorkerError: A worker died; there are new workers now.
+            WorkersLostError: That happened too often.
+        """
+        controller = self._active()
+        try:
+            return gather(references)
+        except LostDuringCallError as lost:
+            self._num_failures += 1
+            controller.give_up()
+            if self._max_retries >= 0 and self._num_failures >= self._max_retries:
+                raise WorkersLostError(
+                    f"Workers were lost {self._num_failures} times, and `max_retries={self._max_retries}`."
+                ) from lost
+            self.get_worker_group()
+            raise TrainingWorkerError(f"{lost}; there are new workers now") from lost
+
+    def _active(self) -> ElasticController:
+        if self._controller is None:
+            raise InactiveWorkerGroupError("There are no workers: call `start` first.")
+        return self._controller
+
+    # ---------------------------------------------------------------------------------------------- what happened
+
+    def _get_num_failures(self) -> int:
+        return self._num_failures
+
+    @property
+    def history(self) -> History:
+        """What happened to the workers so far."""
+        return self._active().history
+
+    @property
+    def latest_checkpoint(self) -> dict[str, Any] | None:
+        """The newest checkpoint."""
+        return self.checkpoint_manager.latest_checkpoint
+
+    def get_latest_checkpoint(self) -> dict[str, Any] | None:
+        """See `latest_checkpoint`."""
+        return self.latest_checkpoint
+
+    @property
+    def latest_checkpoint_id(self) -> int:
+        """Its number in its run, from 1."""
+        return self.checkpoint_manager.latest_checkpoint_id
+
+    @property
+    def latest_checkpoint_dir(self) -> Path | None:
+        """Where the checkpoints of the latest run are."""
+        return self.checkpoint_manager.latest_checkpoint_dir
+
+    @property
+    def latest_checkpoint_path(self) -> Path | None:
+        """The newest file of the latest run."""
+        return self.checkpoint_manager.latest_checkpoint_path
+
+
+class Flag(int):
+    """True or false; called, it says the same."""
+
+    def __call__(self) -> bool:
+        """The truth."""
+        return bool(self)
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+
+class _InactiveGroup:
+    """Stands where there are no workers."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InactiveWorkerGroupError("There are no workers: call `start` first.")
+
+    def __len__(self) -> int:
+        raise InactiveWorkerGroupError("There are no workers: call `start` first.")
+
+
+def as_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
+    """The smallest and the largest number of workers.
+
+    Raises:
+        ValueError: Neither a positive integer nor a pair of such, in order.
+    """
+    pair = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
+    if (
+        isinstance(num_workers, bool)
+        or not isinstance(pair, tuple)
+        or len(pair) != 2
+        or not all(isinstance(number, int) for number in pair)
+        or not 1 <= pair[0] <= pair[1]
+    ):
+        raise ValueError(
+            f"`num_workers={num_workers!r}`: need at least 1, or a pair such as `(2, 8)`, the smallest and the largest "
+            "number."
+        )
+    return pair

@@ -1,0 +1,355 @@
+"""PyTorch in training functions: the process group, and helpers for models, loaders, optimizers and mixed precision.
+
+The helpers work inside a function that a trainer runs. They get what the function already has ready for several
+workers, and leave it as it is for one.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysgd._optional import require
+
+require("torch", extra="torch", purpose="`raysgd.train.torch`")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+from raysgd.backends.base import Backend as Connection  # noqa: E402
+from raysgd.backends.torch import TorchBackend as ProcessGroup  # noqa: E402
+from raysgd.exceptions import SessionMisuseError  # noqa: E402
+from raysgd.torch.parallel import DDP  # noqa: E402
+from raysgd.torch.precision import NativeAmp, Precision  # noqa: E402
+from raysgd.train._copying import unwrapped  # noqa: E402
+from raysgd.train._torch_data import DeviceLoader, divided  # noqa: E402
+from raysgd.train.backend import Backend, BackendConfig, EncodedData, Placed  # noqa: E402
+from raysgd.train.constants import PYTORCH_PROFILER_KEY  # noqa: E402
+from raysgd.train.session import Session, current_session  # noqa: E402
+
+if TYPE_CHECKING:
+    from torch.utils.data import DataLoader
+
+
+@dataclass
+class TorchConfig(BackendConfig):
+    """Connects the workers with a process group of `torch.distributed`, also a single one.
+
+    Attributes:
+        backend: "nccl", "gloo", ...; None for NCCL where workers have GPUs, else gloo.
+        init_method: "env" tells the workers of their meeting point in `MASTER_ADDR` and `MASTER_PORT`; "tcp" does not.
+        timeout_s: How long a collective may wait for the other ranks.
+
+    Raises:
+        ValueError: Another `init_method`, when the workers are started.
+    """
+
+    backend: str | None = None
+    init_method: str = "env"
+    timeout_s: int = 1800
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return TorchBackend
+
+    def connection(self, num_gpus_per_worker: float) -> Connection:
+        if self.init_method not in ("env", "tcp"):
+            raise ValueError(f'`init_method={self.init_method!r}`: allowed are "env" and "tcp".')
+        transport = self.backend or ("nccl" if num_gpus_per_worker > 0 else "gloo")
+        group = ProcessGroup(transport, float(self.timeout_s))
+        return Placed(group, names_address=self.init_method == "env", names_place=True)
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What `torch.save` made."""
+
+    content: bytes
+
+
+class TorchBackend(Backend):
+    """The driver's part. What is reported or saved leaves the workers without wrappers, and arrives in host memory."""
+
+    share_cuda_visible_devices = True
+
+    @staticmethod
+    def encode_data(data_dict: dict[str, Any]) -> EncodedData:
+        data = {key: unwrapped(value) for key, value in data_dict.items()}
+        if all(isinstance(value, int | float | str | None) for value in data.values()):
+            return data
+        file = io.BytesIO()
+        torch.save(data, file)
+        return _Saved(file.getvalue())
+
+    @staticmethod
+    def decode_data(encoded_data: EncodedData) -> dict[str, Any]:
+        if not isinstance(encoded_data, _Saved):
+            plain: dict[str, Any] = encoded_data
+            return plain
+        # It comes from our own worker, and may hold whole models.
+        decoded: dict[str, Any] = torch.load(io.BytesIO(encoded_data.content), map_location="cpu", weights_only=False)
+        return decoded
+
+
+# -------------------------------------------------------------------------------------------------- helpers
+
+
+class Accelerator:
+    """What the helpers of one run share.
+
+    Args:
+        precision: The number format.
+        device: Where models and batches go.
+    """
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.precision = precision
+        self.device = device
+        self.seed: int | None = None
+
+
+def accelerate(amp: bool = False) -> None:
+    """Chooses the precision of a run: with `amp`, fp16 with a gradient scaler on GPUs. Call it first.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+        RuntimeError: A helper was called before, or this was.
+    """
+    session = _session("accelerate")
+    if session.accelerator is not None:
+        raise RuntimeError("`accelerate` has to come once, and before all other helpers of `raysgd.train.torch`.")
+    device = _device_of(session)
+    precision = NativeAmp(torch.float16, device, enabled=device.type == "cuda") if amp else Precision()
+    session.accelerator = Accelerator(precision, device)
+
+
+def get_device() -> torch.device:
+    """The device of this worker.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    return _accelerator("get_device").device
+
+
+def prepare_model(
+    model: torch.nn.Module,
+    move_to_device: bool | torch.device = True,
+    wrap_ddp: bool | str | None = True,
+    ddp_kwargs: Mapping[str, Any] | None = None,
+) -> torch.nn.Module:
+    """Gets a model ready: on its device, in the precision of the run, and kept equal on all workers.
+
+    Args:
+        model: The model.
+        move_to_device: Whether to move it to this worker's device; or another device.
+        wrap_ddp: Whether to wrap it in `DistributedDataParallel`, if there are several workers. "ddp" and None mean
+            True and False.
+        ddp_kwargs: Arguments for that.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+        ValueError: Another `wrap_ddp`.
+    """
+    if not isinstance(wrap_ddp, bool) and wrap_ddp not in ("ddp", None):
+        raise ValueError(f'`wrap_ddp={wrap_ddp!r}`: allowed are True or "ddp", and False or None.')
+    accelerator = _accelerator("prepare_model")
+    world = _session("prepare_model").world
+    device = move_to_device if isinstance(move_to_device, torch.device) else accelerator.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if move_to_device:
+        model = model.to(device)
+    if accelerator.precision.is_mixed:
+        model.forward = _InContext(model, accelerator.precision.forward)
+    if wrap_ddp and world.size > 1:
+        device_ids = [device.index or 0] if device.type == "cuda" else None
+        model = DDP().wrap(model, device_ids, dict(ddp_kwargs or {}))
+    return model
+
+
+class _InContext:
+    """A model's `forward` inside of a context. A copy of the model, and what a pickle brings back, has the plain one.
+
+    Args:
+        model: The model, before this becomes its `forward`.
+        context: Makes the context.
+    """
+
+    def __init__(self, model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._model, self._forward, self._context = model, model.forward, context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._context():
+            return self._forward(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model, "forward")  # of the other model, which then has none of its own yet
+
+
+def prepare_data_loader(
+    data_loader: DataLoader[Any],
+    add_dist_sampler: bool = True,
+    move_to_device: bool = True,
+    auto_transfer: bool = True,
+) -> DataLoader[Any]:
+    """Gets a loader ready: over this worker's part of the samples, with batches on the device.
+
+    Call `loader.sampler.set_epoch(epoch)` before each pass for another order each time.
+
+    Args:
+        data_loader: The loader.
+        add_dist_sampler: Whether to divide a map-style dataset over the workers.
+        move_to_device: Whether to move the batches.
+        auto_transfer: Whether to do so one batch ahead, beside the computation; GPUs only.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    accelerator = _accelerator("prepare_data_loader")
+    if add_dist_sampler:
+        data_loader = divided(data_loader, _session("prepare_data_loader").world, accelerator.seed)
+    return DeviceLoader(data_loader, accelerator.device, auto_transfer) if move_to_device else data_loader
+
+
+def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Gets an optimizer ready: with mixed precision its `step` goes through the gradient scaler.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    return _PreparedOptimizer(optimizer, _accelerator("prepare_optimizer").precision)
+
+
+class _PreparedOptimizer(torch.optim.Optimizer):
+    """Another optimizer, stepped by way of a precision. It has the same groups and state, not copies.
+
+    Args:
+        optimizer: The other one.
+        precision: How it is stepped.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
+        self.__dict__.update(optimizer.__dict__)
+        self._optimizer, self._precision = optimizer, precision
+
+    def step(self, closure: Any = None) -> Any:
+        """Steps it.
+
+        Raises:
+            ValueError: A closure was passed, and gradients are scaled.
+        """
+        if self._precision.scaler is None:
+            return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+        if closure is not None:
+            raise ValueError("`closure`: with scaled gradients a step has to do without.")
+        self._precision.step(self._optimizer)
+        return None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients."""
+        self._optimizer.zero_grad(set_to_none=set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the other one."""
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Gives it to the other one."""
+        self._optimizer.load_state_dict(state_dict)
+        self.__dict__.update(state=self._optimizer.state, param_groups=self._optimizer.param_groups)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds one to the other one."""
+        self._optimizer.add_param_group(param_group)
+
+
+def backward(tensor: torch.Tensor) -> None:
+    """Computes the gradients of a loss, scaled if the precision of the run asks for it.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    _accelerator("backward").precision.backward(tensor, None)
+
+
+def enable_reproducibility(seed: int = 0) -> None:
+    """Makes two runs with the same seed do the same. Slower on GPUs. Call it before the other helpers.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    _accelerator("enable_reproducibility").seed = seed
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+class TorchWorkerProfiler:
+    """Collects the traces of `torch.profiler` in a worker, for `TorchTensorboardProfilerCallback` in the driver.
+
+    Args:
+        trace_dir: Where traces are written in the worker. Default: a folder for temporary files.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+
+    def __init__(self, trace_dir: str | None = None) -> None:
+        self._rank = _session("TorchWorkerProfiler").world.rank
+        folder = Path(trace_dir) if trace_dir else Path(tempfile.gettempdir()) / "pytorch_profiler_worker_traces"
+        folder.mkdir(parents=True, exist_ok=True)
+        self.trace_dir = folder
+        self._names: list[str] = []
+
+    def trace_handler(self, p: torch.profiler.profile) -> None:
+        """Pass it to `torch.profiler.profile` as `on_trace_ready`."""
+        name = f"worker_{self._rank}_epoch_{p.step_num}.pt.trace.json"
+        p.export_chrome_trace(str(self.trace_dir / name))
+        self._names.append(name)
+
+    def get_and_clear_profile_traces(self) -> dict[str, list[tuple[str, str]]]:
+        """The traces since the last time, to be passed on: `report(**profiler.get_and_clear_profile_traces())`."""
+        names, self._names = self._names, []
+        return {PYTORCH_PROFILER_KEY: [(name, (self.trace_dir / name).read_text()) for name in names]}
+
+
+def _session(helper: str) -> Session:
+    session = current_session()
+    if session is None:
+        raise SessionMisuseError(
+            f"`{helper}` prepares for the workers of a run: call it inside of the function that `Trainer.run` is given."
+        )
+    return session
+
+
+def _accelerator(helper: str) -> Accelerator:
+    session = _session(helper)
+    if session.accelerator is None:
+        session.accelerator = Accelerator(Precision(), _device_of(session))
+    accelerator: Accelerator = session.accelerator
+    return accelerator
+
+
+def _device_of(session: Session) -> torch.device:
+    """The first of this worker's GPUs, as the process counts those that it sees; else the CPU."""
+    gpu_ids = session.world.gpu_ids
+    if not gpu_ids or not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if gpu_ids[0] not in visible:
+        raise RuntimeError(
+            f"This worker's GPU {gpu_ids[0]} is not among CUDA_VISIBLE_DEVICES={','.join(visible)!r}, which something "
+            "has changed after the worker was started."
+        )
+    return torch.device("cuda", visible.index(gpu_ids[0]))

@@ -1,0 +1,41 @@
+"""Small helpers for paths and functions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+
+def construct_path(path: str | Path, parent: str | Path) -> Path:
+    """Where `path` is: absolute ones and those in the home folder stay, others are under `parent`.
+
+    >>> construct_path("a", "/b").as_posix()
+    '/b/a'
+    """
+    path = Path(path).expanduser()
+    return (path if path.is_absolute() else Path(parent).expanduser() / path).resolve()
+
+
+def without_arguments(train_func: Callable[..., Any], config: Mapping[str, Any] | None) -> Callable[[], Any]:
+    """The function with its argument bound: `config` if it takes one parameter, nothing if it takes none.
+
+    Raises:
+        TypeError: It cannot be called.
+        ValueError: It takes more than one parameter.
+    """
+    if not callable(train_func):
+        raise TypeError(
+            f"`train_func={train_func!r}`: need a function that takes no argument, or one, the `config` dict."
+        )
+    num_parameters = len(inspect.signature(train_func).parameters)
+    if num_parameters > 1:
+        raise ValueError(
+            f"`train_func` takes {num_parameters} parameters: allowed are none, or one, the `config` dict. Put "
+            "everything into `config`, or bind it beforehand with `functools.partial`."
+        )
+    if num_parameters == 0:
+        return train_func
+    return partial(train_func, dict(config) if config is not None else {})

@@ -1,0 +1,315 @@
+"""The workers as developers see them: functions run on all of them or on one.
+
+A thin face over the engine's groups. Nothing is retried here.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.engine.failures import classify
+from raysgd.engine.gathering import Listener
+from raysgd.engine.types import GroupReport, Resources
+from raysgd.engine.worker_group import GroupSpec
+from raysgd.engine.worker_group import WorkerGroup as EngineGroup
+from raysgd.exceptions import TrainingWorkerError, WorkersLostError, worker_error
+from raysgd.train.backend import Unconnected
+from raysgd.train.session import FunctionSession
+
+logger = logging.getLogger(__name__)
+
+_RELEASE_S = 30.0
+_MIXIN_NAMES = ("_BaseWorkerMixin__execute", "_RayTrainWorker__execute")
+
+
+@dataclass(frozen=True)
+class WorkerMetadata:
+    """Where a worker lives."""
+
+    node_id: str
+    node_ip: str
+    hostname: str
+    gpu_ids: list[int | str]
+
+
+class LostDuringCallError(TrainingWorkerError):
+    """A worker died over a function that was run on it.
+
+    Args:
+        report: What became of all of them.
+    """
+
+    def __init__(self, report: GroupReport) -> None:
+        super().__init__(report)
+        self.report = report
+
+    def __str__(self) -> str:
+        ranks = ", ".join(map(str, classify(self.report).ranks))
+        return f"worker {ranks} died while a function was run on it"
+
+
+@dataclass(frozen=True)
+class WorkerHandle:
+    """Stands for the object in a worker: `handle.method.remote(...)` returns a Ray reference to the result."""
+
+    group: EngineGroup
+    rank: int
+
+    def __getattr__(self, name: str) -> RemoteMethod:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return RemoteMethod(self.group, self.rank, name)
+
+
+@dataclass(frozen=True)
+class RemoteMethod:
+    """One method of the object in a worker."""
+
+    group: EngineGroup
+    rank: int
+    name: str
+
+    def remote(self, *args: Any, **kwargs: Any) -> Any:
+        """Starts the method and returns a Ray reference to its result."""
+        if self.name in _MIXIN_NAMES:
+            return self.group.submit(self.rank, "execute", *args, **kwargs)
+        return self.group.submit(self.rank, "host", call_guest, self.name, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Worker:
+    """One worker: its handle, and where it lives."""
+
+    actor: WorkerHandle
+    metadata: WorkerMetadata
+
+
+def make_guest(replica: FunctionSession, guest_cls: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Makes an object of the user's class in this worker."""
+    replica.guest = guest_cls(*args, **kwargs)
+
+
+def call_guest(replica: FunctionSession, name: str, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls a method of that object.
+
+    Raises:
+        AttributeError: There is none of that name.
+    """
+    return getattr(replica.guest, name)(*args, **kwargs)
+
+
+def describe_host() -> str:
+    """The name of this worker's host."""
+    return socket.gethostname()
+
+
+class Workers:
+    """Runs functions on the workers of a started engine group.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: EngineGroup) -> None:
+        self.group = group
+
+    def __len__(self) -> int:
+        return len(self.group)
+
+    def submit(self, index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Starts `function` in one worker, between its other calls; returns Ray's reference."""
+        return self.group.submit(index, "execute", function, *args, **kwargs)
+
+    def make_guests(self, guest_cls: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        """Makes an object of the user's class in every worker."""
+        gather([self.group.submit(i, "host", make_guest, guest_cls, args, kwargs) for i in range(len(self))])
+
+    def describe(self) -> list[Worker]:
+        """The workers with where they live."""
+        hosts = gather([self.submit(index, describe_host) for index in range(len(self))])
+        return [
+            Worker(
+                WorkerHandle(self.group, rank),
+                WorkerMetadata(info.node_id, info.node_ip, host, [int(g) if g.isdigit() else g for g in info.gpu_ids]),
+            )
+            for rank, (info, host) in enumerate(zip(self.group.infos, hosts, strict=True))
+        ]
+
+
+def gather(references: Sequence[Any]) -> list[Any]:
+    """The results of calls that were started, in order.
+
+    Raises:
+        LostDuringCallError: A worker died.
+        WorkerError: The function raised; of that class too.
+    """
+    outcomes = Listener(dict(enumerate(references))).listen()
+    report = GroupReport(tuple(outcomes[index] for index in range(len(references))))
+    if report.ok:
+        return report.values
+    diagnosis = classify(report)
+    if diagnosis.kind == "user":
+        raise worker_error(diagnosis.faults)
+    raise LostDuringCallError(report)
+
+
+class WorkerGroup:
+    """Workers that run functions.
+
+    Args:
+        num_workers: How many to start.
+        num_cpus_per_worker: CPUs for each.
+        num_gpus_per_worker: GPUs for each.
+        additional_resources_per_worker: Other resources for each.
+        actor_cls: A class of which every worker makes an object, reached through its handle.
+        actor_cls_args: Arguments for that.
+        actor_cls_kwargs: Keyword arguments for that.
+
+    Raises:
+        ValueError: No workers, less than nothing for each, or arguments for no class.
+        ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
+    """
+
+    def __init__(
+        self,
+        num_workers: int = 1,
+        num_cpus_per_worker: float = 1,
+        num_gpus_per_worker: float = 0,
+        additional_resources_per_worker: Mapping[str, float] | None = None,
+        actor_cls: type[Any] | None = None,
+        actor_cls_args: Sequence[Any] | None = None,
+        actor_cls_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        check_group(num_workers, num_cpus_per_worker, num_gpus_per_worker)
+        if actor_cls is None and (actor_cls_args or actor_cls_kwargs):
+            raise ValueError("`actor_cls_args` and `actor_cls_kwargs` are for an `actor_cls`, which is missing.")
+        self.num_workers = num_workers
+        self.num_cpus_per_worker = num_cpus_per_worker
+        self.num_gpus_per_worker = num_gpus_per_worker
+        self.additional_resources_per_worker = additional_resources_per_worker
+        self._guest = (actor_cls, tuple(actor_cls_args or ()), dict(actor_cls_kwargs or {}))
+        self._groups: list[EngineGroup] = []
+        self.workers: list[Worker] = []
+        self.start()
+
+    @classmethod
+    def of(cls, group: EngineGroup, resources: Resources) -> WorkerGroup:
+        """A face for a group that somebody else started and will stop."""
+        face = cls.__new__(cls)
+        face.num_workers = len(group)
+        face.num_cpus_per_worker = resources.num_cpus
+        face.num_gpus_per_worker = resources.num_gpus
+        face.additional_resources_per_worker = resources.custom or None
+        face._guest = (None, (), {})
+        face._groups = []
+        face.workers = Workers(group).describe()
+        return face
+
+    def start(self) -> None:
+        """Starts `num_workers` workers.
+
+        Raises:
+            RuntimeError: There are workers already.
+        """
+        if self.workers:
+            raise RuntimeError("The workers were started already; call `shutdown` first, or `add_workers` for more.")
+        self.add_workers(self.num_workers)
+
+    def add_workers(self, num_workers: int) -> None:
+        """Starts more workers, behind those that there are."""
+        resources = Resources(
+            self.num_cpus_per_worker, self.num_gpus_per_worker, dict(self.additional_resources_per_worker or {})
+        )
+        spec = GroupSpec(Unconnected(), FunctionSession, resources, captures=False)
+        group = EngineGroup(spec, num_workers)
+        report = group.start()
+        if not report.ok:
+            diagnosis = classify(report)
+            if diagnosis.kind == "user":
+                raise worker_error(diagnosis.faults)
+            raise WorkersLostError("A worker process died while it was started.") from diagnosis.faults[0].error
+        self._groups.append(group)
+        workers = Workers(group)
+        guest_cls, args, kwargs = self._guest
+        try:
+            if guest_cls is not None:
+                workers.make_guests(guest_cls, args, kwargs)
+            self.workers += workers.describe()
+        except BaseException:
+            self._groups.remove(group)
+            group.kill()
+            raise
+
+    def remove_workers(self, worker_indexes: Sequence[int]) -> None:
+        """Ends the workers at these indexes; those behind them move up."""
+        leaving = [self.workers[index] for index in worker_indexes]
+        for worker in leaving:
+            worker.actor.group.let_go([worker.actor.rank])
+        self.workers = [worker for worker in self.workers if worker not in leaving]
+
+    def shutdown(self, patience_s: float = 5) -> None:
+        """Ends the workers; with `patience_s` above 0 they may close what they have first."""
+        groups, self._groups, self.workers = self._groups, [], []
+        for group in groups:
+            if patience_s > 0:
+                group.stop(_RELEASE_S)
+            else:
+                group.kill(_RELEASE_S)
+
+    def execute_async(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Starts `func` on all workers; returns Ray's references, in order.
+
+        Raises:
+            RuntimeError: There are no workers.
+        """
+        if not self.workers:
+            raise RuntimeError("There are no workers: the group was shut down. Call `start`.")
+        return [self._submit(worker, func, *args, **kwargs) for worker in self.workers]
+
+    def execute(self, func: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs `func` on all workers and returns the results in order.
+
+        Raises:
+            WorkerError: `func` raised; of that class too.
+            TrainingWorkerError: A worker died.
+        """
+        return gather(self.execute_async(func, *args, **kwargs))
+
+    def execute_single_async(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Starts `func` on one worker; returns Ray's reference.
+
+        Raises:
+            ValueError: There is no such worker.
+        """
+        if worker_index >= len(self.workers):
+            raise ValueError(f"`worker_index={worker_index}`: there are {len(self.workers)} workers, from 0.")
+        return self._submit(self.workers[worker_index], func, *args, **kwargs)
+
+    def execute_single(self, worker_index: int, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs `func` on one worker; see `execute`."""
+        return gather([self.execute_single_async(worker_index, func, *args, **kwargs)])[0]
+
+    def _submit(self, worker: Worker, func: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return worker.actor.group.submit(worker.actor.rank, "execute", func, *args, **kwargs)
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+
+def check_group(num_workers: int, num_cpus_per_worker: float, num_gpus_per_worker: float) -> None:
+    """Checks the size of a group and what each worker gets.
+
+    Raises:
+        ValueError: One of them cannot be.
+    """
+    if num_workers <= 0:
+        raise ValueError(f"`num_workers={num_workers!r}`: need at least 1.")
+    if num_cpus_per_worker < 0 or num_gpus_per_worker < 0:
+        raise ValueError(
+            f"`num_cpus_per_worker={num_cpus_per_worker!r}`, `num_gpus_per_worker={num_gpus_per_worker!r}`: need 0 or "
+            "more of each."
+        )

@@ -1,0 +1,32 @@
+"""`ray.util.sgd.v2` as it was: the names of `raysgd.train` under their first names, strict outside of a run."""
+
+from raysgd.exceptions import TrainBackendError as SGDBackendError
+from raysgd.train import BackendConfig, CheckpointStrategy, Trainer
+from raysgd.train import TrainingCallback as SGDCallback
+from raysgd.train import TrainingIterator as SGDIterator
+from raysgd.train import TrainWorkerGroup as SGDWorkerGroup
+from raysgd.train._strict import load_checkpoint, local_rank, report, save_checkpoint, world_rank
+
+__all__ = [
+    "BackendConfig",
+    "CheckpointStrategy",
+    "SGDBackendError",
+    "SGDCallback",
+    "SGDIterator",
+    "SGDWorkerGroup",
+    "Trainer",
+    "load_checkpoint",
+    "local_rank",
+    "report",
+    "save_checkpoint",
+    "world_rank",
+]
+
+
+def __getattr__(name: str) -> object:
+    """Import the config of a framework when it is first asked for."""
+    if name != "TorchConfig":
+        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    from raysgd.train.torch import TorchConfig
+
+    return TorchConfig

@@ -1,0 +1,85 @@
+"""Training functions for tests. They run in workers, which import this module."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+from raysgd import train
+
+
+def count_up(config: dict[str, Any]) -> int:
+    """Reports and saves numbers from where it was left; dies, or raises, as it is told. Returns where it began."""
+    checkpoint = train.load_checkpoint()
+    first = checkpoint["number"] + 1 if checkpoint else 0
+    for number in range(first, config["num_steps"]):
+        train.report(number=number, rank=train.world_rank(), size=train.world_size())
+        for rank, step, flag in config.get("deaths", ()):
+            if (train.world_rank(), number) == (rank, step) and claim(flag):
+                os.kill(os.getpid(), signal.SIGKILL)
+        if number % config.get("save_every", 1) == 0:
+            train.save_checkpoint(number=number, loss=config.get("losses", [0.0] * 99)[number])
+    return first
+
+
+def claim(flag: Path) -> bool:
+    """Whether this is the first time, over all processes."""
+    try:
+        flag.touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    return True
+
+
+def fail_on_rank_1(config: dict[str, Any]) -> None:
+    """Rank 1 raises at once; the others report without end, or block."""
+    import time
+
+    if train.world_rank() == 1:
+        raise KeyError("bad sample 7")
+    if config["blocks"]:
+        time.sleep(600)
+    while True:
+        train.report(number=1)
+
+
+def average_rank() -> float:
+    """The mean of all ranks, by a collective."""
+    import torch
+    import torch.distributed as dist
+
+    value = torch.tensor(float(train.world_rank()))
+    dist.all_reduce(value)
+    return float(value) / train.world_size()
+
+
+def numbers(results: list[list[dict[str, Any]]]) -> list[list[int]]:
+    """Of every step the numbers of all workers."""
+    return [[result["number"] for result in step] for step in results]
+
+
+def fit(config: dict[str, Any]) -> list[float]:
+    """Fits a line with the helpers for PyTorch; returns the weights in the end."""
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    from raysgd.train import torch as helpers
+
+    helpers.accelerate(amp=config["amp"])
+    torch.manual_seed(train.world_rank())
+    x = torch.linspace(-1, 1, 32).unsqueeze(1)
+    loader = helpers.prepare_data_loader(DataLoader(TensorDataset(x, 2 * x + 1), batch_size=4, shuffle=True))
+    model = helpers.prepare_model(torch.nn.Linear(1, 1))
+    optimizer = helpers.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=0.2))
+    for epoch in range(config["num_epochs"]):
+        loader.sampler.set_epoch(epoch)
+        for inputs, targets in loader:
+            loss = torch.nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            helpers.backward(loss)
+            optimizer.step()
+        train.report(loss=float(loss))
+    train.save_checkpoint(model=model, state=model.state_dict())
+    return [float(parameter) for parameter in model.parameters()]

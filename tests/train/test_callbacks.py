@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import importlib.util
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysgd.train.callbacks import (
+    JsonLoggerCallback,
+    MLflowLoggerCallback,
+    PrintCallback,
+    TBXLoggerCallback,
+    TorchTensorboardProfilerCallback,
+    TrainingCallback,
+)
+from raysgd.train.callbacks.callback import call_with_known
+from raysgd.train.callbacks.logging import LogdirManager
+from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
+from raysgd.train.constants import PYTORCH_PROFILER_KEY, TRAINING_ITERATION
+from tests.run_if import RunIf
+
+Results = list[dict[str, Any]]
+
+
+def result(step: int = 1, **metrics: Any) -> dict[str, Any]:
+    return {TRAINING_ITERATION: step, "_timestamp": 5, **metrics}
+
+
+def play(callback: TrainingCallback, logdir: Path, *steps: Results, error: bool = False) -> None:
+    """What a run does with a callback."""
+    call_with_known(callback.start_training, logdir=str(logdir), config={"lr": 0.1})
+    for step in steps:
+        callback.process_results(step)
+    callback.finish_training(error=error)
+
+
+class TestTheBaseClass:
+    class Recorder(TrainingCallback):
+        def __init__(self) -> None:
+            self.seen: list[Results] = []
+
+        def handle_result(self, results: Results, **info: Any) -> None:
+            self.seen.append(results)
+
+    def test_does_nothing_by_itself(self, tmp_path: Path) -> None:
+        play(TrainingCallback(), tmp_path, [result()])
+        assert list(tmp_path.iterdir()) == []
+
+    def test_preprocesses_and_hides_what_belongs_to_others(self) -> None:
+        recorder = self.Recorder()
+        recorder.results_preprocessor = IndexedResultsPreprocessor([1])
+        given = [{"a": 1, PYTORCH_PROFILER_KEY: []}, {"a": 2, PYTORCH_PROFILER_KEY: []}]
+        for _ in range(2):
+            recorder.process_results(given)
+        assert recorder.seen == [[{"a": 2}], [{"a": 2}]]
+        assert PYTORCH_PROFILER_KEY in given[0]
+
+    def test_shows_a_callback_its_own_keys(self) -> None:
+        class Own(self.Recorder):  # type: ignore[name-defined, misc]
+            RESERVED_KEYS = frozenset({PYTORCH_PROFILER_KEY})
+
+        recorder = Own()
+        recorder.process_results([{PYTORCH_PROFILER_KEY: 1}])
+        assert recorder.seen == [[{PYTORCH_PROFILER_KEY: 1}]]
+
+    def test_an_override_of_an_earlier_version_gets_what_it_knows(self) -> None:
+        class Old(TrainingCallback):
+            def start_training(self, logdir: str) -> None:  # type: ignore[override]
+                self.logdir = logdir
+
+        old = Old()
+        call_with_known(old.start_training, logdir="here", config={})
+        assert old.logdir == "here"
+
+
+class TestTheFolder:
+    def test_is_that_of_the_run_unless_another_was_given(self, tmp_path: Path) -> None:
+        assert LogdirManager().setup_logdir(tmp_path / "run") == tmp_path / "run"
+        assert LogdirManager(str(tmp_path / "own")).setup_logdir(tmp_path / "run") == tmp_path / "own"
+        assert (tmp_path / "own").is_dir()
+
+    def test_is_not_known_beforehand(self) -> None:
+        with pytest.raises(RuntimeError, match="before `start_training`"):
+            _ = LogdirManager().logdir_path
+
+    def test_that_is_a_file_is_an_error(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(FileExistsError):
+            LogdirManager(tmp_path / "file").setup_logdir(tmp_path)
+
+    def test_is_made_only_if_it_may_be(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="is no folder"):
+            LogdirManager(tmp_path / "none", create_logdir=False).setup_logdir(tmp_path)
+
+
+class TestJson:
+    def read(self, callback: JsonLoggerCallback) -> Any:
+        return json.loads(callback.log_path.read_text())
+
+    def test_the_file_is_a_list_of_steps_at_any_time(self, tmp_path: Path) -> None:
+        callback = JsonLoggerCallback(workers_to_log=None)
+        callback.start_training(str(tmp_path), {})
+        assert callback.log_path == tmp_path / "results.json"
+        assert self.read(callback) == []
+        for step in range(3):
+            callback.process_results([{"a": step}, {"a": -step}])
+            assert self.read(callback)[-1] == [{"a": step}, {"a": -step}]
+        assert len(self.read(callback)) == 3
+
+    @pytest.mark.parametrize(("workers", "expected"), [(0, [0]), ([2, 0], [2, 0]), (None, [0, 1, 2])])
+    def test_the_workers_can_be_chosen(self, tmp_path: Path, workers: Any, expected: list[int]) -> None:
+        callback = JsonLoggerCallback(filename="chosen.json", workers_to_log=workers)
+        play(callback, tmp_path, [{"rank": rank} for rank in range(3)])
+        assert [found["rank"] for found in self.read(callback)[0]] == expected
+
+    def test_a_second_run_begins_a_new_file(self, tmp_path: Path) -> None:
+        callback = JsonLoggerCallback(str(tmp_path))
+        for _ in range(2):
+            play(callback, tmp_path / "run", [{"a": 1}])
+            assert self.read(callback) == [[{"a": 1}]]
+
+    def test_values_that_json_does_not_know_are_written_as_what_comes_closest(self, tmp_path: Path) -> None:
+        callback = JsonLoggerCallback()
+        values = {"array": np.arange(2), "number": np.float32(0.5), "flag": np.bool_(True), "path": Path("a/ü")}
+        play(callback, tmp_path, [values], [{"b": float("nan")}])
+        first, second = self.read(callback)
+        assert first == [{"array": [0, 1], "number": 0.5, "flag": True, "path": "a/ü"}]
+        assert np.isnan(second[0]["b"])
+
+
+def test_print_prints_all_workers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    play(PrintCallback(), tmp_path, [{"a": 1}, {"a": np.int64(2)}])
+    assert json.loads(capsys.readouterr().out) == [{"a": 1}, {"a": 2}]
+
+
+@RunIf(modules=["tensorboardX"])
+class TestTensorBoard:
+    def events(self, folder: Path) -> Iterator[tuple[str, int, Any]]:
+        """Name, step and value of what is in the files of a folder."""
+        from tensorboardX.proto import event_pb2
+
+        for path in folder.glob("events.out.tfevents.*"):
+            content = path.read_bytes()
+            while content:
+                (length,) = struct.unpack("<Q", content[:8])
+                event = event_pb2.Event.FromString(content[12 : 12 + length])
+                content = content[length + 16 :]
+                for value in event.summary.value:
+                    yield value.tag, event.step, value
+
+    def test_scalars_of_one_worker_are_written_with_their_step(self, tmp_path: Path) -> None:
+        steps = [[result(step, loss=step / 2, nested={"a": step}), result(step, loss=9)] for step in (1, 2)]
+        play(TBXLoggerCallback(), tmp_path, *steps)
+        found = [(name, step, value.simple_value) for name, step, value in self.events(tmp_path)]
+        assert found == [
+            ("ray/train/loss", 1, 0.5),
+            ("ray/train/nested/a", 1, 1.0),
+            ("ray/train/loss", 2, 1.0),
+            ("ray/train/nested/a", 2, 2.0),
+        ]
+
+    def test_lists_are_histograms_and_nan_is_left_out(self, tmp_path: Path) -> None:
+        play(TBXLoggerCallback(worker_to_log=1), tmp_path, [result(), result(w=[1.0, 2.0], loss=float("nan"))])
+        [(name, _, value)] = self.events(tmp_path)
+        assert name == "ray/train/w"
+        assert value.HasField("histo")
+
+    def test_what_cannot_be_shown_is_named_once(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        play(TBXLoggerCallback(), tmp_path, [result(1, note="text", names=["a"])], [result(2, note="text")])
+        assert [record.getMessage() for record in caplog.records] == [
+            "`ray/train/note` is not written for TensorBoard: it is a str",
+            "`ray/train/names` is not written for TensorBoard: it is a list",
+        ]
+
+    @pytest.mark.parametrize("ranks", [[], [0, 1]])
+    def test_it_is_one_worker(self, ranks: list[int]) -> None:
+        with pytest.raises(ValueError, match="the rank of one worker"):
+            TBXLoggerCallback(worker_to_log=ranks)  # type: ignore[arg-type]
+
+
+@RunIf(modules=["mlflow"])
+class TestMLflow:
+    def test_a_run_is_kept_with_its_config_and_metrics(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import mlflow
+
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        play(MLflowLoggerCallback(experiment_name="test"), tmp_path, [result(3, loss=0.5, note="text")], error=True)
+        client = mlflow.tracking.MlflowClient(str(tmp_path / "mlruns"))
+        experiment = client.get_experiment_by_name("test")
+        [run] = client.search_runs([experiment.experiment_id])
+        assert run.data.params == {"lr": "0.1"}
+        assert run.data.metrics["loss"] == 0.5
+        assert run.info.status == "FAILED"
+
+
+def test_a_missing_mlflow_is_named() -> None:
+    if importlib.util.find_spec("mlflow") is not None:
+        pytest.skip("mlflow is installed")
+    with pytest.raises(ImportError, match=r'pip install "raysgd\[mlflow\]"'):
+        MLflowLoggerCallback()
+
+
+def test_traces_of_the_profiler_become_files(tmp_path: Path) -> None:
+    traces = [{PYTORCH_PROFILER_KEY: [(f"worker_{rank}.json", f"trace {rank}")]} for rank in range(2)]
+    play(TorchTensorboardProfilerCallback(), tmp_path, [*traces], [{"loss": 1}, {"loss": 1}])
+    folder = tmp_path / "pytorch_profiler"
+    assert {path.name: path.read_text() for path in folder.iterdir()} == {
+        "worker_0.json": "trace 0",
+        "worker_1.json": "trace 1",
+    }

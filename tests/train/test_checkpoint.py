@@ -1,0 +1,197 @@
+from __future__ import annotations
+
+import math
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, Retention, load_checkpoint, write_checkpoint
+
+NAN = math.nan
+
+
+class TestStrategy:
+    @pytest.mark.parametrize("options", [{"num_to_keep": -1}, {"num_to_keep": 1.5}, {"checkpoint_score_order": "best"}])
+    def test_refuses_what_cannot_be(self, options: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=r"`num_to_keep|`checkpoint_score_order"):
+            CheckpointStrategy(**options)
+
+
+@pytest.mark.parametrize(
+    ("num_to_keep", "order", "scores", "kept", "best"),
+    [
+        (None, "max", [1, 3, 2], [1, 2, 3], 2),
+        (0, "max", [1, 3, 2], [], None),
+        (2, "min", [NAN, 3, 7, 5], [2, 4], 2),
+        (2, "max", [NAN, 3, 7, 5], [3, 4], 3),
+        (1, "max", [5, 5, 5], [3], 3),  # of equals the newer one
+        (2, "max", [9, 1, 2], [1, 3], 1),
+        (1, "min", [NAN, NAN], [2], 2),
+        (1, "max", [4, 3, 2], [1], 1),
+    ],
+)
+def test_which_checkpoints_stay(
+    num_to_keep: int | None, order: str, scores: list[float], kept: list[int], best: int | None
+) -> None:
+    retention = Retention(CheckpointStrategy(num_to_keep, "loss", order))
+    there: set[int] = set()
+    for identity, score in enumerate(scores, start=1):
+        verdict = retention.admit(identity, score)
+        there |= {identity} if verdict.is_kept else set()
+        there -= {verdict.dropped}
+    assert (sorted(there), retention.best) == (kept, best)
+
+
+@pytest.mark.parametrize("score", [None, "high", [1, 2], object()])
+def test_a_score_that_cannot_be_compared_is_an_error(score: Any) -> None:
+    with pytest.raises(ValueError, match="'loss'"):
+        Retention(CheckpointStrategy(2, "loss")).check(score)
+
+
+@pytest.mark.parametrize("score", [1, 1.5, True, NAN, np.float32(2), np.array(3.0)])
+def test_a_score_may_be_any_number(score: Any) -> None:
+    Retention(CheckpointStrategy(2, "loss")).check(score)
+
+
+def test_nothing_is_judged_where_nothing_is_kept() -> None:
+    Retention(CheckpointStrategy(0, "loss")).check(None)
+
+
+def manager(run_dir: Path | None, **options: Any) -> CheckpointManager:
+    made = CheckpointManager()
+    made.begin_run(run_dir, **options)
+    return made
+
+
+def lost() -> dict[str, Any]:
+    raise ConnectionError("the worker is gone")
+
+
+class TestManager:
+    def test_numbers_and_writes_what_it_is_given(self, tmp_path: Path) -> None:
+        made = manager(tmp_path)
+        for epoch in range(2):
+            made.add(epoch, lambda epoch=epoch: {"epoch": epoch})
+        assert made.latest_checkpoint == {"epoch": 1}
+        assert made.latest_checkpoint_id == 2
+        assert made.latest_checkpoint_path == tmp_path / "checkpoints" / "checkpoint_000002"
+        assert made.best_checkpoint_path == made.latest_checkpoint_path
+        assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+            "checkpoint_000001",
+            "checkpoint_000002",
+        ]
+        assert pickle.loads((tmp_path / "checkpoints" / "checkpoint_000001").read_bytes()) == {"epoch": 0}
+
+    def test_gives_a_number_also_to_what_is_not_written(self, tmp_path: Path) -> None:
+        made = manager(tmp_path, strategy=CheckpointStrategy(2, "loss", "min"))
+        for loss in (NAN, 3, 7, 5):
+            made.add(loss, lambda loss=loss: {"loss": loss})
+        made.flush()
+        names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+        assert names == ["checkpoint_000002", "checkpoint_000004"]
+        assert made.best_checkpoint_path is not None
+        assert made.best_checkpoint_path.name == "checkpoint_000002"
+        assert made.latest_checkpoint == {"loss": 5}
+
+    def test_keeps_the_latest_in_memory_where_none_is_written(self, tmp_path: Path) -> None:
+        made = manager(tmp_path, strategy=CheckpointStrategy(0))
+        made.add(1, lambda: {"epoch": 1})
+        assert made.latest_checkpoint == {"epoch": 1}
+        assert made.best_checkpoint_path is None
+        assert made.latest_checkpoint_path is None
+        assert list(tmp_path.iterdir()) == []
+
+    def test_does_not_wait_for_what_is_on_its_way(self, tmp_path: Path) -> None:
+        arrives = threading.Event()
+
+        def receive() -> dict[str, Any]:
+            assert arrives.wait(5)
+            return {"epoch": 1}
+
+        made = manager(tmp_path)
+        made.add(1, receive)
+        arrives.set()
+        assert made.latest_checkpoint == {"epoch": 1}
+
+    def test_goes_on_from_the_one_before_when_one_was_lost(self, tmp_path: Path) -> None:
+        made = manager(tmp_path)
+        made.add(1, lambda: {"epoch": 1})
+        made.add(2, lost)
+        assert made.restart_point == {"epoch": 1}
+        made.add(3, lambda: {"epoch": 3})
+        assert made.latest_checkpoint_path is not None
+        assert made.latest_checkpoint_path.name == "checkpoint_000003"
+
+    def test_goes_on_from_what_the_run_began_with_until_it_has_one(self, tmp_path: Path) -> None:
+        made = manager(tmp_path / "1")
+        made.add(1, lambda: {"epoch": 1})
+        made.begin_run(tmp_path / "2", {"epoch": 5})
+        assert made.restart_point == {"epoch": 5}
+        assert made.latest_checkpoint == {"epoch": 1}  # of any run
+        assert made.best_checkpoint_path is None  # of this run
+        made.add(1, lambda: {"epoch": 6})
+        assert made.restart_point == {"epoch": 6}
+
+    def test_a_run_of_its_own_starts_from_nothing(self, tmp_path: Path) -> None:
+        made = manager(tmp_path / "1")
+        made.add(1, lambda: {"epoch": 1})
+        made.begin_run(tmp_path / "2")
+        assert made.restart_point is None
+        assert made.latest_checkpoint_id == 0
+
+    def test_says_at_the_next_occasion_that_it_could_not_write(self, tmp_path: Path) -> None:
+        (tmp_path / "checkpoints").write_text("a file where the folder should be")
+        made = manager(tmp_path)
+        made.add(1, lambda: {"epoch": 1})
+        with pytest.raises(OSError, match="checkpoints"):
+            made.flush()
+        assert made.latest_checkpoint == {"epoch": 1}
+
+    def test_writes_nothing_without_a_folder(self) -> None:
+        made = manager(None)
+        made.add(1, lambda: {"epoch": 1})
+        assert made.latest_checkpoint == {"epoch": 1}
+        assert made.latest_checkpoint_path is None
+
+    def test_goes_on_counting_where_it_is_told(self, tmp_path: Path) -> None:
+        made = manager(tmp_path, latest_id=100)
+        made.add(1, dict)
+        made.add(1, dict)
+        assert made.latest_checkpoint_id == 102
+
+
+class TestFiles:
+    def test_come_back(self, tmp_path: Path) -> None:
+        path = tmp_path / "deep" / "file"
+        write_checkpoint({"epoch": 3}, path)
+        assert load_checkpoint(path) == load_checkpoint(str(path)) == {"epoch": 3}
+
+    def test_are_as_they_were_when_writing_fails(self, tmp_path: Path) -> None:
+        path = tmp_path / "file"
+        write_checkpoint({"epoch": 3}, path)
+        with pytest.raises(TypeError):
+            write_checkpoint({"lock": threading.Lock()}, path)
+        assert load_checkpoint(path) == {"epoch": 3}
+        assert list(tmp_path.iterdir()) == [path]
+
+    def test_may_be_folders_of_a_later_version(self, tmp_path: Path) -> None:
+        (tmp_path / "dict_checkpoint.pkl").write_bytes(pickle.dumps({"epoch": 4}))
+        assert load_checkpoint(tmp_path) == {"epoch": 4}
+
+    def test_that_are_not_there_are_an_error(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match="no such file"):
+            load_checkpoint(tmp_path / "none")
+
+    def test_that_are_something_else_are_an_error(self) -> None:
+        with pytest.raises(TypeError, match="`checkpoint=3`"):
+            load_checkpoint(3)  # type: ignore[arg-type]
+
+    def test_a_dict_is_copied(self) -> None:
+        given = {"epoch": 1}
+        found = load_checkpoint(given)
+        assert found == given
+        assert found is not given

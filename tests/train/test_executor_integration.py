@@ -1,0 +1,216 @@
+"""The executor and the worker group, driven as their developers do."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import train
+from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError, WorkersLostError
+from raysgd.train.backend import Backend, BackendConfig
+from raysgd.train.executor import BackendExecutor
+from raysgd.train.session import TrainingResultType
+from raysgd.train.worker_group import WorkerGroup
+from tests.train import lab
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
+
+
+@pytest.fixture
+def executor() -> Iterator[BackendExecutor]:
+    made = BackendExecutor(BackendConfig(), num_workers=2)
+    yield made
+    made.shutdown()
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_nothing_works_before_the_start(executor: BackendExecutor) -> None:
+    assert not executor.is_started
+    assert not executor.is_started()
+    with pytest.raises(InactiveWorkerGroupError):
+        len(executor.worker_group)
+    with pytest.raises(InactiveWorkerGroupError):
+        executor.worker_group.execute(os.getpid)
+    for call in (executor.fetch_next_result, executor.finish_training, lambda: executor.start_training(die)):
+        with pytest.raises(InactiveWorkerGroupError):
+            call()
+
+
+def test_a_training_is_driven_by_hand(executor: BackendExecutor, tmp_path: Path) -> None:
+    executor.start()
+    assert executor.is_started()
+    assert len(executor.worker_group) == 2
+    for call in (executor.fetch_next_result, executor.get_next_results, executor.pause_reporting):
+        with pytest.raises(TrainBackendError, match="call `start_training`"):
+            call()
+
+    def function() -> int:
+        train.report(number=1)
+        train.save_checkpoint(number=1)
+        train.save_checkpoint(number=2)
+        train.report(number=2)
+        return train.world_rank()
+
+    executor.start_training(function, tmp_path, latest_checkpoint_id=100)
+    with pytest.raises(TrainBackendError, match="going on already"):
+        executor.start_training(function)
+    results = executor.fetch_next_result()
+    assert results is not None
+    assert [result["number"] for result in results] == [1, 1]
+    step = executor.get_next_results()
+    assert step is not None
+    assert [result.type for result in step] == [TrainingResultType.CHECKPOINT] * 2
+    assert [result.data.get("number") for result in step] == [1, None]
+    assert executor.finish_training() == [0, 1]
+    assert executor.latest_checkpoint_id == 102
+    assert executor.latest_checkpoint_dir == tmp_path / "checkpoints"
+    assert executor.latest_checkpoint is not None
+    assert executor.latest_checkpoint["number"] == 2
+    assert executor.run(sum, [1, 2]) == [3, 3]
+
+
+def test_a_death_outside_of_a_run_brings_new_workers(executor: BackendExecutor) -> None:
+    executor.start()
+    with pytest.raises(TrainingWorkerError, match="there are new workers"):
+        executor.run(die)
+    assert executor._get_num_failures() == 1
+    assert executor.run(sum, [1, 2]) == [3, 3]
+    with pytest.raises(ZeroDivisionError):
+        executor.run(divmod, 1, 0)
+
+
+class ChattyBackend(Backend):
+    """Writes down in the workers what is asked of it, and multiplies what leaves them."""
+
+    def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
+        assert isinstance(backend_config, ChattyConfig)
+        worker_group.execute(_note, f"{backend_config.word} of {len(worker_group)}")
+        worker_group.execute_single(0, _note, "you are the first")
+        if backend_config.flag is not None and lab.claim(backend_config.flag):
+            worker_group.execute_single(1, die)
+
+    def on_training_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
+        worker_group.execute(_note, "training starts")
+
+    def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
+        raise ConnectionError("logged, no more")
+
+    @staticmethod
+    def encode_data(data_dict: dict[str, Any]) -> Any:
+        return ("encoded", data_dict)
+
+    @staticmethod
+    def decode_data(encoded_data: Any) -> dict[str, Any]:
+        kind, data = encoded_data
+        assert kind == "encoded"
+        return {**data, "decoded": True}
+
+
+class ChattyConfig(BackendConfig):
+    def __init__(self, flag: Path | None = None) -> None:
+        self.word, self.flag = "hello", flag
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return ChattyBackend
+
+
+def _note(text: str) -> None:
+    os.environ["RAYSGD_TEST_NOTES"] = os.environ.get("RAYSGD_TEST_NOTES", "") + text + "; "
+
+
+def _notes() -> str:
+    train.report(number=1)
+    train.save_checkpoint(number=2)
+    return os.environ["RAYSGD_TEST_NOTES"]
+
+
+def test_a_backend_of_the_users_own_is_told_of_everything_and_survives_a_death(tmp_path: Path) -> None:
+    executor = BackendExecutor(ChattyConfig(tmp_path / "flag"), num_workers=2)
+    executor.start()
+    try:
+        executor.start_training(_notes)
+        results = executor.fetch_next_result()
+        assert results is not None
+        assert [result["decoded"] for result in results] == [True, True]
+        assert executor.finish_training() == [
+            "hello of 2; you are the first; training starts; ",
+            "hello of 2; training starts; ",
+        ]
+        assert executor.latest_checkpoint is not None
+        assert executor.latest_checkpoint["decoded"]
+    finally:
+        executor.shutdown()
+    assert (tmp_path / "flag").exists()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_workers": 0},
+        {"num_cpus_per_worker": -1},
+        {"num_gpus_per_worker": -1},
+        {"actor_cls_args": [1]},
+        {"actor_cls_kwargs": {"a": 1}},
+    ],
+)
+def test_a_group_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"num_workers|num_cpus_per_worker|actor_cls"):
+        WorkerGroup(**options)
+
+
+def test_a_group_of_workers_grows_shrinks_and_starts_again() -> None:
+    import ray
+
+    group = WorkerGroup(num_workers=2, num_cpus_per_worker=0.5)
+    try:
+        with pytest.raises(RuntimeError, match="started already"):
+            group.start()
+        pids = group.execute(os.getpid)
+        assert len({*pids, os.getpid()}) == 3
+        assert group.execute_single(1, os.getpid) == pids[1]
+        assert ray.get(group.execute_async(pow, 2, 3)) == [8, 8]
+        with pytest.raises(ValueError, match="there are 2 workers"):
+            group.execute_single(2, os.getpid)
+        with pytest.raises(ZeroDivisionError):
+            group.execute(divmod, 1, 0)
+        metadata = group.workers[0].metadata
+        assert (metadata.node_id, metadata.gpu_ids) == (ray.get_runtime_context().get_node_id(), [])
+        group.add_workers(1)
+        assert len(group) == 3
+        group.remove_workers([0])
+        assert group.execute(os.getpid)[0] == pids[1]
+        with pytest.raises(TrainingWorkerError, match="worker 1 died"):
+            gather_death(group)
+        group.shutdown()
+        assert len(group) == 0
+        with pytest.raises(RuntimeError, match="There are no workers"):
+            group.execute(os.getpid)
+        group.start()
+        assert len(group) == 2
+    finally:
+        group.shutdown(patience_s=0)
+
+
+def gather_death(group: WorkerGroup) -> None:
+    from raysgd.train.worker_group import gather
+
+    gather([group.execute_single_async(0, os.getpid), group.execute_single_async(1, die)])
+
+
+def test_too_many_deaths_are_an_error() -> None:
+    executor = BackendExecutor(BackendConfig(), max_retries=1)
+    executor.start()
+    try:
+        with pytest.raises(WorkersLostError, match="max_retries=1"):
+            executor.run(die)
+    finally:
+        executor.shutdown()

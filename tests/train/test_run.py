@@ -1,0 +1,45 @@
+from __future__ import annotations
+
+import pytest
+
+from raysgd.exceptions import StepMismatchError
+from raysgd.train._hand_off import Ended
+from raysgd.train._run import check_step, restarts_allowed
+from raysgd.train.session import Message, Parcel, TrainingResultType
+
+REPORT, CHECKPOINT = TrainingResultType.REPORT, TrainingResultType.CHECKPOINT
+
+
+def test_reports_of_all_make_a_step() -> None:
+    step = check_step([Message(REPORT, 1), Message(REPORT, 2)])
+    assert (step.kind, step.data, step.parcel) == (REPORT, (1, 2), None)
+
+
+def test_a_checkpoint_is_that_of_rank_0() -> None:
+    step = check_step([Message(CHECKPOINT, parcel=Parcel(1.0)), Message(CHECKPOINT)])
+    assert (step.kind, step.parcel, step.source) == (CHECKPOINT, Parcel(1.0), 0)
+
+
+def test_a_report_may_bring_a_checkpoint_from_any_rank() -> None:
+    step = check_step([Message(REPORT, 1), Message(REPORT, 2, Parcel(2.0))])
+    assert (step.kind, step.parcel, step.source) == (REPORT, Parcel(2.0), 1)
+
+
+def test_the_end_of_all_is_the_end() -> None:
+    step = check_step([Ended("a"), Ended(None)])
+    assert (step.kind, step.data) == (None, ("a", None))
+
+
+def test_the_end_of_some_is_an_error_that_names_them() -> None:
+    with pytest.raises(StepMismatchError, match="different number of calls: they came to their end on rank 1,"):
+        check_step([Message(REPORT, 1), Ended()])
+
+
+def test_different_calls_are_an_error_that_names_the_ranks() -> None:
+    with pytest.raises(StepMismatchError, match=r"ranks 0, 2 called `save_checkpoint`.*same number and order"):
+        check_step([Message(CHECKPOINT), Message(REPORT, 1), Message(CHECKPOINT)])
+
+
+@pytest.mark.parametrize(("max_retries", "expected"), [(3, 2), (2, 1), (1, 0), (0, 0), (-1, float("inf"))])
+def test_the_last_retry_is_the_one_that_raises(max_retries: int, expected: float) -> None:
+    assert restarts_allowed(max_retries) == expected

@@ -1,0 +1,330 @@
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+
+from raysgd.engine.types import World
+from raysgd.exceptions import SessionMisuseError
+from raysgd.torch.precision import Precision
+from raysgd.train import torch as helpers
+from raysgd.train._hand_off import Ended
+from raysgd.train.session import FunctionSession, Order
+
+
+def inside(function: Callable[[], Any], rank: int = 0, size: int = 1) -> Any:
+    """What a function returns that runs as if a trainer ran it."""
+    replica = FunctionSession(World(rank, size))
+    replica.begin(Order(function, dict, "_timestamp"), None, None)
+    ended = replica.next()
+    assert isinstance(ended, Ended)
+    return ended.value
+
+
+def numbers(count: int = 8) -> TensorDataset:
+    return TensorDataset(torch.arange(count))
+
+
+def seen(loader: Any) -> list[int]:
+    return [int(value) for (batch,) in loader for value in batch]
+
+
+class TestOutsideOfAFunction:
+    @pytest.mark.parametrize(
+        "call",
+        [
+            helpers.get_device,
+            helpers.accelerate,
+            helpers.enable_reproducibility,
+            helpers.TorchWorkerProfiler,
+            lambda: helpers.prepare_model(torch.nn.Linear(1, 1)),
+            lambda: helpers.prepare_data_loader(DataLoader(numbers())),
+            lambda: helpers.prepare_optimizer(torch.optim.SGD([torch.zeros(1)], 0.1)),
+            lambda: helpers.backward(torch.zeros(1)),
+        ],
+    )
+    def test_helpers_say_where_they_belong(self, call: Callable[[], Any]) -> None:
+        with pytest.raises(SessionMisuseError, match=r"`\w+` prepares for the workers of a run"):
+            call()
+
+
+class TestAccelerate:
+    def test_comes_once(self) -> None:
+        def function() -> None:
+            helpers.accelerate(amp=True)
+            helpers.accelerate()
+
+        with pytest.raises(RuntimeError, match="has to come once"):
+            inside(function)
+        inside(helpers.accelerate)  # allowed again in the next run
+
+    def test_comes_first(self) -> None:
+        def function() -> None:
+            helpers.get_device()
+            helpers.accelerate()
+
+        with pytest.raises(RuntimeError, match="before all other helpers"):
+            inside(function)
+
+    def test_works_on_a_cpu(self) -> None:
+        def function() -> float:
+            helpers.accelerate(amp=True)
+            model = helpers.prepare_model(torch.nn.Linear(1, 1, bias=False))
+            optimizer = helpers.prepare_optimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+            with torch.no_grad():
+                model.weight.fill_(1.0)
+            helpers.backward(model(torch.ones(1, 1)).sum())
+            optimizer.step()
+            return float(model.weight.detach())
+
+        assert inside(function) == 0.0
+
+
+def test_a_worker_without_gpus_computes_on_the_cpu() -> None:
+    assert inside(helpers.get_device) == torch.device("cpu")
+
+
+class TestModels:
+    def test_of_a_single_worker_stay_as_they_are(self) -> None:
+        model = torch.nn.Linear(1, 1)
+        assert inside(lambda: helpers.prepare_model(model)) is model
+        assert "forward" not in vars(model)
+
+    def test_are_wrapped_in_one_of_two_ways_or_not(self) -> None:
+        with pytest.raises(ValueError, match="`wrap_ddp='fast'`"):
+            inside(lambda: helpers.prepare_model(torch.nn.Linear(1, 1), wrap_ddp="fast"))
+
+
+class Picky(torch.nn.Linear):
+    """A model that pickles in its own way."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "note": "pickled"}
+
+
+class TestForwardInAContext:
+    def model(self) -> tuple[torch.nn.Module, list[str]]:
+        log: list[str] = []
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            log.append("in")
+            yield
+            log.append("out")
+
+        model = Picky(2, 1)
+        model.forward = helpers._InContext(model, context)  # type: ignore[method-assign]
+        return model, log
+
+    def test_runs_there(self) -> None:
+        model, log = self.model()
+        assert model(torch.zeros(1, 2)).shape == (1, 1)
+        assert log == ["in", "out"]
+
+    @pytest.mark.parametrize("through", [lambda model: pickle.loads(pickle.dumps(model)), copy.deepcopy])
+    def test_is_not_taken_along(self, through: Callable[[Any], Any]) -> None:
+        model, log = self.model()
+        other = through(model)
+        assert other.note == "pickled"
+        given = torch.randn(3, 2)
+        assert torch.equal(other(given), model(given))
+        assert log == ["in", "out"]  # of the original alone
+        with torch.no_grad():
+            model.weight += 1  # type: ignore[operator]
+        assert not torch.equal(other(given), model(given))
+
+
+class Scaling(Precision):
+    """A precision that notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.stepped: list[Any] = []
+        self.scaler = object()
+
+    def step(self, optimizer: Any) -> None:
+        self.stepped.append(optimizer)
+
+
+class TestOptimizers:
+    def test_are_optimizers_with_the_state_of_the_other(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(1))
+        inner = torch.optim.SGD([weight], lr=0.5, momentum=0.9)
+        outer = inside(lambda: helpers.prepare_optimizer(inner))
+        assert isinstance(outer, torch.optim.Optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(outer, 1, gamma=0.1)
+        weight.grad = torch.ones(1)
+        outer.step()
+        scheduler.step()
+        assert float(weight) == 0.5
+        assert inner.param_groups[0]["lr"] == pytest.approx(0.05)
+        outer.zero_grad()
+        assert weight.grad is None
+        weight.grad = torch.ones(1)
+        outer.zero_grad(set_to_none=False)
+        assert float(weight.grad) == 0
+        state = outer.state_dict()
+        state["param_groups"][0]["lr"] = 7.0
+        outer.load_state_dict(state)
+        assert outer.param_groups[0]["lr"] == inner.param_groups[0]["lr"] == 7.0
+        outer.add_param_group({"params": [torch.nn.Parameter(torch.ones(1))]})
+        assert len(inner.param_groups) == len(outer.param_groups) == 2
+
+    def test_pass_a_closure_on(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(1))
+        outer = inside(lambda: helpers.prepare_optimizer(torch.optim.SGD([weight], lr=0.5)))
+
+        def closure() -> torch.Tensor:
+            weight.grad = torch.ones(1)
+            return torch.tensor(3.0)
+
+        assert float(outer.step(closure)) == 3.0
+        assert float(weight) == 0.5
+
+    def test_are_stepped_by_way_of_the_scaler(self) -> None:
+        inner, precision = torch.optim.SGD([torch.ones(1)], lr=0.5), Scaling()
+        outer = helpers._PreparedOptimizer(inner, precision)
+        outer.step()
+        assert precision.stepped == [inner]
+        with pytest.raises(ValueError, match="`closure`"):
+            outer.step(lambda: 1.0)
+
+
+class TestLoaders:
+    def prepared(self, loader: Any, rank: int = 0, size: int = 2, **options: Any) -> Any:
+        return inside(lambda: helpers.prepare_data_loader(loader, **options), rank, size)
+
+    def test_divide_the_samples(self) -> None:
+        loader = DataLoader(numbers(), batch_size=2)
+        parts = [seen(self.prepared(loader, rank)) for rank in range(2)]
+        assert parts == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+    def test_shuffle_if_the_original_did_and_anew_for_every_epoch(self) -> None:
+        loaders = [self.prepared(DataLoader(numbers(64), batch_size=4, shuffle=True), rank) for rank in range(2)]
+        passes = []
+        for epoch in range(2):
+            for loader in loaders:
+                loader.sampler.set_epoch(epoch)
+            passes.append([seen(loader) for loader in loaders])
+        assert passes[0] != passes[1]
+        for parts in passes:
+            assert sorted(parts[0] + parts[1]) == list(range(64))
+            assert parts[0] != sorted(parts[0])
+
+    def test_keep_their_options(self) -> None:
+        def collate(samples: list[Any]) -> Any:
+            return samples
+
+        given = DataLoader(numbers(9), batch_size=2, drop_last=True, collate_fn=collate, timeout=0)
+        loader = self.prepared(given)
+        assert (loader.batch_size, loader.drop_last, loader.collate_fn) == (2, True, collate)
+        assert loader.dataset is given.dataset
+        assert len(loader) == 2
+        assert isinstance(loader, DataLoader)
+
+    @pytest.mark.parametrize(("options", "size"), [({"add_dist_sampler": False}, 2), ({}, 1)])
+    def test_are_left_whole_where_they_should_be(self, options: dict[str, Any], size: int) -> None:
+        assert seen(self.prepared(DataLoader(numbers()), size=size, **options)) == list(range(8))
+
+    def test_over_iterable_data_or_divided_already_are_left_alone(self) -> None:
+        class Stream(IterableDataset[Any]):
+            def __iter__(self) -> Iterator[Any]:
+                return iter(range(3))
+
+        stream = DataLoader(Stream(), batch_size=None)
+        assert self.prepared(stream, move_to_device=False) is stream
+        own = torch.utils.data.DistributedSampler(numbers(), num_replicas=4, rank=3, shuffle=False)
+        assert seen(self.prepared(DataLoader(numbers(), sampler=own))) == [3, 7]
+
+    def test_say_when_a_sampler_is_replaced(self, caplog: pytest.LogCaptureFixture) -> None:
+        caplog.set_level(logging.WARNING)
+        self.prepared(DataLoader(numbers(), sampler=RandomSampler(numbers())))
+        assert caplog.text == ""
+        loader = DataLoader(numbers(), sampler=WeightedRandomSampler([1.0] * 8, 8))
+        self.prepared(loader)
+        assert "WeightedRandomSampler is replaced" in caplog.text
+
+    def test_keep_the_form_of_a_batch(self) -> None:
+        samples = [{"x": torch.tensor(1), "name": "a", "pair": (torch.tensor(2), [torch.tensor(3)])}]
+        [batch] = self.prepared(DataLoader(samples), size=1)  # type: ignore[arg-type]
+        assert batch["name"] == ["a"]
+        assert batch["x"].tolist() == [1]
+        assert batch["pair"][1][0].tolist() == [3]
+
+    def test_can_be_read_again(self) -> None:
+        loader = self.prepared(DataLoader(numbers(4)), size=1)
+        assert seen(loader) == seen(loader) == [0, 1, 2, 3]
+
+
+class TestReproducibility:
+    @pytest.fixture(autouse=True)
+    def forget(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+        benchmark = torch.backends.cudnn.benchmark
+        state = torch.get_rng_state()
+        yield
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.benchmark = benchmark
+        torch.set_rng_state(state)
+
+    def test_two_runs_with_one_seed_do_the_same(self) -> None:
+        def function(seed: int) -> list[float]:
+            helpers.enable_reproducibility(seed)
+            model = helpers.prepare_model(torch.nn.Linear(1, 1))
+            loader = DataLoader(numbers(8), shuffle=True)
+            loader = helpers.prepare_data_loader(loader)
+            return [float(model(x.float())) for (x,) in loader]
+
+        first, again, other = (inside(lambda seed=seed: function(seed)) for seed in (3, 3, 4))
+        assert first == again != other
+        assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+    def test_processes_of_a_loader_are_seeded_and_then_do_what_they_had_to(self) -> None:
+        import random
+
+        import numpy as np
+
+        from raysgd.train._torch_data import _seeding
+
+        called: list[int] = []
+        before = random.getstate(), np.random.get_state()
+        try:
+            torch.manual_seed(5)
+            _seeding(called.append)(3)
+            first = random.random(), np.random.rand()
+            _seeding(None)(3)
+            assert (random.random(), np.random.rand()) == first
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])
+        assert called == [3]
+
+    def test_reaches_the_loaders(self) -> None:
+        def function() -> Any:
+            helpers.enable_reproducibility(7)
+            return helpers.prepare_data_loader(DataLoader(numbers()))
+
+        loader = inside(function, size=2)
+        assert loader.generator.initial_seed() == 7
+
+
+def test_traces_are_read_once(tmp_path: Path) -> None:
+    class Profile:
+        step_num = 4
+
+        def export_chrome_trace(self, path: str) -> None:
+            Path(path).write_text("trace")
+
+    profiler = inside(lambda: helpers.TorchWorkerProfiler(str(tmp_path / "traces")))
+    profiler.trace_handler(Profile())
+    name = "worker_0_epoch_4.pt.trace.json"
+    assert profiler.get_and_clear_profile_traces() == {"_train_torch_profiler": [(name, "trace")]}
+    assert profiler.get_and_clear_profile_traces() == {"_train_torch_profiler": []}

@@ -1,0 +1,325 @@
+"""The trainer on real workers. Most tests share one trainer, because starting workers is what takes time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd import train
+from raysgd.exceptions import StepMismatchError, WorkerError, WorkersLostError
+from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
+from raysgd.train.backend import BackendConfig
+from tests.train import lab
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
+
+
+@pytest.fixture(scope="module")
+def shared(ray_cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Trainer]:
+    trainer = Trainer("torch", num_workers=2, logdir=tmp_path_factory.mktemp("shared"))
+    trainer.start()
+    yield trainer
+    trainer.shutdown()
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Iterator[Trainer]:
+    """A trainer of two workers that nothing connects, not started."""
+    made = Trainer(BackendConfig(), num_workers=2, logdir=tmp_path)
+    yield made
+    made.shutdown()
+
+
+class Recorder(TrainingCallback):
+    """Writes down what it is told."""
+
+    def __init__(self, fails_at: int | None = None) -> None:
+        self.started: list[tuple[str, dict[str, Any]]] = []
+        self.results: list[list[dict[str, Any]]] = []
+        self.ended: list[bool] = []
+        self._fails_at = fails_at
+
+    def start_training(self, logdir: str, config: dict[str, Any], **info: Any) -> None:
+        self.started.append((logdir, config))
+
+    def handle_result(self, results: list[dict[str, Any]]) -> None:  # type: ignore[override]
+        self.results.append(results)
+        if len(self.results) == self._fails_at:
+            raise ArithmeticError("the callback is broken")
+
+    def finish_training(self, error: bool = False, **info: Any) -> None:
+        self.ended.append(error)
+
+
+def test_a_run_reports_saves_and_returns(shared: Trainer) -> None:
+    recorder = Recorder()
+    config = {"num_steps": 3, "save_every": 2}
+    assert shared.run(lab.count_up, config, callbacks=[recorder]) == [0, 0]
+    assert lab.numbers(recorder.results) == [[0, 0], [1, 1], [2, 2]]
+    assert [[result["rank"] for result in step] for step in recorder.results] == [[0, 1]] * 3
+    assert recorder.results[0][0]["size"] == 2
+    assert recorder.started == [(str(shared.latest_run_dir), config)]
+    assert recorder.ended == [False]
+    assert shared.latest_checkpoint is not None
+    assert shared.latest_checkpoint["number"] == 2
+    assert shared.latest_checkpoint_dir is not None
+    assert sorted(path.name for path in shared.latest_checkpoint_dir.iterdir()) == [
+        "checkpoint_000001",
+        "checkpoint_000002",
+    ]
+    assert Trainer.load_checkpoint_from_path(shared.latest_checkpoint_dir / "checkpoint_000001")["number"] == 0
+
+
+def test_workers_are_connected(shared: Trainer) -> None:
+    assert shared.run(lab.average_rank) == [0.5, 0.5]
+
+
+def test_a_run_starts_from_the_checkpoint_that_it_is_given(shared: Trainer, tmp_path: Path) -> None:
+    assert shared.run(lab.count_up, {"num_steps": 3}, checkpoint={"number": 1}) == [2, 2]
+    path = shared.latest_checkpoint_path
+    assert path is not None
+    assert shared.run(lab.count_up, {"num_steps": 5}, checkpoint=path) == [3, 3]
+    assert shared.run(lab.count_up, {"num_steps": 0}) == [0, 0]  # and from nothing otherwise
+
+
+def test_the_strategy_decides_what_stays(shared: Trainer) -> None:
+    config = {"num_steps": 4, "losses": [float("nan"), 3.0, 7.0, 5.0]}
+    shared.run(lab.count_up, config, checkpoint_strategy=CheckpointStrategy(2, "loss", "min"))
+    assert shared.latest_checkpoint_dir is not None
+    assert sorted(path.name for path in shared.latest_checkpoint_dir.iterdir()) == [
+        "checkpoint_000002",
+        "checkpoint_000004",
+    ]
+    assert shared.best_checkpoint is not None
+    assert shared.best_checkpoint["loss"] == 3.0
+
+
+def test_a_large_checkpoint_arrives_whole(shared: Trainer) -> None:
+    def function() -> None:
+        import torch
+
+        weights = torch.full((1 << 19,), 2.0)
+        train.save_checkpoint(weights=weights)
+        weights += 1
+
+    shared.run(function)
+    assert shared.latest_checkpoint is not None
+    assert shared.latest_checkpoint["weights"].unique().tolist() == [2.0]
+
+
+def test_results_can_be_taken_one_by_one(shared: Trainer) -> None:
+    iterator = shared.run_iterator(lab.count_up, {"num_steps": 3})
+    assert [result["number"] for result in next(iterator)] == [0, 0]
+    assert not iterator.is_finished()
+    assert iterator.get_final_results() is None
+    with pytest.raises(RuntimeError, match="going on already"):
+        shared.run(lab.count_up, {"num_steps": 1})
+    assert iterator.get_final_results(force=True) == [0, 0]
+    assert iterator.is_finished()
+    assert list(iterator) == []
+    assert shared.latest_checkpoint is not None
+    assert shared.latest_checkpoint["number"] == 2
+
+
+def test_a_rejected_call_leaves_no_folder(shared: Trainer) -> None:
+    before = shared.latest_run_dir
+    with pytest.raises(ValueError, match="2 parameters"):
+        shared.run(lambda a, b: None)
+    with pytest.raises(ValueError, match="no such file"):
+        shared.run(lab.count_up, {}, checkpoint="/no/such/file")
+    with pytest.raises(TypeError, match="`dataset`"):
+        shared.run(lab.count_up, {}, dataset=3)
+    assert shared.latest_run_dir == before
+
+
+def test_an_exception_of_all_ranks_is_raised_as_what_it_is_and_keeps_the_workers(shared: Trainer) -> None:
+    import os
+
+    pids = shared.run(os.getpid)
+    recorder = Recorder()
+
+    def function() -> None:
+        raise KeyError("bad sample 7")
+
+    with pytest.raises(KeyError, match="bad sample 7") as caught:
+        shared.run(function, callbacks=[recorder])
+    assert isinstance(caught.value, WorkerError)
+    assert [fault.rank for fault in caught.value.faults] == [0, 1]
+    assert "in function" in caught.value.faults[0].location
+    assert recorder.ended == [True]
+    assert shared.run(os.getpid) == pids
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+def test_an_exception_of_one_rank_ends_all_although_others_go_on(trainer: Trainer, blocks: bool) -> None:
+    trainer.start()
+    with pytest.raises(KeyError, match="bad sample 7") as caught:
+        trainer.run(lab.fail_on_rank_1, {"blocks": blocks})
+    assert isinstance(caught.value, WorkerError)
+    assert caught.value.faults[0].rank == 1
+
+
+def test_functions_that_are_out_of_step_are_ended_and_the_trainer_can_be_used_again(trainer: Trainer) -> None:
+    def function() -> None:
+        train.report(number=0)
+        if train.world_rank() == 0:
+            train.report(number=1)
+
+    recorder = Recorder()
+    trainer.start()
+    with pytest.raises(StepMismatchError, match="rank 1"):
+        trainer.run(function, callbacks=[recorder])
+    assert lab.numbers(recorder.results) == [[0, 0]]
+    assert trainer.run(train.world_rank) == [0, 1]
+
+
+def test_a_broken_callback_ends_the_run_and_all_callbacks_hear_of_it(tmp_path: Path) -> None:
+    trainer = Trainer(BackendConfig(), logdir=tmp_path)
+    broken, other = Recorder(fails_at=1), Recorder()
+    trainer.start()
+    try:
+        with pytest.raises(ArithmeticError, match="the callback is broken"):
+            trainer.run(lab.count_up, {"num_steps": 3}, callbacks=[broken, other])
+        assert (broken.ended, other.ended, other.results) == ([True], [True], [])
+        assert trainer.run(lab.count_up, {"num_steps": 1}) == [0]
+    finally:
+        trainer.shutdown()
+
+
+def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    recorder = Recorder()
+    trainer.start()
+    config = {"num_steps": 4, "deaths": [(1, 1, tmp_path / "first"), (0, 3, tmp_path / "second")]}
+    assert trainer.run(lab.count_up, config, callbacks=[recorder]) == [3, 3]
+    seen = [first for first, _ in lab.numbers(recorder.results)]
+    assert seen == sorted(seen)  # what was reported just before a death may be seen twice, nothing is lost
+    assert set(seen) == {0, 1, 2, 3}
+    assert trainer.latest_checkpoint_dir is not None
+    assert len(list(trainer.latest_checkpoint_dir.iterdir())) == 4
+    assert recorder.ended == [False]
+
+
+def test_the_last_retry_is_the_one_that_raises(tmp_path: Path) -> None:
+    trainer = Trainer(BackendConfig(), num_workers=1, logdir=tmp_path, max_retries=1)
+    trainer.start()
+    try:
+        config = {"num_steps": 2, "deaths": [(0, 0, tmp_path / "first")]}
+        with pytest.raises(WorkersLostError, match="max_retries=1"):
+            trainer.run(lab.count_up, config)
+        assert trainer.run(lab.count_up, config) == [0]  # the next run has retries of its own, and new workers
+    finally:
+        trainer.shutdown()
+
+
+def test_a_function_that_exits_takes_its_worker_along(tmp_path: Path) -> None:
+    import sys
+
+    trainer = Trainer(BackendConfig(), logdir=tmp_path, max_retries=0)
+    trainer.start()
+    try:
+        with pytest.raises(WorkersLostError):
+            trainer.run(lambda: sys.exit(0))
+    finally:
+        trainer.shutdown()
+
+
+def test_a_trainer_can_be_started_again(trainer: Trainer) -> None:
+    with pytest.raises(RuntimeError, match="call `start`"):
+        trainer.run(lab.count_up)
+    trainer.shutdown()  # harmless
+    for _ in range(2):
+        trainer.start()
+        with pytest.raises(RuntimeError, match="started already"):
+            trainer.start()
+        assert trainer.run(train.world_size) == [2, 2]
+        trainer.shutdown()
+    with pytest.raises(RuntimeError):
+        trainer.run(lab.count_up)
+
+
+def test_a_hook_runs_in_every_worker_first_and_its_exception_is_the_callers(trainer: Trainer) -> None:
+    def hook() -> None:
+        import os
+
+        os.environ["RAYSGD_TEST_HOOK"] = "here"
+
+    def broken() -> None:
+        raise LookupError("no such disk")
+
+    def look() -> str | None:
+        import os
+
+        return os.environ.get("RAYSGD_TEST_HOOK")
+
+    with pytest.raises(LookupError, match="no such disk"):
+        trainer.start(broken)
+    assert not trainer.is_started
+    trainer.start(hook)
+    assert trainer.run(look) == ["here", "here"]
+
+
+class Counter:
+    def __init__(self, first: int, step: int = 1) -> None:
+        self.value, self.step = first, step
+
+    def up(self) -> int:
+        self.value += self.step
+        return self.value
+
+    def total(self) -> float:
+        import torch
+        import torch.distributed as dist
+
+        value = torch.tensor(float(self.value))
+        dist.all_reduce(value)
+        return float(value)
+
+
+def test_a_class_of_the_users_own_lives_in_connected_workers(tmp_path: Path) -> None:
+    import ray
+
+    trainer = Trainer("torch", num_workers=2, logdir=tmp_path)
+    group = trainer.to_worker_group(Counter, 1, step=2)
+    try:
+        assert ray.get(group[0].up.remote()) == 3
+        assert ray.get([worker.total.remote() for worker in group]) == [4.0, 4.0]
+        with pytest.raises(RuntimeError, match="started already"):
+            trainer.to_worker_group(Counter, 1)
+    finally:
+        group.shutdown()
+
+
+@pytest.mark.parametrize("amp", [False, True])
+def test_a_model_of_pytorch_is_kept_equal_and_arrives_without_its_wrapper(shared: Trainer, amp: bool) -> None:
+    import torch
+
+    first, second = shared.run(lab.fit, {"num_epochs": 10, "amp": amp})
+    assert first == second == pytest.approx([2.0, 1.0], abs=0.05)
+    checkpoint = shared.latest_checkpoint
+    assert checkpoint is not None
+    assert type(checkpoint["model"]) is torch.nn.Linear
+    assert [float(parameter) for parameter in checkpoint["model"].parameters()] == first
+    assert set(checkpoint["state"]) == {"module.weight", "module.bias"}
+
+
+def test_data_is_divided_over_the_workers(shared: Trainer) -> None:
+    class Numbers:
+        def __init__(self, values: list[int]) -> None:
+            self.values = values
+
+        def split(self, n: int, *, equal: bool) -> list[list[int]]:
+            return [self.values[rank::n] for rank in range(n)]
+
+    def function(config: dict[str, Any]) -> Any:
+        return train.get_dataset_shard(config.get("name"))
+
+    assert shared.run(function, {}, dataset=Numbers([1, 2, 3, 4])) == [[1, 3], [2, 4]]
+    both = {"train": Numbers([1, 2]), "val": Numbers([3, 4])}
+    assert shared.run(function, {"name": "val"}, dataset=both) == [[3], [4]]
+    with pytest.raises(KeyError, match="other"):
+        shared.run(function, {"name": "other"}, dataset=both)

@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.train.utils import construct_path, without_arguments
+
+
+@pytest.mark.parametrize(
+    ("path", "parent", "expected"),
+    [
+        ("/a", "/b", Path("/a")),
+        ("~/a", "/b", Path.home() / "a"),
+        ("a", "/b", Path("/b/a")),
+        ("a", "~/b", Path.home() / "b" / "a"),
+        ("a", "b", Path.cwd() / "b" / "a"),
+        ("../a", "/b/c", Path("/b/a")),
+    ],
+)
+def test_where_a_path_is(path: str, parent: str, expected: Path) -> None:
+    assert construct_path(path, parent) == construct_path(Path(path), Path(parent)) == expected
+
+
+@pytest.mark.parametrize(
+    ("function", "config", "expected"),
+    [
+        (lambda: "none", {"a": 1}, "none"),
+        (lambda config: config, {"a": 1}, {"a": 1}),
+        (lambda config: config, None, {}),
+        (lambda config=5: config, None, {}),
+        (lambda *args: args, None, ({},)),
+    ],
+)
+def test_the_config_is_bound_where_it_is_wanted(function: Any, config: Any, expected: Any) -> None:
+    assert without_arguments(function, config)() == expected
+
+
+def test_a_function_of_two_arguments_is_refused() -> None:
+    with pytest.raises(ValueError, match="takes 2 parameters"):
+        without_arguments(lambda config, extra=1: None, {})
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(TypeError, match="`train_func=3`"):
+        without_arguments(3, {})  # type: ignore[arg-type]
