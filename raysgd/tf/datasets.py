@@ -119,7 +119,9 @@ def after_samples(dataset: Any, consumed: int) -> Any:
         start = tf.maximum(tf.constant(consumed, tf.int64) - seen, 0)
         return seen + num_samples(batch), tf.nest.map_structure(lambda tensor: tensor[start:], batch)
 
-    return without_empty(dataset.scan(tf.constant(0, tf.int64), cut)) if consumed else dataset
+    if not consumed:
+        return dataset
+    return without_empty(dataset.scan(tf.constant(0, tf.int64), tf.autograph.experimental.do_not_convert(cut)))
 
 
 def num_samples(batch: Any) -> Any:
@@ -135,10 +137,15 @@ def num_samples(batch: Any) -> Any:
 
 
 def _on_element(dataset: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`function` as a dataset's methods want it: they hand over the parts of a tuple one by one."""
-    if isinstance(dataset.element_spec, tuple):
-        return lambda *batch: function(batch)
-    return function
+    """`function` as a dataset's methods want it: they hand over the parts of a tuple one by one.
+
+    Nothing in here needs AutoGraph, which would write a file for each function.
+    """
+    import tensorflow as tf
+
+    wrapped = (lambda *batch: function(batch)) if isinstance(dataset.element_spec, tuple) else function
+    converted: Callable[..., Any] = tf.autograph.experimental.do_not_convert(wrapped)
+    return converted
 
 
 def _part(batch: Any, rank: Any, num_workers: int) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import random
 import time
@@ -29,6 +30,8 @@ from raysgd.tf import arguments, checkpoint_file
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.tf_runner import RESUME, RunnerFacts, RunnerSpec, TFRunner
 from raysgd.tf.training_operator import TrainingOperator
+
+logger = logging.getLogger(__name__)
 
 _RANKS = "ranks"
 
@@ -245,9 +248,13 @@ class TFTrainer(ClassTrainer):
         if optimizer is not None and len(slots) == len(state["models"]):
             registry.build_optimizer(optimizer, model.trainable_variables)
             variables = registry.variables_of_optimizer(optimizer)
-            if len(variables) == len(slots[index]):
-                for variable, value in zip(variables, slots[index], strict=True):
-                    variable.assign(value)
+            if len(variables) != len(slots[index]):  # under a strategy tf_keras keeps more of them
+                logger.warning(
+                    "the optimizer of the model here keeps other variables than in the workers: left as it is"
+                )
+                return
+            for variable, value in zip(variables, slots[index], strict=True):
+                variable.assign(value)
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: epoch, the operator's own, and the arrays of models and optimizers."""

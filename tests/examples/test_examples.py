@@ -22,9 +22,9 @@ SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
 TIMEOUT_S = 160
 PATIENCE_S = 15
 
-# Not the scripts' own: Ray's logs of its sessions, PyTorch's cache, and the lock of data creators, which stays so that
-# nobody locks a file that somebody else removes.
-MAY_STAY = re.compile(r"ray|torchinductor_.*|\.raydata\.lock")
+# Not the scripts' own: Ray's logs of its sessions, PyTorch's cache, what TensorFlow leaves of a process that is killed,
+# and the lock of data creators, which stays so that nobody locks a file that somebody else removes.
+MAY_STAY = re.compile(r"ray|torchinductor_.*|__autograph_generated_file.*|__pycache__|\.raydata\.lock")
 
 
 @dataclass(frozen=True)
