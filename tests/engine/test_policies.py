@@ -10,6 +10,7 @@ from raysgd.engine.policies import (
     Raise,
     Rebuild,
     Resize,
+    RetryBudget,
     ScalingPolicy,
     Wait,
     capacity,
@@ -155,3 +156,20 @@ def test_only_losses_are_retried_and_only_within_the_budget(
     kind: FailureKind, num_restarts: int, max_restarts: int, expected: Rebuild | Raise
 ) -> None:
     assert FailurePolicy().decide(Diagnosis(kind, (fault(),)), num_restarts, max_restarts) == expected
+
+
+def test_a_budget_counts_what_was_used_up() -> None:
+    budget = RetryBudget(2)
+    assert (budget.num_spent, budget.is_spent) == (0, False)
+    budget.pay_for_rebuild()
+    budget.pay_for_rejoin(progress=5)  # something was learned: free
+    assert (budget.num_spent, budget.is_spent) == (1, False)
+    budget.pay_for_rejoin(progress=5)
+    assert (budget.num_spent, budget.is_spent) == (2, True)
+
+
+def test_a_budget_without_end_is_never_spent() -> None:
+    budget = RetryBudget(float("inf"))
+    for _ in range(100):
+        budget.pay_for_rebuild()
+    assert (budget.num_spent, budget.is_spent) == (100, False)
