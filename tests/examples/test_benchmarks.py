@@ -31,6 +31,7 @@ KEYS = {
 FIGURES = {
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
     "epoch_cost": {"epoch_ms", "loop_ms"},
+    "function_api": {"to_callback_s", "cycle_s", "stall_s", "recovery_s"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
     "checkpoint": {"stall_ms", "next_train_delay_ms", "complete_ms", "load_ms", "torch_load_ms", "capture_ms"},
 }
