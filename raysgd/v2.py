@@ -25,8 +25,12 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import the config of a framework when it is first asked for."""
-    if name != "TorchConfig":
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    from raysgd.train.torch import TorchConfig
+    if name == "TorchConfig":
+        from raysgd.train.torch import TorchConfig
 
-    return TorchConfig
+        return TorchConfig
+    if name == "TensorflowConfig":
+        from raysgd.train.tensorflow import TensorflowConfig
+
+        return TensorflowConfig
+    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")

@@ -33,6 +33,8 @@ _FOREIGN_VARIABLES = (
     "CUDA_MODULE_LOADING",
     "CRC32C_SW_MODE",
 )
+# Actors that Ray Data starts once for a whole cluster.
+_SERVICES_OF_RAY = {"_AutoscalingCoordinatorActor", "_StatsActor"}
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,7 @@ def _live_actors() -> dict[str, str]:
     return {
         key: f"{facts['ActorClassName']} ({facts['State']}, pid {facts['Pid']})"
         for key, facts in actors().items()
-        if facts["State"] != "DEAD"
+        if facts["State"] != "DEAD" and facts["ActorClassName"] not in _SERVICES_OF_RAY
     }
 
 

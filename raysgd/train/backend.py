@@ -38,7 +38,6 @@ EncodedData = Any
 _NAMED = {
     "torch": ("raysgd.train.torch", "TorchConfig"),
     "tensorflow": ("raysgd.train.tensorflow", "TensorflowConfig"),
-    "horovod": ("raysgd.train.horovod", "HorovodConfig"),
 }
 
 

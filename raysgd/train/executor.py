@@ -5,6 +5,7 @@ A thin face over the engine's controller. Nothing is retried here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -32,6 +33,8 @@ from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
 from raysgd.train.session import FunctionSession, Order, TrainingResult, TrainingResultType
 from raysgd.train.utils import without_arguments
 from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, Workers, check_group, gather
+
+logger = logging.getLogger(__name__)
 
 _RELEASE_S = 30.0
 
@@ -239,8 +242,12 @@ class BackendExecutor:
 
     def _tell_backend(self) -> None:
         hook = getattr(self._backend, "on_training_start", None)  # plug-ins need not derive from our class
-        if hook is not None:
+        if hook is None:
+            return
+        try:
             hook(self.get_worker_group(), self._config)
+        except LostDuringCallError as lost:  # the call that follows meets the same loss, and knows what to do
+            logger.warning("%s, in `on_training_start`", lost)
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """The metrics of all workers at their next report; None when all functions have ended."""

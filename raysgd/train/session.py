@@ -35,6 +35,7 @@ from raysgd.train.constants import (
 )
 
 _INLINE_BYTES = 1 << 20  # smaller states travel with the message; larger ones are fetched beside the training
+_MAX_PARCELS = 3  # one on its way, one handed over, one just made
 _PATIENCE_S = 1.0
 _UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "<unset>"})()
 
@@ -98,7 +99,10 @@ class Order:
 
 
 class Parcels:
-    """Copies that wait to be fetched."""
+    """Copies that wait to be fetched. Of more than a few the oldest is one that nobody will ask for any more.
+
+    The driver takes one checkpoint over after the other, and of those that several ranks reported in one step only one.
+    """
 
     def __init__(self) -> None:
         self._waiting: dict[int, Callable[[], Any]] = {}
@@ -108,6 +112,7 @@ class Parcels:
         """Keeps what `produce` makes, until somebody asks; returns the token to ask with."""
         self._num += 1
         self._waiting[self._num] = produce
+        self._waiting.pop(self._num - _MAX_PARCELS, None)
         return self._num
 
     def fetch(self, token: int) -> Any:

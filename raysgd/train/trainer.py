@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ class Trainer:
     """Runs training functions on workers that it keeps alive from `start` to `shutdown`.
 
     Args:
-        backend: How the workers are connected: "torch", "tensorflow", "horovod", or a config of `raysgd.train`.
+        backend: How the workers are connected: "torch", "tensorflow", or a config of `raysgd.train`.
         num_workers: How many; or a pair, the smallest and the largest number: the trainer then begins with as many as
             there is room for, goes on with what is left after a loss, and grows back after a checkpoint.
         use_gpu: Whether each worker gets a GPU.
@@ -223,6 +224,34 @@ class Trainer:
             raise RuntimeError("The trainer was started already: `to_worker_group` starts its own workers.")
         self._executor.start(train_cls=train_cls, train_cls_args=args, train_cls_kwargs=kwargs)
         return TrainWorkerGroup(self._executor)
+
+    def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
+        """A class for `ray.tune`: each trial makes a trainer like this one and runs the function with its own config.
+
+        A trial tells Tune what rank 0 reports, and gives its checkpoints to Tune. `max_retries` and `logdir` are not
+        taken over: a trial has the default retries and the folder of the trial.
+
+        Args:
+            train_func: The function.
+            dataset: Divided over the workers of each trial.
+
+        Raises:
+            RuntimeError: The trainer was started already.
+            ImportError: Ray Tune is not installed.
+        """
+        from raysgd.train._tune import TrialPlan, make_trainable
+
+        if self._executor.is_started:
+            raise RuntimeError("The trainer was started already: every trial starts its own workers.")
+        without_arguments(train_func, None)
+        check_dataset(dataset)
+        make_trainer = partial(
+            Trainer, self._config, self._num_workers, self._use_gpu, dict(self._resources_per_worker)
+        )
+        for_each = {"CPU": 1, "GPU": int(self._use_gpu), **self._resources_per_worker}
+        bundle = {name: float(amount) for name, amount in for_each.items() if amount > 0}
+        bundles = [{"CPU": 1.0}] + [bundle] * as_range(self._num_workers)[1]
+        return make_trainable(TrialPlan(make_trainer, train_func, dataset, bundles))
 
     # ---------------------------------------------------------------------------------------------- folders
 

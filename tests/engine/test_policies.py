@@ -258,3 +258,20 @@ def test_all_go_on_from_the_most_advanced_whole_replica(
 )
 def test_nobody_goes_on_when_no_state_is_whole_or_one_of_them_cannot(standings: list[Standing]) -> None:
     assert choose_source(standings) is None
+
+
+def test_a_budget_counts_what_was_used_up() -> None:
+    budget = RetryBudget(2)
+    assert (budget.num_spent, budget.is_spent) == (0, False)
+    budget.pay_for_rebuild()
+    budget.pay_for_rejoin(progress=5)  # something was learned: free
+    assert (budget.num_spent, budget.is_spent) == (1, False)
+    budget.pay_for_rejoin(progress=5)
+    assert (budget.num_spent, budget.is_spent) == (2, True)
+
+
+def test_a_budget_without_end_is_never_spent() -> None:
+    budget = RetryBudget(float("inf"))
+    for _ in range(100):
+        budget.pay_for_rebuild()
+    assert (budget.num_spent, budget.is_spent) == (100, False)

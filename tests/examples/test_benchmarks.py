@@ -35,6 +35,7 @@ FIGURES = {
     "epoch_cost": {"epoch_ms", "loop_ms"},
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
     "recovery": {"recovery_s", "batches_again", "snapshot_cost"},
+    "function_api": {"to_callback_s", "cycle_s", "stall_s", "recovery_s"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
     "tf_throughput": {"images_per_s", "first_step_s", "recovery_s"},
     "checkpoint": {"stall_ms", "next_train_delay_ms", "complete_ms", "load_ms", "torch_load_ms", "capture_ms"},

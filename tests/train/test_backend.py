@@ -60,7 +60,7 @@ def test_names_and_configs_are_resolved() -> None:
 @pytest.mark.parametrize(
     ("backend", "error", "message"),
     [
-        ("pytorch", ValueError, "'torch', 'tensorflow', 'horovod'"),
+        ("pytorch", ValueError, "'torch', 'tensorflow'"),
         (3, TypeError, "`backend=3`"),
         (TorchConfig, TypeError, r"pass an instance, `TorchConfig\(\)`"),
     ],

@@ -214,3 +214,40 @@ def test_too_many_deaths_are_an_error() -> None:
             executor.run(die)
     finally:
         executor.shutdown()
+
+
+class TensorflowLike(BackendConfig):
+    """The backend for TensorFlow, which needs none in the driver."""
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        from raysgd.train._tf_cluster import TensorflowBackend
+
+        return TensorflowBackend
+
+
+def test_workers_of_tensorflow_know_each_other_also_after_a_loss(tmp_path: Path) -> None:
+    flag = tmp_path / "flag"
+
+    def function() -> dict[str, Any]:
+        import json
+
+        train.report(number=1)
+        if train.world_rank() == 1 and lab.claim(flag):
+            die()
+        found: dict[str, Any] = json.loads(os.environ["TF_CONFIG"])
+        return found
+
+    executor = BackendExecutor(TensorflowLike(), num_workers=2)
+    executor.start()
+    try:
+        executor.start_training(function)
+        first, second = executor.finish_training()
+    finally:
+        executor.shutdown()
+    assert flag.exists()
+    assert first["cluster"] == second["cluster"]
+    addresses = first["cluster"]["worker"]
+    assert len(set(addresses)) == 2
+    assert all(int(address.rpartition(":")[2]) > 0 for address in addresses)
+    assert [found["task"] for found in (first, second)] == [{"type": "worker", "index": rank} for rank in range(2)]

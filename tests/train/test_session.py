@@ -171,6 +171,14 @@ class TestCheckpoints:
         assert replica.fetch(message.parcel.token)["weights"].max() == 0
         assert weights.max() == 1
 
+    def test_that_nobody_asks_for_do_not_pile_up(self) -> None:
+        parcels = session.Parcels()
+        tokens = [parcels.keep(lambda number=number: number) for number in range(10)]
+        assert [parcels.fetch(token) for token in tokens[-3:]] == [7, 8, 9]
+        for token in tokens:
+            with pytest.raises(KeyError):
+                parcels.fetch(token)
+
     def test_can_be_loaded_as_they_were_saved_or_passed_in(self, replica: FunctionSession) -> None:
         weights = [1]
 

@@ -1,0 +1,221 @@
+"""Training functions: what a report, a large checkpoint and the loss of a worker cost.
+
+    python examples/benchmarks/function_api.py [--smoke-test] [--num-workers 2] [--repetitions 3] [--peers ray_train]
+
+A report: seconds from the call in the worker until the driver's callback has it and, for raysgd, from one callback by
+way of the function to the next. A checkpoint: seconds for which saving a state of 200 MiB holds the function up. A
+loss: seconds from the SIGKILL of a worker until the function has begun again on all of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import signal
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from _common import (
+    MIB,
+    OWN,
+    RAY_TRAIN_FAST_POLL,
+    Report,
+    Target,
+    choose_peers,
+    dispatch,
+    estimate,
+    make_parser,
+    ray_cluster,
+    run_job,
+    take_turns,
+)
+
+PEERS = {"ray_train": "ray.train", "ray_train_fast_poll": "ray.train"}
+_FIGURES = {
+    "to_callback_s": "report -> callback, s",
+    "cycle_s": "callback -> function -> callback, s",
+    "stall_s": "save 200 MiB, s",
+    "recovery_s": "SIGKILL -> function begins again, s",
+}
+_ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
+_NUM_TENSORS = 10
+
+
+def _state(num_bytes: int) -> dict[str, Any]:
+    """A state of so many bytes in a few tensors."""
+    import torch
+
+    return {f"weight_{index}": torch.ones(num_bytes // 4 // _NUM_TENSORS) for index in range(_NUM_TENSORS)}
+
+
+def _die_or_note(folder: Path, rank: int) -> bool:
+    """In the first life waits for all ranks, then rank 1 dies; in the second one notes when it began."""
+    if (folder / "death").exists():
+        (folder / f"again_{rank}").write_text(str(time.time()))
+        return False
+    (folder / f"alive_{rank}").touch()
+    while not (folder / "alive_0").exists() or not (folder / "alive_1").exists():
+        time.sleep(0.01)
+    if rank == 1:
+        (folder / "death").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+def _recovery_s(folder: Path) -> float:
+    began = [float(path.read_text()) for path in folder.glob("again_*")]
+    return max(began) - float((folder / "death").read_text())
+
+
+def run_raysgd(num_reports: int, num_bytes: int) -> dict[str, float]:
+    """`raysgd.train`."""
+    from raysgd import train
+    from raysgd.train import Trainer, TrainingCallback
+
+    delays: list[float] = []
+    arrivals: list[float] = []
+
+    class Note(TrainingCallback):
+        def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
+            arrivals.append(time.time())
+            delays.append(arrivals[-1] - results[0]["sent"])
+
+    def report_and_save() -> float:
+        for _ in range(num_reports):
+            train.report(sent=time.time())
+        state = _state(num_bytes)
+        began = time.perf_counter()
+        train.save_checkpoint(**state)
+        return time.perf_counter() - began
+
+    def lose(config: dict[str, Any]) -> None:
+        if _die_or_note(Path(config["folder"]), train.world_rank()):
+            train.report(waits=True)
+            time.sleep(60)
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, ray_cluster(2, object_store_mib=1024):
+        single = Trainer("torch", num_workers=1, logdir=name)
+        single.start()
+        [stall_s] = single.run(report_and_save, callbacks=[Note()])
+        single.shutdown()
+        pair = Trainer("torch", num_workers=2, logdir=name)
+        pair.start()
+        pair.run(lose, {"folder": name})
+        pair.shutdown()
+        recovery_s = _recovery_s(Path(name))
+    return {
+        "to_callback_s": statistics.median(delays),
+        "cycle_s": statistics.median(after - before for before, after in itertools.pairwise(arrivals)),
+        "stall_s": stall_s,
+        "recovery_s": recovery_s,
+    }
+
+
+def run_ray_train(num_reports: int, num_bytes: int) -> dict[str, float]:
+    """Ray Train of today; its callbacks run in its controller."""
+    import torch
+    from ray.train import Checkpoint, FailureConfig, RunConfig, ScalingConfig, UserCallback, get_context, report
+    from ray.train.torch import TorchTrainer
+
+    class Note(UserCallback):
+        def __init__(self, path: Path) -> None:
+            self.path = path
+
+        def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+            if "sent" in metrics[0]:
+                with open(self.path, "a") as file:
+                    file.write(f"{time.time() - metrics[0]['sent']}\n")
+
+    def report_and_save(config: dict[str, Any]) -> None:
+        for _ in range(num_reports):
+            report({"sent": time.time()})
+        state = _state(num_bytes)
+        began = time.perf_counter()
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(state, Path(folder) / "state.pt")
+            report({"saved": True}, checkpoint=Checkpoint.from_directory(folder))
+        Path(config["folder"], "stall").write_text(str(time.perf_counter() - began))
+
+    def lose(config: dict[str, Any]) -> None:
+        if _die_or_note(Path(config["folder"]), get_context().get_world_rank()):
+            time.sleep(60)
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, ray_cluster(3, object_store_mib=1024):
+        folder = Path(name)
+        run = functools.partial(RunConfig, storage_path=name)
+        TorchTrainer(
+            report_and_save,
+            train_loop_config={"folder": name},
+            scaling_config=ScalingConfig(num_workers=1),
+            run_config=run(name="reports", callbacks=[Note(folder / "delays")]),
+        ).fit()
+        TorchTrainer(
+            lose,
+            train_loop_config={"folder": name},
+            scaling_config=ScalingConfig(num_workers=2),
+            run_config=run(name="loss", failure_config=FailureConfig(max_failures=1)),
+        ).fit()
+        delays = [float(line) for line in (folder / "delays").read_text().split()]
+        return {
+            "to_callback_s": statistics.median(delays),
+            "stall_s": float((folder / "stall").read_text()),
+            "recovery_s": _recovery_s(folder),
+        }
+
+
+ROLES = {OWN: run_raysgd, "ray_train": run_ray_train, "ray_train_fast_poll": run_ray_train}
+
+
+def main() -> None:
+    dispatch(ROLES)
+    arguments = make_parser(__doc__.partition("\n")[0], repetitions=3, peers=PEERS).parse_args()
+    peers = choose_peers(arguments, PEERS)
+    sizes = {"num_reports": 200, "num_bytes": 200 * MIB}
+    if arguments.smoke_test:
+        arguments.repetitions, sizes = 1, {"num_reports": 5, "num_bytes": 4 * MIB}
+    report = Report("function_api", arguments, peers)
+    jobs = {
+        name: functools.partial(
+            run_job,
+            __file__,
+            name,
+            environment=_ENVIRONMENTS.get(name),
+            **{**sizes, "num_reports": min(sizes["num_reports"], 10) if name != OWN else sizes["num_reports"]},
+        )
+        for name in (OWN, *peers.selected)
+    }
+    runs = take_turns(jobs, arguments.repetitions, report)
+    rows, medians = [], {}
+    for name, found in runs.items():
+        cells = []
+        for figure in _FIGURES:
+            samples = [run[figure] for run in found if figure in run]
+            if not samples:
+                cells.append("-")
+                continue
+            value = estimate(samples)
+            report.result(name, figure, value)
+            medians[name, figure] = value.median
+            cells.append(value.text())
+        rows.append([name, *cells])
+    report.table("Training functions", ["contender", *_FIGURES.values()], rows)
+    report.finish(
+        [
+            Target("report to the callback and back, s", 0.003, True, medians[OWN, "cycle_s"]),
+            Target("raysgd / Ray Train, save 200 MiB", 0.05, True, _ratio(medians, "stall_s")),
+            Target("raysgd / Ray Train, recovery", 0.5, True, _ratio(medians, "recovery_s")),
+        ]
+    )
+
+
+def _ratio(medians: dict[tuple[str, str], float], figure: str) -> float | None:
+    other = medians.get(("ray_train", figure))
+    return None if other is None else medians[OWN, figure] / other
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""A trainer as a trial of Ray Tune."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.train import Trainer
+from raysgd.train._tune import Trial, TrialPlan
+from raysgd.train.backend import BackendConfig
+from tests.run_if import RunIf
+from tests.train import lab
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
+
+
+def test_a_trial_goes_on_from_the_checkpoint_that_it_gave_away(tmp_path: Path) -> None:
+    plan = TrialPlan(lambda logdir: Trainer(BackendConfig(), logdir=logdir), lab.count_up)
+    trial = Trial(plan, {"num_steps": 3}, tmp_path / "logs")
+    try:
+        steps = [trial.step() for _ in range(4)]
+        assert [(result and result["number"], is_saved) for result, is_saved in steps] == [
+            (0, False),
+            (1, True),
+            (2, True),
+            (None, True),
+        ]
+        trial.save(tmp_path / "kept")
+        assert not trial.step()[1]
+        content = pickle.loads((tmp_path / "kept" / "checkpoint").read_bytes())
+        assert (content["number"], content["_current_checkpoint_id"]) == (2, 3)
+        trial.load(tmp_path / "kept")
+        result, _ = trial.step()
+        assert result is None  # there is nothing left to do
+    finally:
+        trial.end()
+
+
+def test_a_started_trainer_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer(BackendConfig(), logdir=tmp_path)
+    trainer.start()
+    try:
+        with pytest.raises(RuntimeError, match="started already"):
+            trainer.to_tune_trainable(lab.count_up)
+    finally:
+        trainer.shutdown()
+
+
+def test_what_a_trial_asks_for(tmp_path: Path) -> None:
+    trainer = Trainer(BackendConfig(), 2, resources_per_worker={"CPU": 2, "extra": 1}, logdir=tmp_path)
+    request = trainer.to_tune_trainable(lab.count_up).default_resource_request({})
+    assert request.bundles == [{"CPU": 1}, {"CPU": 2, "extra": 1}, {"CPU": 2, "extra": 1}]
+    assert request.strategy == "PACK"
+
+
+@RunIf(modules=["pandas", "pyarrow"])
+def test_tune_runs_trials_and_keeps_their_checkpoints(tmp_path: Path) -> None:
+    from ray import tune
+
+    def function(config: dict[str, Any]) -> None:
+        lab.count_up({"num_steps": config["num_steps"]})
+
+    trainer = Trainer(BackendConfig(), num_workers=2, logdir=tmp_path / "unused")
+    tuner = tune.Tuner(
+        trainer.to_tune_trainable(function),
+        param_space={"num_steps": tune.grid_search([1, 3])},
+        tune_config=tune.TuneConfig(metric="number", mode="max", max_concurrent_trials=1),
+        run_config=tune.RunConfig(storage_path=str(tmp_path / "tune"), verbose=0),
+    )
+    results = tuner.fit()
+    assert results.num_errors == 0
+    best = results.get_best_result()
+    assert best.metrics["number"] == 2
+    assert best.metrics["size"] == 2
+    with best.checkpoint.as_directory() as folder:
+        content = pickle.loads((Path(folder) / "checkpoint").read_bytes())
+    assert (content["number"], content["_current_checkpoint_id"]) == (2, 3)
