@@ -76,8 +76,13 @@ def run(script: str, short_folder: str, *arguments: str) -> tuple[str, dict[str,
     return "\n".join(text), json.loads(last)
 
 
+LONG = {"function_api", "gpu_throughput", "recovery", "tf_throughput"}
+
+
 @pytest.mark.integration
-@pytest.mark.parametrize("script", sorted(FIGURES))
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[pytest.mark.soak] if name in LONG else []) for name in sorted(FIGURES)]
+)
 def test_a_smoke_test_ends_well_and_reports_all_figures(script: str, short_folder: str) -> None:
     text, result = run(script, short_folder, *(["--peers", "raw"] if script == "epoch_cost" else []))
     assert result.keys() == KEYS

@@ -40,3 +40,12 @@ def lab(ray_cluster: None, keras: str) -> Iterator[TFTrainer]:
     """Two connected workers to run replicas in."""
     with TFTrainer(training_operator_cls=models.Line, num_workers=2, seed=1, timeout_s=60) as trainer:
         yield trainer
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leaves most of what is tested with both Kerases to `make soak` for tf_keras: it takes as long as all with Keras 3."""
+    for item in items:
+        parameters = getattr(getattr(item, "callspec", None), "params", {})
+        if parameters.get("keras") == "keras2" and parameters.get("case") not in ("adam", None):
+            item.add_marker(pytest.mark.soak)

@@ -53,7 +53,7 @@ def test_an_epoch_that_shrank_grows_back_before_its_end(ray_cluster: None, train
     assert (data.due, data.used) == (960, 960)
 
 
-@pytest.mark.parametrize("recovery", ["rejoin", "rebuild"])
+@pytest.mark.parametrize("recovery", ["rebuild", pytest.param("rejoin", marks=pytest.mark.soak)])
 def test_a_rebuild_goes_on_from_the_last_snapshot_inside_the_epoch(
     recovery: str, ray_cluster: None, trainers: list[TorchTrainer]
 ) -> None:
