@@ -44,7 +44,7 @@ def lab(ray_cluster: None, keras: str) -> Iterator[TFTrainer]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves most of what is tested with both Kerases to `make soak` for tf_keras: it takes as long as all with Keras 3."""
+    """Leaves most of the tests with tf_keras to `make soak`: they take as long as those with Keras 3 again."""
     for item in items:
         parameters = getattr(getattr(item, "callspec", None), "params", {})
         if parameters.get("keras") == "keras2" and parameters.get("case") not in ("adam", None):
