@@ -82,4 +82,4 @@ def fit(config: dict[str, Any]) -> list[float]:
             optimizer.step()
         train.report(loss=float(loss))
     train.save_checkpoint(model=model, state=model.state_dict())
-    return [float(parameter) for parameter in model.parameters()]
+    return [float(parameter.detach()) for parameter in model.parameters()]

@@ -303,7 +303,7 @@ def test_a_model_of_pytorch_is_kept_equal_and_arrives_without_its_wrapper(shared
     checkpoint = shared.latest_checkpoint
     assert checkpoint is not None
     assert type(checkpoint["model"]) is torch.nn.Linear
-    assert [float(parameter) for parameter in checkpoint["model"].parameters()] == first
+    assert [float(parameter.detach()) for parameter in checkpoint["model"].parameters()] == first
     assert set(checkpoint["state"]) == {"module.weight", "module.bias"}
 
 
@@ -323,3 +323,41 @@ def test_data_is_divided_over_the_workers(shared: Trainer) -> None:
     assert shared.run(function, {"name": "val"}, dataset=both) == [[3], [4]]
     with pytest.raises(KeyError, match="other"):
         shared.run(function, {"name": "other"}, dataset=both)
+
+
+def test_data_that_cannot_be_divided_after_all_leaves_the_workers_as_they_were(shared: Trainer) -> None:
+    import os
+
+    class Broken:
+        def split(self, n: int, *, equal: bool) -> list[Any]:
+            raise ArithmeticError("too few rows")
+
+    pids = shared.run(os.getpid)
+    with pytest.raises(ArithmeticError, match="too few rows"):
+        shared.run(lab.count_up, {"num_steps": 1}, dataset=Broken())
+    assert shared.run(os.getpid) == pids
+
+
+def test_a_large_checkpoint_that_cannot_leave_the_worker_is_an_error(tmp_path: Path) -> None:
+    def function() -> None:
+        import numpy as np
+
+        train.save_checkpoint(weights=np.zeros(1 << 18), stuck=Stuck())
+        train.report(number=1)
+
+    trainer = Trainer(BackendConfig(), logdir=tmp_path)
+    trainer.start()
+    try:
+        with pytest.raises(LookupError, match="cannot be pickled"):
+            trainer.run(function)
+        assert trainer.run(train.world_size) == [1]
+    finally:
+        trainer.shutdown()
+
+
+class Stuck:
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise LookupError("cannot be pickled")
