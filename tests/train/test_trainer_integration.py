@@ -374,3 +374,41 @@ class Stuck:
 
     def __reduce__(self) -> Any:
         raise LookupError("cannot be pickled")
+
+
+def test_a_report_may_bring_a_checkpoint_of_any_rank(shared: Trainer) -> None:
+    def function() -> None:
+        rank = train.world_rank()
+        train.report({"number": rank}, checkpoint={"from": rank} if rank == 1 else None)
+        train.report({"number": rank}, checkpoint=None)
+
+    recorder = Recorder()
+    shared.run(function, callbacks=[recorder])
+    assert lab.numbers(recorder.results) == [[0, 1], [0, 1]]
+    assert shared.latest_checkpoint is not None
+    assert shared.latest_checkpoint["from"] == 1
+    assert shared.checkpoint_manager.latest_checkpoint_id == 1
+
+
+def test_workers_of_pytorch_find_their_place_in_the_environment(shared: Trainer) -> None:
+    def function() -> list[str | None]:
+        import os
+
+        return [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+
+    first, second = shared.run(function)
+    assert (first[:3], second[:3]) == (["0", "0", "2"], ["1", "1", "2"])
+    assert first[3:] == second[3:]
+    assert int(first[4]) > 0
+
+
+def test_reports_say_where_they_come_from_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS", "1")
+    trainer = Trainer(BackendConfig(), logdir=tmp_path)
+    monkeypatch.delenv("TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS")
+    trainer.start()
+    try:
+        [[result]] = list(trainer.run_iterator(lambda: train.report(loss=1)))
+    finally:
+        trainer.shutdown()
+    assert {"_pid", "_hostname", "_node_ip", "_date", "_time_total_s"} <= set(result)
