@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -18,7 +19,7 @@ from raysgd.engine.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
 from raysgd.train import session
 from raysgd.train._hand_off import Ended
-from raysgd.train.checkpoint import CheckpointManager
+from raysgd.train.checkpoint import CheckpointLostError, CheckpointManager
 from raysgd.train.session import Message, Order, Parcel, TrainingResultType
 
 logger = logging.getLogger(__name__)
@@ -138,7 +139,8 @@ class FunctionRun:
         Raises:
             WorkersLostError: They were lost, again and again.
         """
-        self._call(session.start_function)
+        with self._aborted_on_error():
+            self._call(session.start_function)
 
     def next_step(self) -> Step:
         """The next step of all workers; its checkpoint, if any, is taken over.
@@ -149,7 +151,7 @@ class FunctionRun:
             WorkersLostError: Workers were lost, and no restart is left.
             ValueError: A checkpoint lacks its score.
         """
-        try:
+        with self._aborted_on_error():
             step = check_step(self._call(session.take_step))
             if step.parcel is not None:
                 self._take(step.parcel, step.source)
@@ -158,13 +160,20 @@ class FunctionRun:
                 self.is_over = True
                 self.returned = list(step.data)
                 self._checkpoints.flush()
+        return step
+
+    @contextmanager
+    def _aborted_on_error(self) -> Iterator[None]:
+        try:
+            yield
         except BaseException as error:
             self.abort(error)
             raise
-        return step
 
     def next_reports(self) -> list[dict[str, Any]] | None:
         """The metrics of all workers at their next report; None when the functions have ended."""
+        if self.is_over:
+            return None
         while (step := self.next_step()).kind is TrainingResultType.CHECKPOINT:
             pass
         return None if step.kind is None else self.decoded(step)
@@ -185,14 +194,15 @@ class FunctionRun:
     def mute(self) -> None:
         """From here on reports are not waited for; checkpoints are."""
         self._is_muted = True
-        self._call(session.mute)
+        with self._aborted_on_error():
+            self._call(session.mute)
 
     def abort(self, error: BaseException | None = None) -> None:
         """Ends the functions, wherever they are, so that the workers are free for another run."""
         if self.is_over:
             return
         self.is_over = True
-        if self._begun_on is None or not self._can_be_kept(error):
+        if self._begun_on is not None and not self._can_be_kept(error):
             self._controller.give_up()
 
     def _can_be_kept(self, error: BaseException | None) -> bool:
@@ -231,8 +241,9 @@ class FunctionRun:
         """Nothing, for each rank; where the function does not run yet, what it takes to start it."""
         if worlds is self._begun_on:
             return [()] * len(worlds)
+        starting = self._to_start(len(worlds))
         self._begun_on = worlds
-        return self._to_start(len(worlds))
+        return starting
 
     def _to_start(self, num_workers: int) -> list[tuple[Any, ...]]:
         from ray import cloudpickle
@@ -255,7 +266,24 @@ class FunctionRun:
         if parcel.token is None:
             return lambda: self._decode(parcel.data)
         transfer = self._controller.group.beside(source, session.fetch_parcel, parcel.token)
-        return lambda: self._decode(transfer.result(None))
+        return lambda: self._decode(_arrived(transfer))
+
+
+def _arrived(transfer: Any) -> Any:
+    """What a worker sent, waiting for it.
+
+    Raises:
+        CheckpointLostError: The worker is gone.
+        Exception: The worker could not encode it.
+    """
+    from ray.exceptions import RayError, RayTaskError
+
+    try:
+        return transfer.result(None)
+    except RayTaskError:
+        raise
+    except RayError as error:
+        raise CheckpointLostError(str(error).partition("\n")[0]) from error
 
 
 def restarts_allowed(max_retries: int) -> float:

@@ -21,6 +21,10 @@ MIN = "min"
 _DIRECTORY_FILE = "dict_checkpoint.pkl"  # in the directories that later versions of the old library wrote
 
 
+class CheckpointLostError(Exception):
+    """A checkpoint was lost together with the worker that was sending it. The run goes on from the one before."""
+
+
 @dataclass
 class CheckpointStrategy:
     """Which checkpoints of a run stay on disk.
@@ -176,9 +180,13 @@ class CheckpointManager:
     def add(self, score: Any, receive: Callable[[], dict[str, Any]]) -> None:
         """Takes a checkpoint over. Returns at once; `receive` gets it, from a thread.
 
+        Args:
+            score: The value by which it is judged.
+            receive: Gets it; raises `CheckpointLostError` when it was lost.
+
         Raises:
             ValueError: `score` cannot be compared.
-            OSError: An earlier one could not be written.
+            Exception: What went wrong with an earlier one, an `OSError` when it could not be written.
         """
         self._retention.check(score)
         self.flush()
@@ -194,12 +202,10 @@ class CheckpointManager:
     def _land(self, identity: int, score: Any, receive: Callable[[], dict[str, Any]]) -> None:
         try:
             checkpoint = receive()
-        except Exception as error:  # with its worker; the run goes on from the one before
-            logger.warning("checkpoint %s was lost on its way: %s", identity, str(error).partition("\n")[0])
-            return
-        self._latest = self._latest_of_run = checkpoint
-        try:
+            self._latest = self._latest_of_run = checkpoint
             self._keep(identity, score, checkpoint)
+        except CheckpointLostError as error:
+            logger.warning("checkpoint %s was lost with its worker: %s", identity, error)
         except BaseException as error:
             self._error = error
 
@@ -217,7 +223,7 @@ class CheckpointManager:
         """Waits until what is on its way has arrived and is written.
 
         Raises:
-            OSError: It could not be written.
+            Exception: What went wrong with it, an `OSError` when it could not be written.
         """
         if self._landing is not None:
             self._landing.join()

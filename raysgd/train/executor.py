@@ -278,7 +278,7 @@ class BackendExecutor:
 
     def finish_training(self) -> list[Any]:
         """Lets the functions come to their end, without their reports; returns what they returned, by rank."""
-        run, self._run = self._running(or_over=True), None
+        run, self._run = self._running(), None
         with self._counting_losses(run):
             return run.finish()
 
@@ -302,9 +302,9 @@ class BackendExecutor:
         finally:
             self._num_failures += run.budget.num_spent - before
 
-    def _running(self, or_over: bool = False) -> FunctionRun:
+    def _running(self) -> FunctionRun:
         self._active()
-        if self._run is None or (self._run.is_over and self._run.returned is None and not or_over):
+        if self._run is None or (self._run.is_over and self._run.returned is None):
             raise TrainBackendError("No function is running: call `start_training` first.")
         return self._run
 

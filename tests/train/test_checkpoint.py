@@ -9,7 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, Retention, load_checkpoint, write_checkpoint
+from raysgd.train.checkpoint import (
+    CheckpointLostError,
+    CheckpointManager,
+    CheckpointStrategy,
+    Retention,
+    load_checkpoint,
+    write_checkpoint,
+)
 
 NAN = math.nan
 
@@ -68,7 +75,7 @@ def manager(run_dir: Path | None, **options: Any) -> CheckpointManager:
 
 
 def lost() -> dict[str, Any]:
-    raise ConnectionError("the worker is gone")
+    raise CheckpointLostError("the worker is gone")
 
 
 class TestManager:
@@ -150,6 +157,12 @@ class TestManager:
         with pytest.raises(OSError, match="checkpoints"):
             made.flush()
         assert made.latest_checkpoint == {"epoch": 1}
+
+    def test_says_so_too_when_one_could_not_be_decoded(self, tmp_path: Path) -> None:
+        made = manager(tmp_path)
+        made.add(1, lambda: {}["no such module"])
+        with pytest.raises(KeyError, match="no such module"):
+            made.add(2, dict)
 
     def test_writes_nothing_without_a_folder(self) -> None:
         made = manager(None)

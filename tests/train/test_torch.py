@@ -164,7 +164,7 @@ class TestOptimizers:
         weight.grad = torch.ones(1)
         outer.step()
         scheduler.step()
-        assert float(weight) == 0.5
+        assert float(weight.detach()) == 0.5
         assert inner.param_groups[0]["lr"] == pytest.approx(0.05)
         outer.zero_grad()
         assert weight.grad is None
@@ -187,7 +187,7 @@ class TestOptimizers:
             return torch.tensor(3.0)
 
         assert float(outer.step(closure)) == 3.0
-        assert float(weight) == 0.5
+        assert float(weight.detach()) == 0.5
 
     def test_are_stepped_by_way_of_the_scaler(self) -> None:
         inner, precision = torch.optim.SGD([torch.ones(1)], lr=0.5), Scaling()

@@ -204,6 +204,19 @@ def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
     assert recorder.ended == [False]
 
 
+def test_a_rank_that_waits_for_a_lost_one_is_replaced_too(tmp_path: Path) -> None:
+    trainer = Trainer("torch", num_workers=2, logdir=tmp_path)
+    trainer.start()
+    try:
+        totals = trainer.run(lab.add_up, {"num_steps": 4, "flag": tmp_path / "flag"})
+        kinds = [event.kind for event in trainer.history.events]
+    finally:
+        trainer.shutdown()
+    assert totals == [[1.0, 3.0, 5.0, 7.0]] * 2
+    assert (tmp_path / "flag").exists()
+    assert kinds == ["started", "rebuilt"]
+
+
 def test_the_last_retry_is_the_one_that_raises(tmp_path: Path) -> None:
     trainer = Trainer(BackendConfig(), num_workers=1, logdir=tmp_path, max_retries=1)
     trainer.start()
@@ -303,7 +316,7 @@ def test_a_model_of_pytorch_is_kept_equal_and_arrives_without_its_wrapper(shared
     checkpoint = shared.latest_checkpoint
     assert checkpoint is not None
     assert type(checkpoint["model"]) is torch.nn.Linear
-    assert [float(parameter) for parameter in checkpoint["model"].parameters()] == first
+    assert [float(parameter.detach()) for parameter in checkpoint["model"].parameters()] == first
     assert set(checkpoint["state"]) == {"module.weight", "module.bias"}
 
 
@@ -323,3 +336,79 @@ def test_data_is_divided_over_the_workers(shared: Trainer) -> None:
     assert shared.run(function, {"name": "val"}, dataset=both) == [[3], [4]]
     with pytest.raises(KeyError, match="other"):
         shared.run(function, {"name": "other"}, dataset=both)
+
+
+def test_data_that_cannot_be_divided_after_all_leaves_the_workers_as_they_were(shared: Trainer) -> None:
+    import os
+
+    class Broken:
+        def split(self, n: int, *, equal: bool) -> list[Any]:
+            raise ArithmeticError("too few rows")
+
+    pids = shared.run(os.getpid)
+    with pytest.raises(ArithmeticError, match="too few rows"):
+        shared.run(lab.count_up, {"num_steps": 1}, dataset=Broken())
+    assert shared.run(os.getpid) == pids
+
+
+def test_a_large_checkpoint_that_cannot_leave_the_worker_is_an_error(tmp_path: Path) -> None:
+    def function() -> None:
+        import numpy as np
+
+        train.save_checkpoint(weights=np.zeros(1 << 18), stuck=Stuck())
+        train.report(number=1)
+
+    trainer = Trainer(BackendConfig(), logdir=tmp_path)
+    trainer.start()
+    try:
+        with pytest.raises(LookupError, match="cannot be pickled"):
+            trainer.run(function)
+        assert trainer.run(train.world_size) == [1]
+    finally:
+        trainer.shutdown()
+
+
+class Stuck:
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise LookupError("cannot be pickled")
+
+
+def test_a_report_may_bring_a_checkpoint_of_any_rank(shared: Trainer) -> None:
+    def function() -> None:
+        rank = train.world_rank()
+        train.report({"number": rank}, checkpoint={"from": rank} if rank == 1 else None)
+        train.report({"number": rank}, checkpoint=None)
+
+    recorder = Recorder()
+    shared.run(function, callbacks=[recorder])
+    assert lab.numbers(recorder.results) == [[0, 1], [0, 1]]
+    assert shared.latest_checkpoint is not None
+    assert shared.latest_checkpoint["from"] == 1
+    assert shared.checkpoint_manager.latest_checkpoint_id == 1
+
+
+def test_workers_of_pytorch_find_their_place_in_the_environment(shared: Trainer) -> None:
+    def function() -> list[str | None]:
+        import os
+
+        return [os.environ.get(name) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")]
+
+    first, second = shared.run(function)
+    assert (first[:3], second[:3]) == (["0", "0", "2"], ["1", "1", "2"])
+    assert first[3:] == second[3:]
+    assert int(first[4]) > 0
+
+
+def test_reports_say_where_they_come_from_if_asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS", "1")
+    trainer = Trainer(BackendConfig(), logdir=tmp_path)
+    monkeypatch.delenv("TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS")
+    trainer.start()
+    try:
+        [[result]] = list(trainer.run_iterator(lambda: train.report(loss=1)))
+    finally:
+        trainer.shutdown()
+    assert {"_pid", "_hostname", "_node_ip", "_date", "_time_total_s"} <= set(result)

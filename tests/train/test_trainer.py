@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.exceptions import InactiveWorkerGroupError
+from raysgd.train import Trainer
+from raysgd.train.backend import BackendConfig
+from raysgd.train.executor import Flag, as_range
+from raysgd.train.trainer import amounts_for_each
+
+
+def trainer(tmp_path: Path, **options: Any) -> Trainer:
+    return Trainer(**{"backend": BackendConfig(), "logdir": tmp_path, **options})
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"num_workers": 0}, ValueError),
+        ({"num_workers": -1}, ValueError),
+        ({"num_workers": 1.5}, ValueError),
+        ({"num_workers": True}, ValueError),
+        ({"num_workers": (2, 1)}, ValueError),
+        ({"num_workers": (0, 1)}, ValueError),
+        ({"num_workers": (1, 2, 3)}, ValueError),
+        ({"num_workers": ("a", "b")}, ValueError),
+        ({"max_retries": "3"}, TypeError),
+        ({"backend": "pytorch"}, ValueError),
+        ({"backend": 3}, TypeError),
+        ({"resources_per_worker": {"GPU": 1}}, ValueError),
+        ({"resources_per_worker": {"CPU": -1}}, ValueError),
+        ({"use_gpu": True, "resources_per_worker": {"GPU": 0}}, ValueError),
+    ],
+)
+def test_wrong_arguments_are_refused_before_anything_is_there(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception]
+) -> None:
+    name = next(reversed(options))
+    with pytest.raises(error, match=f"`{name}"):
+        trainer(tmp_path / "logs", **options)
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize(
+    ("use_gpu", "resources", "expected"),
+    [
+        (False, None, (1, 0, {})),
+        (True, {}, (1, 1, {})),
+        (False, {"GPU": 0}, (1, 0, {})),
+        (True, {"CPU": 2, "GPU": 0.5, "disk": 1}, (2, 0.5, {"disk": 1})),
+    ],
+)
+def test_what_each_worker_gets(use_gpu: bool, resources: Any, expected: Any) -> None:
+    before = dict(resources or {})
+    assert amounts_for_each(use_gpu, resources) == expected
+    assert dict(resources or {}) == before
+
+
+@pytest.mark.parametrize(("given", "expected"), [(3, (3, 3)), ((1, 4), (1, 4)), ((2, 2), (2, 2))])
+def test_a_number_of_workers_may_be_a_range(given: Any, expected: tuple[int, int]) -> None:
+    assert as_range(given) == expected
+
+
+def test_nothing_is_there_before_the_first_run(tmp_path: Path) -> None:
+    made = trainer(tmp_path / "deep" / "logs")
+    assert made.logdir == tmp_path / "deep" / "logs"
+    assert made.logdir.is_dir()
+    assert made.latest_run_dir is None
+    assert made.latest_checkpoint_dir is None
+    assert made.latest_checkpoint is None
+    assert made.latest_checkpoint_path is None
+    assert made.best_checkpoint_path is None
+    assert made.best_checkpoint is None
+
+
+def test_a_run_without_workers_is_refused_and_leaves_no_folder(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    for call in (made.run, made.run_iterator):
+        with pytest.raises(InactiveWorkerGroupError, match="call `start`"):
+            call(lambda: None)
+    assert list(tmp_path.iterdir()) == []
+    assert made.latest_run_dir is None
+
+
+def test_runs_have_folders_in_order(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    assert [made.create_run_dir().name for _ in range(2)] == ["run_001", "run_002"]
+    assert made.latest_checkpoint_dir == tmp_path / "run_002" / "checkpoints"
+
+
+def test_a_relative_folder_is_among_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysgd.train.constants.DEFAULT_RESULTS_DIR", tmp_path / "results")
+    assert trainer(tmp_path, logdir="mine").logdir == tmp_path / "results" / "mine"
+    assert trainer(tmp_path, logdir=None).logdir.name.startswith("train_")
+
+
+def test_a_setting_of_the_environment_has_to_be_a_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAIN_PLACEMENT_GROUP_TIMEOUT_S", "soon")
+    with pytest.raises(ValueError, match="TRAIN_PLACEMENT_GROUP_TIMEOUT_S='soon'"):
+        trainer(tmp_path)
+
+
+def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no such file"):
+        Trainer.load_checkpoint_from_path(tmp_path / "none")
+
+
+@pytest.mark.parametrize("value", [True, False])
+def test_a_flag_is_a_property_and_a_method(value: bool) -> None:
+    flag = Flag(value)
+    assert bool(flag) is flag() is value
+    assert repr(flag) == repr(value)
