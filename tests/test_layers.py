@@ -18,7 +18,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 UTILITIES = {"raysgd.exceptions", "raysgd._meters", "raysgd._timers", "raysgd._optional", "raysgd._version"}
-ENGINE_MODULES_WITH_RAY = {"resources", "worker", "local_worker", "worker_group", "gathering", "gauges"}
+ENGINE_MODULES_WITH_RAY = {"resources", "worker", "local_worker", "worker_group", "gathering", "gauges", "recruits"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "lightning", "pytorch_lightning"}
 FRONT_ENDS = {"torch", "tf", "train", "data"}
 LEAVES = {"raysgd.compat", "raysgd.air", "raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.005
+_SILENCE_S = 1.0  # a worker that does nothing answers at once
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,7 @@ class Recruits:
         """Up to `count` ready workers, waiting up to `timeout_s` for those that are being made ready."""
         deadline = time.monotonic() + timeout_s
         self._poll()
+        self._drop_dead()
         while len(self._ready) < count and self._coming and time.monotonic() < deadline:
             time.sleep(_POLL_S)
             self._poll()
@@ -101,6 +103,21 @@ class Recruits:
                 enlisted: Enlisted = result.value
                 self._ready.append(Recruit(worker, enlisted.info, enlisted.facts))
         self._coming = still_coming
+
+    def _drop_dead(self) -> None:
+        """Ends those that do not answer any more: nobody looked after them while they waited."""
+        if not self._ready:
+            return
+        import ray
+
+        calls = [recruit.worker.submit("describe") for recruit in self._ready]
+        ray.wait(calls, num_returns=len(calls), timeout=_SILENCE_S)
+        answers = [outcome(-1, call) for call in calls]
+        for recruit, answer in zip(self._ready, answers, strict=True):
+            if not answer.ok:
+                logger.warning("a worker that waited to step in (process %s) is gone", recruit.info.pid)
+                self._end(recruit.worker)
+        self._ready = [recruit for recruit, answer in zip(self._ready, answers, strict=True) if answer.ok]
 
     def _end(self, worker: RemoteWorker) -> None:
         worker.kill()

@@ -290,6 +290,16 @@ def test_whoever_fails_while_being_made_ready_is_told_and_leaves_the_seat(
     wait_until(lambda: ready(rig, 1))
 
 
+def test_a_spare_that_died_while_it_waited_does_not_step_in(make: Make, caplog: pytest.LogCaptureFixture) -> None:
+    rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
+    rig.group.call_up(1, 2)
+    wait_until(lambda: ready(rig, 1))
+    os.kill(rig.group.recruits._ready[0].info.pid, signal.SIGKILL)
+    assert rig.group.recruits.take(1) == []
+    assert "is gone" in caplog.text
+    assert rig.group.call_up(1, 2) == 1, "its seat is free for another one"
+
+
 def test_room_for_more_is_reserved_or_refused_and_then_nothing_is_held(make: Make) -> None:
     rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1)
     assert rig.group.call_up(1, 2) == 0
