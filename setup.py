@@ -86,6 +86,7 @@ EXTRAS["dev"] = union(
         "psutil>=5.9",
         "pytest>=8.2",
         "pytest-timeout>=2.2",
+        "pytest-xdist>=3.5",
         "ruff>=0.6",
         "scikit-learn>=1.3",
         "setuptools>=77",
