@@ -214,6 +214,10 @@ class BatchStream:
         in_flight = self.source.consumed_after(self._num_steps_in_pass) - self.consumed if self._num_open else 0
         return due, self.consumed, in_flight
 
+    def settle(self) -> None:
+        """Says that the loop around the steps came to its end: what was handed out is done."""
+        self._num_open = 0
+
     def break_off(self) -> None:
         """Forgets the step that broke off, if there is one: its batches will be handed out again, perhaps elsewhere."""
         if self.is_mid_pass:

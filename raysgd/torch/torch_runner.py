@@ -391,6 +391,7 @@ class TorchRunner:
                 returned = call_with_accepted(
                     operator.train_epoch, iterator, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
                 )
+            stream.settle()
             self._finish_steps(stream.num_steps_taken - began_at)
         except HeldAtBoundary:
             run.gate = Gate()

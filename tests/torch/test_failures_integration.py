@@ -114,7 +114,7 @@ def test_a_training_with_losses_equals_one_without(
     undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
     """In the middle of a pass, between calls, in a validation, while saving: to the last bit, whichever rank it was."""
-    with trainer_of_two() as trainer:
+    with trainer_of_two(recovery="rebuild") as trainer:
         pids = trainer.apply_all_workers(os.getpid)
         results = [trainer.train(), trainer.train(info=mishap(be_killed, rank=1))]
         assert trainer._num_failures == 1
@@ -170,7 +170,7 @@ def test_a_training_that_always_loses_a_worker_ends_when_the_retries_are_spent(r
 def test_a_driver_that_is_a_worker_survives_the_loss_of_another(
     undisturbed: dict[str, Any], mishap: Callable[..., dict[str, Any]]
 ) -> None:
-    with trainer_of_two(use_local=True) as trainer:
+    with trainer_of_two(use_local=True, recovery="rebuild") as trainer:
         results = [trainer.train(), trainer.train(info=mishap(be_killed, rank=1))]
         assert trainer._num_failures == 1
         assert trainer.apply_all_workers(os.getpid)[0] == os.getpid()

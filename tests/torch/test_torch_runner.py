@@ -866,3 +866,17 @@ def test_only_the_newest_two_parts_are_kept_and_none_for_the_next_call(process_g
     assert [runner.part_of_snapshot(number) is not None for number in (1, 2, 3, 4)] == [False, False, True, True]
     train(runner, 0)
     assert runner.part_of_snapshot(4) is None
+
+
+class StopsEarly(LinearOperator):
+    def train_epoch(self, iterator: Any, info: Any = None, **_: Any) -> Any:
+        next(iterator)
+        return {"done": 1}
+
+
+def test_a_loop_that_stops_early_has_used_what_it_drew() -> None:
+    runner = make_runner(StopsEarly)
+    assert train(runner).num_steps == 1
+    assert runner.state()[RESUME]["position"]["consumed"] == 4
+    assert train(runner).num_steps == 1
+    assert runner.state()[RESUME]["position"]["consumed"] == 8

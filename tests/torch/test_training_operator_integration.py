@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Seque
 
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch.lab import Experiment, run_alone, run_together
-from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
+from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -277,4 +277,4 @@ def test_mixed_precision_on_cpus_trains_as_without(two: TorchTrainer) -> None:
         run_together(two, Experiment(LinearOperator, calls=calls, options={"use_fp16": use_fp16}))
         for use_fp16 in (True, False)
     )
-    assert found.results == expected.results
+    assert equal(found.results, expected.results)
