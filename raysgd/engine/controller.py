@@ -247,9 +247,9 @@ class ElasticController:
         try:
             for _ in range(1 + _DEFAULT_RETRIES):
                 self._await_snapshot()
-                if self._snapshots.is_current:
-                    assert self._snapshots.landed is not None
-                    return self._snapshots.landed
+                landed = self._snapshots.landed
+                if landed is not None and (self._snapshots.is_current or self._is_all_there_is):
+                    return landed
                 self.run(Call(_nothing, captures=True))
         finally:
             self.watch = None
@@ -257,6 +257,14 @@ class ElasticController:
             f"The state was lost on its way to the driver {1 + _DEFAULT_RETRIES} times. The log above names the cause; "
             "too little memory in Ray's object store is a frequent one."
         )
+
+    @property
+    def _is_all_there_is(self) -> bool:
+        """Whether no worker is left that could know more than the snapshot, and no completed call is to be made up for.
+
+        New workers would start from it. So there is no need to wait for any, who may never come.
+        """
+        return self._life.group is None and self._spec.captures and not self._snapshots.calls_since
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Takes `snapshot`, which every rank has just restored, for the state as it is now."""
