@@ -74,6 +74,7 @@ class RunnerFacts:
         keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
         is_synchronous: Whether every step involves all ranks.
         is_sharded: Whether it takes all ranks to read a model.
+        epoch_obstacle: Why an epoch can only be begun again, whatever is done; None when it can be gone on with.
     """
 
     num_models: int
@@ -85,6 +86,7 @@ class RunnerFacts:
     keeps_own_state: bool
     is_synchronous: bool
     is_sharded: bool = False
+    epoch_obstacle: str | None = None
 
 
 class TorchRunner:
@@ -111,6 +113,8 @@ class TorchRunner:
         self._run: EpochRun | None = None
         self._inside = InsideSnapshots(spec.snapshot_every_n_steps)
         self._num_optimizer_steps = 0
+        self._watched: list[torch.nn.Parameter] = []
+        self._num_changes_at_boundary = 0
         self.epoch = 0
 
     @property
@@ -138,15 +142,23 @@ class TorchRunner:
             step_options=spec.step_options,
         )
         self._operator = spec.operator_cls(config_for_worker(spec.config, world.size), context)
-        if _overrides(self._operator, "train_batch") or len(getattr(self._operator, "_optimizers", ())) > 1:
-            self._watch_optimizers()
+        if _may_change_models_early(self._operator):
+            self._watch_models()
         return self._facts()
 
-    def _watch_optimizers(self) -> None:
-        """Counts steps, for batches that may step before their last collective: then a broken batch is half done."""
+    def _watch_models(self) -> None:
+        """Notes changes, for batches that may change a model before their last collective: broken, they are half done.
+
+        Counts steps of optimizers, which may go past PyTorch's own count of changes, and looks at that count, which
+        knows of other changes too, such as the first half of a step of sharpness-aware minimization.
+        """
+        self._watched = [p for model in getattr(self.operator, "_original_models", ()) for p in model.parameters()]
         for optimizer in getattr(self.operator, "_optimizers", ()):
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._note_step)
+
+    def _num_changes(self) -> int:
+        return self._num_optimizer_steps + sum(parameter._version for parameter in self._watched)
 
     def _note_step(self, *_: Any) -> None:
         self._num_optimizer_steps += 1
@@ -164,6 +176,7 @@ class TorchRunner:
             keeps_own_state=_overrides(operator, "state_dict"),
             is_synchronous=self._parallel.synchronizes,
             is_sharded=self._parallel.is_sharded,
+            epoch_obstacle=self._epoch_obstacle,
         )
 
     def capture(self, landed_token: int | None) -> Capture:
@@ -180,6 +193,8 @@ class TorchRunner:
         """The same inside a call; a copy that nobody came for gives way to this one."""
         part = Capture(rng.capture(), progress=run.state(with_metrics=True))
         if self._world.rank:
+            if self._parallel.is_sharded:
+                self._parts_state()
             return part
         self._captures.drop_unclaimed()
         return self._captures.add(part, self.state())
@@ -222,7 +237,7 @@ class TorchRunner:
         run, obstacle = self._run, self._group_obstacle
         if run is None or run.is_finished:
             return Standing(run.num_completed + 1 if run is not None else 0, True, obstacle)
-        is_whole = self._num_optimizer_steps == 0
+        is_whole = self._num_changes() == self._num_changes_at_boundary
         return Standing(run.num_completed, is_whole, obstacle or self._epoch_obstacle, self._words())
 
     def _words(self) -> str:
@@ -240,26 +255,30 @@ class TorchRunner:
     @property
     def _group_obstacle(self) -> str | None:
         """Why this replica cannot go on in another group at all."""
-        if self._parallel.obstacle is not None:
-            return self._parallel.obstacle
-        for name in ("train", "validation"):
-            data = self._data(f"_{name}_data")
-            if data is not None and not isinstance(data, ShardedLoader):
-                return f"the {name} loader is not divided by the library ({data.reason})"
-        return None
+        return self._parallel.obstacle or self._data_obstacle("train") or self._data_obstacle("validation")
 
     @property
     def _epoch_obstacle(self) -> str | None:
-        """Why an epoch of this operator can only be begun again."""
+        """Why an epoch of this operator can only be begun again, be it by new workers."""
         operator = self.operator
-        if operator.resumes_epochs or (operator.resumes_epochs is None and not _overrides(operator, "train_epoch")):
-            return self._group_obstacle
-        return f"`{type(operator).__name__}` has a `train_epoch` of its own and does not set `resumes_epochs`"
+        name = type(operator).__name__
+        if operator.resumes_epochs is False:
+            return f"`{name}` sets `resumes_epochs` to False"
+        if operator.resumes_epochs is None and _overrides(operator, "train_epoch"):
+            return f"`{name}` has a `train_epoch` of its own and does not set `resumes_epochs`"
+        return self._data_obstacle("train")
+
+    def _data_obstacle(self, name: str) -> str | None:
+        """Why nobody knows where in these data the next batch is."""
+        data = self._data(f"_{name}_data")
+        if data is None or isinstance(data, ShardedLoader):
+            return None
+        return f"the {name} loader is not divided by the library ({data.reason})"
 
     def prime(self) -> None:
         """Takes one step on the first batch; whatever it changes is taken over from another rank later."""
         operator, data = self.operator, self._data("_train_data")
-        if self._epoch_obstacle is not None or not isinstance(data, ShardedLoader):
+        if self._group_obstacle or self._epoch_obstacle or not isinstance(data, ShardedLoader):
             return
         try:
             self._arm(0)
@@ -380,12 +399,13 @@ class TorchRunner:
         info = {**request.info, **operator._own_info(request.num_steps, run.epoch_idx)}
         epoch_before, began_at = self.epoch, stream.num_steps_taken
         run.attach(stream)
-        stream.at_boundary = partial(self._at_boundary, run) if self._epoch_obstacle is None else None
+        can_resume = isinstance(stream.source, DividedSource) and self._epoch_obstacle is None
+        stream.at_boundary = partial(self._at_boundary, run) if can_resume else None
         batches = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         iterator = _Watched(batches if request.tick is None else _ticking(batches, request.tick))
         self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
         operator._meters_to_fill = run.meters
-        self._num_optimizer_steps = 0
+        self._num_changes_at_boundary = self._num_changes()
         try:
             with self._timers.record("train_epoch"):
                 returned = call_with_accepted(
@@ -411,7 +431,7 @@ class TorchRunner:
 
     def _at_boundary(self, run: EpochRun) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
-        self._num_optimizer_steps = 0
+        self._num_changes_at_boundary = self._num_changes()
         if self._inside.is_due(run.num_completed):
             self._inside.keep(run.num_completed, self._capture_inside(run))
         if run.gate.stops(run.num_completed):
@@ -613,6 +633,7 @@ class TorchRunner:
         operator.global_step = resume.get("global_step", operator.global_step)
         self._train_stream = self._validation_stream = None
         self._resume = resume
+        self._num_changes_at_boundary = self._num_changes()
 
     def models(self, to_cpu: bool) -> list[torch.nn.Module | None]:
         """Copies of the models without any wrapper, on the CPU; the live ones for a replica in the driver.
@@ -660,6 +681,12 @@ def _ticking(batches: Iterator[Any], tick: Callable[[], None]) -> Iterator[Any]:
 def _may_run_backward(operator: TrainingOperator) -> bool:
     """Whether user code may compute gradients past the rung that weights the loss."""
     return any(_overrides(operator, name) for name in ("train_epoch", "train_batch", "backward"))
+
+
+def _may_change_models_early(operator: TrainingOperator) -> bool:
+    """Whether a batch may change a model and need the other ranks after that."""
+    names = ("train_batch", "forward", "backward", "optimizer_step")
+    return len(getattr(operator, "_optimizers", ())) > 1 or any(_overrides(operator, name) for name in names)
 
 
 def _overrides(operator: TrainingOperator, name: str) -> bool:
