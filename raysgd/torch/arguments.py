@@ -264,9 +264,9 @@ def check_spares(spare_workers: int, num_workers: int, recovery: str, parallel: 
     ):
         if spare_workers and applies:
             raise ValueError(
-                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, which there "
-                'are none of then. Use `recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL and two workers or '
-                "more, or no spares."
+                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, and there "
+                'are none then. Use `recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL and two workers or more, '
+                "or no spares."
             )
 
 

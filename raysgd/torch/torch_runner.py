@@ -1,11 +1,11 @@
-"""`TorchRunner`: the replica in each worker. It owns the operator, the position in the data and the timers."""
+"""`TorchRunner`: the replica in each worker. It owns the operator, the streams of its data, and the timers."""
 
 from __future__ import annotations
 
 import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -18,20 +18,19 @@ from raysgd._timers import TimerCollection
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.engine.replica import Capture
 from raysgd.engine.results import WorkerMetrics, as_number
-from raysgd.engine.status import DataLedger
 from raysgd.engine.types import Beat, Handover, Held, Standing, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
 from raysgd.torch.captures import Captures, InsideSnapshots
 from raysgd.torch.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
+from raysgd.torch.feed import Feed
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
 from raysgd.torch.precision import make_precision, saved_state
 from raysgd.torch.sampling import DataSignature, ShardedLoader
 from raysgd.torch.state_codec import EncodedState, decode
-from raysgd.torch.step import Step
-from raysgd.torch.streams import Agreement, BatchStream, DividedSource, LockstepSource, PlainSource, Source
+from raysgd.torch.streams import BatchStream, DividedSource
 from raysgd.torch.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -104,10 +103,7 @@ class TorchRunner:
         self._device = _device(spec.use_gpu)
         self._parallel = _make_parallel(spec, world, self._device)
         self._timers = TimerCollection()
-        self._train_stream: BatchStream | None = None
-        self._validation_stream: BatchStream | None = None
-        self._agreement: Agreement | None = None
-        self._resume: Mapping[str, Any] | None = None
+        self._feed = Feed(self._data, self._parallel, world.size)
         self._captures = Captures()
         self._running: tuple[BatchStream, int, int | None, Mapping[str, Any]] | None = None
         self._run: EpochRun | None = None
@@ -115,7 +111,11 @@ class TorchRunner:
         self._num_optimizer_steps = 0
         self._watched: list[torch.nn.Parameter] = []
         self._num_changes_at_boundary = 0
-        self.epoch = 0
+
+    @property
+    def epoch(self) -> int:
+        """How many passes over the train data were begun."""
+        return self._feed.epoch
 
     @property
     def operator(self) -> TrainingOperator:
@@ -165,7 +165,7 @@ class TorchRunner:
 
     def _facts(self) -> RunnerFacts:
         operator = self.operator
-        train, validation = self._data("_train_data"), self._data("_validation_data")
+        train, validation = self._data("train"), self._data("validation")
         return RunnerFacts(
             num_models=len(getattr(operator, "_original_models", ())),
             num_optimizers=len(getattr(operator, "_optimizers", ())),
@@ -224,7 +224,8 @@ class TorchRunner:
 
     def shutdown(self) -> None:
         """Drops the iterators, and with them the processes of the loaders. The operator itself stays usable."""
-        self._train_stream = self._validation_stream = self._running = self._run = None
+        self._feed.close()
+        self._running = self._run = None
         self._inside.clear()
         self._captures.clear()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -241,21 +242,15 @@ class TorchRunner:
         return Standing(run.num_completed, is_whole, obstacle or self._epoch_obstacle, self._words())
 
     def _words(self) -> str:
-        data = self._ledger()
+        data = self._feed.ledger()
         if data is None:
             return ""
         return f"pass {data.pass_index}: {data.used} of {data.due} samples used, {data.in_flight} in flight come again"
 
-    def _ledger(self) -> DataLedger | None:
-        stream = self._train_stream
-        if stream is None or not isinstance(stream.source, DividedSource):
-            return None
-        return DataLedger(stream.pass_index, *stream.ledger())
-
     @property
     def _group_obstacle(self) -> str | None:
         """Why this replica cannot go on in another group at all."""
-        return self._parallel.obstacle or self._data_obstacle("train") or self._data_obstacle("validation")
+        return self._parallel.obstacle or self._feed.obstacle("train") or self._feed.obstacle("validation")
 
     @property
     def _epoch_obstacle(self) -> str | None:
@@ -266,18 +261,11 @@ class TorchRunner:
             return f"`{name}` sets `resumes_epochs` to False"
         if operator.resumes_epochs is None and _overrides(operator, "train_epoch"):
             return f"`{name}` has a `train_epoch` of its own and does not set `resumes_epochs`"
-        return self._data_obstacle("train")
-
-    def _data_obstacle(self, name: str) -> str | None:
-        """Why nobody knows where in these data the next batch is."""
-        data = self._data(f"_{name}_data")
-        if data is None or isinstance(data, ShardedLoader):
-            return None
-        return f"the {name} loader is not divided by the library ({data.reason})"
+        return self._feed.obstacle("train")
 
     def prime(self) -> None:
         """Takes one step on the first batch; whatever it changes is taken over from another rank later."""
-        operator, data = self.operator, self._data("_train_data")
+        operator, data = self.operator, self._data("train")
         if self._group_obstacle or self._epoch_obstacle or not isinstance(data, ShardedLoader):
             return
         try:
@@ -313,17 +301,12 @@ class TorchRunner:
     def _take_place(self, world: World) -> None:
         self._world = world
         self._inside.clear()
-        self._validation_stream = None
         config = self.operator.config
         before, now = config.get(BATCH_SIZE), config_for_worker(self._spec.config, world.size).get(BATCH_SIZE)
         if now is not None:
             config[BATCH_SIZE] = now
         self.operator._take_place(world)
-        for name in ("_train_data", "_validation_data"):
-            data = self._data(name)
-            if isinstance(data, ShardedLoader):
-                sampler = data.sampler
-                sampler.reshape(world.rank, world.size, now if sampler.batch_size == before else None)
+        self._feed.take_place(world.rank, world.size, now, before)
 
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
         self._apply(state)
@@ -379,7 +362,7 @@ class TorchRunner:
         self._arm_timers(request.profile)
         self._inside.clear()
         self._parallel.step.own_s = 0.0
-        self._run = EpochRun(self._pass_index(stream), request.num_steps, self.operator._new_meters())
+        self._run = EpochRun(self._feed.pass_index(stream), request.num_steps, self.operator._new_meters())
         return self._go_through(self._run, stream, request)
 
     def resume_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
@@ -419,13 +402,13 @@ class TorchRunner:
         finally:
             self._running = operator._meters_to_fill = stream.at_boundary = None
         if not iterator.was_touched and self.epoch == epoch_before:
-            self.epoch += 1  # an epoch that brought its own data
+            self._feed.epoch += 1  # an epoch that brought its own data
         return self._finish(run, returned, request)
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
         answer = self._answer(returned, {"epoch": self.epoch}, request.profile, run.num_completed)
         own_s = self._parallel.step.own_s or None
-        run.finish(replace(answer, epoch_idx=run.epoch_idx, own_s=own_s, data=self._ledger()))
+        run.finish(replace(answer, epoch_idx=run.epoch_idx, own_s=own_s, data=self._feed.ledger()))
         assert run.answer is not None
         return run.answer
 
@@ -441,10 +424,7 @@ class TorchRunner:
         """Runs the operator's `validate` once."""
         operator = self.operator
         self._arm_timers(request.profile)
-        if self._validation_stream is None:
-            source = self._source("_validation_data", "validation", request.seed, lockstep=False)
-            self._validation_stream = BatchStream(source, Step(), lambda: 0)
-        stream = self._validation_stream
+        stream = self._feed.validation(request)
         began_at = stream.num_steps_taken
         self._running = (stream, began_at, request.num_steps, request.info)
         batches = stream.take(request.num_steps)
@@ -500,6 +480,17 @@ class TorchRunner:
                 "every batch, or accumulate by hand and leave the option out."
             )
 
+    def _training_stream(self, request: EpochRequest) -> BatchStream:
+        return self._feed.training(request)
+
+    @property
+    def _train_stream(self) -> BatchStream | None:
+        return self._feed.train_stream
+
+    def _data(self, name: str) -> Any:
+        """What is registered under "train" or "validation"."""
+        return getattr(self._operator, f"_{name}_data", None)
+
     def _arm_timers(self, profile: bool) -> None:
         if profile:
             self._timers.reset()
@@ -507,74 +498,6 @@ class TorchRunner:
         else:
             self._timers.disable()
         self.operator.timers = self._timers
-
-    # ------------------------------------------------------------------------------------------------ data
-
-    def _training_stream(self, request: EpochRequest) -> BatchStream:
-        if request.shard is not None:
-            self.epoch += 1
-            source = self._plain_source(_joined_pairs(request.shard), lockstep=True)
-            return BatchStream(source, self._parallel.step, lambda: self.epoch - 1)
-        if self._train_stream is None:
-            source = self._source("_train_data", "train", request.seed, lockstep=True)
-            self._train_stream = BatchStream(source, self._parallel.step, self._begin_pass)
-            self._resume_position(self._train_stream)
-        return self._train_stream
-
-    def _begin_pass(self) -> int:
-        self.epoch += 1
-        return self.epoch - 1
-
-    def _pass_index(self, stream: BatchStream) -> int:
-        """Index of the pass that the next batch belongs to."""
-        if stream is not self._train_stream:
-            return self.epoch - 1
-        return stream.pass_index if stream.is_mid_pass else self.epoch
-
-    def _source(self, attribute: str, name: str, seed: int, *, lockstep: bool) -> Source:
-        data = self._data(attribute)
-        if data is None:
-            return PlainSource(_Missing(name))
-        if isinstance(data, ShardedLoader):
-            return DividedSource(data, seed)
-        return self._plain_source(data.loader, lockstep)
-
-    def _plain_source(self, loader: Any, lockstep: bool) -> Source:
-        if lockstep and self._parallel.synchronizes:
-            self._agreement = self._agreement or Agreement(self._parallel.summation())
-            return LockstepSource(loader, self._world.size, self._agreement)
-        return PlainSource(loader)
-
-    def _data(self, attribute: str) -> Any:
-        return getattr(self.operator, attribute, None)
-
-    def _position(self) -> dict[str, Any] | None:
-        """Where in the data the next batch is, for loaders whose position means the same on any number of workers."""
-        stream = self._train_stream
-        if stream is None:
-            return dict(self._resume["position"]) if self._resume and self._resume.get("position") else None
-        if not isinstance(stream.source, DividedSource):
-            return None
-        is_mid_pass = stream.is_mid_pass
-        position = {
-            "pass_index": stream.pass_index,
-            "consumed": stream.consumed if is_mid_pass else 0,
-            "is_mid_pass": is_mid_pass,
-        }
-        data = self._data("_train_data")
-        return {**position, "seed": stream.source.seed, "num_samples": data.num_samples}
-
-    def _resume_position(self, stream: BatchStream) -> None:
-        resume, self._resume = self._resume, None
-        position = (resume or {}).get("position")
-        if not position or not isinstance(stream.source, DividedSource):
-            return
-        if position["num_samples"] != self._data("_train_data").num_samples:
-            logger.warning("the train data has another size than when the state was saved: starting a fresh pass")
-            return
-        stream.source.seed = position["seed"]
-        if position.get("is_mid_pass", position["consumed"] > 0):
-            stream.resume(position["pass_index"], position["consumed"])
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -586,7 +509,7 @@ class TorchRunner:
             state["schedulers"] = [scheduler.state_dict() for scheduler in operator._schedulers]
         if operator._precision.state_key:
             state[operator._precision.state_key] = operator._precision.state_dict()
-        state[RESUME] = {"global_step": operator.global_step, "position": self._position()}
+        state[RESUME] = {"global_step": operator.global_step, "position": self._feed.position()}
         return state
 
     def _parts_state(self) -> dict[str, Any]:
@@ -627,12 +550,10 @@ class TorchRunner:
         precision_state = saved_state(operator._precision, dict(state))
         if precision_state is not None:
             operator._precision.load_state_dict(copy.deepcopy(precision_state))
-        self.epoch = state["epoch"]
         operator.load_state_dict(copy.deepcopy(state["operator"]))
         resume = state.get(RESUME) or {}
         operator.global_step = resume.get("global_step", operator.global_step)
-        self._train_stream = self._validation_stream = None
-        self._resume = resume
+        self._feed.go_to(state["epoch"], resume.get("position"))
         self._num_changes_at_boundary = self._num_changes()
 
     def models(self, to_cpu: bool) -> list[torch.nn.Module | None]:
@@ -711,33 +632,6 @@ def _device(use_gpu: bool) -> torch.device:
     if use_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-class _Missing:
-    """Stands for a loader that was not registered; an error only once somebody draws from it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __iter__(self) -> Iterator[Any]:
-        way_out = ", or pass `dataset` to `train`." if self._name == "train" else " before you call `validate`."
-        raise NotRegisteredError(
-            f"`{self._name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}"
-        )
-
-
-def _joined_pairs(batches: Iterable[Any]) -> Iterator[Any]:
-    """Batches of a dataset, lists of `(input, label)` tensors, as one tensor of inputs and one of labels."""
-    for batch in batches:
-        if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
-            yield tuple(_joined(list(parts)) for parts in zip(*batch, strict=True))
-        else:
-            yield batch
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    tensors = [torch.as_tensor(part) for part in parts]
-    return torch.stack(tensors) if tensors[0].ndim == 0 else torch.cat(tensors)
 
 
 def _plain(value: Any) -> Any:
