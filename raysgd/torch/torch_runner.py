@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -27,7 +26,8 @@ from raysgd.torch.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.torch.feed import Feed
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
-from raysgd.torch.precision import make_precision, saved_state
+from raysgd.torch.precision import make_precision
+from raysgd.torch.replica_state import ReplicaState
 from raysgd.torch.sampling import DataSignature, ShardedLoader
 from raysgd.torch.state_codec import EncodedState, decode
 from raysgd.torch.streams import BatchStream, DividedSource
@@ -36,7 +36,6 @@ from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
-RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 _TICK_S = 0.1  # between two looks at a progress bar
 
 
@@ -142,6 +141,7 @@ class TorchRunner:
             step_options=spec.step_options,
         )
         self._operator = spec.operator_cls(config_for_worker(spec.config, world.size), context)
+        self._state = ReplicaState(self._operator, self._parallel, self._feed)
         if _may_change_models_early(self._operator):
             self._watch_models()
         return self._facts()
@@ -184,7 +184,7 @@ class TorchRunner:
         rank_state = rng.capture()
         if self._world.rank:
             if self._parallel.is_sharded:
-                self._parts_state()  # rank 0 cannot put its state together alone
+                self._state.read_parts()  # rank 0 cannot put its state together alone
             return Capture(rank_state)
         self._captures.drop_landed(landed_token)
         return self._captures.add(Capture(rank_state), self.state())
@@ -194,7 +194,7 @@ class TorchRunner:
         part = Capture(rng.capture(), progress=run.state(with_metrics=True))
         if self._world.rank:
             if self._parallel.is_sharded:
-                self._parts_state()
+                self._state.read_parts()
             return part
         self._captures.drop_unclaimed()
         return self._captures.add(part, self.state())
@@ -215,7 +215,7 @@ class TorchRunner:
             ValueError: A part does not fit what is registered.
         """
         state = decode(shared_state, copy=False) if isinstance(shared_state, EncodedState) else shared_state
-        self._check(state)
+        self._state.check(state)
         self._apply(state)
         self._run = None
         self._inside.clear()
@@ -503,57 +503,10 @@ class TorchRunner:
 
     def state(self) -> dict[str, Any]:
         """The live state; copy before anything else runs."""
-        operator = self.operator
-        state = {"epoch": self.epoch, "operator": operator.state_dict(), **self._parts_state()}
-        if operator._schedulers:
-            state["schedulers"] = [scheduler.state_dict() for scheduler in operator._schedulers]
-        if operator._precision.state_key:
-            state[operator._precision.state_key] = operator._precision.state_dict()
-        state[RESUME] = {"global_step": operator.global_step, "position": self._feed.position()}
-        return state
-
-    def _parts_state(self) -> dict[str, Any]:
-        """The state of models and optimizers. Where these are sharded, all ranks have to ask at the same time."""
-        read = self._parallel.state_of
-        return {
-            "models": [read(model) for model in self._registered("_original_models")],
-            "optimizers": [read(optimizer) for optimizer in self._registered("_optimizers")],
-        }
-
-    def _registered(self, name: str) -> list[Any]:
-        found = getattr(self.operator, name, None)
-        if found is None:
-            raise NotRegisteredError(
-                f"`{type(self.operator).__name__}.setup` never called `register`: register models and optimizers "
-                "there, so that the library can save and restore them."
-            )
-        return list(found)
-
-    def _check(self, state: Mapping[str, Any]) -> None:
-        models, optimizers = self._registered("_original_models"), self._registered("_optimizers")
-        for model, saved in zip(models, state["models"], strict=True):
-            _check_tensors(model.state_dict(), saved)
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            _check_groups(optimizer.state_dict(), saved)
-        if self.operator._schedulers:
-            assert len(state["schedulers"]) == len(self.operator._schedulers)
-        state["operator"], state["epoch"]
+        return self._state.read()
 
     def _apply(self, state: Mapping[str, Any]) -> None:
-        operator = self.operator
-        for model, saved in zip(self._registered("_original_models"), state["models"], strict=True):
-            self._parallel.load_model(model, saved)
-        for optimizer, saved in zip(self._registered("_optimizers"), state["optimizers"], strict=True):
-            self._parallel.load_optimizer(optimizer, saved)
-        for scheduler, saved in zip(operator._schedulers, state.get("schedulers", ()), strict=False):
-            scheduler.load_state_dict(copy.deepcopy(saved))
-        precision_state = saved_state(operator._precision, dict(state))
-        if precision_state is not None:
-            operator._precision.load_state_dict(copy.deepcopy(precision_state))
-        operator.load_state_dict(copy.deepcopy(state["operator"]))
-        resume = state.get(RESUME) or {}
-        operator.global_step = resume.get("global_step", operator.global_step)
-        self._feed.go_to(state["epoch"], resume.get("position"))
+        self._state.apply(state)
         self._num_changes_at_boundary = self._num_changes()
 
     def models(self, to_cpu: bool) -> list[torch.nn.Module | None]:
@@ -561,7 +514,7 @@ class TorchRunner:
 
         Of models that are sharded all ranks have to ask for copies, and rank 0 alone gets some.
         """
-        models = self._registered("_original_models")
+        models = self._state.registered("_original_models")
         if to_cpu or self._parallel.is_sharded:
             return [self._parallel.plain_model(model) for model in models]
         return [unwrap(model) for model in models]
@@ -639,28 +592,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.item() if value.ndim == 0 else value.detach().cpu()
     return value
-
-
-def _check_tensors(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    shapes = [
-        f"{name}: {tuple(saved[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in own.items()
-        if isinstance(tensor, torch.Tensor) and name in saved and saved[name].shape != tensor.shape
-    ]
-    if missing or extra or shapes:
-        raise ValueError(
-            "The state of a model does not fit the registered model, nothing was loaded. "
-            f"Missing: {missing or 'nothing'}; unknown: {extra or 'nothing'}; shapes: {shapes or 'all fit'}."
-        )
-
-
-def _check_groups(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    sizes = [len(group["params"]) for group in own.get("param_groups", ())]
-    saved_sizes = [len(group["params"]) for group in saved.get("param_groups", ())]
-    if sizes != saved_sizes:
-        raise ValueError(
-            f"The state of an optimizer does not fit, nothing was loaded: its groups have {saved_sizes} "
-            "parameters, the "
-            f"registered optimizer's {sizes}."
-        )

@@ -34,8 +34,9 @@ from raysgd.exceptions import InvalidCountError, UnevenStepsError
 from raysgd.torch import arguments, checkpoint_file, constants
 from raysgd.torch.precision import choose_precision
 from raysgd.torch.progress import ProgressBar
+from raysgd.torch.replica_state import RESUME
 from raysgd.torch.state_codec import decode, lend
-from raysgd.torch.torch_runner import RESUME, RunnerFacts, RunnerSpec, TorchRunner
+from raysgd.torch.torch_runner import RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 

@@ -70,6 +70,20 @@ def test_a_rank_that_answers_again_in_time_is_left_alone() -> None:
     assert trainer.group.killed_ranks == []
 
 
+def test_a_rank_that_freezes_while_a_new_group_is_restored_is_ended_too() -> None:
+    trainer = Trainer(heartbeat_s=5.0, rejoins=False)
+    trainer.walk(1)
+    trainer.cluster.restores.append(Lost((1,)))
+
+    def happens(second: int) -> None:
+        trainer.cluster.silent = {1} if len(trainer.cluster.groups) == 2 else set()
+
+    trainer.during_calls(10, happens)
+    assert trainer.walk(5, Lost((0,), after={1: 0, 2: 0})) == [6, 6, 6]
+    assert [group.killed_ranks for group in trainer.cluster.groups] == [[], [1], []]
+    assert trainer.kinds == ["hung", "rebuilt"]
+
+
 def test_a_driver_that_stood_still_itself_holds_nothing_against_the_ranks() -> None:
     """As after Ctrl-Z: what they answered meanwhile is heard a moment later."""
     trainer = Trainer(heartbeat_s=5.0)

@@ -21,9 +21,10 @@ from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import TrainingOperator, captures
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.options import StepOptions
+from raysgd.torch.replica_state import RESUME
 from raysgd.torch.sampling import DataSignature
 from raysgd.torch.state_codec import StateEncoder, decode
-from raysgd.torch.torch_runner import RESUME, RunnerSpec, TorchRunner
+from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal
 
