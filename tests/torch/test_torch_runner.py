@@ -704,7 +704,7 @@ def test_a_batch_that_had_begun_to_change_the_model_is_no_whole_state(process_gr
 
         def backward(self, loss: torch.Tensor) -> None:
             with torch.no_grad():
-                self.model.weight.add_(1.0)
+                self._original_models[0].weight.add_(1.0)
             BreaksOff.train_batch(self, (torch.zeros(1, 3), torch.zeros(1), torch.zeros(1, 1)), {})
 
     assert not broken_off(survivor(StepsTwice), in_step=1).standing().is_whole
