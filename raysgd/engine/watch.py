@@ -117,10 +117,11 @@ class Watch:
         group = self._life.group
         if group is None:
             return "there is no group"
+        beats = {**self.beats, **{rank: beat for rank, beat in ask_beats(group).items() if beat.step >= 0}}
         stacks: Mapping[int, str] = group.ask_beside("stack", timeout_s=1.0)
         lines = []
         for rank in range(len(group)):
-            beat = self.beats.get(rank)
+            beat = beats.get(rank)
             place = f"epoch {beat.epoch}, step {beat.step}, {beat.phase}" if beat is not None else "not heard of yet"
             lines.append(f"rank {rank}: {place}\n{stacks.get(rank, '  no answer')}")
         return "\n".join(lines)

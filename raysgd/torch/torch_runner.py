@@ -330,8 +330,10 @@ class TorchRunner:
     def beat(self) -> Beat:
         """A sign of life; called from a second thread, so it only reads."""
         run, running = self._run, self._running
-        if running is None or run is None or run.is_finished:
+        if run is None or run.is_finished:
             return Beat(self.epoch, -1, "between calls" if running is None else "validating")
+        if running is None:
+            return Beat(self.epoch, run.num_completed, "broken off")
         return Beat(self.epoch, run.num_completed, "training", int(run.meters.n), self._inside.newest)
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:

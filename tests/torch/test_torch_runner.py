@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from raysgd.engine.epochs import EpochAnswer, EpochRequest
-from raysgd.engine.types import Handover, Held, World
+from raysgd.engine.types import Beat, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import TrainingOperator, captures
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
@@ -645,6 +645,7 @@ def test_a_survivor_stands_at_the_steps_it_completed_and_says_so_in_samples(proc
     standing = runner.standing()
     assert (standing.progress, standing.is_whole, standing.obstacle) == (2, True, None)
     assert standing.words == "pass 0: 8 of 20 samples used, 4 in flight come again"
+    assert runner.beat() == Beat(epoch=1, step=2, phase="broken off")
 
 
 def test_a_survivor_that_finished_the_call_is_one_ahead_of_one_that_took_all_steps(process_group: None) -> None:
