@@ -237,17 +237,36 @@ def check_elastic(
             raise ValueError(f"`{name}={seconds!r}`: need a number of seconds above 0.")
 
 
-def check_spares(spare_workers: int, recovery: str, parallel: str, backend: str) -> None:
+def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
+    """Warns of options that say what happens inside an epoch, where an epoch can only be begun again.
+
+    Args:
+        obstacle: Why that is so; None where it is not.
+        **options: The options, None where they were not given.
+    """
+    given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
+    if obstacle is not None and given:
+        logger.warning(
+            "%s: no effect inside an epoch, because %s. After a loss the call is run again from its beginning, and "
+            "growing waits for the next one; shorter calls (`num_steps`) lose less",
+            given,
+            obstacle,
+        )
+
+
+def check_spares(spare_workers: int, num_workers: int, recovery: str, parallel: str, backend: str) -> None:
     """Refuses spares where no survivors are kept that they could step in beside."""
     for applies, what in (
+        (num_workers == 1, "`num_workers=1`"),
         (recovery == "rebuild", '`recovery="rebuild"`'),
         (parallel != "ddp", f'`parallel="{parallel}"`'),
         (backend == "horovod", '`backend="horovod"`'),
     ):
         if spare_workers and applies:
             raise ValueError(
-                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, which are "
-                'not kept then. Use `recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL, or no spares.'
+                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, and there "
+                'are none then. Use `recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL and two workers or more, '
+                "or no spares."
             )
 
 
