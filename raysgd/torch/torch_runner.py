@@ -14,6 +14,8 @@ import torch
 from raysgd._batching import config_for_worker
 from raysgd._meters import MetricSummary
 from raysgd._timers import TimerCollection
+from raysgd.engine.captures import Captures, InsideSnapshots
+from raysgd.engine.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.engine.replica import Capture
 from raysgd.engine.results import WorkerMetrics, as_number
@@ -21,15 +23,13 @@ from raysgd.engine.types import Beat, Handover, Held, Standing, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
-from raysgd.torch.captures import Captures, InsideSnapshots
-from raysgd.torch.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.torch.feed import Feed
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
 from raysgd.torch.precision import make_precision
 from raysgd.torch.replica_state import ReplicaState
 from raysgd.torch.sampling import DataSignature, ShardedLoader
-from raysgd.torch.state_codec import EncodedState, decode
+from raysgd.torch.state_codec import EncodedState, StateEncoder, decode
 from raysgd.torch.streams import BatchStream, DividedSource
 from raysgd.torch.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -103,6 +103,7 @@ class TorchRunner:
         self._parallel = _make_parallel(spec, world, self._device)
         self._timers = TimerCollection()
         self._feed = Feed(self._data, self._parallel, world.size)
+        self._encoder = StateEncoder()
         self._captures = Captures()
         self._running: tuple[BatchStream, int, int | None, Mapping[str, Any]] | None = None
         self._run: EpochRun | None = None
@@ -187,7 +188,7 @@ class TorchRunner:
                 self._state.read_parts()  # rank 0 cannot put its state together alone
             return Capture(rank_state)
         self._captures.drop_landed(landed_token)
-        return self._captures.add(Capture(rank_state), self.state())
+        return self._with_copy(Capture(rank_state))
 
     def _capture_inside(self, run: EpochRun) -> Capture:
         """The same inside a call; a copy that nobody came for gives way to this one."""
@@ -197,11 +198,16 @@ class TorchRunner:
                 self._state.read_parts()
             return part
         self._captures.drop_unclaimed()
-        return self._captures.add(part, self.state())
+        return self._with_copy(part)
+
+    def _with_copy(self, part: Capture) -> Capture:
+        encoded = self._encoder.encode(self.state())
+        return self._captures.add(part, encoded, encoded.num_bytes)
 
     def fetch(self, token: int) -> EncodedState:
         """The copy of the state that `token` names."""
-        return self._captures.fetch(token)
+        copy: EncodedState = self._captures.fetch(token)
+        return copy
 
     def restore(self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any]) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from raysgd.engine import captures
 from raysgd.engine.epochs import EpochAnswer, EpochRequest
 from raysgd.engine.types import Beat, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.torch import TrainingOperator, captures
+from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.options import StepOptions
 from raysgd.torch.replica_state import RESUME
