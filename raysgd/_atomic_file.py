@@ -34,7 +34,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
         file.close()
         os.replace(temporary, target)
     except BaseException as error:
-        if isinstance(error, OSError) and error.filename is None:  # as when the disk is full
+        if isinstance(error, OSError) and error.errno is not None and error.filename is None:  # the disk is full, say
             error.filename = target
         with contextlib.suppress(OSError):  # Closing tries once more to write what could not be written.
             file.close()
