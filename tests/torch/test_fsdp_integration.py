@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from raysgd.torch import TorchTrainer
+from raysgd.torch.fsdp import _filled, _skeleton_of
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -96,6 +97,14 @@ def test_the_model_comes_whole_and_plain(divided: TorchTrainer) -> None:
     loss = torch.nn.functional.mse_loss
     features, _, target = dataset(13, seed=1).tensors
     assert divided.validate()["val_loss"] == pytest.approx(loss(model(features), target).item(), rel=1e-5)
+
+
+def test_a_model_that_is_put_together_shares_the_weights_that_it_shared() -> None:
+    model = torch.nn.ModuleDict({"in": torch.nn.Embedding(4, 2), "out": torch.nn.Linear(2, 4, bias=False)})
+    model["out"].weight = model["in"].weight  # type: ignore[assignment]
+    plain = _filled(_skeleton_of(model), {name: tensor.clone() for name, tensor in model.state_dict().items()})
+    assert plain["out"].weight is plain["in"].weight is not model["in"].weight  # type: ignore[index]
+    assert equal(dict(plain.state_dict()), dict(model.state_dict()))
 
 
 def test_files_travel_to_other_ways_of_training_and_back(
