@@ -187,7 +187,7 @@ class Feed:
     def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
         """Goes on from a saved position, with fresh streams."""
         self.close()
-        self.epoch, self._to_resume = epoch, position
+        self.epoch, self._to_resume, self._order_before = epoch, position, None
 
     def _resume(self, stream: BatchStream) -> None:
         position, self._to_resume = self._to_resume, None
