@@ -8,12 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._optional import require
+from raysgd._optional import require_installed
+from raysgd.train._tf_cluster import TensorflowBackend
+from raysgd.train.backend import Backend, BackendConfig
 
-tf: Any = require("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
-
-from raysgd.train._tf_cluster import TensorflowBackend  # noqa: E402
-from raysgd.train.backend import Backend, BackendConfig  # noqa: E402
+require_installed("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
 
 
 @dataclass
@@ -27,6 +26,8 @@ class TensorflowConfig(BackendConfig):
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
     """A `tf.data.Dataset` that is a worker's part already, marked so that a strategy does not divide it once more."""
+    import tensorflow as tf  # not at the top: the driver, which needs the config only, would wait for it
+
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
     return tf_dataset_shard.with_options(options)
