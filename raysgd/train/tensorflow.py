@@ -6,14 +6,16 @@ After a loss all workers are new processes with a new `TF_CONFIG`, as `MultiWork
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from raysgd._optional import require
 
-tf: Any = require("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
+require("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
 
+from raysgd.tf.datasets import prepare_dataset_shard  # noqa: E402
 from raysgd.train._tf_cluster import TensorflowBackend  # noqa: E402
 from raysgd.train.backend import Backend, BackendConfig  # noqa: E402
+
+__all__ = ["TensorflowConfig", "prepare_dataset_shard"]
 
 
 @dataclass
@@ -23,10 +25,3 @@ class TensorflowConfig(BackendConfig):
     @property
     def backend_cls(self) -> type[Backend]:
         return TensorflowBackend
-
-
-def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
-    """A `tf.data.Dataset` that is a worker's part already, marked so that a strategy does not divide it once more."""
-    options = tf.data.Options()
-    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-    return tf_dataset_shard.with_options(options)

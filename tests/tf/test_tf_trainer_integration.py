@@ -108,9 +108,10 @@ def test_the_model_comes_compiled_with_its_weights_and_its_optimizer(trainer: TF
     assert results["loss"] == pytest.approx(trainer.validate()["validation_loss"], rel=1e-5)
 
 
-def test_a_killed_worker_costs_one_call_at_most(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_rebuild_costs_one_call_at_most(ray_cluster: None, tmp_path: Path) -> None:
     config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam", "folder": str(tmp_path)}
-    with TFTrainer(make_model_that_dies, make_data, config=config, num_replicas=2, seed=1) as trainer:
+    options: dict[str, Any] = {"config": config, "recovery": "rebuild"}
+    with TFTrainer(make_model_that_dies, make_data, num_replicas=2, seed=1, **options) as trainer:
         path = trainer.save(tmp_path / "before.npz")
         expected = trainer.train()
         trainer.load(path)
