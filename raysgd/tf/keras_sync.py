@@ -49,23 +49,24 @@ class Synchronizer:
 
     Args:
         world: The place among the replicas.
-        may_grow: Whether a replica that is alone may be joined by others later.
+        watches: Whether to watch models and optimizers also of a replica that is alone: others may join it later, or
+            its steps have to be counted.
 
     Attributes:
         before_exchange: Called ahead of each exchange of gradients, in one of TensorFlow's threads, if it is set. What
             it raises ends the step before it has changed a weight.
         num_exchanges: Exchanges of gradients that were completed.
         num_exchanges_per_step: How many a step of a model that is watched has.
-        watches: Whether there are others, now or later; where there never are, models stay as they are.
+        watches: Whether it does anything at all; models of a replica that stays alone are left as they are.
     """
 
-    def __init__(self, world: World, may_grow: bool = False) -> None:
+    def __init__(self, world: World, watches: bool = False) -> None:
         self.group = Group(world)
         self.step = Step()
         self.before_exchange: Callable[[], None] | None = None
         self.num_exchanges = 0
         self.num_exchanges_per_step = 1
-        self.watches = world.is_distributed or may_grow
+        self.watches = world.is_distributed or watches
         self._counted: Any = None  # samples in the batch of a Keras loop, a tensor of the graph that is being traced
         self._applied: list[_Applied] = []  # what optimizers were given in the step that is being traced
         self._merges_metrics = False

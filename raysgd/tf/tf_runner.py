@@ -85,9 +85,8 @@ class TFRunner(ClassRunner):
         self._spec = spec
         self._num_workers = spec.num_workers or world.size
         self._strategy = backends.strategy()
-        self._synchronizer = (
-            Synchronizer(world, may_grow=self._num_workers > 1) if self._strategy is None else Synchronizer(World(0, 1))
-        )
+        counts_steps = self._num_workers > 1 or spec.snapshot_every_n_steps is not None
+        self._synchronizer = Synchronizer(world, counts_steps) if self._strategy is None else Synchronizer(World(0, 1))
         self._train_stream: BatchStream | None = None
         self._validation_stream: BatchStream | None = None
         self._fit: FitStream | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import importlib
 import os
 import time
 from collections.abc import Iterator
@@ -137,14 +138,32 @@ def make_shuffled(config: dict[str, Any]) -> tuple[Any, Any]:
     return train.unbatch().shuffle(64).batch(config["batch_size"]), test
 
 
+def patience(keras: Any, num_epochs: int) -> Any:
+    """A callback that ends the training after so many epochs that it has seen."""
+
+    class Patience(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.num_seen = 0
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.num_seen += 1
+            self.model.stop_training = self.num_seen >= num_epochs
+
+    return Patience()
+
+
 @pytest.mark.parametrize("legacy", ["0", pytest.param("1", marks=pytest.mark.soak)])
 def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path, legacy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on two workers whom nobody harmed: the same samples in the same steps, hence the same weights."""
+    """As on two workers whom nobody harmed: the same samples in the same steps, hence the same weights.
+
+    A callback ends the training after three epochs. That of the new worker has seen two by then.
+    """
     monkeypatch.setenv("TF_USE_LEGACY_KERAS", legacy)
+    keras = importlib.import_module("tf_keras" if legacy == "1" else "keras")
     config = {
-        "fit_config": {"epochs": 3},
+        "fit_config": {"epochs": 5, "callbacks": [patience(keras, 3)]},
         "batch_size": 4,
         "num_samples": NUM_SAMPLES,
         "optimizer": "adam",
@@ -153,6 +172,8 @@ def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     trainers.append(trainer)
     path = trainer.save(tmp_path / "before.npz")
     expected = trainer.train()
+    steps = trainer.apply_all_operators(lambda operator: int(operator.model.optimizer.iterations.numpy()))
+    assert steps == [3 * NUM_SAMPLES // 4] * 2
     weights, other = trainer.state_dict(), trainer.train()
     trainer.load(path)
     pids = trainer.apply_all_workers(process_id)
@@ -188,3 +209,45 @@ def test_a_snapshot_inside_fit_is_where_a_rebuild_goes_on(
     trainer.load(path)
     assert found == pytest.approx(trainer.train(), rel=1e-4)
     assert largest_difference(trainer.state_dict(), weights) < 1e-5
+
+
+def make_model_that_waits(config: dict[str, Any]) -> Any:
+    """Takes its time over each batch as long as there is one worker."""
+    import tensorflow as tf
+
+    class Waits(tf.keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if "TF_CONFIG" not in os.environ:
+                time.sleep(0.3)
+
+    model = make_model(config)
+    fit = model.fit
+
+    def patient_fit(*args: Any, callbacks: Any = None, **options: Any) -> Any:
+        return fit(*args, callbacks=[*(callbacks or []), Waits()], **options)
+
+    object.__setattr__(model, "fit", patient_fit)
+    return model
+
+
+@pytest.mark.soak
+def test_fit_that_shrank_grows_back_in_the_same_epoch(ray_cluster: None, trainers: list[TFTrainer]) -> None:
+    config = {"batch_size": 2, "num_samples": 400}
+    options: dict[str, Any] = {"config": config, "num_replicas": 2, "seed": 1}
+    trainer = TFTrainer(make_model_that_waits, make_shuffled, resize_check_s=0.2, **options)
+    trainers.append(trainer)
+    start = trainer.state_dict()
+    expected = trainer.train()
+    weights = trainer.state_dict()
+    trainer.load_state_dict(start)
+    [pid, _] = trainer.apply_all_workers(process_id)
+    testing.kill_worker(trainer, 1, at="step:5")
+    found = trainer.train()
+    assert kinds(trainer) == ["rejoined", "grown"]
+    assert trainer.apply_all_workers(process_id)[0] == pid
+    assert found.keys() == expected.keys()
+    assert trainer.num_workers == 2
+    assert_equal_on_all_ranks(trainer)
+    steps = trainer.apply_all_operators(lambda operator: int(operator.model.optimizer.iterations.numpy()))
+    assert steps == [200, 200]
+    assert largest_difference(trainer.state_dict(), weights) < 0.1, "another pass, hence another order"
