@@ -33,7 +33,9 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
         os.fsync(file.fileno())
         file.close()
         os.replace(temporary, target)
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:  # as when the disk is full
+            error.filename = target
         with contextlib.suppress(OSError):  # Closing tries once more to write what could not be written.
             file.close()
         with contextlib.suppress(FileNotFoundError):

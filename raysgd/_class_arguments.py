@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from raysgd.exceptions import InvalidCountError
+
+logger = logging.getLogger(__name__)
 
 
 def check_count(name: str, value: Any, hint: str) -> None:
@@ -86,3 +89,20 @@ def check_max_retries(max_retries: Any) -> None:
     """Refuses anything but a count."""
     if not isinstance(max_retries, int) or max_retries < 0:
         raise InvalidCountError(f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more.")
+
+
+def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
+    """Warns of options that say what happens inside an epoch, where an epoch can only be begun again.
+
+    Args:
+        obstacle: Why that is so; None where it is not.
+        **options: The options, None where they were not given.
+    """
+    given = ", ".join(f"`{name}={value!r}`" for name, value in options.items() if value is not None)
+    if obstacle is not None and given:
+        logger.warning(
+            "%s: no effect inside an epoch, because %s. After a loss the call is run again from its beginning, and "
+            "growing waits for the next one; shorter calls (`num_steps`) lose less",
+            given,
+            obstacle,
+        )

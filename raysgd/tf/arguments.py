@@ -80,13 +80,17 @@ def check_backend(backend: Any, trains_with_fit: bool) -> None:
         )
 
 
-def check_spares(spare_workers: int, recovery: str, backend: str) -> None:
+def check_spares(spare_workers: int, num_workers: int, recovery: str, backend: str) -> None:
     """Refuses spares where no survivors are kept that they could step in beside."""
-    for applies, what in ((recovery == "rebuild", '`recovery="rebuild"`'), (backend == "mwms", '`backend="mwms"`')):
+    for applies, what in (
+        (num_workers == 1, "`num_workers=1`"),
+        (recovery == "rebuild", '`recovery="rebuild"`'),
+        (backend == "mwms", '`backend="mwms"`'),
+    ):
         if spare_workers and applies:
             raise ValueError(
                 f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, which are "
-                'not kept then. Use `recovery="rejoin"` with `backend="gloo"`, or no spares.'
+                'not kept then. Use `recovery="rejoin"` with several workers and `backend="gloo"`, or no spares.'
             )
 
 

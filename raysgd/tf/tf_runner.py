@@ -63,6 +63,7 @@ class RunnerFacts:
         train_data: What all ranks must agree on; None for a dataset that is not divided.
         validation_data: Likewise.
         keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
+        epoch_obstacle: Why an epoch can only be begun again, whatever is done; None when it can be gone on with.
     """
 
     num_models: int
@@ -70,6 +71,7 @@ class RunnerFacts:
     train_data: DatasetSignature | None
     validation_data: DatasetSignature | None
     keeps_own_state: bool
+    epoch_obstacle: str | None = None
 
 
 class TFRunner(ClassRunner):
@@ -160,6 +162,7 @@ class TFRunner(ClassRunner):
             train_data=self._signature(operator.train_dataset),
             validation_data=self._signature(operator.validation_dataset),
             keeps_own_state=type(operator).state_dict is not TrainingOperator.state_dict,
+            epoch_obstacle=self._epoch_obstacle,
         )
 
     def _signature(self, dataset: Any) -> DatasetSignature | None:

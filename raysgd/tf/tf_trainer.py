@@ -130,7 +130,7 @@ class TFTrainer(ClassTrainer):
             snapshot_every_n_steps=snapshot_every_n_steps,
             heartbeat_s=heartbeat_s,
         )
-        arguments.check_spares(spare_workers, recovery, backend)
+        arguments.check_spares(spare_workers, self.max_replicas, recovery, backend)
         arguments.check_snapshots_inside(snapshot_every_n_steps, backend)
         arguments.check_installed(backend, self.max_replicas)
         self.config_of_user = dict(config or {})
@@ -156,6 +156,9 @@ class TFTrainer(ClassTrainer):
         self._begin(self._make_controller())
         self._check_same_data(
             ("train_data", "validation_data"), "set the auto-shard policy in the dataset's options to OFF"
+        )
+        _class_arguments.warn_of_obstacle(
+            self._facts.epoch_obstacle, resize_check_s=resize_check_s, snapshot_every_n_steps=snapshot_every_n_steps
         )
 
     def _make_controller(self) -> ElasticController:

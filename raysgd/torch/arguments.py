@@ -166,17 +166,19 @@ def resolve_timeout(timeout_s: float | None, backend: str) -> float:
     return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
 
 
-def check_spares(spare_workers: int, recovery: str, parallel: str, backend: str) -> None:
+def check_spares(spare_workers: int, num_workers: int, recovery: str, parallel: str, backend: str) -> None:
     """Refuses spares where no survivors are kept that they could step in beside."""
     for applies, what in (
+        (num_workers == 1, "`num_workers=1`"),
         (recovery == "rebuild", '`recovery="rebuild"`'),
         (parallel != "ddp", f'`parallel="{parallel}"`'),
         (backend == "horovod", '`backend="horovod"`'),
     ):
         if spare_workers and applies:
             raise ValueError(
-                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, which are "
-                'not kept then. Use `recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL, or no spares.'
+                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, and there "
+                'are none then. Use `recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL and two workers or more, '
+                "or no spares."
             )
 
 

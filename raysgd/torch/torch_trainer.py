@@ -35,8 +35,9 @@ from raysgd.exceptions import UnevenStepsError
 from raysgd.torch import arguments, checkpoint_file, constants
 from raysgd.torch.precision import choose_precision
 from raysgd.torch.progress import ProgressBar
+from raysgd.torch.replica_state import RESUME
 from raysgd.torch.state_codec import decode, lend
-from raysgd.torch.torch_runner import RESUME, RunnerFacts, RunnerSpec, TorchRunner
+from raysgd.torch.torch_runner import RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -199,7 +200,7 @@ class TorchTrainer(ClassTrainer):
         self._step_options = arguments.step_options(accumulate_grad_batches, clip_grad_norm, clip_grad_value)
         self._model_options = arguments.model_options(sync_batchnorm, activation_checkpointing, compile)
         self._fsdp_options = arguments.fsdp_options(fsdp_args, self.parallel)
-        arguments.check_spares(spare_workers, recovery, self.parallel, self.backend)
+        arguments.check_spares(spare_workers, num_workers, recovery, self.parallel, self.backend)
         if self.backend == "horovod":
             arguments.check_horovod(chosen, self.parallel, self.use_gpu)
         arguments.check_combination(
@@ -220,6 +221,11 @@ class TorchTrainer(ClassTrainer):
         self._writer = checkpoint_file.AsyncWriter()
         self._begin(self._make_controller())
         self._check_same_data(("train_data", "validation_data"), "pass `add_dist_sampler=False`")
+        _class_arguments.warn_of_obstacle(
+            self._facts.epoch_obstacle,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            resize_check_s=resize_check_s,
+        )
 
     def _make_controller(self) -> ElasticController:
         spec = RunnerSpec(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Blocks(LinearOperator):
         if once and self.world_rank == 1 and self.global_step == 5 and not Path(once).exists():
             Path(once).touch()
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.config.get("step_s", 0.0))
         return super().train_batch(batch, batch_info)
 
 
@@ -123,6 +125,22 @@ def test_a_lost_worker_is_replaced_and_nothing_is_lost(
         assert found == pytest.approx(expected, rel=1e-5)
         assert trainer._num_failures == 1
         model = trainer.get_model().state_dict()
+    torch.testing.assert_close(dict(model), dict(alone.get_model().state_dict()), rtol=1e-5, atol=1e-6)
+
+
+def test_snapshots_inside_a_call_are_whole_and_gone_on_with(
+    ray_cluster: None, tmp_path: Path, make_local: Callable[..., TorchTrainer]
+) -> None:
+    alone = make_local(Blocks, config={"batch_size": 8})
+    expected = alone.train(num_steps=7)
+    config = {"dies_once": str(tmp_path / "died"), "step_s": 0.2}
+    with start(config=config, snapshot_every_n_steps=1, heartbeat_s=0.5) as trainer:
+        found = trainer.train(num_steps=7)
+        [rebuilt] = [event for event in trainer.status().events if event.kind == "rebuilt"]
+        model = trainer.get_model().state_dict()
+    assert rebuilt.detail.startswith("from a snapshot inside the call, after ")
+    assert found["num_samples"] == expected["num_samples"]
+    assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
     torch.testing.assert_close(dict(model), dict(alone.get_model().state_dict()), rtol=1e-5, atol=1e-6)
 
 
