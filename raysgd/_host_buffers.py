@@ -1,7 +1,7 @@
 """Host memory for copies of states, kept when a copy is gone because its pages are there already the next time.
 
-The first touch of a page costs more than the copy into it. So memory is asked for in huge pages where the system has
-them, and what has been used once is used again.
+The first touch of a page costs several times as much as the copy into it. (Huge pages are no way around it: to find
+room for them can take longer than all the small ones.)
 """
 
 from __future__ import annotations
@@ -53,16 +53,11 @@ class HostBuffers:
 
 
 class _Mapped:
-    """Ordinary memory, in huge pages where there are such."""
+    """Ordinary memory."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self._memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                self._memory.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without them
-                return
 
     def view(self) -> Bytes:
         """A new array over all of it."""

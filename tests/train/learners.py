@@ -98,16 +98,15 @@ def with_horovod(config: dict[str, Any]) -> list[float]:
     x, y = map(torch.from_numpy, own_points())
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR, momentum=MOMENTUM)
-    checkpoint, first = train.load_checkpoint() or {"epoch": -1}, 0
-    first = checkpoint["epoch"] + 1
-    if "model" in checkpoint:
+    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+    checkpoint, first = train.load_checkpoint(), 0
+    if checkpoint is not None:
+        first = checkpoint["epoch"] + 1
         model.load_state_dict(checkpoint["model"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
+        optimizer.load_state_dict(checkpoint["optimizer"])  # the wrapper begins with an empty one
     elif hvd.rank() == 0:  # the others hear of it
         torch.nn.init.zeros_(model.weight), torch.nn.init.zeros_(model.bias)
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-    optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     for epoch in range(first, config["num_epochs"]):
         optimizer.zero_grad()
         loss = torch.nn.functional.mse_loss(model(x), y)
@@ -150,7 +149,8 @@ def with_tensorflow(config: dict[str, Any]) -> list[float]:
         for variable, value in zip(momenta, checkpoint["momenta"], strict=True):
             variable.assign(value)
     x, y = own_points()
-    data = prepare_dataset_shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(len(x)))
+    # The strategy takes the size of a batch for that of all workers together.
+    data = prepare_dataset_shard(tf.data.Dataset.from_tensor_slices((x, y)).batch(NUM_POINTS))
     model.fit(
         data,
         initial_epoch=checkpoint["epoch"] + 1,

@@ -79,7 +79,7 @@ def test_a_function_without_arguments_runs_on_every_worker(trainer: Trainer) -> 
 
 
 def test_a_training_in_one_process_becomes_one_of_many_by_preparing_its_parts(trainer: Trainer) -> None:
-    first, second = trainer.run(fit, config={"num_epochs": 5})
+    first, second = trainer.run(fit, config={"num_epochs": 20})
     assert first == second == pytest.approx(3, abs=0.1)
 
 

@@ -306,6 +306,12 @@ class Counter:
         self.value += self.step
         return self.value
 
+    def die(self) -> None:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def total(self) -> float:
         import torch
         import torch.distributed as dist
@@ -315,33 +321,9 @@ class Counter:
         return float(value)
 
 
-def test_objects_of_the_users_come_back_when_a_worker_was_lost(tmp_path: Path) -> None:
-    import os
-    import signal
-
+def test_a_class_of_the_users_own_lives_in_connected_workers_and_anew_after_a_loss(tmp_path: Path) -> None:
     import ray
     from ray.exceptions import RayActorError
-
-    class Mortal(Counter):
-        def die(self) -> None:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    group = Trainer("torch", num_workers=2, logdir=tmp_path).to_worker_group(Mortal, 1, step=2)
-    try:
-        old = group[0]
-        assert ray.get(old.up.remote()) == 3
-        with pytest.raises(RayActorError):
-            ray.get(group[1].die.remote())
-        group.restart()
-        with pytest.raises(InactiveWorkerGroupError, match=r"take a new handle, `group\[0\]`"):
-            old.up.remote()
-        assert ray.get([worker.total.remote() for worker in group]) == [2.0, 2.0]  # connected, from the beginning
-    finally:
-        group.shutdown()
-
-
-def test_a_class_of_the_users_own_lives_in_connected_workers(tmp_path: Path) -> None:
-    import ray
 
     trainer = Trainer("torch", num_workers=2, logdir=tmp_path)
     group = trainer.to_worker_group(Counter, 1, step=2)
@@ -350,6 +332,13 @@ def test_a_class_of_the_users_own_lives_in_connected_workers(tmp_path: Path) -> 
         assert ray.get([worker.total.remote() for worker in group]) == [4.0, 4.0]
         with pytest.raises(RuntimeError, match="started already"):
             trainer.to_worker_group(Counter, 1)
+        old = group[0]
+        with pytest.raises(RayActorError):
+            ray.get(group[1].die.remote())
+        group.restart()
+        with pytest.raises(InactiveWorkerGroupError, match=r"take a new handle, `group\[0\]`"):
+            old.up.remote()
+        assert ray.get([worker.total.remote() for worker in group]) == [2.0, 2.0]  # connected, from the beginning
     finally:
         group.shutdown()
 
@@ -387,7 +376,8 @@ def test_a_part_of_a_model_is_no_checkpoint(shared: Trainer) -> None:
 
         from raysgd.train.torch import prepare_model
 
-        train.save_checkpoint(model=prepare_model(torch.nn.Linear(2, 2), wrap_ddp="fsdp").state_dict())
+        model = prepare_model(torch.nn.Linear(2, 2), wrap_ddp="fsdp")
+        train.report({"epoch": 0}, checkpoint=model.state_dict())
 
     with pytest.raises(ValueError, match="gather_state"):
         shared.run(function)
