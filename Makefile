@@ -21,10 +21,10 @@ demo: $(STAMP) ## train a classifier of real digits on two workers, save, load a
 	$(PY) examples/quickstart.py
 
 test: $(STAMP) $(HOROVOD_STAMP) ## run all tests but the soak tests
-	$(PY) -m pytest tests -q --numprocesses 2 --dist loadfile --durations 30
+	$(PY) -m pytest tests -q --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30
 
 soak: $(STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
-	$(PY) -m pytest tests -q -m soak --timeout=7200
+	$(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000
 
 lint: $(STAMP) ## check style, format and spelling
 	$(PY) -m ruff check .

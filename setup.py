@@ -63,7 +63,7 @@ EXTRAS = {
 # Every extra above in one environment.
 EXTRAS["all"] = union(*EXTRAS.values())
 
-# What the tests, the demo and the checks use. MLflow is left to those who work on it.
+# What the tests, the demo and the checks use.
 EXTRAS["dev"] = union(
     *(
         EXTRAS[name]
@@ -75,6 +75,7 @@ EXTRAS["dev"] = union(
             "lightning",
             "metrics",
             "tensorboard",
+            "mlflow",
             "codemod",
             "progress",
             "tf",
@@ -84,7 +85,7 @@ EXTRAS["dev"] = union(
         "codespell>=2.2",
         "mypy>=1.10",
         "psutil>=5.9",
-        "pytest>=8.2",
+        "pytest>=9.0",
         "pytest-timeout>=2.2",
         "pytest-xdist>=3.5",
         "ruff>=0.6",

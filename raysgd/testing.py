@@ -262,19 +262,22 @@ class _Trap:
         setattr(owner, name, trapped)
 
     def before_each_step(self, runner: Any) -> None:
-        """Springs whenever a batch is handed to the user's loop, of whatever generation that is."""
+        """Springs whenever a batch is handed to the user's loop, of whatever generation that is.
+
+        Keras's `fit` draws its batches itself: there it springs before the exchange of gradients.
+        """
         streams: list[Any] = []  # of the running call, and of calls to come
 
         def watched(stream: Any) -> Any:
             if stream not in streams:
                 streams[:] = [stream]
-                self.before(stream, "_hand_out")
+                self.before(stream, "_hand_out" if hasattr(stream, "_hand_out") else "before_exchange")
             return stream
 
         if runner._train_stream is not None:
             watched(runner._train_stream)
         original = runner._training_stream
-        runner._training_stream = lambda request: watched(original(request))
+        runner._training_stream = lambda *request: watched(original(*request))
 
 
 _traps: list[_Trap] = []  # of this process

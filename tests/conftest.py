@@ -21,6 +21,13 @@ NUM_CPUS = 4
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """When several processes share the tests, begin with the files that take long, so that all end at about once."""
+    if hasattr(config, "workerinput"):
+        slow = {item.path for item in items if item.get_closest_marker("integration")}
+        items.sort(key=lambda item: item.path not in slow)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def private_temp_dir() -> Iterator[Path]:
     """Keep temporary files of this run, also of its child processes, apart from those of anyone else."""

@@ -122,7 +122,8 @@ class NotingOperator(StockOperator):
 
     def optimizer_step(self) -> None:
         super().optimizer_step()
-        self.stamps.end(self.global_step)
+        if self.global_step or self.world_size > 1:  # a new process warms up with a step by itself, before it joins
+            self.stamps.end(self.global_step)
 
 
 def run_raysgd(workload: str, **options: Any) -> dict[str, float]:

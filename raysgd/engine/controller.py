@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from raysgd.engine.failures import Diagnosis, classify
@@ -203,18 +204,17 @@ class ElasticController:
             self._await_snapshot()
             self._life.rebuild(reason, "left" if leaving else "grown")
             return self._is_restored_inside
+        tell_stuck = partial(self._tell_stuck, self.watch)
         self._watch_anew()
         diagnosis = classify(report)
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
         if isinstance(decision, Raise):
             self._raise(diagnosis, report, decision, budget)
-        if isinstance(decision, Rejoin) and self._life.rejoin(
-            report, words(diagnosis), budget, self._tick, self._tell_stuck
-        ):
+        if isinstance(decision, Rejoin) and self._life.rejoin(report, words(diagnosis), budget, self._tick, tell_stuck):
             self.history.num_failures += 1
             return True
         if diagnosis.kind == "disconnected" and not self._spec.regroups:
-            self._tell_stuck()
+            tell_stuck()
         if budget.is_spent:
             self._raise(diagnosis, report, Raise(lost=True), budget)
         self.history.num_failures += 1
@@ -247,9 +247,9 @@ class ElasticController:
         try:
             for _ in range(1 + _DEFAULT_RETRIES):
                 self._await_snapshot()
-                if self._snapshots.is_current:
-                    assert self._snapshots.landed is not None
-                    return self._snapshots.landed
+                landed = self._snapshots.landed
+                if landed is not None and (self._snapshots.is_current or self._is_all_there_is):
+                    return landed
                 self.run(Call(_nothing, captures=True))
         finally:
             self.watch = None
@@ -257,6 +257,14 @@ class ElasticController:
             f"The state was lost on its way to the driver {1 + _DEFAULT_RETRIES} times. The log above names the cause; "
             "too little memory in Ray's object store is a frequent one."
         )
+
+    @property
+    def _is_all_there_is(self) -> bool:
+        """Whether no worker is left that could know more than the snapshot, and no completed call is to be made up for.
+
+        New workers would start from it. So there is no need to wait for any, who may never come.
+        """
+        return self._life.group is None and self._spec.captures and not self._snapshots.calls_since
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Takes `snapshot`, which every rank has just restored, for the state as it is now."""
@@ -334,10 +342,14 @@ class ElasticController:
         if self.watch is not None:
             self.watch.tick()
 
-    def _tell_stuck(self) -> None:
-        """Says what every rank is doing, for whoever has to find out why one of them holds the others up."""
-        if self.watch is not None:
-            logger.warning("the workers do not come to an end:\n%s", self.watch.report())
+    def _tell_stuck(self, watch: Watch | None) -> None:
+        """Says what every rank is doing, for whoever has to find out why one of them holds the others up.
+
+        Args:
+            watch: The one of the call that failed, which knows how far the ranks were.
+        """
+        if watch is not None:
+            logger.warning("the workers do not come to an end:\n%s", watch.report())
 
     def _take_inside(self, parts: Sequence[Capture]) -> bool:
         """Takes a snapshot from inside the running call; not while another one is on its way."""
@@ -359,9 +371,14 @@ class ElasticController:
             self._life.give_up()
         if not decision.lost:
             raise worker_error(diagnosis.faults)
+        hint = (
+            "Ray's log of the worker (`worker-*.err`) may name the cause: too little memory, say, or a collective that "
+            "the ranks called with different sizes. "
+        )
         raise WorkersLostError(
-            f"{words(diagnosis)}, and the {budget.num_restarts} allowed retries of this call are used up. The last "
-            "completed state is kept: call again to go on from it with new workers, or use `shutdown(force=True)`."
+            f"{words(diagnosis)}, and the {budget.num_restarts} allowed retries of this call are used up. "
+            f"{hint if diagnosis.kind == 'died' else ''}The last completed state is kept: call again to go on from it "
+            "with new workers, or use `shutdown(force=True)`."
         ) from diagnosis.faults[0].error
 
     def _check_active(self) -> None:

@@ -28,6 +28,7 @@ from raysgd.engine.policies import (
 from raysgd.engine.replica import Capture, Replica
 from raysgd.engine.snapshots import SnapshotKeeper
 from raysgd.engine.types import ClusterView, GroupReport, Handover, Standing
+from raysgd.engine.watch import Watch
 from raysgd.engine.worker import Answer
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_error
@@ -280,21 +281,24 @@ class Lifecycle:
         """
         group, snapshot = self.group, self._snapshots.landed
         assert group is not None
+        # Calls that are run again take long, too. No snapshots: one taken now would seem to cover all of them.
+        watch = Watch(self, can_hold=False, take_inside=lambda parts: False)
         if snapshot is not None:
             state = group.share(snapshot.shared_state)
             function: Callable[..., Any] = _restore
             rest: tuple[Any, ...] = (snapshot.rank_states,)
             if snapshot.progress is not None:
                 function, rest = _restore_inside, (snapshot.rank_states, snapshot.progress)
-            report = group.on_replica(function, {rank: (state[rank], *rest) for rank in range(len(group))})
-            if not self._is_fine(report):
+            args: dict[int, Sequence[Any]] = {rank: (state[rank], *rest) for rank in range(len(group))}
+            if not self._is_fine(group.on_replica(function, args, tick=watch.tick)):
                 return False
         is_inside = self._snapshots.is_inside
         for call in self._snapshots.calls_since:
             logger.info("running a completed call again, because its snapshot was lost with its worker")
             function = call.resume if is_inside and call.resume is not None else call.function
             is_inside = False
-            if not self._is_fine(group.on_replica(function, call.on_its_ranks(call.args_for(group.worlds)))):
+            args = call.on_its_ranks(call.args_for(group.worlds))
+            if not self._is_fine(group.on_replica(function, args, tick=watch.tick)):
                 return False
         return True
 

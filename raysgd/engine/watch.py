@@ -25,6 +25,7 @@ _ROUNDS_PER_HEARTBEAT = 5
 _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
+_LONGEST_GAP_S = 1.0  # between two ticks; beyond that it is the driver that stood still, and heard nothing
 
 
 class Watch:
@@ -46,6 +47,7 @@ class Watch:
         self._next_nodes = now + _NODES_S
         self._next_growth = now + (life.rules.resize_check_s or 0.0)
         self._asked: dict[int, tuple[Any, float]] = {}
+        self._left_at = now
         self._snapshot = 0
         self._margin = _MIN_MARGIN
         self._is_holding = False
@@ -56,13 +58,14 @@ class Watch:
     def tick(self) -> None:
         """Does what is due."""
         now = self._life.now()
+        self._forgive(now - self._left_at - _LONGEST_GAP_S)
         self._hear(now)
-        if now < self._next_round:
-            return
-        self._next_round = now + self._round_s
-        self._ask(now)
-        if self._can_hold and not self._is_holding and self._should_hold(now):
-            self._hold()
+        if now >= self._next_round:
+            self._next_round = now + self._round_s
+            self._ask(now)
+            if self._can_hold and not self._is_holding and self._should_hold(now):
+                self._hold()
+        self._left_at = self._life.now()
 
     # ---------------------------------------------------------------------------------------------- signs of life
 
@@ -73,6 +76,11 @@ class Watch:
         for rank in group.remote_ranks:
             if rank not in self._asked:
                 self._asked[rank] = group.submit_beside(rank, _beat), now
+
+    def _forgive(self, away_s: float) -> None:
+        """Does not hold time against the ranks in which this process, stopped or suspended, could not hear them."""
+        if away_s > 0:
+            self._asked = {rank: (call, asked_at + away_s) for rank, (call, asked_at) in self._asked.items()}
 
     def _hear(self, now: float) -> None:
         for rank, (call, asked_at) in list(self._asked.items()):
@@ -109,10 +117,12 @@ class Watch:
         group = self._life.group
         if group is None:
             return "there is no group"
+        asked = ask_beats(group, timeout_s=0.5)
+        beats = {**self.beats, **{rank: beat for rank, beat in asked.items() if beat.step >= 0}}
         stacks: Mapping[int, str] = group.ask_beside("stack", timeout_s=1.0)
         lines = []
         for rank in range(len(group)):
-            beat = self.beats.get(rank)
+            beat = beats.get(rank)
             place = f"epoch {beat.epoch}, step {beat.step}, {beat.phase}" if beat is not None else "not heard of yet"
             lines.append(f"rank {rank}: {place}\n{stacks.get(rank, '  no answer')}")
         return "\n".join(lines)
@@ -170,9 +180,9 @@ class Watch:
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
 
-def ask_beats(group: WorkerGroup) -> dict[int, Beat]:
-    """A sign of life of each rank that gives one within two seconds."""
-    answers = group.ask_beside("beside", _beat)
+def ask_beats(group: WorkerGroup, timeout_s: float = 2.0) -> dict[int, Beat]:
+    """A sign of life of each rank that gives one in time."""
+    answers = group.ask_beside("beside", _beat, timeout_s=timeout_s)
     return {rank: beat for rank, beat in answers.items() if beat is not None}
 
 

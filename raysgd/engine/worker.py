@@ -211,9 +211,13 @@ class WorkerProcess:
         self._backend.interrupt()
 
     def stack(self) -> str:
-        """From another thread: where the thread is that runs the calls."""
+        """From another thread: where the thread is that runs the calls, from the replica inwards."""
         frame = sys._current_frames().get(self._busy_thread or 0)
-        return "".join(traceback.format_stack(frame)) if frame is not None else "no call was made yet"
+        if frame is None:
+            return "  no call was made yet\n" if self._busy_thread is None else "  no call is running\n"
+        frames = traceback.extract_stack(frame)
+        num_ours = max((index for index, entry in enumerate(frames, start=1) if entry.filename == __file__), default=0)
+        return "".join(traceback.format_list(frames[num_ours:] or frames))
 
     def close(self) -> None:
         """Lets the replica and the group go; errors of a broken group do not matter any more."""

@@ -16,16 +16,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raysgd.tf.datasets import prepare_dataset_shard
+    from raysgd.tf.tf_dataset import TFMLDataset
     from raysgd.tf.tf_trainable import TFTrainable
     from raysgd.tf.tf_trainer import TFTrainer
     from raysgd.tf.training_operator import TrainingOperator
 
-__all__ = ["TFTrainable", "TFTrainer", "TrainingOperator"]
+__all__ = ["TFMLDataset", "TFTrainable", "TFTrainer", "TrainingOperator", "prepare_dataset_shard"]
 
 _LAZY_MODULES = {
+    "TFMLDataset": "raysgd.tf.tf_dataset",
     "TFTrainable": "raysgd.tf.tf_trainable",
     "TFTrainer": "raysgd.tf.tf_trainer",
     "TrainingOperator": "raysgd.tf.training_operator",
+    "prepare_dataset_shard": "raysgd.tf.datasets",
 }
 
 

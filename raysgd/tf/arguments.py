@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd._batching import split_batch_size
 from raysgd._optional import require_installed
-from raysgd.exceptions import InvalidCountError
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
-
-
-def refuse_unknown(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuses keywords that nobody knows, with a guess at what was meant."""
-    for name in unknown:
-        close = difflib.get_close_matches(name, [*known], n=1)
-        hint = f" Did you mean `{close[0]}`?" if close else ""
-        raise TypeError(f"`TFTrainer` does not know `{name}`.{hint}")
 
 
 def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
@@ -71,27 +61,12 @@ def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
     return creator
 
 
-def check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any) -> None:
-    """Refuses arguments of the wrong kind."""
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"`config={config!r}`: need a dict, which the creators or the operator's `setup` are given.")
+def check_options_for_keras(config: Mapping[str, Any]) -> None:
+    """Refuses options for Keras of the wrong kind."""
     for key in ("fit_config", "evaluate_config"):
-        options = (config or {}).get(key)
+        options = config.get(key)
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"`config[{key!r}]={options!r}`: need a dict of options for Keras.")
-    if initialization_hook is not None and not callable(initialization_hook):
-        raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
-    is_number = isinstance(num_cpus_per_worker, int | float) and not isinstance(num_cpus_per_worker, bool)
-    if not is_number or num_cpus_per_worker < 0:
-        raise ValueError(f"`num_cpus_per_worker={num_cpus_per_worker!r}`: need a number of CPUs, 0 or more.")
-
-
-def check_num_steps(num_steps: Any) -> None:
-    """Refuses anything but None or a count."""
-    if num_steps is not None and (isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0):
-        raise InvalidCountError(
-            f"`num_steps={num_steps!r}`: need a number of batches per worker, or None for one pass."
-        )
 
 
 def check_backend(backend: Any, trains_with_fit: bool) -> None:
@@ -102,6 +77,29 @@ def check_backend(backend: Any, trains_with_fit: bool) -> None:
         raise ValueError(
             '`backend="mwms"` trains compiled models of creator functions, with `fit`. For `training_operator_cls` use '
             '`backend="gloo"`.'
+        )
+
+
+def check_spares(spare_workers: int, num_workers: int, recovery: str, backend: str) -> None:
+    """Refuses spares where no survivors are kept that they could step in beside."""
+    for applies, what in (
+        (num_workers == 1, "`num_workers=1`"),
+        (recovery == "rebuild", '`recovery="rebuild"`'),
+        (backend == "mwms", '`backend="mwms"`'),
+    ):
+        if spare_workers and applies:
+            raise ValueError(
+                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, which are "
+                'not kept then. Use `recovery="rejoin"` with several workers and `backend="gloo"`, or no spares.'
+            )
+
+
+def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> None:
+    """Refuses snapshots where nobody could go on from them."""
+    if snapshot_every_n_steps is not None and backend == "mwms":
+        raise ValueError(
+            f'`snapshot_every_n_steps={snapshot_every_n_steps}` with `backend="mwms"` cannot work: a `fit` under a '
+            'strategy can only be begun again. Use `backend="gloo"`, or shorter calls: `train(num_steps=...)`.'
         )
 
 

@@ -52,6 +52,15 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
         archive.writestr(_INDEX, index)
 
 
+def check(state: dict[str, Any]) -> None:
+    """Refuses a state that a file could not give back.
+
+    Raises:
+        ValueError: The message says where in it.
+    """
+    _encoded(state, "", {})
+
+
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a checkpoint, makes sure that it is undamaged, and returns the state that was written.
 

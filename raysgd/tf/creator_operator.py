@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+
+import numpy as np
 
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.tf import datasets, registry
 from raysgd.tf.datasets import check_dataset, is_divided
+from raysgd.tf.fit_run import FitStream, one_part, tracker
 from raysgd.tf.streams import Agreement, lockstep_dataset
 from raysgd.tf.training_operator import TrainingOperator
 
@@ -22,6 +25,7 @@ class CreatorOperator(TrainingOperator):
 
     _model_creator: Callable[[dict[str, Any]], Any]
     _data_creator: Callable[[dict[str, Any]], Any]
+    _fit: FitStream
     _agreement: Agreement | None = None
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -70,10 +74,76 @@ class CreatorOperator(TrainingOperator):
         options["callbacks"] = self._callbacks(options)
         options.setdefault("shuffle", False)  # a dataset shuffles itself; Keras warns of the default
         with self._context.synchronizer.merging_metrics():
-            history = self.model.fit(self._fit_data(options.get("steps_per_epoch")), **options)
-        if history is None:
-            return {}
-        return {f"train_{name}": _last(values) for name, values in history.history.items()}
+            logs = self._fit_together(options) if self._steps_with_others else self._fit_alone(options)
+        return self.results_of(logs)
+
+    @staticmethod
+    def results_of(logs: Mapping[str, Any]) -> dict[str, Any]:
+        """What `train` returns for what Keras reported last."""
+        return {f"train_{name}": value for name, value in logs.items()}
+
+    def _fit_alone(self, options: dict[str, Any]) -> dict[str, Any]:
+        history = self.model.fit(self._train_dataset, **options)
+        return {} if history is None else {name: _last(values) for name, values in history.history.items()}
+
+    def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
+        """A `fit` together with other ranks, from its beginning or from where it broke off."""
+        synchronizer, stream, model = self._context.synchronizer, self._fit, self.model
+        synchronizer.watch_model(model, may_be_idle=True)  # compiled anew perhaps, hence each time
+        stream.steps_per_execution = registry.steps_per_execution(model)
+        is_resumed = stream.begin(options.get("initial_epoch", 0))
+        if is_resumed:
+            self._agree()
+            model.stop_training = False
+        synchronizer.before_exchange = stream.before_exchange
+        try:
+            self._fit_rest(options)
+        finally:
+            synchronizer.before_exchange = None
+        if is_resumed:  # callbacks that keep weights may have others where they have not seen all epochs
+            synchronizer.share_first(model.weights)
+        assert stream.place is not None
+        return stream.place.logs
+
+    def _fit_rest(self, options: dict[str, Any]) -> None:
+        """First the rest of an epoch, if one broke off, and then the epochs that are left."""
+        num_epochs, stream = options.get("epochs", 1), self._fit
+        assert stream.place is not None
+        if stream.place.num_steps:
+            self._fit_epochs(options, stream.place.epoch + 1, is_last=False)
+            if self.model.stop_training or stream.place.epoch >= num_epochs:
+                for callback in options["callbacks"]:
+                    callback.on_train_end(dict(stream.place.logs))
+                return
+        if stream.place.epoch < num_epochs:
+            self._fit_epochs(options, num_epochs, is_last=True)
+
+    def _fit_epochs(self, options: dict[str, Any], end: int, is_last: bool) -> None:
+        stream, model, steps = self._fit, self.model, options.get("steps_per_epoch")
+        place = stream.place
+        assert place is not None
+        length = stream.num_steps_of_epoch(steps)
+        if length is not None and place.num_steps >= length:  # it broke off behind its last step
+            stream.end_epoch(model.get_metrics_result(), steps)
+            return
+        track = tracker(stream, model, steps, self._agree)
+        changed = {"initial_epoch": place.epoch, "epochs": end, "callbacks": [*options["callbacks"], track]}
+        if steps is not None:
+            changed["steps_per_epoch"] = steps - place.num_steps
+        silenced = [*(["on_train_begin"] if stream.has_begun else []), *([] if is_last else ["on_train_end"])]
+        stream.has_begun = True
+        with one_part(model, options["callbacks"], stream.measures and place.num_steps > 0, silenced):
+            model.fit(self._part(stream.data(), steps), **{**options, **changed})
+
+    def _agree(self) -> None:
+        """Lets all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
+        synchronizer, model = self._context.synchronizer, self.model
+        rate = registry.learning_rate_of(model.optimizer)
+        told = np.array([float(bool(model.stop_training)), 0.0 if rate is None else float(rate.numpy())])
+        synchronizer.group.from_first(told)
+        model.stop_training = bool(told[0])
+        if rate is not None and float(rate.numpy()) != told[1]:
+            rate.assign(told[1])
 
     def validate(
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
@@ -96,21 +166,25 @@ class CreatorOperator(TrainingOperator):
 
     @property
     def _steps_with_others(self) -> bool:
-        """Whether there are other ranks and no strategy that knows about them."""
-        return self._context.world.is_distributed and self._context.strategy is None
+        """Whether there are other ranks, now or later, and no strategy that knows about them."""
+        return self._context.synchronizer.watches
 
-    def _fit_data(self, steps_per_epoch: int | None) -> Any:
-        world, dataset = self._context.world, self._train_dataset
-        if not self._steps_with_others:
-            return dataset
-        self._context.synchronizer.watch_model(self.model, may_be_idle=True)  # compiled anew perhaps, hence each time
+    def _part(self, dataset: Any, steps_per_epoch: int | None) -> Any:
+        """This rank's part of what `fit` is to be given."""
+        world = self._context.world
         if is_divided(dataset):
             return datasets.part_of(dataset, world.rank, world.size)
         pieces = datasets.own_part_of(dataset, world.size)
-        if steps_per_epoch is not None:
+        if steps_per_epoch is not None or not world.is_distributed:
             return pieces
         self._agreement = self._agreement or Agreement()
         return lockstep_dataset(pieces, self._agreement)
+
+    def practise(self) -> None:
+        """Trains on zeros, so that everything that happens for the first time has happened."""
+        part = self._part(self._train_dataset, steps_per_epoch=1)
+        self._context.synchronizer.watch_model(self.model, may_be_idle=True)
+        self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
     def _evaluate_together(self, dataset: Any, steps: int | None, options: dict[str, Any]) -> Any:
         world, synchronizer = self._context.world, self._context.synchronizer

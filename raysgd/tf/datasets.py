@@ -13,9 +13,15 @@ used once. A dataset whose auto-shard policy is OFF is not divided: each worker 
 
 from __future__ import annotations
 
+import logging
+import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
+
+logger = logging.getLogger(__name__)
+
+_IGNORE = 1  # state outside of a dataset, such as that of Python functions, stays what it is
 
 Sharding = Literal["global", "worker"]
 
@@ -41,9 +47,69 @@ def is_divided(dataset: Any) -> bool:
     return bool(policy != tf.data.experimental.AutoShardPolicy.OFF)
 
 
+def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
+    """A `tf.data.Dataset` that is a worker's part already, marked so that nobody divides it once more."""
+    import tensorflow as tf
+
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    return tf_dataset_shard.with_options(options)
+
+
 def is_shuffled(dataset: Any) -> bool:
     """Whether a shuffle is part of the dataset, so that its order may differ from pass to pass."""
     return "Shuffle" in type(dataset).__name__ or any(is_shuffled(part) for part in dataset._inputs())
+
+
+def unused_copy(dataset: Any) -> Any:
+    """The same dataset as if no pass over it had been begun yet, so that its shuffles begin anew; None if it has none.
+
+    A shuffle draws the order of each pass from a generator, which lies apart from the dataset under a name. In the copy
+    the name is another one. Arrays in the dataset are copied, too.
+    """
+    import tensorflow as tf
+
+    try:
+        variant = tf.data.experimental.to_variant(dataset)
+        graph = tf.compat.v1.GraphDef.FromString(
+            tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=_IGNORE).numpy()
+        )
+        _rename_generators(graph)
+        variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
+        copy = tf.data.experimental.from_variant(variant, dataset.element_spec)
+        return copy.with_options(dataset.options())
+    except Exception as error:  # too large for a message, for instance
+        logger.info("the order of a shuffled dataset cannot be repeated here: %s", error)
+        return None
+
+
+def _rename_generators(graph: Any) -> None:
+    """Gives every shuffle in the graph a generator of its own: one that does not exist is made."""
+    nodes = {node.name: node for node in graph.node}
+    for node in graph.node:
+        if node.op not in ("ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2"):
+            continue
+        for name in node.input:
+            constant = nodes[name.partition(":")[0]]
+            for handle in constant.attr["value"].tensor.resource_handle_val:
+                handle.name = f"raysgd/{uuid.uuid4().hex}"
+
+
+def noting_passes(dataset: Any, skipped: int, note: Callable[[], None]) -> Any:
+    """The dataset without its first batches, which calls `note` whenever somebody begins to draw from it."""
+    import tensorflow as tf
+
+    def begin(_: Any) -> Any:
+        with tf.control_dependencies([tf.py_function(note, [], [])]):
+            return dataset.skip(tf.identity(tf.constant(skipped, tf.int64)))
+
+    noting = tf.data.Dataset.range(1).flat_map(tf.autograph.experimental.do_not_convert(begin))
+    number = int(dataset.cardinality())
+    if number >= 0:
+        number = max(0, number - skipped)
+    if number != tf.data.UNKNOWN_CARDINALITY:
+        noting = noting.apply(tf.data.experimental.assert_cardinality(number))
+    return noting.with_options(dataset.options())
 
 
 def check_dataset(name: str, dataset: Any) -> None:
@@ -65,11 +131,11 @@ def check_dataset(name: str, dataset: Any) -> None:
         raise ValueError(f"`{name}` yields {scalars[0]}, which is no batch: call `.batch(batch_size)` on it.")
 
 
-def joint(dataset: Any, sharding: Sharding, num_workers: int) -> Any:
-    """The dataset of the batches of all workers together, which one process would train on."""
-    if sharding == "global" or num_workers == 1:
+def joint(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
+    """The dataset of the batches of all workers together: those it has, or each of so many of them."""
+    if sharding == "global" or num_batches == 1:
         return dataset
-    grouped = dataset.ragged_batch(num_workers)
+    grouped = dataset.ragged_batch(num_batches)
     return grouped.map(_on_element(grouped, _joined))
 
 
@@ -134,6 +200,25 @@ def num_samples(batch: Any) -> Any:
     if isinstance(first, tf.SparseTensor):
         return first.dense_shape[0]
     return tf.shape(first, tf.int64)[0]
+
+
+def zeros_like(dataset: Any) -> Any:
+    """A dataset of the same kind with one batch of zeros."""
+    import tensorflow as tf
+
+    batch = zeros(dataset.element_spec, 1)
+    return tf.data.Dataset.from_generator(lambda: iter([batch]), output_signature=dataset.element_spec)
+
+
+def zeros(element_spec: Any, num_samples: int) -> Any:
+    """A batch of zeros, or of empty texts, with so many samples where the number is not fixed."""
+    import tensorflow as tf
+
+    def of(part: Any) -> Any:
+        shape = [num_samples if size is None else size for size in part.shape]
+        return tf.fill(shape, "") if part.dtype == tf.string else tf.zeros(shape, part.dtype)
+
+    return tf.nest.map_structure(of, element_spec)
 
 
 def _on_element(dataset: Any, function: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,33 @@ class Group:
             import torch
 
             torch.distributed.broadcast(torch.from_numpy(numbers), 0)
+
+    def send(self, value: Any, ranks: Iterable[int]) -> None:
+        """Sends anything that can be pickled to `ranks`, which must all `receive` it at this time."""
+        import torch
+
+        buffers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        views = [memoryview(bytearray(head)), *(buffer.raw() for buffer in buffers)]
+        parts: list[Array] = [np.frombuffer(view, np.uint8) for view in views]
+        sizes = np.array([len(part) for part in parts], np.int64)
+        for rank in ranks:
+            for part in (np.array([len(parts)], np.int64), sizes, *(part for part in parts if len(part))):
+                torch.distributed.send(torch.from_numpy(part if part.flags.writeable else part.copy()), rank)
+
+    def receive(self, source: int) -> Any:
+        """What `source` sends."""
+        (num_parts,) = self._received(np.zeros(1, np.int64), source)
+        sizes = self._received(np.zeros(num_parts, np.int64), source)
+        head, *buffers = [self._received(np.zeros(size, np.uint8), source) for size in sizes]
+        return pickle.loads(head.data, buffers=buffers)
+
+    def _received(self, part: Array, source: int) -> Array:
+        import torch
+
+        if len(part):
+            torch.distributed.recv(torch.from_numpy(part), source)
+        return part
 
 
 class Layout:

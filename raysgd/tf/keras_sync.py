@@ -49,11 +49,24 @@ class Synchronizer:
 
     Args:
         world: The place among the replicas.
+        watches: Whether to watch models and optimizers also of a replica that is alone: others may join it later, or
+            its steps have to be counted.
+
+    Attributes:
+        before_exchange: Called ahead of each exchange of gradients, in one of TensorFlow's threads, if it is set. What
+            it raises ends the step before it has changed a weight.
+        num_exchanges: Exchanges of gradients that were completed.
+        num_exchanges_per_step: How many a step of a model that is watched has.
+        watches: Whether it does anything at all; models of a replica that stays alone are left as they are.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, watches: bool = False) -> None:
         self.group = Group(world)
         self.step = Step()
+        self.before_exchange: Callable[[], None] | None = None
+        self.num_exchanges = 0
+        self.num_exchanges_per_step = 1
+        self.watches = world.is_distributed or watches
         self._counted: Any = None  # samples in the batch of a Keras loop, a tensor of the graph that is being traced
         self._applied: list[_Applied] = []  # what optimizers were given in the step that is being traced
         self._merges_metrics = False
@@ -71,7 +84,7 @@ class Synchronizer:
     def watch(self, optimizer: Any) -> None:
         """Makes an optimizer average the gradients of all ranks; once, however often it is called."""
         name = "apply" if hasattr(optimizer, "apply") else "apply_gradients"
-        if self.group.size == 1 or getattr(vars(optimizer).get(name), "_is_of_raysgd", False):
+        if not self.watches or getattr(vars(optimizer).get(name), "_is_of_raysgd", False):
             return
         wrapper = self._apply if name == "apply" else self._apply_gradients
         import tensorflow as tf
@@ -93,7 +106,9 @@ class Synchronizer:
             gradients = list(grads)
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
             self._applied.append(_Applied(optimizer, variables, gradients))
-            return inner(averager.average(gradients), trainable_variables)
+            averaged = averager.average(gradients)
+            with _after(averaged):
+                return inner(averaged, trainable_variables)
 
         return apply
 
@@ -105,7 +120,8 @@ class Synchronizer:
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
             self._applied.append(_Applied(optimizer, variables, gradients))
             averaged = averager.average(gradients)
-            return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)
+            with _after(averaged):
+                return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)
 
         return apply_gradients
 
@@ -122,7 +138,7 @@ class Synchronizer:
         Raises:
             IncompatibleModelError: It is compiled with XLA, whose code cannot call out.
         """
-        if self.group.size == 1:
+        if not self.watches:
             return
         if compiled_with_xla(model):
             raise IncompatibleModelError(
@@ -152,10 +168,13 @@ class Synchronizer:
             count = num_samples(data)
             with self._counting(count):
                 if not may_be_idle or (_is_never_empty(data) and not tf.executing_eagerly()):
-                    return inner(data)
+                    result = inner(data)
+                    self._count_exchanges()
+                    return result
 
                 def usual() -> Any:
                     result = inner(data)
+                    self._count_exchanges()
                     remembered.applied, remembered.result = tuple(self._applied), result
                     return tf.nest.map_structure(tf.convert_to_tensor, result)
 
@@ -164,6 +183,10 @@ class Synchronizer:
                 return tf.cond(count > 0, usual, lambda: _idle(remembered))
 
         return step
+
+    def _count_exchanges(self) -> None:
+        """Notes, while a step is traced, how many exchanges it has; an evaluation has none, and says nothing."""
+        self.num_exchanges_per_step = len(self._applied) or self.num_exchanges_per_step
 
     @contextmanager
     def _counting(self, count: Any) -> Iterator[None]:
@@ -354,10 +377,15 @@ class _Averager:
 
     def _exchange(self, num_dense: int, count: Array, *gradients: Array) -> list[Array]:
         """Runs whenever the graph does, in one of TensorFlow's threads."""
+        synchronizer = self._synchronizer
         try:
-            return self._averaged(self._num_samples(int(count)), gradients[:num_dense], gradients[num_dense:])
+            if synchronizer.before_exchange is not None:
+                synchronizer.before_exchange()
+            averaged = self._averaged(self._num_samples(int(count)), gradients[:num_dense], gradients[num_dense:])
+            synchronizer.num_exchanges += 1
+            return averaged
         except BaseException as error:
-            self._synchronizer.note(error)
+            synchronizer.note(error)
             raise
 
     def _num_samples(self, counted: int) -> float:
@@ -389,6 +417,14 @@ class _Averager:
         own = [part if index % 2 else (part * weight).astype(part.dtype) for index, part in enumerate(parts)]
         counts = group.gather(np.array([len(part) for part in own], np.int64))
         return [group.gather_rows(part, [int(count[index]) for count in counts]) for index, part in enumerate(own)]
+
+
+def _after(averaged: Sequence[Any]) -> Any:
+    """Where nothing is done before the exchange is: a step that breaks off has not even counted itself."""
+    import tensorflow as tf
+
+    first = next((gradient for gradient in averaged if gradient is not None), None)
+    return tf.control_dependencies([] if first is None else [first])
 
 
 def _parts(gradient: Any) -> tuple[Any, Any]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
+from raysgd.tf.datasets import zeros
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,23 @@ def is_legacy(keras_object: Any) -> bool:
     return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(keras_object).__mro__)
 
 
+def keras_of(keras_object: Any) -> Any:
+    """The module that an object is of: Keras 3 or tf_keras."""
+    return importlib.import_module("tf_keras" if is_legacy(keras_object) else "keras")
+
+
+def steps_per_execution(model: Any) -> int:
+    """How many steps a compiled model takes at once."""
+    number: Any = getattr(model, "_steps_per_execution", None) or getattr(model, "steps_per_execution", 1)
+    return int(number.numpy() if hasattr(number, "numpy") else number)
+
+
+def learning_rate_of(optimizer: Any) -> Any:
+    """The variable that holds the learning rate; None where that is a schedule."""
+    rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "_learning_rate", None)
+    return rate if hasattr(rate, "assign") else None
+
+
 def check_framework(model: Any) -> None:
     """Refuses a Keras that does not run on TensorFlow.
 
@@ -98,13 +117,8 @@ def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
     policies = {_policy_of(model) for model in models}
     if "mixed_float16" not in policies or "LossScale" in type(optimizer).__name__:
         return optimizer
-    if is_legacy(optimizer):
-        import tf_keras
-
-        return tf_keras.mixed_precision.LossScaleOptimizer(optimizer)
-    import keras
-
-    return keras.optimizers.LossScaleOptimizer(optimizer)
+    keras = keras_of(optimizer)
+    return (keras.mixed_precision if is_legacy(optimizer) else keras.optimizers).LossScaleOptimizer(optimizer)
 
 
 def _policy_of(model: Any) -> str:
@@ -129,15 +143,7 @@ def build_model(model: Any, element_spec: Any) -> None:
     """Makes the variables of a model that knows its input only when it sees one, by showing it zeros."""
     if model.built and model.weights:
         return
-    import tensorflow as tf
-
-    spec = element_spec[0] if isinstance(element_spec, tuple) and element_spec else element_spec
-
-    def zeros(part: Any) -> Any:
-        shape = [1 if size is None else size for size in part.shape]
-        return tf.fill(shape, "") if part.dtype == tf.string else tf.zeros(shape, part.dtype)
-
-    model(tf.nest.map_structure(zeros, spec))
+    model(zeros(element_spec[0] if isinstance(element_spec, tuple) and element_spec else element_spec, 1))
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:

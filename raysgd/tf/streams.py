@@ -46,23 +46,48 @@ class Source(Protocol):
 class Passes:
     """A dataset, and how many passes over it were begun in this process.
 
-    The order of a dataset that is shuffled in each pass depends on that number, and it can only grow.
+    The order of a dataset that is shuffled in each pass depends on that number, and it can only grow. To go back, a
+    copy of the dataset that was never passed over takes its place.
     """
 
     def __init__(self, dataset: Any) -> None:
+        self._original = dataset
+        self._copy: Any = None
         self.dataset = dataset
         self.num_begun = 0
+        self.is_shuffled = datasets.is_shuffled(dataset)
 
     def begin(self) -> None:
         """Notes that a pass is begun."""
         self.num_begun += 1
 
+    def can_repeat(self) -> bool:
+        """Whether a pass that was begun can be begun once more, in the same order."""
+        if self.is_shuffled and self._copy is None:
+            self._copy = datasets.unused_copy(self._original)
+        return not self.is_shuffled or self._copy is not None
+
     def go_to(self, index: int) -> bool:
-        """Draws what earlier passes would have drawn for their order; whether the next one is that of `index`."""
+        """Makes the next pass that of `index`, by drawing what earlier ones drew for their order; False if it cannot.
+
+        Without a shuffle all passes are alike.
+        """
+        if not self.is_shuffled:
+            return True
+        if self.num_begun > index:
+            if not self.can_repeat():
+                return False
+            self.dataset, self._copy, self.num_begun = self._copy, None, 0
         while self.num_begun < index:
             iter(self.dataset)
             self.num_begun += 1
-        return self.num_begun == index
+        return True
+
+    def counted(self, skipped: int) -> Any:
+        """The dataset without its first batches, for loops of others: it notes by itself when a pass is begun."""
+        if not self.is_shuffled:
+            return self.dataset.skip(skipped) if skipped else self.dataset
+        return datasets.noting_passes(self.dataset, skipped, self.begin)
 
 
 class DividedSource:
@@ -73,32 +98,32 @@ class DividedSource:
         sharding: What its batches are.
         world: The place among the replicas.
         pads: Whether a rank without samples takes part in a step all the same, as it must in training.
+        num_joint: How many batches of one worker make a step; None: as many as there are workers.
     """
 
-    def __init__(self, passes: Passes, sharding: Sharding, world: World, pads: bool) -> None:
+    def __init__(
+        self, passes: Passes, sharding: Sharding, world: World, pads: bool, num_joint: int | None = None
+    ) -> None:
         self._passes, self._sharding, self._world, self._pads = passes, sharding, world, pads
+        self._num_joint = world.size if num_joint is None else num_joint
 
     def open(self, consumed: int) -> Iterator[Item]:
         self._passes.begin()
-        rest = datasets.after_samples(self._passes.dataset, consumed)
-        joint = datasets.joint(rest, self._sharding, self._world.size)
+        joint = self._joint(datasets.after_samples(self._passes.dataset, consumed))
         for batch, own, total in datasets.counted_part_of(joint, self._world.rank, self._world.size):
             item = Item(batch, int(own), int(total))
             if item.num_samples or self._pads:
                 yield item
 
     def num_steps(self) -> int | None:
-        joint = datasets.joint(self._passes.dataset, self._sharding, self._world.size)
-        number = int(joint.cardinality())
+        number = int(self._joint(self._passes.dataset).cardinality())
         return number if number >= 0 else None
 
-    @property
-    def is_shuffled(self) -> bool:
-        """Whether passes differ in their order."""
-        return datasets.is_shuffled(self._passes.dataset)
+    def _joint(self, dataset: Any) -> Any:
+        return datasets.joint(dataset, self._sharding, self._num_joint)
 
     def go_to_pass(self, index: int) -> bool:
-        """Makes the next pass that of `index`; False where it is over."""
+        """Makes the next pass that of `index`; False where that cannot be done."""
         return self._passes.go_to(index)
 
 
@@ -202,6 +227,7 @@ class BatchStream:
         undo: Called in a step without samples of this rank; what it returns is called when the step is over.
 
     Attributes:
+        at_boundary: Called between two steps, if it is set. What it raises ends the iteration.
         pass_index: The pass begun last.
         consumed: Samples of it, of all ranks, in the batches handed out so far.
         completed: The same without the batch that is being trained on.
@@ -222,19 +248,36 @@ class BatchStream:
         self._live: Iterator[Item] | None = None
         self._coming: Item | None = None
         self._to_resume: tuple[int, int] | None = None
+        self._is_open = False  # a batch was handed out, and nobody has asked for what follows it
+        self.at_boundary: Callable[[], None] | None = None
         self.pass_index = 0
         self.consumed = 0
         self.completed = 0
         self.num_steps_taken = 0
 
     @property
+    def num_steps_completed(self) -> int:
+        """Steps that are done: their batch was asked to be followed by something."""
+        return self.num_steps_taken - int(self._is_open)
+
+    @property
     def is_mid_pass(self) -> bool:
         """Whether the next batch belongs to the pass that was begun last."""
-        return self._coming is not None or self._to_resume is not None
+        return self._coming is not None or self._to_resume is not None or self._is_open
+
+    def settle(self) -> None:
+        """Says that the loop around the steps came to its end: what was handed out is done."""
+        self._is_open, self.completed = False, self.consumed
+
+    def break_off(self) -> None:
+        """Forgets the step that broke off, if there is one: its samples will be handed out again, perhaps elsewhere."""
+        self.num_steps_taken = self.num_steps_completed
+        if self.is_mid_pass:
+            self.resume(self.pass_index, self.completed)
 
     def resume(self, pass_index: int, consumed: int) -> None:
         """Goes on inside a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
-        self._live, self._coming = None, None
+        self._live, self._coming, self._is_open = None, None, False
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
         self.consumed = self.completed = consumed
 
@@ -272,11 +315,14 @@ class BatchStream:
         self._step.num_samples = item.num_samples
         self.num_steps_taken += 1
         self.consumed += item.num_joint
+        self._is_open = True
         redo = self._undo() if self._undo is not None and self._step.is_padding else None
         try:
             yield item.batch
-            self.completed = self.consumed
+            self.settle()
         finally:
             if redo is not None:
                 redo()
             self._step.num_samples = None
+        if self.at_boundary is not None:
+            self.at_boundary()

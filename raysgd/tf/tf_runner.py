@@ -3,47 +3,54 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import logging
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from raysgd._batching import config_for_worker
-from raysgd._meters import MetricSummary
-from raysgd._timers import TimerCollection
+from raysgd._class_runner import ClassRunner
+from raysgd._meters import AverageMeterCollection
 from raysgd.backends import tensorflow as backends
-from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
+from raysgd.engine.epoch_run import EpochRun, RunState
+from raysgd.engine.epochs import EpochAnswer, EpochRequest, call_with_accepted
 from raysgd.engine.replica import Capture
-from raysgd.engine.results import WorkerMetrics, as_number
-from raysgd.engine.types import World
+from raysgd.engine.types import Handover, Held, Standing, World
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.tf import datasets, registry
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
+from raysgd.tf.fit_run import FitStream
 from raysgd.tf.keras_sync import Step, Synchronizer
 from raysgd.tf.streams import Agreement, BatchStream, DividedSource, OwnSource, Passes, Source
 from raysgd.tf.training_operator import OperatorContext, TrainingOperator
+from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
-_INLINE_BYTES = 65536  # a state up to this size travels with the answer; a call of its own would cost more
 
 
 @dataclass(frozen=True)
 class RunnerSpec:
-    """What every replica is made from."""
+    """What every replica is made from.
+
+    Attributes:
+        num_workers: How many there are meant to be; None: as many as there are when the replica is made.
+    """
 
     operator_cls: type[TrainingOperator]
     config: Mapping[str, Any]
     seed: int
     use_gpu: bool = False
     verbose: bool | int | str = False
+    num_workers: int | None = None
+    snapshot_every_n_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,7 @@ class RunnerFacts:
         train_data: What all ranks must agree on; None for a dataset that is not divided.
         validation_data: Likewise.
         keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
+        epoch_obstacle: Why an epoch can only be begun again, whatever is done; None when it can be gone on with.
     """
 
     num_models: int
@@ -63,24 +71,10 @@ class RunnerFacts:
     train_data: DatasetSignature | None
     validation_data: DatasetSignature | None
     keeps_own_state: bool
+    epoch_obstacle: str | None = None
 
 
-@dataclass(frozen=True)
-class Completed:
-    """How far a replica came.
-
-    Attributes:
-        epoch: Passes begun.
-        num_samples: Samples of the last of them that all ranks have trained on; 0 between passes.
-        global_step: Steps completed.
-    """
-
-    epoch: int
-    num_samples: int
-    global_step: int
-
-
-class TFRunner:
+class TFRunner(ClassRunner):
     """Hosts one operator.
 
     Args:
@@ -89,21 +83,19 @@ class TFRunner:
     """
 
     def __init__(self, spec: RunnerSpec, world: World) -> None:
+        super().__init__(world, spec.snapshot_every_n_steps)
         self._spec = spec
-        self._world = world
-        self._operator: TrainingOperator | None = None
+        self._num_workers = spec.num_workers or world.size
         self._strategy = backends.strategy()
-        self._synchronizer = Synchronizer(World(0, 1) if self._strategy is not None else world)
-        self._timers = TimerCollection()
+        counts_steps = self._num_workers > 1 or spec.snapshot_every_n_steps is not None
+        self._synchronizer = Synchronizer(world, counts_steps) if self._strategy is None else Synchronizer(World(0, 1))
         self._train_stream: BatchStream | None = None
         self._validation_stream: BatchStream | None = None
+        self._fit: FitStream | None = None
         self._agreement: Agreement | None = None
         self._resume: Mapping[str, Any] | None = None
         self._passes: dict[str, Passes] = {}
-        self._captured: dict[int, dict[str, Any]] = {}
-        self._next_token = 0
-        self._running: tuple[BatchStream, int, int | None, Mapping[str, Any]] | None = None
-        self.epoch = 0
+        self._num_exchanges = 0  # at the last step boundary
 
     @property
     def operator(self) -> TrainingOperator:
@@ -130,8 +122,11 @@ class TFRunner:
             use_gpu=spec.use_gpu,
             verbose=spec.verbose,
         )
-        config = dict(spec.config) if makes_fit else config_for_worker(spec.config, world.size)
+        config = dict(spec.config) if makes_fit else config_for_worker(spec.config, self._num_workers)
         self._operator = spec.operator_cls(config, context)
+        if makes_fit:
+            self._fit = FitStream(self._passes_of("train_dataset", self.operator.train_dataset), self._synchronizer)
+            self._operator._fit = self._fit
         self._build()
         self._synchronizer.share_first(self._weights())
         self._part_ways()
@@ -167,6 +162,7 @@ class TFRunner:
             train_data=self._signature(operator.train_dataset),
             validation_data=self._signature(operator.validation_dataset),
             keeps_own_state=type(operator).state_dict is not TrainingOperator.state_dict,
+            epoch_obstacle=self._epoch_obstacle,
         )
 
     def _signature(self, dataset: Any) -> DatasetSignature | None:
@@ -174,23 +170,25 @@ class TFRunner:
 
     def capture(self, landed_token: int | None) -> Capture:
         """Copies the state once: rank 0 what all ranks share, every rank what its layers draw random numbers from."""
-        rank_state = [_array(variable) for variable in self._seeds()]
-        if self._world.rank and self._strategy is None:
-            return Capture(rank_state)
-        state = self.state()  # with a strategy on all ranks: reading may involve them all
-        if self._world.rank:
-            return Capture(rank_state)
-        for token in [token for token in self._captured if landed_token is not None and token <= landed_token]:
-            del self._captured[token]
-        if _num_bytes(state) <= _INLINE_BYTES:
-            return Capture(rank_state, shared_state=state)
-        self._next_token += 1
-        self._captured[self._next_token] = state
-        return Capture(rank_state, token=self._next_token)
+        part = self._own_capture()
+        if not self._world.rank:
+            self._captures.drop_landed(landed_token)
+            return self._with_copy(part)
+        if self._strategy is not None:
+            self.state()  # reading may involve all ranks
+        return part
+
+    def _own_capture(self) -> Capture:
+        return Capture([_array(variable) for variable in self._seeds()])
+
+    def _with_copy(self, part: Capture) -> Capture:
+        state = self.state()
+        return self._captures.add(part, state, _num_bytes(state))
 
     def fetch(self, token: int) -> dict[str, Any]:
         """The copy of the state that `token` names."""
-        return self._captured[token]
+        copy: dict[str, Any] = self._captures.fetch(token)
+        return copy
 
     def restore(self, shared_state: Mapping[str, Any], rank_states: Sequence[Any]) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
@@ -202,57 +200,142 @@ class TFRunner:
         Raises:
             ValueError: A part does not fit what is registered.
         """
-        operator = self.operator
-        targets = self._targets(shared_state)
-        for variables, values, what in targets:
-            _check_fit(variables, values, what)
-        with operator._scope():
-            for variables, values, _ in targets:
-                for variable, value in zip(variables, values, strict=True):
-                    variable.assign(value)
-        self.epoch = int(shared_state["epoch"])
-        operator.load_state_dict(copy.deepcopy(shared_state["operator"]))
-        self._resume = dict(shared_state.get(RESUME) or {})
-        operator.global_step = self._resume.get("global_step", operator.global_step)
-        self._train_stream = self._validation_stream = None
+        self._apply(shared_state)
+        self._run = None
+        self._inside.clear()
         own = rank_states[self._world.rank] if self._world.rank < len(rank_states) else None
         seeds = self._seeds()
         if own is not None and len(own) == len(seeds):
             for variable, value in zip(seeds, own, strict=True):
                 variable.assign(value)
 
+    def _apply(self, state: Mapping[str, Any]) -> None:
+        operator = self.operator
+        targets = self._targets(state)
+        for variables, values, what in targets:
+            _check_fit(variables, values, what)
+        with operator._scope():
+            for variables, values, _ in targets:
+                for variable, value in zip(variables, values, strict=True):
+                    variable.assign(value)
+        self.epoch = int(state["epoch"])
+        operator.load_state_dict(copy.deepcopy(state["operator"]))
+        self._resume = dict(state.get(RESUME) or {})
+        operator.global_step = self._resume.get("global_step", operator.global_step)
+        self._train_stream = self._validation_stream = None
+        if self._fit is not None and self._resume.get("fit"):
+            self._fit.resume(self._resume["fit"])
+
     def shutdown(self) -> None:
         """Drops the iterators. The operator itself stays usable."""
-        self._train_stream = self._validation_stream = self._running = None
-        self._captured.clear()
+        self._train_stream = self._validation_stream = self._running = self._run = None
+        self._inside.clear()
+        self._captures.clear()
+
+    # ------------------------------------------------------------------------------------------------ regrouping
+
+    def standing(self) -> Standing:
+        """How far the training call is that broke off or was held, or the last one that was completed."""
+        standing = super().standing()
+        if standing.obstacle is None and self._training_stream().is_mid_pass and not self._train_passes.can_repeat():
+            obstacle = "the train dataset is shuffled, and too large for a copy that repeats the order of this pass"
+            return replace(standing, obstacle=obstacle)
+        return standing
+
+    def _words(self) -> str:
+        if self._fit is not None:
+            place = self._fit.state()
+            return f"epoch {place['epoch']} of `fit`, {place['num_steps']} steps taken" if "epoch" in place else ""
+        stream = self._train_stream
+        if stream is None or not isinstance(stream.source, DividedSource):
+            return ""
+        return f"pass {stream.pass_index}: {stream.completed} samples used, those of the step in flight come again"
+
+    @property
+    def _is_whole(self) -> bool:
+        return self._synchronizer.num_exchanges == self._num_exchanges if self._fit is None else self._fit.is_whole
+
+    def _note_boundary(self) -> None:
+        self._num_exchanges = self._synchronizer.num_exchanges
+
+    @property
+    def _group_obstacle(self) -> str | None:
+        if self._strategy is not None:
+            return "a process can be in one `MultiWorkerMirroredStrategy` only"
+        for name, dataset in (("train", self.operator.train_dataset), ("test", self.operator.validation_dataset)):
+            if dataset is not None and not datasets.is_divided(dataset):
+                return f"the {name} dataset is not divided by the library (its auto-shard policy is OFF)"
+        return None
+
+    @property
+    def _epoch_obstacle(self) -> str | None:
+        operator = self.operator
+        is_stock = type(operator).train_epoch in (TrainingOperator.train_epoch, CreatorOperator.train_epoch)
+        if operator.resumes_epochs or (operator.resumes_epochs is None and is_stock):
+            return self._group_obstacle
+        return f"`{type(operator).__name__}` has a `train_epoch` of its own and does not set `resumes_epochs`"
+
+    def prime(self) -> None:
+        """Takes steps on zeros; whatever they change is taken over from another rank later."""
+        if self._epoch_obstacle is not None or self.operator.train_dataset is None:
+            return
+        self._synchronizer.rejoin(World(0, 1))  # nobody else is here yet
+        try:
+            with self._synchronizer.surfacing_errors():
+                self.operator.practise()
+        except Exception as error:  # it is only practice; in earnest it would be the user's to know
+            logger.warning("a worker that is to step in could not take a step in advance: %r", error)
+
+    def regroup(self, world: World, handover: Handover) -> RunnerFacts:
+        """Goes on in the new group; takes over the state of `handover.source` if it is among the takers."""
+        stream = self._fit if self._fit is not None else self._train_stream
+        if stream is not None:
+            stream.break_off()
+        self._detach()
+        self._resume = {"position": self._position()}
+        self._train_stream = self._validation_stream = None
+        self._world = world
+        self._synchronizer.rejoin(world)
+        self.operator._take_place(world)
+        group = self._synchronizer.group
+        if world.rank == handover.source and handover.takers:
+            run = self._run.state(with_metrics=False) if self._run is not None else None
+            group.send((self.state(), run), handover.takers)
+        elif world.rank in handover.takers:
+            self._take_over(*group.receive(handover.source))
+        self._count_orphans(handover.orphans)
+        self.operator.world_changed()
+        return self._facts()
+
+    def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
+        self._apply(state)
+        self._take_over_run(run)
 
     # ------------------------------------------------------------------------------------------------ epochs
 
-    def train_epoch(self, request: EpochRequest) -> EpochAnswer:
-        """Runs the operator's `train_epoch` once; then what models keep beside their weights is averaged."""
-        operator = self.operator
-        self._arm_timers(request.profile)
-        stream = self._training_stream()
-        epoch_idx = stream.pass_index if stream.is_mid_pass else self.epoch
-        info = {**request.info, **operator._own_info(request.num_steps, epoch_idx)}
-        began_at, epoch_before = stream.num_steps_taken, self.epoch
-        self._running = (stream, began_at, request.num_steps, info)
+    def train_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
+        """Runs the operator's `train_epoch` once."""
+        if self._fit is not None:
+            self._fit.settle()  # one that an exception in user code broke off is not gone on with
+        return super().train_epoch(request)
+
+    @contextmanager
+    def _training(self, run: EpochRun) -> Iterator[None]:
         with self._synchronizer.surfacing_errors():
-            with self._timers.record("train_epoch"):
-                returned = call_with_accepted(
-                    operator.train_epoch,
-                    stream.take(request.num_steps),
-                    info=info,
-                    num_steps=request.num_steps,
-                    epoch_idx=epoch_idx,
-                )
-            self._synchronizer.merge_statistics(operator._models)
-        self._running = None
-        if stream.num_steps_taken == began_at and self.epoch == epoch_before:
-            self.epoch += 1  # an epoch that brought its own data, or Keras's `fit`
-        extra = {} if isinstance(operator, CreatorOperator) else {"epoch": self.epoch}
-        answer = self._answer(returned, extra, request.profile, stream.num_steps_taken - began_at)
-        return replace(answer, epoch_idx=epoch_idx)
+            yield
+            self._synchronizer.merge_statistics(self.operator._models)
+
+    def _returned_by_account(self, run: EpochRun) -> Any:
+        return run.meters.summary() if self._fit is None else CreatorOperator.results_of(self._fit.logs)
+
+    def _new_meters(self) -> AverageMeterCollection:
+        return AverageMeterCollection()
+
+    def _extra_results(self) -> dict[str, Any]:
+        return {} if self._fit is not None else super()._extra_results()
+
+    def _plain(self, value: Any) -> Any:
+        return _plain(value)
 
     def validate(self, request: EpochRequest) -> EpochAnswer:
         """Runs the operator's `validate` once."""
@@ -264,96 +347,48 @@ class TFRunner:
         stream = self._validation_stream
         began_at = stream.num_steps_taken
         self._running = (stream, began_at, request.num_steps, request.info)
-        with self._synchronizer.surfacing_errors(), self._timers.record("validation"):
-            returned = call_with_accepted(
-                operator.validate,
-                stream.take(request.num_steps),
-                info=dict(request.info),
-                **({"num_steps": request.num_steps} if isinstance(operator, CreatorOperator) else {}),
-            )
-        self._running = None
+        try:
+            with self._synchronizer.surfacing_errors(), self._timers.record("validation"):
+                returned = call_with_accepted(
+                    operator.validate,
+                    stream.take(request.num_steps),
+                    info=dict(request.info),
+                    **({"num_steps": request.num_steps} if self._fit is not None else {}),
+                )
+        finally:
+            self._running = None
         return self._answer(returned, {}, request.profile, stream.num_steps_taken - began_at)
-
-    def progress(self) -> Progress | None:
-        """How far the running epoch is; called from a second thread, so it only reads."""
-        running = self._running
-        if running is None:
-            return None
-        stream, began_at, num_steps, info = running
-        loss = as_number(self.operator._latest_metrics.get("train_loss"))
-        total = num_steps if num_steps is not None else stream.source.num_steps()
-        return Progress(
-            stream.num_steps_taken - began_at, total, info.get("epoch_idx", 0), info.get("num_epochs"), loss
-        )
-
-    def _answer(self, returned: Any, extra: dict[str, Any], profile: bool, num_steps: int) -> EpochAnswer:
-        timings = {"profile": self._timers.stats()} if profile else {}
-        if not isinstance(returned, Mapping):
-            return EpochAnswer(None, returned, num_steps)
-        values = {**extra, **{name: _plain(value) for name, value in returned.items()}, **timings}
-        if isinstance(returned, MetricSummary):
-            return EpochAnswer(WorkerMetrics(values, returned.totals, returned.objects), None, num_steps)
-        return EpochAnswer(WorkerMetrics(values), None, num_steps)
-
-    def _arm_timers(self, profile: bool) -> None:
-        if profile:
-            self._timers.reset()
-            self._timers.enable()
-        else:
-            self._timers.disable()
-        self.operator.timers = self._timers
-
-    # ------------------------------------------------------------------------------------------------ going on
-
-    def completed(self) -> Completed:
-        """How far this replica came: what another group of any size has to go on from. Survivors of a loss know it."""
-        stream = self._train_stream
-        if stream is None:
-            return Completed(self.epoch, 0, self.operator.global_step)
-        is_inside = stream.is_mid_pass or stream.completed < stream.consumed
-        return Completed(self.epoch, stream.completed if is_inside else 0, self.operator.global_step)
-
-    def rejoin(self, world: World) -> None:
-        """Goes on as a member of another group, which all its ranks have joined already.
-
-        The next batch is the one after what this replica has completed, divided anew; a dataset that is shuffled in
-        each pass begins a fresh one. The caller gives all ranks the state of one that came furthest (`restore`).
-        """
-        position = self._position_after(self.completed())
-        self._world = world
-        self._synchronizer.rejoin(world)
-        self._train_stream = self._validation_stream = self._running = self._agreement = None
-        self._resume = {"position": position}
-
-    def _position_after(self, completed: Completed) -> dict[str, Any] | None:
-        stream = self._train_stream
-        if stream is None or not isinstance(stream.source, DividedSource):
-            return None
-        return {"pass_index": stream.pass_index, "consumed": completed.num_samples, "seed": self._spec.seed}
 
     # ------------------------------------------------------------------------------------------------ data
 
-    def _training_stream(self) -> BatchStream:
+    def _training_stream(self) -> Any:
+        if self._fit is not None:
+            return self._fit
         if self._train_stream is None:
             source = self._source(self.operator.train_dataset, "train_dataset", training=True)
             self._train_stream = BatchStream(source, self._synchronizer.step, self._begin_pass, self._undo)
             self._resume_position(self._train_stream)
         return self._train_stream
 
-    def _begin_pass(self) -> int:
-        self.epoch += 1
-        return self.epoch - 1
-
     def _source(self, dataset: Any, name: str, *, training: bool) -> Source:
         if dataset is None:
             return _Missing(name)
         if datasets.is_divided(dataset):
-            passes = self._passes.setdefault(name, Passes(dataset))
-            return DividedSource(passes, self.operator._sharding, self._world, pads=training)
+            # With a batch size of all workers together a step is the same for any number of them.
+            num_joint = self._num_workers if BATCH_SIZE in self._spec.config else self._world.size
+            passes = self._passes_of(name, dataset)
+            return DividedSource(passes, self.operator._sharding, self._world, pads=training, num_joint=num_joint)
         if training and self._world.is_distributed:
             self._agreement = self._agreement or Agreement()
             return OwnSource(dataset, self._agreement)
         return OwnSource(dataset, None)
+
+    def _passes_of(self, name: str, dataset: Any) -> Passes:
+        return self._passes.get(name) or self._passes.setdefault(name, Passes(dataset))
+
+    @property
+    def _train_passes(self) -> Passes:
+        return self._passes_of("train_dataset", self.operator.train_dataset)
 
     def _undo(self) -> Callable[[], None]:
         """Remembers what a step without samples must not change: all that is not trained, and metrics."""
@@ -384,10 +419,11 @@ class TFRunner:
         if not position or not isinstance(stream.source, DividedSource):
             return
         num_passes = position["pass_index"] + (0 if position["consumed"] else 1)
-        is_same_order = position["seed"] == self._spec.seed and stream.source.go_to_pass(num_passes)
+        is_same_order = position["seed"] == self._spec.seed or not self._train_passes.is_shuffled
+        is_same_order = is_same_order and stream.source.go_to_pass(num_passes)
         if not position["consumed"]:
             return
-        if is_same_order or not stream.source.is_shuffled:
+        if is_same_order:
             stream.resume(position["pass_index"], position["consumed"])
         else:
             logger.warning(
@@ -414,7 +450,11 @@ class TFRunner:
                 [_array(variable) for variable in registry.variables_of_optimizer(optimizer)]
                 for optimizer in operator._optimizers
             ],
-            RESUME: {"global_step": operator.global_step, "position": self._position()},
+            RESUME: {
+                "global_step": operator.global_step,
+                "position": self._position(),
+                "fit": self._fit.state() if self._fit is not None else None,
+            },
         }
 
     def _targets(self, state: Mapping[str, Any]) -> list[tuple[list[Any], Sequence[Any], str]]:
@@ -512,6 +552,5 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
 
 
 def _serialized(model: Any) -> str:
-    name = "tf_keras" if registry.is_legacy(model) else "keras"
-    keras = importlib.import_module(name)
-    return json.dumps({"keras": name, "model": keras.saving.serialize_keras_object(model)})
+    keras = registry.keras_of(model)
+    return json.dumps({"keras": keras.__name__, "model": keras.saving.serialize_keras_object(model)})

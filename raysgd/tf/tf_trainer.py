@@ -16,20 +16,25 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from raysgd import _class_arguments
+from raysgd._background_writer import BackgroundWriter
+from raysgd._batching import split_batch_size
 from raysgd._class_trainer import ClassTrainer
 from raysgd.backends.base import Backend
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, merged
-from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.lifecycle import ElasticRules
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import GroupSpec
-from raysgd.exceptions import InvalidCountError
 from raysgd.tf import arguments, checkpoint_file
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.tf_runner import RESUME, RunnerFacts, RunnerSpec, TFRunner
 from raysgd.tf.training_operator import TrainingOperator
+from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +65,15 @@ class TFTrainer(ClassTrainer):
         timeout_s: Seconds that workers may wait for each other.
         seed: What initial weights and the order of shuffled datasets come from; by default another one each time.
         use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
+        recovery: What follows a loss of workers. "rejoin": the others keep their processes and go on where they are,
+            if that can be done, see `docs/tensorflow.md`; else, and with "rebuild" or "mwms": all workers are started
+            anew from the last snapshot.
+        min_workers: With fewer than these, wait for resources.
+        spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
+        resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then goes on
+            with the workers that are left instead of waiting for new ones. None: growing waits for the next call.
+        snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
+        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost.
         **unknown: Refused, with a guess at what was meant.
 
     Raises:
@@ -91,15 +105,33 @@ class TFTrainer(ClassTrainer):
         timeout_s: float = 1800.0,
         seed: int | None = None,
         use_local: bool = False,
+        recovery: str = "rejoin",
+        min_workers: int = 1,
+        spare_workers: int = 0,
+        resize_check_s: float | None = None,
+        snapshot_every_n_steps: int | None = None,
+        heartbeat_s: float = 30.0,
         **unknown: Any,
     ) -> None:
-        arguments.refuse_unknown(unknown, TFTrainer.__init__.__annotations__)
+        _class_arguments.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__)
         self.max_replicas = arguments.resolve_num_workers(num_workers, num_replicas)
         self.training_operator_cls = arguments.resolve_operator(training_operator_cls, model_creator, data_creator)
-        arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
+        _class_arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
+        arguments.check_options_for_keras(config or {})
         self._trains_with_fit = issubclass(self.training_operator_cls, CreatorOperator)
         arguments.check_backend(backend, self._trains_with_fit)
         arguments.check_timeout(timeout_s)
+        _class_arguments.check_elastic(
+            self.max_replicas,
+            recovery=recovery,
+            min_workers=min_workers,
+            spare_workers=spare_workers,
+            resize_check_s=resize_check_s,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            heartbeat_s=heartbeat_s,
+        )
+        arguments.check_spares(spare_workers, self.max_replicas, recovery, backend)
+        arguments.check_snapshots_inside(snapshot_every_n_steps, backend)
         arguments.check_installed(backend, self.max_replicas)
         self.config_of_user = dict(config or {})
         arguments.check_batch_size(self.config_of_user, self.max_replicas, self._trains_with_fit)
@@ -113,10 +145,20 @@ class TFTrainer(ClassTrainer):
         self.timeout_s = timeout_s
         self.seed = random.SystemRandom().randrange(2**31) if seed is None else arguments.check_seed(seed)
         self.use_local = use_local
+        self.recovery = recovery
+        self.min_workers = min_workers
+        self.spare_workers = spare_workers
+        self.resize_check_s = resize_check_s
+        self.snapshot_every_n_steps = snapshot_every_n_steps
+        self.heartbeat_s = heartbeat_s
         self._requested_config = self.config_of_user
+        self._writer = BackgroundWriter(checkpoint_file.write)
         self._begin(self._make_controller())
         self._check_same_data(
             ("train_data", "validation_data"), "set the auto-shard policy in the dataset's options to OFF"
+        )
+        _class_arguments.warn_of_obstacle(
+            self._facts.epoch_obstacle, resize_check_s=resize_check_s, snapshot_every_n_steps=snapshot_every_n_steps
         )
 
     def _make_controller(self) -> ElasticController:
@@ -126,7 +168,10 @@ class TFTrainer(ClassTrainer):
             seed=self.seed,
             use_gpu=self.use_gpu,
             verbose=self.verbose,
+            num_workers=self.max_replicas,
+            snapshot_every_n_steps=self.snapshot_every_n_steps,
         )
+        rejoins = self._goes_on and self.recovery == "rejoin" and self.max_replicas > 1
         group = GroupSpec(
             backend=self._make_backend(),
             make_replica=partial(TFRunner, spec),
@@ -135,9 +180,24 @@ class TFTrainer(ClassTrainer):
             initialization_hook=self.initialization_hook,
             reservation_timeout_s=arguments.reservation_timeout_s(),
             captures=not (self.use_local and self.max_replicas == 1),
+            regroups=rejoins,
+            num_spares=self.spare_workers,
         )
-        scaling = ScalingPolicy(max_workers=self.max_replicas, num_local=int(self.use_local))
-        return ElasticController(group, scaling, release_timeout_s=arguments.reservation_timeout_s())
+        scaling = ScalingPolicy(
+            max_workers=self.max_replicas, min_workers=self.min_workers, num_local=int(self.use_local)
+        )
+        return ElasticController(
+            group,
+            scaling,
+            FailurePolicy(rejoins),
+            release_timeout_s=arguments.reservation_timeout_s(),
+            rules=ElasticRules(self.resize_check_s, self.heartbeat_s, draining_nodes),
+        )
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a call can be gone on with in another group, or from a snapshot inside it."""
+        return self.backend == "gloo"
 
     def _make_backend(self) -> Backend:
         variables = _variables_for_workers(self.use_gpu)
@@ -174,13 +234,11 @@ class TFTrainer(ClassTrainer):
             WorkerError: User code raised; also of the class that it raised. Never retried.
             WorkersLostError: Workers were lost and the retries are used up.
         """
-        if not isinstance(max_retries, int) or max_retries < 0:
-            raise InvalidCountError(
-                f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more."
-            )
-        arguments.check_num_steps(num_steps)
+        _class_arguments.check_max_retries(max_retries)
+        _class_arguments.check_num_steps(num_steps)
         requests = partial(self._requests, num_steps, profile, dict(info or {}))
-        call = Call(TFRunner.train_epoch, requests, changes_state=True)
+        resume = TFRunner.resume_epoch if self._goes_on else None
+        call = Call(TFRunner.train_epoch, requests, changes_state=True, resume=resume)
         began = time.perf_counter()
         answers = self._controller.run(call, max_retries=max_retries)
         self._note_call(answers, time.perf_counter() - began)
@@ -198,7 +256,7 @@ class TFTrainer(ClassTrainer):
         Arguments as in `train`. With creators the result has `validation_<name>` for each metric of the model; with an
         operator it is as in `train`, without `epoch`.
         """
-        arguments.check_num_steps(num_steps)
+        _class_arguments.check_num_steps(num_steps)
         requests = partial(self._requests, num_steps, profile, dict(info or {}))
         call = Call(TFRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         return self._result(self._controller.run(call), reduce_results)
@@ -213,6 +271,14 @@ class TFTrainer(ClassTrainer):
         if self._trains_with_fit and reduce_results:  # Keras has merged the metrics already: all ranks say the same
             return merged(answers[:1], reduce_results=False)[0]
         return merged(answers, reduce_results)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, with the batch size under `BATCH_SIZE` that a step really takes, on any number of workers."""
+        config = dict(self._requested_config)
+        if BATCH_SIZE in config and not self._trains_with_fit:
+            config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self.max_replicas).effective
+        return config
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -274,11 +340,13 @@ class TFTrainer(ClassTrainer):
         """
         self._load(dict(state_dict), ())
 
-    def save(self, checkpoint: Any) -> Any:
+    def save(self, checkpoint: Any, blocking: bool = True) -> Any:
         """Writes the state to a file of the driver, atomically, with checksums. `numpy.load` reads the arrays too.
 
         Args:
             checkpoint: The path.
+            blocking: False returns once the state is copied and writes in the background; an error is raised by the
+                next `save` or by `shutdown`.
 
         Returns:
             `checkpoint`.
@@ -287,7 +355,13 @@ class TFTrainer(ClassTrainer):
             ValueError: The operator's own state has something that a file cannot give back without running code.
         """
         snapshot = self._controller.snapshot()
-        checkpoint_file.write(checkpoint, {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)})
+        state = {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}
+        if blocking:
+            self._writer.wait()
+            checkpoint_file.write(checkpoint, state)
+        else:
+            checkpoint_file.check(state)
+            self._writer.submit(checkpoint, lambda: state)
         return checkpoint
 
     def load(self, checkpoint: Any) -> None:
@@ -320,6 +394,19 @@ class TFTrainer(ClassTrainer):
         self._controller.run(call)
         if is_complete:
             self._controller.adopt(Snapshot(whole, rank_states))
+
+    # ------------------------------------------------------------------------------------------------ life
+
+    def shutdown(self, force: bool = False) -> None:
+        """Ends the workers and gives their resources back; a second time it does nothing.
+
+        Args:
+            force: End the processes at once instead of letting them close first.
+        """
+        try:
+            super().shutdown(force)
+        finally:
+            self._writer.close()
 
     @property
     def _facts(self) -> RunnerFacts:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raysgd._meters import AverageMeterCollection
@@ -21,7 +21,7 @@ from raysgd._timers import TimerCollection
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
 from raysgd.tf import registry
-from raysgd.tf.datasets import Sharding, check_dataset
+from raysgd.tf.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.keras_sync import Synchronizer, variables_of
 from raysgd.utils import NUM_SAMPLES
 
@@ -69,9 +69,14 @@ class TrainingOperator:
         timers: Timers of the running call; `with self.timers.record("name"):` adds one to `profile=True`.
         global_step: Batches trained on by the stock `train_epoch`.
         run_eagerly: Set it in `setup` to run `train_step` and `test_step` line by line, for a debugger.
+        resumes_epochs: Whether an epoch may be gone on with after workers were lost or added, by calling `train_epoch`
+            again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator with a
+            `train_epoch` of its own may set it to True if that keeps nothing between batches but what the library or
+            `state_dict` knows; False makes every loss start from the last snapshot.
     """
 
     run_eagerly = False
+    resumes_epochs: bool | None = None
 
     def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
         self._config = config
@@ -83,6 +88,7 @@ class TrainingOperator:
         self._validation_dataset: Any = None
         self._sharding: Sharding = "worker"
         self._latest_metrics: dict[str, Any] = {}
+        self._meters_to_fill: AverageMeterCollection | None = None
         self._train_function: Any = None
         self._test_function: Any = None
         self.world_size = context.world.size
@@ -120,9 +126,10 @@ class TrainingOperator:
             `train_<name>` for each registered Keras metric.
         """
         info = {**self._own_info(num_steps, epoch_idx), **(info or {})}
-        meters = AverageMeterCollection()
-        self._reset_metrics()
-        for batch_idx, batch in enumerate(iterator):
+        meters, self._meters_to_fill = self._meters_to_fill or AverageMeterCollection(), None
+        if not meters.num_batches:
+            self._reset_metrics()
+        for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **info}
             metrics = self.train_batch(batch, batch_info=batch_info)
             if not self._context.synchronizer.step.is_padding:
@@ -218,6 +225,13 @@ class TrainingOperator:
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Takes over what `state_dict` returned, which may be None."""
+
+    def world_changed(self) -> None:
+        """Called on every worker after the number of workers has changed under it, with the new `world_size`.
+
+        For what `setup` computed from the number of workers, such as a learning rate. A worker that steps in has run
+        `setup`; one that stayed has not run it again.
+        """
 
     # ------------------------------------------------------------------------------------------------ to call in setup
 
@@ -362,6 +376,20 @@ class TrainingOperator:
                 f"The stock methods need `self.{name}`: set it in `setup` from what `register` returns, or override "
                 f"the method that uses it (`{type(self).__name__}` does neither)."
             ) from None
+
+    def _take_place(self, world: World) -> None:
+        self._context = replace(self._context, world=world)
+        self.world_size = world.size
+
+    def practise(self) -> None:
+        """Takes steps on zeros, so that everything that happens for the first time has happened."""
+        step = self._context.synchronizer.step
+        for number in (1, 2):  # two sizes: the second one is traced for all sizes
+            step.num_samples = number
+            batch = zeros(self._train_dataset.element_spec, number)
+            self.train_batch(batch, {"batch_idx": 0, "global_step": 0, **self._own_info(None, 0)})
+        step.num_samples = None
+        self._reset_metrics()
 
     def _own_info(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         return {NUM_STEPS: num_steps, "epoch_idx": epoch_idx}

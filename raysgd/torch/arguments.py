@@ -9,46 +9,21 @@ from __future__ import annotations
 import difflib
 import logging
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 
+from raysgd._class_arguments import check_count
 from raysgd._optional import require
 from raysgd.backends.horovod import INSTALL_COMMAND, import_horovod
-from raysgd.exceptions import InvalidCountError
 from raysgd.torch import constants
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
-
-
-def check_count(name: str, value: Any, hint: str) -> None:
-    """Refuses anything but a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise InvalidCountError(f"`{name}={value!r}`: need at least 1, as an integer. {hint}")
-
-
-def check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any) -> None:
-    """Refuses arguments of the wrong kind."""
-    if config is not None and not isinstance(config, Mapping):
-        raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` is given.")
-    if initialization_hook is not None and not callable(initialization_hook):
-        raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
-    is_number = isinstance(num_cpus_per_worker, int | float) and not isinstance(num_cpus_per_worker, bool)
-    if not is_number or num_cpus_per_worker < 0:
-        raise ValueError(f"`num_cpus_per_worker={num_cpus_per_worker!r}`: need a number of CPUs, 0 or more.")
-
-
-def check_num_steps(num_steps: Any) -> None:
-    """Refuses anything but None or a count."""
-    if num_steps is not None and (isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0):
-        raise InvalidCountError(
-            f"`num_steps={num_steps!r}`: need a number of batches per worker, or None for one pass."
-        )
 
 
 def check_use_local(num_workers: int) -> None:
@@ -114,14 +89,6 @@ def refuse_retired(**arguments: Any) -> None:
     for name, value in arguments.items():
         if value is not None:
             raise DeprecationWarning(f"`{name}` is not an argument of `TorchTrainer` any more: {_REPLACEMENTS[name]}.")
-
-
-def refuse_unknown(unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuses keywords that nobody knows, with a guess at what was meant."""
-    for name in unknown:
-        close = difflib.get_close_matches(name, [*known], n=1)
-        hint = f" Did you mean `{close[0]}`?" if close else ""
-        raise TypeError(f"`TorchTrainer` does not know `{name}`.{hint}")
 
 
 def validate_scheduler_step_freq(scheduler_step_freq: Any) -> None:
@@ -199,55 +166,19 @@ def resolve_timeout(timeout_s: float | None, backend: str) -> float:
     return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
 
 
-def check_elastic(
-    num_workers: int,
-    *,
-    recovery: Any,
-    min_workers: Any,
-    spare_workers: Any,
-    resize_check_s: Any,
-    snapshot_every_n_steps: Any,
-    heartbeat_s: Any,
-) -> None:
-    """Checks what says how a trainer follows losses and gains of workers.
-
-    Raises:
-        ValueError: `recovery` is unknown or a time is not positive.
-        InvalidCountError: A count is out of range.
-    """
-    if recovery not in ("rejoin", "rebuild"):
-        raise ValueError(
-            f'`recovery={recovery!r}`: allowed are "rejoin" (the survivors of a loss go on) and "rebuild" (all workers '
-            "are started anew)."
-        )
-    check_count("min_workers", min_workers, hint="It is the number of workers to wait for after a loss.")
-    if min_workers > num_workers:
-        raise InvalidCountError(
-            f"`min_workers={min_workers}` with `num_workers={num_workers}`: there are never more than `num_workers`. "
-            "Lower the one or raise the other."
-        )
-    if isinstance(spare_workers, bool) or not isinstance(spare_workers, int) or spare_workers < 0:
-        raise InvalidCountError(f"`spare_workers={spare_workers!r}`: need 0 or more, as an integer.")
-    if snapshot_every_n_steps is not None:
-        check_count("snapshot_every_n_steps", snapshot_every_n_steps, hint="None copies the state between calls only.")
-    for name, seconds in (("resize_check_s", resize_check_s), ("heartbeat_s", heartbeat_s)):
-        if seconds is None and name == "resize_check_s":
-            continue
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise ValueError(f"`{name}={seconds!r}`: need a number of seconds above 0.")
-
-
-def check_spares(spare_workers: int, recovery: str, parallel: str, backend: str) -> None:
+def check_spares(spare_workers: int, num_workers: int, recovery: str, parallel: str, backend: str) -> None:
     """Refuses spares where no survivors are kept that they could step in beside."""
     for applies, what in (
+        (num_workers == 1, "`num_workers=1`"),
         (recovery == "rebuild", '`recovery="rebuild"`'),
         (parallel != "ddp", f'`parallel="{parallel}"`'),
         (backend == "horovod", '`backend="horovod"`'),
     ):
         if spare_workers and applies:
             raise ValueError(
-                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, which are "
-                'not kept then. Use `recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL, or no spares.'
+                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, and there "
+                'are none then. Use `recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL and two workers or more, '
+                "or no spares."
             )
 
 

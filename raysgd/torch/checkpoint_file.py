@@ -7,8 +7,8 @@ torch and zip tools skip, holds a checksum of all before it, because torch itsel
 bits without complaint.
 
 A write goes to a temporary file beside the target, which takes the target's name only when all of it is on
-the disk. A process killed in the middle leaves the earlier checkpoint intact, and a file `.raysgd-*.tmp` that
-may be deleted.
+the disk. A process killed in the middle leaves the earlier checkpoint intact, and a file `.raysgd-*.tmp` that a
+later write into the folder deletes.
 
 The checksum is computed before torch sees the file; 200 MiB take about 12 ms. There are two ways to read it.
 `read` copies it into memory of its own. `mapped` gives out tensors that lie in the file, for as long as it
@@ -19,7 +19,6 @@ found out afterwards, and one who cuts the file short may end the process.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import enum
 import logging
@@ -27,16 +26,13 @@ import mmap
 import os
 import pickle
 import re
-import threading
-import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from types import TracebackType
+from collections.abc import Iterator
 from typing import IO, Any
 
 import torch
 
 from raysgd._atomic_file import replacing
+from raysgd._background_writer import BackgroundWriter
 from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
 from raysgd.torch._body_digest import BodyDigest
@@ -153,12 +149,8 @@ def _opened(name: str, weights_only: bool, *, maps: bool) -> Iterator[dict[str, 
             raise _corrupted(name, "it was written to while it was read")
 
 
-class AsyncWriter:
-    """Writes checkpoint files in a background thread, one after the other, in the order of their submission.
-
-    The thread lives only while there is something to write. It is not a daemon: a program that ends still
-    finishes its writes. A failed write is logged at once and raised once, by the next call of `submit`,
-    `wait` or `close`. When several failed, each of these calls raises one, the oldest first.
+class AsyncWriter(BackgroundWriter):
+    """Writes checkpoint files in the background.
 
     Example:
         >>> import os, tempfile
@@ -172,107 +164,7 @@ class AsyncWriter:
     """
 
     def __init__(self) -> None:
-        self._jobs: collections.deque[_Job] = collections.deque()
-        self._failures: collections.deque[BaseException] = collections.deque()
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        self._is_closed = False
-
-    def submit(self, path: str | os.PathLike[str], produce: Callable[[], dict[str, Any]]) -> None:
-        """Queue the write of what `produce()` returns to `path`. `produce` runs in the background thread.
-
-        Raises:
-            ValueError: The writer is closed.
-            BaseException: An earlier write failed. Nothing was queued; call again to queue this one.
-        """
-        with self._changed:
-            if self._is_closed:
-                raise ValueError("`submit` on a closed `AsyncWriter`: make a new one.")
-            self._raise_failure()
-            self._jobs.append(_Job(os.fspath(path), produce))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
-                self._thread.start()
-
-    def wait(self) -> None:
-        """Block until everything that was submitted is on the disk.
-
-        Raises:
-            BaseException: What made a write fail, as its own class.
-        """
-        with self._changed:
-            thread = self._thread
-            self._changed.wait_for(lambda: self._thread is not thread or thread is None)
-        if thread is not None:
-            thread.join()
-        with self._changed:
-            self._raise_failure()
-
-    def close(self) -> None:
-        """Finish all writes and accept no more. May be called again, to learn of further failures.
-
-        Raises:
-            BaseException: What made a write fail, as its own class.
-        """
-        with self._changed:
-            self._is_closed = True
-        self.wait()
-
-    def __enter__(self) -> AsyncWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        # What the block raised matters more than a failed write, which is in the log.
-        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
-            self.close()
-
-    def _raise_failure(self) -> None:
-        if self._failures:
-            raise self._failures.popleft()
-
-    def _work(self) -> None:
-        """Write until the queue is empty."""
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                job = self._jobs.popleft()
-            failure = job.run()
-            del job  # What it refers to may be large.
-            if failure is not None:
-                with self._changed:
-                    self._failures.append(failure)
-                del failure
-
-
-@dataclass(frozen=True)
-class _Job:
-    """One file to write."""
-
-    path: str
-    produce: Callable[[], dict[str, Any]]
-
-    def run(self) -> BaseException | None:
-        """Write the file; return what went wrong."""
-        try:
-            write(self.path, self.produce())
-        except BaseException as error:
-            logger.error("could not write checkpoint %s: %r", self.path, error)
-            _forget_variables(error)
-            return error
-        logger.info("wrote checkpoint %s", self.path)
-        return None
-
-
-def _forget_variables(error: BaseException | None) -> None:
-    """Clear the frames that an error and its causes remember: some of them hold the whole state."""
-    while error is not None:
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+        super().__init__(write)
 
 
 class _FileKind(enum.Enum):

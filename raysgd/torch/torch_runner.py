@@ -1,11 +1,10 @@
-"""`TorchRunner`: the replica in each worker. It owns the operator, the position in the data and the timers."""
+"""`TorchRunner`: the replica in each worker. It owns the operator, the streams of its data, and the timers."""
 
 from __future__ import annotations
 
-import copy
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -15,29 +14,28 @@ import torch
 from raysgd._batching import config_for_worker
 from raysgd._meters import MetricSummary
 from raysgd._timers import TimerCollection
+from raysgd.engine.captures import Captures, InsideSnapshots
+from raysgd.engine.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.engine.replica import Capture
 from raysgd.engine.results import WorkerMetrics, as_number
-from raysgd.engine.status import DataLedger
 from raysgd.engine.types import Beat, Handover, Held, Standing, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
-from raysgd.torch.captures import Captures, InsideSnapshots
-from raysgd.torch.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
+from raysgd.torch.feed import Feed
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
-from raysgd.torch.precision import make_precision, saved_state
+from raysgd.torch.precision import make_precision
+from raysgd.torch.replica_state import ReplicaState
 from raysgd.torch.sampling import DataSignature, ShardedLoader
-from raysgd.torch.state_codec import EncodedState, decode
-from raysgd.torch.step import Step
-from raysgd.torch.streams import Agreement, BatchStream, DividedSource, LockstepSource, PlainSource, Source
+from raysgd.torch.state_codec import EncodedState, StateEncoder, decode
+from raysgd.torch.streams import BatchStream, DividedSource
 from raysgd.torch.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
-RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 _TICK_S = 0.1  # between two looks at a progress bar
 
 
@@ -74,6 +72,7 @@ class RunnerFacts:
         keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
         is_synchronous: Whether every step involves all ranks.
         is_sharded: Whether it takes all ranks to read a model.
+        epoch_obstacle: Why an epoch can only be begun again, whatever is done; None when it can be gone on with.
     """
 
     num_models: int
@@ -85,6 +84,7 @@ class RunnerFacts:
     keeps_own_state: bool
     is_synchronous: bool
     is_sharded: bool = False
+    epoch_obstacle: str | None = None
 
 
 class TorchRunner:
@@ -102,16 +102,20 @@ class TorchRunner:
         self._device = _device(spec.use_gpu)
         self._parallel = _make_parallel(spec, world, self._device)
         self._timers = TimerCollection()
-        self._train_stream: BatchStream | None = None
-        self._validation_stream: BatchStream | None = None
-        self._agreement: Agreement | None = None
-        self._resume: Mapping[str, Any] | None = None
+        self._feed = Feed(self._data, self._parallel, world.size)
+        self._encoder = StateEncoder()
         self._captures = Captures()
         self._running: tuple[BatchStream, int, int | None, Mapping[str, Any]] | None = None
         self._run: EpochRun | None = None
         self._inside = InsideSnapshots(spec.snapshot_every_n_steps)
         self._num_optimizer_steps = 0
-        self.epoch = 0
+        self._watched: list[torch.nn.Parameter] = []
+        self._num_changes_at_boundary = 0
+
+    @property
+    def epoch(self) -> int:
+        """How many passes over the train data were begun."""
+        return self._feed.epoch
 
     @property
     def operator(self) -> TrainingOperator:
@@ -138,22 +142,31 @@ class TorchRunner:
             step_options=spec.step_options,
         )
         self._operator = spec.operator_cls(config_for_worker(spec.config, world.size), context)
-        if _overrides(self._operator, "train_batch") or len(getattr(self._operator, "_optimizers", ())) > 1:
-            self._watch_optimizers()
+        self._state = ReplicaState(self._operator, self._parallel, self._feed)
+        if _may_change_models_early(self._operator):
+            self._watch_models()
         return self._facts()
 
-    def _watch_optimizers(self) -> None:
-        """Counts steps, for batches that may step before their last collective: then a broken batch is half done."""
+    def _watch_models(self) -> None:
+        """Notes changes, for batches that may change a model before their last collective: broken, they are half done.
+
+        Counts steps of optimizers, which may go past PyTorch's own count of changes, and looks at that count, which
+        knows of other changes too, such as the first half of a step of sharpness-aware minimization.
+        """
+        self._watched = [p for model in getattr(self.operator, "_original_models", ()) for p in model.parameters()]
         for optimizer in getattr(self.operator, "_optimizers", ()):
             if hasattr(optimizer, "register_step_post_hook"):
                 optimizer.register_step_post_hook(self._note_step)
+
+    def _num_changes(self) -> int:
+        return self._num_optimizer_steps + sum(parameter._version for parameter in self._watched)
 
     def _note_step(self, *_: Any) -> None:
         self._num_optimizer_steps += 1
 
     def _facts(self) -> RunnerFacts:
         operator = self.operator
-        train, validation = self._data("_train_data"), self._data("_validation_data")
+        train, validation = self._data("train"), self._data("validation")
         return RunnerFacts(
             num_models=len(getattr(operator, "_original_models", ())),
             num_optimizers=len(getattr(operator, "_optimizers", ())),
@@ -164,6 +177,7 @@ class TorchRunner:
             keeps_own_state=_overrides(operator, "state_dict"),
             is_synchronous=self._parallel.synchronizes,
             is_sharded=self._parallel.is_sharded,
+            epoch_obstacle=self._epoch_obstacle,
         )
 
     def capture(self, landed_token: int | None) -> Capture:
@@ -171,22 +185,29 @@ class TorchRunner:
         rank_state = rng.capture()
         if self._world.rank:
             if self._parallel.is_sharded:
-                self._parts_state()  # rank 0 cannot put its state together alone
+                self._state.read_parts()  # rank 0 cannot put its state together alone
             return Capture(rank_state)
         self._captures.drop_landed(landed_token)
-        return self._captures.add(Capture(rank_state), self.state())
+        return self._with_copy(Capture(rank_state))
 
     def _capture_inside(self, run: EpochRun) -> Capture:
         """The same inside a call; a copy that nobody came for gives way to this one."""
         part = Capture(rng.capture(), progress=run.state(with_metrics=True))
         if self._world.rank:
+            if self._parallel.is_sharded:
+                self._state.read_parts()
             return part
         self._captures.drop_unclaimed()
-        return self._captures.add(part, self.state())
+        return self._with_copy(part)
+
+    def _with_copy(self, part: Capture) -> Capture:
+        encoded = self._encoder.encode(self.state())
+        return self._captures.add(part, encoded, encoded.num_bytes)
 
     def fetch(self, token: int) -> EncodedState:
         """The copy of the state that `token` names."""
-        return self._captures.fetch(token)
+        copy: EncodedState = self._captures.fetch(token)
+        return copy
 
     def restore(self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any]) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
@@ -200,7 +221,7 @@ class TorchRunner:
             ValueError: A part does not fit what is registered.
         """
         state = decode(shared_state, copy=False) if isinstance(shared_state, EncodedState) else shared_state
-        self._check(state)
+        self._state.check(state)
         self._apply(state)
         self._run = None
         self._inside.clear()
@@ -209,7 +230,8 @@ class TorchRunner:
 
     def shutdown(self) -> None:
         """Drops the iterators, and with them the processes of the loaders. The operator itself stays usable."""
-        self._train_stream = self._validation_stream = self._running = self._run = None
+        self._feed.close()
+        self._running = self._run = None
         self._inside.clear()
         self._captures.clear()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -222,44 +244,35 @@ class TorchRunner:
         run, obstacle = self._run, self._group_obstacle
         if run is None or run.is_finished:
             return Standing(run.num_completed + 1 if run is not None else 0, True, obstacle)
-        is_whole = self._num_optimizer_steps == 0
+        is_whole = self._num_changes() == self._num_changes_at_boundary
         return Standing(run.num_completed, is_whole, obstacle or self._epoch_obstacle, self._words())
 
     def _words(self) -> str:
-        data = self._ledger()
+        data = self._feed.ledger()
         if data is None:
             return ""
         return f"pass {data.pass_index}: {data.used} of {data.due} samples used, {data.in_flight} in flight come again"
 
-    def _ledger(self) -> DataLedger | None:
-        stream = self._train_stream
-        if stream is None or not isinstance(stream.source, DividedSource):
-            return None
-        return DataLedger(stream.pass_index, *stream.ledger())
-
     @property
     def _group_obstacle(self) -> str | None:
         """Why this replica cannot go on in another group at all."""
-        if self._parallel.obstacle is not None:
-            return self._parallel.obstacle
-        for name in ("train", "validation"):
-            data = self._data(f"_{name}_data")
-            if data is not None and not isinstance(data, ShardedLoader):
-                return f"the {name} loader is not divided by the library ({data.reason})"
-        return None
+        return self._parallel.obstacle or self._feed.obstacle("train") or self._feed.obstacle("validation")
 
     @property
     def _epoch_obstacle(self) -> str | None:
-        """Why an epoch of this operator can only be begun again."""
+        """Why an epoch of this operator can only be begun again, be it by new workers."""
         operator = self.operator
-        if operator.resumes_epochs or (operator.resumes_epochs is None and not _overrides(operator, "train_epoch")):
-            return self._group_obstacle
-        return f"`{type(operator).__name__}` has a `train_epoch` of its own and does not set `resumes_epochs`"
+        name = type(operator).__name__
+        if operator.resumes_epochs is False:
+            return f"`{name}` sets `resumes_epochs` to False"
+        if operator.resumes_epochs is None and _overrides(operator, "train_epoch"):
+            return f"`{name}` has a `train_epoch` of its own and does not set `resumes_epochs`"
+        return self._feed.obstacle("train")
 
     def prime(self) -> None:
         """Takes one step on the first batch; whatever it changes is taken over from another rank later."""
-        operator, data = self.operator, self._data("_train_data")
-        if self._epoch_obstacle is not None or not isinstance(data, ShardedLoader):
+        operator, data = self.operator, self._data("train")
+        if self._group_obstacle or self._epoch_obstacle or not isinstance(data, ShardedLoader):
             return
         try:
             self._arm(0)
@@ -294,17 +307,12 @@ class TorchRunner:
     def _take_place(self, world: World) -> None:
         self._world = world
         self._inside.clear()
-        self._validation_stream = None
         config = self.operator.config
         before, now = config.get(BATCH_SIZE), config_for_worker(self._spec.config, world.size).get(BATCH_SIZE)
         if now is not None:
             config[BATCH_SIZE] = now
         self.operator._take_place(world)
-        for name in ("_train_data", "_validation_data"):
-            data = self._data(name)
-            if isinstance(data, ShardedLoader):
-                sampler = data.sampler
-                sampler.reshape(world.rank, world.size, now if sampler.batch_size == before else None)
+        self._feed.take_place(world.rank, world.size, now, before)
 
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
         self._apply(state)
@@ -328,8 +336,10 @@ class TorchRunner:
     def beat(self) -> Beat:
         """A sign of life; called from a second thread, so it only reads."""
         run, running = self._run, self._running
-        if running is None or run is None or run.is_finished:
+        if run is None or run.is_finished:
             return Beat(self.epoch, -1, "between calls" if running is None else "validating")
+        if running is None:
+            return Beat(self.epoch, run.num_completed, "broken off")
         return Beat(self.epoch, run.num_completed, "training", int(run.meters.n), self._inside.newest)
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:
@@ -360,7 +370,7 @@ class TorchRunner:
         self._arm_timers(request.profile)
         self._inside.clear()
         self._parallel.step.own_s = 0.0
-        self._run = EpochRun(self._pass_index(stream), request.num_steps, self.operator._new_meters())
+        self._run = EpochRun(self._feed.pass_index(stream), request.num_steps, self.operator._new_meters())
         return self._go_through(self._run, stream, request)
 
     def resume_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
@@ -380,12 +390,13 @@ class TorchRunner:
         info = {**request.info, **operator._own_info(request.num_steps, run.epoch_idx)}
         epoch_before, began_at = self.epoch, stream.num_steps_taken
         run.attach(stream)
-        stream.at_boundary = partial(self._at_boundary, run) if self._epoch_obstacle is None else None
+        can_resume = isinstance(stream.source, DividedSource) and self._epoch_obstacle is None
+        stream.at_boundary = partial(self._at_boundary, run) if can_resume else None
         batches = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         iterator = _Watched(batches if request.tick is None else _ticking(batches, request.tick))
         self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
         operator._meters_to_fill = run.meters
-        self._num_optimizer_steps = 0
+        self._num_changes_at_boundary = self._num_changes()
         try:
             with self._timers.record("train_epoch"):
                 returned = call_with_accepted(
@@ -399,19 +410,19 @@ class TorchRunner:
         finally:
             self._running = operator._meters_to_fill = stream.at_boundary = None
         if not iterator.was_touched and self.epoch == epoch_before:
-            self.epoch += 1  # an epoch that brought its own data
+            self._feed.epoch += 1  # an epoch that brought its own data
         return self._finish(run, returned, request)
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
         answer = self._answer(returned, {"epoch": self.epoch}, request.profile, run.num_completed)
         own_s = self._parallel.step.own_s or None
-        run.finish(replace(answer, epoch_idx=run.epoch_idx, own_s=own_s, data=self._ledger()))
+        run.finish(replace(answer, epoch_idx=run.epoch_idx, own_s=own_s, data=self._feed.ledger()))
         assert run.answer is not None
         return run.answer
 
     def _at_boundary(self, run: EpochRun) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
-        self._num_optimizer_steps = 0
+        self._num_changes_at_boundary = self._num_changes()
         if self._inside.is_due(run.num_completed):
             self._inside.keep(run.num_completed, self._capture_inside(run))
         if run.gate.stops(run.num_completed):
@@ -421,10 +432,7 @@ class TorchRunner:
         """Runs the operator's `validate` once."""
         operator = self.operator
         self._arm_timers(request.profile)
-        if self._validation_stream is None:
-            source = self._source("_validation_data", "validation", request.seed, lockstep=False)
-            self._validation_stream = BatchStream(source, Step(), lambda: 0)
-        stream = self._validation_stream
+        stream = self._feed.validation(request)
         began_at = stream.num_steps_taken
         self._running = (stream, began_at, request.num_steps, request.info)
         batches = stream.take(request.num_steps)
@@ -480,6 +488,17 @@ class TorchRunner:
                 "every batch, or accumulate by hand and leave the option out."
             )
 
+    def _training_stream(self, request: EpochRequest) -> BatchStream:
+        return self._feed.training(request)
+
+    @property
+    def _train_stream(self) -> BatchStream | None:
+        return self._feed.train_stream
+
+    def _data(self, name: str) -> Any:
+        """What is registered under "train" or "validation"."""
+        return getattr(self._operator, f"_{name}_data", None)
+
     def _arm_timers(self, profile: bool) -> None:
         if profile:
             self._timers.reset()
@@ -488,138 +507,22 @@ class TorchRunner:
             self._timers.disable()
         self.operator.timers = self._timers
 
-    # ------------------------------------------------------------------------------------------------ data
-
-    def _training_stream(self, request: EpochRequest) -> BatchStream:
-        if request.shard is not None:
-            self.epoch += 1
-            source = self._plain_source(_joined_pairs(request.shard), lockstep=True)
-            return BatchStream(source, self._parallel.step, lambda: self.epoch - 1)
-        if self._train_stream is None:
-            source = self._source("_train_data", "train", request.seed, lockstep=True)
-            self._train_stream = BatchStream(source, self._parallel.step, self._begin_pass)
-            self._resume_position(self._train_stream)
-        return self._train_stream
-
-    def _begin_pass(self) -> int:
-        self.epoch += 1
-        return self.epoch - 1
-
-    def _pass_index(self, stream: BatchStream) -> int:
-        """Index of the pass that the next batch belongs to."""
-        if stream is not self._train_stream:
-            return self.epoch - 1
-        return stream.pass_index if stream.is_mid_pass else self.epoch
-
-    def _source(self, attribute: str, name: str, seed: int, *, lockstep: bool) -> Source:
-        data = self._data(attribute)
-        if data is None:
-            return PlainSource(_Missing(name))
-        if isinstance(data, ShardedLoader):
-            return DividedSource(data, seed)
-        return self._plain_source(data.loader, lockstep)
-
-    def _plain_source(self, loader: Any, lockstep: bool) -> Source:
-        if lockstep and self._parallel.synchronizes:
-            self._agreement = self._agreement or Agreement(self._parallel.summation())
-            return LockstepSource(loader, self._world.size, self._agreement)
-        return PlainSource(loader)
-
-    def _data(self, attribute: str) -> Any:
-        return getattr(self.operator, attribute, None)
-
-    def _position(self) -> dict[str, Any] | None:
-        """Where in the data the next batch is, for loaders whose position means the same on any number of workers."""
-        stream = self._train_stream
-        if stream is None:
-            return dict(self._resume["position"]) if self._resume and self._resume.get("position") else None
-        if not isinstance(stream.source, DividedSource):
-            return None
-        is_mid_pass = stream.is_mid_pass
-        position = {
-            "pass_index": stream.pass_index,
-            "consumed": stream.consumed if is_mid_pass else 0,
-            "is_mid_pass": is_mid_pass,
-        }
-        data = self._data("_train_data")
-        return {**position, "seed": stream.source.seed, "num_samples": data.num_samples}
-
-    def _resume_position(self, stream: BatchStream) -> None:
-        resume, self._resume = self._resume, None
-        position = (resume or {}).get("position")
-        if not position or not isinstance(stream.source, DividedSource):
-            return
-        if position["num_samples"] != self._data("_train_data").num_samples:
-            logger.warning("the train data has another size than when the state was saved: starting a fresh pass")
-            return
-        stream.source.seed = position["seed"]
-        if position.get("is_mid_pass", position["consumed"] > 0):
-            stream.resume(position["pass_index"], position["consumed"])
-
     # ------------------------------------------------------------------------------------------------ state
 
     def state(self) -> dict[str, Any]:
         """The live state; copy before anything else runs."""
-        operator = self.operator
-        state = {"epoch": self.epoch, "operator": operator.state_dict(), **self._parts_state()}
-        if operator._schedulers:
-            state["schedulers"] = [scheduler.state_dict() for scheduler in operator._schedulers]
-        if operator._precision.state_key:
-            state[operator._precision.state_key] = operator._precision.state_dict()
-        state[RESUME] = {"global_step": operator.global_step, "position": self._position()}
-        return state
-
-    def _parts_state(self) -> dict[str, Any]:
-        """The state of models and optimizers. Where these are sharded, all ranks have to ask at the same time."""
-        read = self._parallel.state_of
-        return {
-            "models": [read(model) for model in self._registered("_original_models")],
-            "optimizers": [read(optimizer) for optimizer in self._registered("_optimizers")],
-        }
-
-    def _registered(self, name: str) -> list[Any]:
-        found = getattr(self.operator, name, None)
-        if found is None:
-            raise NotRegisteredError(
-                f"`{type(self.operator).__name__}.setup` never called `register`: register models and optimizers "
-                "there, so that the library can save and restore them."
-            )
-        return list(found)
-
-    def _check(self, state: Mapping[str, Any]) -> None:
-        models, optimizers = self._registered("_original_models"), self._registered("_optimizers")
-        for model, saved in zip(models, state["models"], strict=True):
-            _check_tensors(model.state_dict(), saved)
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            _check_groups(optimizer.state_dict(), saved)
-        if self.operator._schedulers:
-            assert len(state["schedulers"]) == len(self.operator._schedulers)
-        state["operator"], state["epoch"]
+        return self._state.read()
 
     def _apply(self, state: Mapping[str, Any]) -> None:
-        operator = self.operator
-        for model, saved in zip(self._registered("_original_models"), state["models"], strict=True):
-            self._parallel.load_model(model, saved)
-        for optimizer, saved in zip(self._registered("_optimizers"), state["optimizers"], strict=True):
-            self._parallel.load_optimizer(optimizer, saved)
-        for scheduler, saved in zip(operator._schedulers, state.get("schedulers", ()), strict=False):
-            scheduler.load_state_dict(copy.deepcopy(saved))
-        precision_state = saved_state(operator._precision, dict(state))
-        if precision_state is not None:
-            operator._precision.load_state_dict(copy.deepcopy(precision_state))
-        self.epoch = state["epoch"]
-        operator.load_state_dict(copy.deepcopy(state["operator"]))
-        resume = state.get(RESUME) or {}
-        operator.global_step = resume.get("global_step", operator.global_step)
-        self._train_stream = self._validation_stream = None
-        self._resume = resume
+        self._state.apply(state)
+        self._num_changes_at_boundary = self._num_changes()
 
     def models(self, to_cpu: bool) -> list[torch.nn.Module | None]:
         """Copies of the models without any wrapper, on the CPU; the live ones for a replica in the driver.
 
         Of models that are sharded all ranks have to ask for copies, and rank 0 alone gets some.
         """
-        models = self._registered("_original_models")
+        models = self._state.registered("_original_models")
         if to_cpu or self._parallel.is_sharded:
             return [self._parallel.plain_model(model) for model in models]
         return [unwrap(model) for model in models]
@@ -662,6 +565,12 @@ def _may_run_backward(operator: TrainingOperator) -> bool:
     return any(_overrides(operator, name) for name in ("train_epoch", "train_batch", "backward"))
 
 
+def _may_change_models_early(operator: TrainingOperator) -> bool:
+    """Whether a batch may change a model and need the other ranks after that."""
+    names = ("train_batch", "forward", "backward", "optimizer_step")
+    return len(getattr(operator, "_optimizers", ())) > 1 or any(_overrides(operator, name) for name in names)
+
+
 def _overrides(operator: TrainingOperator, name: str) -> bool:
     return getattr(type(operator), name) is not getattr(TrainingOperator, name)
 
@@ -686,60 +595,8 @@ def _device(use_gpu: bool) -> torch.device:
     return torch.device("cpu")
 
 
-class _Missing:
-    """Stands for a loader that was not registered; an error only once somebody draws from it."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __iter__(self) -> Iterator[Any]:
-        way_out = ", or pass `dataset` to `train`." if self._name == "train" else " before you call `validate`."
-        raise NotRegisteredError(
-            f"`{self._name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}"
-        )
-
-
-def _joined_pairs(batches: Iterable[Any]) -> Iterator[Any]:
-    """Batches of a dataset, lists of `(input, label)` tensors, as one tensor of inputs and one of labels."""
-    for batch in batches:
-        if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
-            yield tuple(_joined(list(parts)) for parts in zip(*batch, strict=True))
-        else:
-            yield batch
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    tensors = [torch.as_tensor(part) for part in parts]
-    return torch.stack(tensors) if tensors[0].ndim == 0 else torch.cat(tensors)
-
-
 def _plain(value: Any) -> Any:
     """Tensors as numbers where they have one element, and on the CPU in any case."""
     if isinstance(value, torch.Tensor):
         return value.item() if value.ndim == 0 else value.detach().cpu()
     return value
-
-
-def _check_tensors(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    shapes = [
-        f"{name}: {tuple(saved[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in own.items()
-        if isinstance(tensor, torch.Tensor) and name in saved and saved[name].shape != tensor.shape
-    ]
-    if missing or extra or shapes:
-        raise ValueError(
-            "The state of a model does not fit the registered model, nothing was loaded. "
-            f"Missing: {missing or 'nothing'}; unknown: {extra or 'nothing'}; shapes: {shapes or 'all fit'}."
-        )
-
-
-def _check_groups(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    sizes = [len(group["params"]) for group in own.get("param_groups", ())]
-    saved_sizes = [len(group["params"]) for group in saved.get("param_groups", ())]
-    if sizes != saved_sizes:
-        raise ValueError(
-            f"The state of an optimizer does not fit, nothing was loaded: its groups have {saved_sizes} "
-            "parameters, the "
-            f"registered optimizer's {sizes}."
-        )

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from raysgd import _class_arguments
 from raysgd._batching import split_batch_size
 from raysgd._class_trainer import ClassTrainer
 from raysgd.backends.base import Backend
@@ -30,14 +31,15 @@ from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import GroupSpec
-from raysgd.exceptions import InvalidCountError, UnevenStepsError
+from raysgd.exceptions import UnevenStepsError
 from raysgd.torch import arguments, checkpoint_file, constants
 from raysgd.torch.precision import choose_precision
 from raysgd.torch.progress import ProgressBar
+from raysgd.torch.replica_state import RESUME
 from raysgd.torch.state_codec import decode, lend
-from raysgd.torch.torch_runner import RESUME, RunnerFacts, RunnerSpec, TorchRunner
+from raysgd.torch.torch_runner import RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.utils import BATCH_SIZE
+from raysgd.utils import BATCH_COUNT, BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -148,7 +150,7 @@ class TorchTrainer(ClassTrainer):
         data_loader_args: Any = None,
         **unknown: Any,
     ) -> None:
-        arguments.check_count(
+        _class_arguments.check_count(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
         )
         arguments.refuse_creators(model_creator, data_creator, optimizer_creator, scheduler_creator, loss_creator)
@@ -165,9 +167,9 @@ class TorchTrainer(ClassTrainer):
             )
         arguments.refuse_retired(data_loader_args=data_loader_args or None)
         arguments.validate_scheduler_step_freq(scheduler_step_freq)
-        arguments.refuse_unknown(unknown, TorchTrainer.__init__.__annotations__)
+        _class_arguments.refuse_unknown("TorchTrainer", unknown, TorchTrainer.__init__.__annotations__)
         arguments.check_operator_class(training_operator_cls)
-        arguments.check_elastic(
+        _class_arguments.check_elastic(
             num_workers,
             recovery=recovery,
             min_workers=min_workers,
@@ -176,7 +178,7 @@ class TorchTrainer(ClassTrainer):
             snapshot_every_n_steps=snapshot_every_n_steps,
             heartbeat_s=heartbeat_s,
         )
-        arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
+        _class_arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
         chosen = choose_precision(use_fp16, precision)
         if use_tqdm:
             arguments.check_tqdm()
@@ -198,7 +200,7 @@ class TorchTrainer(ClassTrainer):
         self._step_options = arguments.step_options(accumulate_grad_batches, clip_grad_norm, clip_grad_value)
         self._model_options = arguments.model_options(sync_batchnorm, activation_checkpointing, compile)
         self._fsdp_options = arguments.fsdp_options(fsdp_args, self.parallel)
-        arguments.check_spares(spare_workers, recovery, self.parallel, self.backend)
+        arguments.check_spares(spare_workers, num_workers, recovery, self.parallel, self.backend)
         if self.backend == "horovod":
             arguments.check_horovod(chosen, self.parallel, self.use_gpu)
         arguments.check_combination(
@@ -219,6 +221,11 @@ class TorchTrainer(ClassTrainer):
         self._writer = checkpoint_file.AsyncWriter()
         self._begin(self._make_controller())
         self._check_same_data(("train_data", "validation_data"), "pass `add_dist_sampler=False`")
+        _class_arguments.warn_of_obstacle(
+            self._facts.epoch_obstacle,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            resize_check_s=resize_check_s,
+        )
 
     def _make_controller(self) -> ElasticController:
         spec = RunnerSpec(
@@ -292,11 +299,8 @@ class TorchTrainer(ClassTrainer):
             WorkerError: The operator raised; also of the class that it raised. Never retried.
             WorkersLostError: Workers were lost and the retries are used up.
         """
-        if not isinstance(max_retries, int) or max_retries < 0:
-            raise InvalidCountError(
-                f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more."
-            )
-        arguments.check_num_steps(num_steps)
+        _class_arguments.check_max_retries(max_retries)
+        _class_arguments.check_num_steps(num_steps)
         with ExitStack() as stack:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
             tick = (lambda: bar.show(self._progress())) if bar is not None else None
@@ -307,6 +311,7 @@ class TorchTrainer(ClassTrainer):
             answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
             self._check_even_steps(answers)
             result = merged(answers, reduce_results)
+            _warn_of_nothing("train", answers, num_steps)
             self._note_call(answers, time.perf_counter() - began)
             if bar is not None:
                 bar.show(_end_of(answers[0], info or {}))
@@ -320,11 +325,12 @@ class TorchTrainer(ClassTrainer):
         info: Mapping[str, Any] | None = None,
     ) -> Any:
         """Evaluates on the validation loader, every sample once; arguments and result as in `train`, no `epoch`."""
-        arguments.check_num_steps(num_steps)
+        _class_arguments.check_num_steps(num_steps)
         requests = partial(self._requests, num_steps, profile, dict(info or {}), None, None)
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         answers = self._controller.run(call)
         self._controller.touch()  # it may have drawn random numbers, which `save` keeps
+        _warn_of_nothing("validation", answers, num_steps)
         return merged(answers, reduce_results)
 
     def _requests(
@@ -518,6 +524,17 @@ class TorchTrainer(ClassTrainer):
                 self.max_replicas,
                 split.effective,
             )
+
+
+def _warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
+    """Tells of a loop that had no batch on any worker, though it was to have some."""
+    counts = [answer.metrics.values.get(BATCH_COUNT) for answer in answers if answer.metrics is not None]
+    if num_steps != 0 and counts and all(count == 0 for count in counts):
+        logger.warning(
+            "the %s data gave no batch at all: they are empty, `drop_last` left nothing over, or they are an iterator, "
+            "which can be gone through only once",
+            name,
+        )
 
 
 def _make_backend(name: str, timeout_s: float) -> Backend:

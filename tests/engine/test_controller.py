@@ -217,6 +217,20 @@ def test_the_last_state_can_be_had_without_workers() -> None:
     assert len(trainer.cluster.groups) == 1
 
 
+def test_the_last_state_can_be_had_without_workers_also_if_something_was_done_to_them_since() -> None:
+    """As by an evaluation, which draws random numbers: they are lost with the workers, the state is not."""
+    trainer = started()
+    trainer.add(1)
+    trainer.controller.touch()
+    trainer.cluster.num_slots = 0
+    trainer.next_calls(Lost((0, 1, 2)))
+    with pytest.raises(WorkersLostError, match="No workers can be had"):
+        trainer.add(10)
+    waited = len(trainer.clock.sleeps)
+    assert trainer.controller.snapshot().shared_state == 1
+    assert len(trainer.clock.sleeps) == waited, "it looked for no workers"
+
+
 def test_a_loss_is_recovered_also_in_calls_that_change_nothing() -> None:
     trainer = started()
     trainer.add(5)

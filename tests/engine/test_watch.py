@@ -70,6 +70,34 @@ def test_a_rank_that_answers_again_in_time_is_left_alone() -> None:
     assert trainer.group.killed_ranks == []
 
 
+def test_a_rank_that_freezes_while_a_new_group_is_restored_is_ended_too() -> None:
+    trainer = Trainer(heartbeat_s=5.0, rejoins=False)
+    trainer.walk(1)
+    trainer.cluster.restores.append(Lost((1,)))
+
+    def happens(second: int) -> None:
+        trainer.cluster.silent = {1} if len(trainer.cluster.groups) == 2 else set()
+
+    trainer.during_calls(10, happens)
+    assert trainer.walk(5, Lost((0,), after={1: 0, 2: 0})) == [6, 6, 6]
+    assert [group.killed_ranks for group in trainer.cluster.groups] == [[], [1], []]
+    assert trainer.kinds == ["hung", "rebuilt"]
+
+
+def test_a_driver_that_stood_still_itself_holds_nothing_against_the_ranks() -> None:
+    """As after Ctrl-Z: what they answered meanwhile is heard a moment later."""
+    trainer = Trainer(heartbeat_s=5.0)
+
+    def happens(second: int) -> None:
+        trainer.cluster.silent = {0, 1, 2} if second in (3, 4) else set()
+        if second == 4:
+            trainer.clock.now_s += 600.0
+
+    trainer.during_calls(10, happens)
+    assert trainer.walk(5) == [5, 5, 5]
+    assert trainer.group.killed_ranks == []
+
+
 def test_the_driver_itself_is_never_asked() -> None:
     trainer = Trainer(use_local=True, heartbeat_s=5.0)
     trainer.cluster.silent = {0}

@@ -203,7 +203,7 @@ def test_a_held_call_is_not_over_and_its_answer_carries_no_state_of_its_own() ->
 
 def test_a_worker_tells_from_another_thread_where_it_is() -> None:
     worker, _ = hosted()
-    assert worker.stack() == "no call was made yet"
+    assert worker.stack() == "  no call was made yet\n"
     worker, _ = hosted(SECOND)
     is_there, may_go = threading.Event(), threading.Event()
 
@@ -217,7 +217,9 @@ def test_a_worker_tells_from_another_thread_where_it_is() -> None:
     found = worker.stack()
     may_go.set()
     thread.join()
+    assert found.splitlines()[0].endswith("in stay_a_while"), "what is above it is nobody's business but ours"
     assert "in stay_a_while\n    may_go.wait(20)" in found
+    assert worker.stack() == "  no call is running\n"
 
 
 def test_beside_its_work_a_worker_answers_until_it_is_closed() -> None:

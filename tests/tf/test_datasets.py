@@ -114,3 +114,36 @@ def test_a_shuffle_is_found_anywhere_in_the_dataset() -> None:
     assert not datasets.is_shuffled(plain.map(lambda x: x).prefetch(1))
     assert datasets.is_shuffled(tf.data.Dataset.range(8).shuffle(8).batch(2).map(lambda x: x))
     assert datasets.is_shuffled(tf.data.Dataset.zip((plain, plain.shuffle(4))))
+
+
+def order_of(dataset: Any) -> list[int]:
+    return [int(number) for batch in dataset for number in batch]
+
+
+@pytest.mark.parametrize("kind", ["range", "generator", "repeated"])
+def test_a_copy_that_was_not_used_begins_with_the_order_of_the_first_pass(kind: str) -> None:
+    tf.random.set_seed(1)  # as all workers do
+    numbers = tf.data.Dataset.range(12)
+    if kind == "generator":
+        numbers = tf.data.Dataset.from_generator(
+            lambda: iter(range(12)), output_signature=tf.TensorSpec([], tf.int64)
+        ).map(lambda number: tf.numpy_function(lambda x: x + 1, [number], tf.int64))
+    dataset = numbers.shuffle(12).batch(5)
+    if kind == "repeated":
+        dataset = numbers.cache().shuffle(12).repeat(2).batch(5).prefetch(1)
+    orders = [order_of(dataset) for _ in range(3)]
+    assert orders[0] != orders[1]
+    copy = datasets.unused_copy(dataset)
+    assert [order_of(copy) for _ in range(3)] == orders
+    assert order_of(dataset) == order_of(copy), "the one that was copied goes on where it was"
+
+
+def test_a_dataset_that_notes_its_passes_is_otherwise_the_same() -> None:
+    dataset, noted = tf.data.Dataset.range(12).batch(5), []  # type: ignore[var-annotated]
+    noting = datasets.noting_passes(dataset, 1, lambda: noted.append(1))
+    iter(noting)
+    assert not noted, "nobody has drawn from it"
+    assert order_of(noting) == order_of(noting) == list(range(5, 12))
+    assert len(noted) == 2
+    assert int(noting.cardinality()) == 2
+    assert noting.element_spec == dataset.element_spec

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from raysgd.engine.epochs import EpochRequest
-from raysgd.engine.types import World
+from raysgd.engine.types import Handover, World
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
-from raysgd.tf.tf_runner import Completed, RunnerSpec, TFRunner
+from raysgd.tf.tf_runner import RunnerSpec, TFRunner
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
 
@@ -175,13 +175,13 @@ def test_a_survivor_goes_on_alone_where_the_group_stopped(lab: TFTrainer) -> Non
         runner = TFRunner(RunnerSpec(Line, {"batch_size": 2, "num_samples": 16}, SEED), World(rank(), 2))
         runner.setup()
         runner.train_epoch(request(2))
-        completed = runner.completed()
-        runner.rejoin(World(0, 1))
+        standing = runner.standing()
+        runner.regroup(World(0, 1), Handover())
         answer = runner.train_epoch(request(None))
-        return completed, answer.metrics.values["num_samples"], runner.state()["models"]
+        return standing.obstacle, answer.metrics.values["num_samples"], runner.state()["models"]
 
-    (completed, rest, first), (_, _, second) = lab.apply_all_workers(left_alone)
-    assert completed == Completed(epoch=1, num_samples=8, global_step=2)
+    (obstacle, rest, first), (_, _, second) = lab.apply_all_workers(left_alone)
+    assert obstacle is None
     assert rest == 8
     assert all(np.array_equal(a, b) for a, b in zip(first[0], second[0], strict=True))
 

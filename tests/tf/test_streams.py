@@ -78,6 +78,46 @@ def test_the_position_counts_what_was_handed_out() -> None:
     assert (stream.consumed, stream.num_steps_taken, stream.is_mid_pass) == (4, 4, True)
 
 
+def test_a_step_that_broke_off_comes_again_elsewhere() -> None:
+    stream, passes = stream_of(Numbers())
+    batches = stream.take(None)
+    for _ in range(4):
+        next(batches)
+    assert (stream.num_steps_taken, stream.num_steps_completed, stream.completed) == (4, 3, 3)
+    stream.break_off()
+    assert (stream.num_steps_completed, stream.is_mid_pass) == (3, True)
+    assert list(stream.take(2)) == [3, 4]
+    assert (stream.num_steps_completed, passes.epoch) == (5, 1)
+
+
+def test_the_last_step_of_a_pass_that_broke_off_comes_again_too() -> None:
+    stream, passes = stream_of(Numbers(2))
+    batches = stream.take(None)
+    next(batches), next(batches)
+    stream.break_off()
+    assert list(stream.take(None)) == [1]
+    assert (passes.epoch, stream.is_mid_pass) == (1, False)
+
+
+def test_what_is_called_at_a_boundary_may_end_the_iteration_between_two_steps() -> None:
+    class Stopped(Exception):
+        pass
+
+    def at_boundary() -> None:
+        if stream.num_steps_completed == 3:
+            raise Stopped
+
+    stream, _ = stream_of(Numbers())
+    stream.at_boundary = at_boundary
+    seen: list[int] = []
+    with pytest.raises(Stopped):
+        seen.extend(stream.take(None))
+    assert seen == [0, 1, 2]
+    stream.at_boundary = None
+    stream.break_off()
+    assert list(stream.take(None)) == list(range(3, 10))
+
+
 class WithPadding(Numbers):
     def open(self, consumed: int) -> Iterator[Item]:
         yield Item("real", 2, 3)

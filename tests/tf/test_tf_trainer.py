@@ -46,6 +46,11 @@ class Operator(TrainingOperator):
         ({**CREATORS, "seed": -1}, ValueError, "`seed=-1`"),
         ({**CREATORS, "num_cpus_per_worker": -1}, ValueError, "`num_cpus_per_worker=-1`"),
         ({**CREATORS, "initialization_hook": 3}, TypeError, "`initialization_hook=3`"),
+        ({**CREATORS, "recovery": "pray"}, ValueError, 'allowed are "rejoin"'),
+        ({**CREATORS, "min_workers": 2}, ValueError, "`min_workers=2` with `num_workers=1`"),
+        ({**CREATORS, "num_workers": 2, "spare_workers": 1, "backend": "mwms"}, ValueError, "spares step in beside"),
+        ({**CREATORS, "spare_workers": 1}, ValueError, "`spare_workers=1` with `num_workers=1`"),
+        ({**CREATORS, "snapshot_every_n_steps": 5, "backend": "mwms"}, ValueError, "can only be begun again"),
         (
             {"training_operator_cls": Operator, "num_workers": 3, "config": {BATCH_SIZE: 2}},
             ValueError,

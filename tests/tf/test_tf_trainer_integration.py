@@ -108,9 +108,46 @@ def test_the_model_comes_compiled_with_its_weights_and_its_optimizer(trainer: TF
     assert results["loss"] == pytest.approx(trainer.validate()["validation_loss"], rel=1e-5)
 
 
-def test_a_killed_worker_costs_one_call_at_most(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_file_of_keras_is_made_of_what_is_handed_out(trainer: TFTrainer, tmp_path: Path) -> None:
+    import tensorflow as tf
+
+    model = trainer.get_model()
+    model.save(tmp_path / "model.keras")
+    loaded = tf.keras.models.load_model(tmp_path / "model.keras")
+    x, _ = models.samples(5)
+    assert np.array_equal(loaded.predict(x, verbose=0), model.predict(x, verbose=0))
+    assert int(loaded.optimizer.iterations.numpy()) == int(model.optimizer.iterations.numpy()) > 0
+
+
+def test_a_save_in_the_background_is_finished_by_the_next_one(trainer: TFTrainer, tmp_path: Path) -> None:
+    saved = trainer.state_dict()
+    trainer.save(tmp_path / "first.npz", blocking=False)
+    trainer.train()
+    trainer.save(tmp_path / "second.npz")
+    trainer.load(tmp_path / "first.npz")
+    assert largest_difference(trainer.state_dict(), saved) == 0
+    trainer.save(tmp_path / "missing" / "third.npz", blocking=False)
+    with pytest.raises(FileNotFoundError, match="create it first"):
+        trainer.save(tmp_path / "fourth.npz")
+
+
+def test_only_rank_0_prints_and_writes(trainer: TFTrainer) -> None:
+    def found(operator: Any) -> Any:
+        import tensorflow as tf
+
+        given = [tf.keras.callbacks.CSVLogger("unused"), tf.keras.callbacks.EarlyStopping()]
+        kept = [type(callback).__name__ for callback in operator._callbacks({"callbacks": given})]
+        return operator._verbosity({"verbose": 2}), kept
+
+    first, second = trainer.apply_all_operators(found)
+    assert first == (2, ["CSVLogger", "EarlyStopping"])
+    assert second == (0, ["EarlyStopping"])
+
+
+def test_a_rebuild_costs_one_call_at_most(ray_cluster: None, tmp_path: Path) -> None:
     config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam", "folder": str(tmp_path)}
-    with TFTrainer(make_model_that_dies, make_data, config=config, num_replicas=2, seed=1) as trainer:
+    options: dict[str, Any] = {"config": config, "recovery": "rebuild"}
+    with TFTrainer(make_model_that_dies, make_data, num_replicas=2, seed=1, **options) as trainer:
         path = trainer.save(tmp_path / "before.npz")
         expected = trainer.train()
         trainer.load(path)

@@ -13,7 +13,7 @@ import torch
 
 from raysgd.torch import TorchTrainer, checkpoint_file
 from raysgd.torch.checkpoint_file import CheckpointCorruptedError
-from raysgd.torch.torch_runner import RESUME
+from raysgd.torch.replica_state import RESUME
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal, samples_seen
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

@@ -219,6 +219,7 @@ def test_a_group_shrinks_when_somebody_took_the_room_and_grows_when_there_is_som
         training_operator_cls=TakesBatchSizeOfGroup,
         num_workers=2,
         num_cpus_per_worker=2,
+        recovery="rebuild",  # survivors would keep the place of a lost one for a new one
         scheduler_step_freq="batch",
         config={BATCH_SIZE: 7, "num_samples": 21},
     ) as trainer:

@@ -15,15 +15,17 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+from raysgd.engine import captures
 from raysgd.engine.epochs import EpochAnswer, EpochRequest
-from raysgd.engine.types import Handover, Held, World
+from raysgd.engine.types import Beat, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.torch import TrainingOperator, captures
+from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.options import StepOptions
+from raysgd.torch.replica_state import RESUME
 from raysgd.torch.sampling import DataSignature
 from raysgd.torch.state_codec import StateEncoder, decode
-from raysgd.torch.torch_runner import RESUME, RunnerSpec, TorchRunner
+from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal
 
@@ -644,6 +646,7 @@ def test_a_survivor_stands_at_the_steps_it_completed_and_says_so_in_samples(proc
     standing = runner.standing()
     assert (standing.progress, standing.is_whole, standing.obstacle) == (2, True, None)
     assert standing.words == "pass 0: 8 of 20 samples used, 4 in flight come again"
+    assert runner.beat() == Beat(epoch=1, step=2, phase="broken off")
 
 
 def test_a_survivor_that_finished_the_call_is_one_ahead_of_one_that_took_all_steps(process_group: None) -> None:
@@ -696,8 +699,31 @@ def test_a_batch_that_had_begun_to_change_the_model_is_no_whole_state(process_gr
                 self.optimizer.step()
             return super().train_batch(batch, batch_info)
 
+    class Perturbs(BreaksOff):
+        """As sharpness-aware minimization does: weights go elsewhere for a second backward pass, and come back."""
+
+        train_batch = LinearOperator.train_batch
+
+        def backward(self, loss: torch.Tensor) -> None:
+            with torch.no_grad():
+                self._original_models[0].weight.add_(1.0)
+            BreaksOff.train_batch(self, (torch.zeros(1, 3), torch.zeros(1), torch.zeros(1, 1)), {})
+
     assert not broken_off(survivor(StepsTwice), in_step=1).standing().is_whole
+    assert not broken_off(survivor(Perturbs), in_step=0).standing().is_whole
     assert broken_off(survivor(BreaksOff), in_step=1).standing().is_whole
+
+
+def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> None:
+    class StepsFirst(BreaksOff):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            self.optimizer.step()
+            return super().train_batch(batch, batch_info)
+
+    runner = broken_off(survivor(StepsFirst), in_step=1)
+    assert not runner.standing().is_whole
+    runner._take_over(runner.state(), runner._run.state(with_metrics=False))  # type: ignore[union-attr]
+    assert runner.standing().is_whole
 
 
 class OwnLoop(BreaksOff):
@@ -723,7 +749,7 @@ class NotDivided(BreaksOff):
     [
         (OwnLoop, "`OwnLoop` has a `train_epoch` of its own and does not set `resumes_epochs`"),
         (OwnLoopThatGoesOn, None),
-        (NeverGoesOn, "`resumes_epochs`"),
+        (NeverGoesOn, "`NeverGoesOn` sets `resumes_epochs` to False"),
         (NotDivided, "the train loader is not divided by the library"),
     ],
 )
@@ -866,6 +892,50 @@ def test_only_the_newest_two_parts_are_kept_and_none_for_the_next_call(process_g
     assert [runner.part_of_snapshot(number) is not None for number in (1, 2, 3, 4)] == [False, False, True, True]
     train(runner, 0)
     assert runner.part_of_snapshot(4) is None
+
+
+def test_a_worker_that_is_alone_takes_snapshots_inside_a_call_too() -> None:
+    first = TorchRunner(RunnerSpec(LinearOperator, {}, snapshot_every_n_steps=2), ALONE)
+    first.setup()
+    train(first)
+    part = first.part_of_snapshot(4)
+    assert part is not None
+    second = make_runner()
+    second.restore_inside(part.shared_state, [part.rank_state], [part.progress])
+    assert resume(second).num_steps == 5
+    assert samples(second) == [16, 17, 18, 19]
+    assert equal(second.state()["models"], first.state()["models"])
+
+
+class OwnData(LinearOperator):
+    """Its validation data are its own affair; they do not hinder an epoch."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        loader = super().make_loader(data, shuffle)
+        return loader if len(data) == 20 else list(loader)
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "expected"),
+    [(OwnLoop, "a `train_epoch` of its own"), (NotDivided, "the train loader is not divided"), (OwnData, None)],
+)
+def test_no_snapshot_is_taken_inside_what_could_not_be_gone_on_with(
+    operator_cls: type[LinearOperator], expected: str | None
+) -> None:
+    runner = TorchRunner(RunnerSpec(operator_cls, {}, snapshot_every_n_steps=2), ALONE)
+    obstacle = runner.setup().epoch_obstacle
+    train(runner)
+    assert obstacle is None if expected is None else obstacle is not None and expected in obstacle
+    assert (runner.part_of_snapshot(4) is None) == (obstacle is not None)
+
+
+def test_no_snapshot_is_taken_inside_a_dataset_whose_position_nobody_knows() -> None:
+    """A call that is run again would begin it anew, on top of what it had taught the model by then."""
+    runner = TorchRunner(RunnerSpec(LinearOperator, {}, snapshot_every_n_steps=1), ALONE)
+    runner.setup()
+    shard = [[(torch.zeros(1, 3), torch.zeros(1), torch.zeros(1, 1))]] * 3
+    assert train(runner, shard=shard).num_steps == 3
+    assert runner.part_of_snapshot(2) is None
 
 
 class StopsEarly(LinearOperator):

@@ -29,6 +29,7 @@ from tests.torch.operators_for_tests import (
     DropoutOperator,
     LinearOperator,
     OwnBatchOperator,
+    OwnEpochOperator,
     dataset,
     equal,
 )
@@ -203,6 +204,7 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     *[({"min_workers": 3, "num_workers": 2}, kind, "`min_workers=3` with `num_workers=2`") for kind in COUNT_ERRORS],
     *[({"spare_workers": value}, kind, "spare_workers") for value in (-1, True, "1") for kind in COUNT_ERRORS],
     ({"spare_workers": 1, "recovery": "rebuild"}, ValueError, "spares step in beside survivors"),
+    ({"spare_workers": 1, "num_workers": 1}, ValueError, "with `num_workers=1` cannot work: spares step in beside"),
     *[({"resize_check_s": value}, ValueError, "resize_check_s") for value in (0, -1, "10", True)],
     *[({"heartbeat_s": value}, ValueError, "heartbeat_s") for value in (0, None, "30")],
     *[({"snapshot_every_n_steps": value}, ValueError, "snapshot_every_n_steps") for value in (0, 1.5, True)],
@@ -347,6 +349,16 @@ def test_a_batch_size_that_does_not_divide_is_named_in_the_log(
     with pytest.raises(AssertionError, match="workers were started"):
         TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, config={BATCH_SIZE: 21})
     assert "the batch size 21 does not divide over 2 workers: taking 20" in caplog.text
+
+
+def test_options_that_have_no_effect_are_named_in_the_log(
+    make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_local(LinearOperator, snapshot_every_n_steps=5, resize_check_s=1.0)
+    make_local(OwnEpochOperator)
+    assert "no effect" not in caplog.text
+    make_local(OwnEpochOperator, snapshot_every_n_steps=5)
+    assert "`snapshot_every_n_steps=5`: no effect inside an epoch, because `OwnEpochOperator` has" in caplog.text
 
 
 def test_apex_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch, nothing_starts: None) -> None:
@@ -562,6 +574,32 @@ def test_a_scheduler_without_a_frequency_is_an_error(make_local: MakeTrainer) ->
 
 
 # ------------------------------------------------------------------------------------------------ functions
+
+
+@pytest.mark.parametrize("returned", [None, 0.5])
+def test_a_batch_that_returns_no_dict_is_an_error_that_says_so(returned: Any, make_local: MakeTrainer) -> None:
+    class Forgets(LinearOperator):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+            return returned
+
+    with pytest.raises(TypeError, match=r"`Forgets.train_batch` or .* returned a `\w+`: return a dict of metrics"):
+        make_local(Forgets).train()
+
+
+def test_data_without_a_batch_are_told_of(make_local: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
+    class UsedUp(LinearOperator):
+        def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+            return iter(super().make_loader(data, shuffle))
+
+    trainer = make_local(UsedUp)
+    for call in (trainer.train, trainer.validate):
+        assert call()["batch_count"] > 0
+        assert call(num_steps=0)["batch_count"] == 0
+    assert not caplog.text
+    assert trainer.train()["batch_count"] == 0
+    assert "the train data gave no batch at all" in caplog.text
+    assert trainer.validate()["batch_count"] == 0
+    assert "the validation data gave no batch at all" in caplog.text
 
 
 def test_functions_run_here(make_local: MakeTrainer) -> None:

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -183,12 +183,13 @@ class TestTensorBoard:
             TBXLoggerCallback(worker_to_log=ranks)  # type: ignore[arg-type]
 
 
-@RunIf(modules=["mlflow"])
 class TestMLflow:
     def test_a_run_is_kept_with_its_config_and_metrics(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         import mlflow
 
         monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
+            monkeypatch.setenv(name, "")  # MLflow sets them; so they are taken away again
         play(MLflowLoggerCallback(experiment_name="test"), tmp_path, [result(3, loss=0.5, note="text")], error=True)
         client = mlflow.tracking.MlflowClient(str(tmp_path / "mlruns"))
         experiment = client.get_experiment_by_name("test")
@@ -198,9 +199,8 @@ class TestMLflow:
         assert run.info.status == "FAILED"
 
 
-def test_a_missing_mlflow_is_named() -> None:
-    if importlib.util.find_spec("mlflow") is not None:
-        pytest.skip("mlflow is installed")
+def test_a_missing_mlflow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mlflow", None)
     with pytest.raises(ImportError, match=r'pip install "raysgd\[mlflow\]"'):
         MLflowLoggerCallback()
 

@@ -5,14 +5,26 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from raysgd._meters import AverageMeterCollection, MetricSummary
 from raysgd.engine.epochs import EpochAnswer
-from raysgd.torch.streams import BatchStream
 
 
 class HeldAtBoundary(BaseException):
     """Ends an epoch between two steps, past any `except Exception` of user code; the call will be gone on with."""
+
+
+class Steps(Protocol):
+    """Where the steps of a run come from."""
+
+    @property
+    def num_steps_completed(self) -> int:
+        """Steps that are done, over all calls."""
+
+    @property
+    def is_mid_pass(self) -> bool:
+        """Whether the next batch belongs to the pass that was begun last."""
 
 
 class Gate:
@@ -102,10 +114,10 @@ class EpochRun:
     is_finished: bool = False
     is_exhausted: bool = False
     gate: Gate = field(default_factory=Gate)
-    _stream: BatchStream | None = None
+    _stream: Steps | None = None
     _began_at: int = 0
 
-    def attach(self, stream: BatchStream) -> None:
+    def attach(self, stream: Steps) -> None:
         """Takes its batches from `stream` from here on."""
         self._stream, self._began_at = stream, stream.num_steps_completed
 

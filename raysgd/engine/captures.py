@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.engine.replica import Capture
-from raysgd.torch.state_codec import EncodedState, StateEncoder
 
 _INLINE_BYTES = 65536  # a state up to this size travels with the answer; a call of its own would cost more
 
@@ -19,19 +18,17 @@ class Captures:
     """
 
     def __init__(self) -> None:
-        self._encoder = StateEncoder()
-        self._kept: dict[int, EncodedState] = {}
+        self._kept: dict[int, Any] = {}
         self._lock = threading.Lock()
         self._claimed: int | None = None
         self._last_token = 0
 
-    def add(self, part: Capture, state: Any) -> Capture:
-        """`part` with a copy of `state`: in it if the state is small, else under a token to fetch it by."""
-        encoded = self._encoder.encode(state)
-        if encoded.num_bytes <= _INLINE_BYTES:
-            return replace(part, shared_state=encoded)
+    def add(self, part: Capture, copy: Any, num_bytes: int) -> Capture:
+        """`part` with this copy of the state: in it if the state is small, else under a token to fetch it by."""
+        if num_bytes <= _INLINE_BYTES:
+            return replace(part, shared_state=copy)
         self._last_token += 1
-        self._kept[self._last_token] = encoded
+        self._kept[self._last_token] = copy
         return replace(part, token=self._last_token)
 
     def drop_landed(self, token: int | None) -> None:
@@ -52,7 +49,7 @@ class Captures:
             self._claimed = token
             return True
 
-    def fetch(self, token: int) -> EncodedState:
+    def fetch(self, token: int) -> Any:
         """The copy under this token. Whoever asks for one has got what he asked for before."""
         with self._lock:
             self._kept = {each: kept for each, kept in self._kept.items() if each >= token}

@@ -11,9 +11,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from raysgd._meters import AverageMeterCollection
+from raysgd.engine.captures import InsideSnapshots
+from raysgd.engine.epoch_run import EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.engine.replica import Capture
-from raysgd.torch.captures import InsideSnapshots
-from raysgd.torch.epoch_run import EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.torch.parallel import Step
 from raysgd.torch.sampling import ShardedLoader, shard_loader
 from raysgd.torch.streams import BatchStream, DividedSource

@@ -1,0 +1,133 @@
+"""Writes files in a background thread, so that training does not wait for a disk."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import logging
+import os
+import threading
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class BackgroundWriter:
+    """Writes checkpoint files in a background thread, one after the other, in the order of their submission.
+
+    The thread lives only while there is something to write. It is not a daemon: a program that ends still
+    finishes its writes. A failed write is logged at once and raised once, by the next call of `submit`,
+    `wait` or `close`. When several failed, each of these calls raises one, the oldest first.
+
+    Args:
+        write: Writes a state to a path, whole or not at all.
+    """
+
+    def __init__(self, write: Callable[[str, dict[str, Any]], object]) -> None:
+        self._write = write
+        self._jobs: collections.deque[_Job] = collections.deque()
+        self._failures: collections.deque[BaseException] = collections.deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def submit(self, path: str | os.PathLike[str], produce: Callable[[], dict[str, Any]]) -> None:
+        """Queue the write of what `produce()` returns to `path`. `produce` runs in the background thread.
+
+        Raises:
+            ValueError: The writer is closed.
+            BaseException: An earlier write failed. Nothing was queued; call again to queue this one.
+        """
+        with self._changed:
+            if self._is_closed:
+                raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
+            self._raise_failure()
+            self._jobs.append(_Job(os.fspath(path), produce, self._write))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
+                self._thread.start()
+
+    def wait(self) -> None:
+        """Block until everything that was submitted is on the disk.
+
+        Raises:
+            BaseException: What made a write fail, as its own class.
+        """
+        with self._changed:
+            thread = self._thread
+            self._changed.wait_for(lambda: self._thread is not thread or thread is None)
+        if thread is not None:
+            thread.join()
+        with self._changed:
+            self._raise_failure()
+
+    def close(self) -> None:
+        """Finish all writes and accept no more. May be called again, to learn of further failures.
+
+        Raises:
+            BaseException: What made a write fail, as its own class.
+        """
+        with self._changed:
+            self._is_closed = True
+        self.wait()
+
+    def __enter__(self) -> BackgroundWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # What the block raised matters more than a failed write, which is in the log.
+        with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
+            self.close()
+
+    def _raise_failure(self) -> None:
+        if self._failures:
+            raise self._failures.popleft()
+
+    def _work(self) -> None:
+        """Write until the queue is empty."""
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                job = self._jobs.popleft()
+            failure = job.run()
+            del job  # What it refers to may be large.
+            if failure is not None:
+                with self._changed:
+                    self._failures.append(failure)
+                del failure
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One file to write."""
+
+    path: str
+    produce: Callable[[], dict[str, Any]]
+    write: Callable[[str, dict[str, Any]], object]
+
+    def run(self) -> BaseException | None:
+        """Write the file; return what went wrong."""
+        try:
+            self.write(self.path, self.produce())
+        except BaseException as error:
+            logger.error("could not write checkpoint %s: %r", self.path, error)
+            _forget_variables(error)
+            return error
+        logger.info("wrote checkpoint %s", self.path)
+        return None
+
+
+def _forget_variables(error: BaseException | None) -> None:
+    """Clear the frames that an error and its causes remember: some of them hold the whole state."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,300 @@
+"""What the replicas of operators have in common: one training call, from its first step to its answer, across losses.
+
+A subclass adds what depends on the framework: how the operator is made, what its state is, and where batches come from.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any, Protocol
+
+from raysgd._meters import AverageMeterCollection, MetricSummary
+from raysgd._timers import TimerCollection
+from raysgd.engine.captures import Captures, InsideSnapshots
+from raysgd.engine.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState, Steps
+from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
+from raysgd.engine.replica import Capture
+from raysgd.engine.results import WorkerMetrics, as_number
+from raysgd.engine.types import Beat, Held, Standing, World
+
+
+class Stream(Steps, Protocol):
+    """Hands out batches, and remembers where it is."""
+
+    num_steps_taken: int
+    pass_index: int
+    at_boundary: Any
+    source: Any
+
+    def take(self, num_steps: int | None) -> Iterator[Any]:
+        """Yields so many batches; with None the rest of this pass, or a whole one."""
+
+    def settle(self) -> None:
+        """Says that the loop around the steps came to its end."""
+
+
+class ClassRunner(ABC):
+    """Hosts one operator; a `RegroupingReplica` together with what a subclass adds.
+
+    Args:
+        world: The place among the replicas.
+        snapshot_every_n_steps: How often to copy the state inside a training call.
+    """
+
+    def __init__(self, world: World, snapshot_every_n_steps: int | None) -> None:
+        self._world = world
+        self._operator: Any = None
+        self._timers = TimerCollection()
+        self._captures = Captures()
+        self._running: tuple[Stream, int, int | None, Mapping[str, Any]] | None = None
+        self._run: EpochRun | None = None
+        self._inside = InsideSnapshots(snapshot_every_n_steps)
+        self.epoch = 0
+
+    # ------------------------------------------------------------------------------------------------ to add
+
+    @property
+    @abstractmethod
+    def _group_obstacle(self) -> str | None:
+        """Why this replica cannot go on in another group at all."""
+
+    @property
+    @abstractmethod
+    def _epoch_obstacle(self) -> str | None:
+        """Why an epoch of this operator can only be begun again."""
+
+    @property
+    @abstractmethod
+    def _is_whole(self) -> bool:
+        """Whether the state is that of a completed step."""
+
+    @abstractmethod
+    def _words(self) -> str:
+        """How far the training call is, in the user's terms."""
+
+    @abstractmethod
+    def _note_boundary(self) -> None:
+        """Called where the state is that of a completed step."""
+
+    @abstractmethod
+    def _own_capture(self) -> Capture:
+        """A copy of this rank's own state."""
+
+    @abstractmethod
+    def _with_copy(self, part: Capture) -> Capture:
+        """`part` with a copy of what all ranks share."""
+
+    @abstractmethod
+    def _training_stream(self) -> Stream:
+        """Where the batches of a training call come from."""
+
+    @abstractmethod
+    def _training(self, run: EpochRun) -> AbstractContextManager[Any]:
+        """What has to be around the operator's `train_epoch`."""
+
+    @abstractmethod
+    def _returned_by_account(self, run: EpochRun) -> Any:
+        """What an epoch returns that this rank has not gone through to its end, but others have."""
+
+    @abstractmethod
+    def _new_meters(self) -> AverageMeterCollection:
+        """What a training call measures with."""
+
+    @abstractmethod
+    def restore(self, shared_state: Any, rank_states: Any) -> None:
+        """Takes over a snapshot or a checkpoint."""
+
+    # ------------------------------------------------------------------------------------------------ regrouping
+
+    def standing(self) -> Standing:
+        """How far the training call is that broke off or was held, or the last one that was completed."""
+        run, obstacle = self._run, self._group_obstacle
+        if run is None or run.is_finished:
+            return Standing(run.num_completed + 1 if run is not None else 0, True, obstacle)
+        return Standing(run.num_completed, self._is_whole, obstacle or self._epoch_obstacle, self._words())
+
+    def beat(self) -> Beat:
+        """A sign of life; called from a second thread, so it only reads."""
+        run, running = self._run, self._running
+        if running is None or run is None or run.is_finished:
+            return Beat(self.epoch, -1, "between calls" if running is None else "validating")
+        return Beat(self.epoch, run.num_completed, "training", int(run.meters.n), self._inside.newest)
+
+    def propose_hold(self, margin: int, at: int | None) -> int | None:
+        """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
+        run = self._run
+        if run is None or run.is_finished or self._running is None or self._epoch_obstacle is not None:
+            return None
+        step = run.num_completed + margin if at is None else at
+        return step if run.gate.propose(step, lambda: run.num_completed) else None
+
+    def settle_hold(self, is_agreed: bool) -> None:
+        """Says what became of the proposal."""
+        if self._run is not None:
+            self._run.gate.settle(is_agreed)
+
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        """This rank's part of the snapshot taken inside the running call after `number` steps."""
+        part = self._inside.part(number)
+        if part is not None and part.token is not None and not self._captures.claim(part.token):
+            return None
+        return part
+
+    def restore_inside(self, shared_state: Any, rank_states: Any, progress: Any) -> None:
+        """Takes over a snapshot that was taken inside a training call, ready to go on with the call."""
+        self.restore(shared_state, rank_states)
+        run = EpochRun(progress[0].epoch_idx, progress[0].num_requested, self._new_meters())
+        rank, size = self._world.rank, self._world.size
+        run.count(part.metrics for part in progress[rank::size])  # those of ranks that are no more, too
+        run.take_over(progress[0])
+        self._run = run
+
+    def _detach(self) -> None:
+        """Leaves the stream as it is: it will be another one, or at another place."""
+        self._inside.clear()
+        if self._run is not None and not self._run.is_finished:
+            self._run.detach()
+
+    def _take_over_run(self, run: RunState | None) -> None:
+        if run is None:
+            self._run = None
+            return
+        self._run = self._run or EpochRun(run.epoch_idx, run.num_requested, self._new_meters())
+        self._run.take_over(run)
+
+    def _count_orphans(self, orphans: Iterable[RunState]) -> None:
+        if self._world.rank == 0 and self._run is not None:
+            self._run.count(part.metrics for part in orphans)
+
+    # ------------------------------------------------------------------------------------------------ epochs
+
+    def train_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
+        """Runs the operator's `train_epoch` once."""
+        stream = self._training_stream()
+        self._arm_timers(request.profile)
+        self._inside.clear()
+        self._run = EpochRun(self._pass_index(stream), request.num_steps, self._new_meters())
+        return self._go_through(self._run, stream, request)
+
+    def resume_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
+        """Goes on with a `train_epoch` that broke off or was held, wherever in the data it is by now."""
+        run = self._run
+        if run is None:  # nothing was begun yet when it broke off
+            return self.train_epoch(request)
+        if run.answer is not None:
+            return run.answer
+        if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
+            return self._finish(run, self._returned_by_account(run), request)
+        return self._go_through(run, self._training_stream(), request)
+
+    def _go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | Held:
+        operator = self._operator
+        info = {**request.info, **operator._own_info(request.num_steps, run.epoch_idx)}
+        epoch_before = self.epoch
+        run.attach(stream)
+        stream.at_boundary = partial(self._at_boundary, run) if self._epoch_obstacle is None else None
+        batches = _Watched(iter(()) if run.is_exhausted else stream.take(run.num_steps_left))
+        self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
+        operator._meters_to_fill = run.meters
+        self._note_boundary()
+        try:
+            with self._training(run), self._timers.record("train_epoch"):
+                returned = call_with_accepted(
+                    operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
+                )
+                stream.settle()
+        except HeldAtBoundary:
+            run.gate = Gate()
+            return Held(run.num_completed, self._capture_inside(run))
+        finally:
+            self._running = operator._meters_to_fill = stream.at_boundary = None
+        if not batches.was_touched and self.epoch == epoch_before:
+            self.epoch += 1  # an epoch that brought its own data
+        return self._finish(run, returned, request)
+
+    def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
+        answer = self._answer(returned, self._extra_results(), request.profile, run.num_completed)
+        run.finish(replace(answer, epoch_idx=run.epoch_idx))
+        assert run.answer is not None
+        return run.answer
+
+    def _extra_results(self) -> dict[str, Any]:
+        """What the library adds to the metrics of a training call."""
+        return {"epoch": self.epoch}
+
+    def _pass_index(self, stream: Stream) -> int:
+        """Index of the pass that the next batch belongs to."""
+        return stream.pass_index if stream.is_mid_pass else self.epoch
+
+    def _begin_pass(self) -> int:
+        self.epoch += 1
+        return self.epoch - 1
+
+    def _at_boundary(self, run: EpochRun) -> None:
+        """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
+        self._note_boundary()
+        if self._inside.is_due(run.num_completed):
+            self._inside.keep(run.num_completed, self._capture_inside(run))
+        if run.gate.stops(run.num_completed):
+            raise HeldAtBoundary
+
+    def _capture_inside(self, run: EpochRun) -> Capture:
+        """A copy of the state inside a call; one that nobody came for gives way to this one."""
+        part = replace(self._own_capture(), progress=run.state(with_metrics=True))
+        if self._world.rank:
+            return part
+        self._captures.drop_unclaimed()
+        return self._with_copy(part)
+
+    def progress(self) -> Progress | None:
+        """How far the running epoch is; called from a second thread, so it only reads."""
+        running = self._running
+        if running is None:
+            return None
+        stream, began_at, num_steps, info = running
+        loss = as_number(self._operator._latest_metrics.get("train_loss"))
+        total = num_steps if num_steps is not None else stream.source.num_steps()
+        return Progress(
+            stream.num_steps_taken - began_at, total, info.get("epoch_idx", 0), info.get("num_epochs"), loss
+        )
+
+    def _answer(self, returned: Any, extra: dict[str, Any], profile: bool, num_steps: int) -> EpochAnswer:
+        timings = {"profile": self._timers.stats()} if profile else {}
+        if not isinstance(returned, Mapping):
+            return EpochAnswer(None, returned, num_steps)
+        values = {**extra, **{name: self._plain(value) for name, value in returned.items()}, **timings}
+        if isinstance(returned, MetricSummary):
+            return EpochAnswer(WorkerMetrics(values, returned.totals, returned.objects), None, num_steps)
+        return EpochAnswer(WorkerMetrics(values), None, num_steps)
+
+    @abstractmethod
+    def _plain(self, value: Any) -> Any:
+        """A tensor as something that the driver can read."""
+
+    def _arm_timers(self, profile: bool) -> None:
+        if profile:
+            self._timers.reset()
+            self._timers.enable()
+        else:
+            self._timers.disable()
+        self._operator.timers = self._timers
+
+
+class _Watched:
+    """An iterator that knows whether anybody drew from it."""
+
+    def __init__(self, batches: Iterator[Any]) -> None:
+        self._batches = batches
+        self.was_touched = False
+
+    def __iter__(self) -> Iterator[Any]:
+        self.was_touched = True
+        return self._batches
+
+    def __next__(self) -> Any:
+        self.was_touched = True
+        return next(self._batches)

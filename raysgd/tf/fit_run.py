@@ -1,0 +1,238 @@
+"""Where Keras's `fit` is on one worker, and what it takes to go on with it in another group.
+
+Keras draws its batches itself, and nothing is called between two steps that would not slow them down. What is counted
+are the exchanges of gradients: a step has its exchange, and changes nothing before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from raysgd.tf import registry
+from raysgd.tf.keras_sync import Synchronizer
+from raysgd.tf.streams import Passes
+
+
+@dataclass(frozen=True)
+class FitPlace:
+    """Where a `fit` is.
+
+    Attributes:
+        epoch: The epoch of Keras that is running, or the one that comes next.
+        num_steps: Steps of it completed.
+        num_passes: Passes over the dataset begun before the one that these steps belong to.
+        num_batches: Batches of that pass used; more than `num_steps` where `steps_per_epoch` says when epochs end.
+        logs: What epochs before it reported, the newest of each.
+    """
+
+    epoch: int
+    num_steps: int = 0
+    num_passes: int = 0
+    num_batches: int = 0
+    logs: Mapping[str, float] = field(default_factory=dict)
+
+
+class FitStream:
+    """Stands for the batches that `fit` draws: counts them, and knows where to go on.
+
+    Args:
+        passes: The dataset.
+        synchronizer: Sees every exchange of gradients.
+    """
+
+    pass_index = 0
+    source: Any = None
+
+    def __init__(self, passes: Passes, synchronizer: Synchronizer) -> None:
+        self.passes = passes
+        self.place: FitPlace | None = None
+        self.logs: Mapping[str, float] = {}  # what the last `fit` that is over reported
+        self.measures = False  # whether the metrics of the model are those of the epoch that is running
+        self.has_begun = False  # whether callbacks of this process were told that the training begins
+        self.steps_per_execution = 1
+        self.at_boundary: Callable[[], None] | None = None
+        self._synchronizer = synchronizer
+        self._num_steps_before = 0
+        self._num_exchanges_before: int | None = None  # before the epoch that is running; None between epochs
+        self._num_passes_elsewhere: int | None = None
+
+    # ------------------------------------------------------------------------------------------------ to read
+
+    @property
+    def num_steps_completed(self) -> int:
+        """Steps completed in this process."""
+        return self._num_steps_before + self._num_steps_here
+
+    num_steps_taken = num_steps_completed
+
+    @property
+    def is_mid_pass(self) -> bool:
+        """Whether a `fit` was begun and is not over."""
+        return self.place is not None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether no step, and no execution of several, is half done."""
+        return self._num_exchanges % (self._synchronizer.num_exchanges_per_step * self.steps_per_execution) == 0
+
+    @property
+    def _num_exchanges(self) -> int:
+        """In the epoch that is running."""
+        before = self._num_exchanges_before
+        return 0 if before is None else self._synchronizer.num_exchanges - before
+
+    @property
+    def _num_steps_here(self) -> int:
+        return self._num_exchanges // self._synchronizer.num_exchanges_per_step
+
+    def state(self) -> dict[str, Any]:
+        """What another rank, or another process later, needs to go on."""
+        if self.place is None:
+            return {"num_passes": self.passes.num_begun, "logs": dict(self.logs)}
+        return asdict(self._present_place())
+
+    def _present_place(self) -> FitPlace:
+        assert self.place is not None
+        done = self._num_steps_here
+        place = self.place
+        return replace(place, num_steps=place.num_steps + done, num_batches=place.num_batches + done)
+
+    # ------------------------------------------------------------------------------------------------ the protocol
+
+    def take(self, num_steps: int | None) -> Iterator[Any]:
+        """Nothing: Keras draws its batches itself."""
+        return iter(())
+
+    def settle(self) -> None:
+        """Says that `fit` is over."""
+        self._close()
+        self.has_begun = False
+        if self.place is not None:
+            self.logs, self.place = self.place.logs, None
+
+    def break_off(self) -> None:
+        """Forgets the step that broke off; it will be taken again."""
+        if self.place is not None:
+            self.place = self._present_place()
+        self._close()
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Goes on where another rank is, or was when a snapshot was taken."""
+        self._close()
+        self.measures = False
+        self.place, self.logs = (FitPlace(**state) if "epoch" in state else None), state["logs"]
+        self.has_begun = self.has_begun and self.place is not None
+        self._num_passes_elsewhere = state["num_passes"]
+
+    def _close(self) -> None:
+        self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
+
+    # ------------------------------------------------------------------------------------------------ in `fit`
+
+    def begin(self, first_epoch: int) -> bool:
+        """Gets ready for a `fit`; whether it goes on with one that broke off."""
+        if self.place is None:
+            if self._num_passes_elsewhere is not None:
+                self.passes.go_to(self._num_passes_elsewhere)
+            self.place = FitPlace(first_epoch, num_passes=self.passes.num_begun)
+            self._num_passes_elsewhere = None
+            return False
+        self._num_passes_elsewhere = None
+        return True
+
+    def data(self) -> Any:
+        """The dataset from here on, not divided."""
+        assert self.place is not None
+        self.passes.go_to(self.place.num_passes)
+        return self.passes.counted(self.place.num_batches)
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Notes that Keras begins an epoch."""
+        assert self.place is not None
+        if not self.place.num_batches:
+            self.place = replace(self.place, num_passes=self.passes.num_begun)
+        self.place = replace(self.place, epoch=epoch)
+        self._num_exchanges_before = self._synchronizer.num_exchanges
+        self.measures = True
+
+    def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:
+        """Notes that Keras is done with it."""
+        place = self._present_place()
+        self._close()
+        length = int(self.passes.dataset.cardinality())
+        is_kept = steps_per_epoch is not None and place.num_steps >= steps_per_epoch
+        if is_kept and 0 <= length <= place.num_batches:
+            is_kept = False
+        self.place = FitPlace(
+            place.epoch + 1,
+            num_passes=place.num_passes if is_kept else self.passes.num_begun,
+            num_batches=place.num_batches if is_kept else 0,
+            logs={**place.logs, **{name: _plain(value) for name, value in logs.items()}},
+        )
+        self.measures = False
+
+    def num_steps_of_epoch(self, steps_per_epoch: int | None) -> int | None:
+        """How many steps an epoch has, if that is known."""
+        if steps_per_epoch is not None:
+            return steps_per_epoch
+        length = int(self.passes.dataset.cardinality())
+        return length if length >= 0 else None
+
+    def before_exchange(self) -> None:
+        """Between two steps: what is to be done at a boundary."""
+        if self.at_boundary is not None and self.is_whole:
+            self.at_boundary()
+
+
+def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None]) -> Any:
+    """A callback that tells `stream` of epochs, and lets the ranks agree after those of the user were called."""
+    callback_cls: Any = registry.keras_of(model).callbacks.Callback
+
+    class Tracker(callback_cls):
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            stream.begin_epoch(epoch)
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            stream.end_epoch(logs or {}, steps_per_epoch)
+            agree()
+
+    return Tracker()
+
+
+@contextmanager
+def one_part(model: Any, callbacks: Sequence[Any], measures: bool, silenced: Sequence[str]) -> Iterator[None]:
+    """Inside, a `fit` is a part of one that broke off.
+
+    Args:
+        model: The model.
+        callbacks: Those of the user.
+        measures: Whether the model's metrics are to go on counting in the first epoch.
+        silenced: Methods of the callbacks that other parts call.
+    """
+
+    def nothing() -> None:
+        vars(model).pop("reset_metrics", None)  # once: the next epoch begins anew
+
+    if measures:
+        object.__setattr__(model, "reset_metrics", nothing)
+    for callback in callbacks:
+        vars(callback).update(dict.fromkeys(silenced, _nothing))
+    try:
+        yield
+    finally:
+        nothing()
+        for callback in callbacks:
+            for name in silenced:
+                vars(callback).pop(name, None)
+
+
+def _nothing(logs: Any = None) -> None:
+    """In place of a method of a callback."""
+
+
+def _plain(value: Any) -> Any:
+    """A number of Keras's as one of Python."""
+    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

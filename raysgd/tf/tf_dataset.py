@@ -1,0 +1,128 @@
+"""`TFMLDataset`: shards of data frames as `tf.data`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from raysgd._optional import require_installed
+
+
+class TFMLDataset:
+    """Rows of data frames that lie in shards, as a `tf.data.Dataset` of `(feature, label)` for each shard.
+
+    Args:
+        ds: Has `num_shards()`, `repartition(n)`, `get_repeatable_shard(index, batch_ms, num_async,
+            shuffle, shuffle_buffer_size, seed)` and, for all shards at once, `gather_async(batch_ms, num_async)`. The
+            last two yield data frames of pandas.
+        feature_columns: Names of the columns of features. One makes a feature by itself, several a tuple of them.
+        feature_shapes: The shape of each of them in a row, `()` by default. A column of lists or arrays needs one.
+        feature_types: Their kinds of number, float32 by default.
+        label_column: Name of the column of labels.
+        label_shape: Its shape in a row.
+        label_type: Its kind of number.
+
+    Raises:
+        AssertionError: A list has another length than `feature_columns`.
+        ImportError: TensorFlow is not installed.
+    """
+
+    def __init__(
+        self,
+        ds: Any,
+        feature_columns: Sequence[Any],
+        feature_shapes: Sequence[Any] | None = None,
+        feature_types: Sequence[Any] | None = None,
+        label_column: Any = None,
+        label_shape: Any = None,
+        label_type: Any = None,
+    ) -> None:
+        require_installed("tensorflow", extra="tf", purpose="`TFMLDataset`")
+        columns = _listed(feature_columns)
+        assert columns, "`feature_columns` is empty: name at least one column."
+        shapes = [()] * len(columns) if feature_shapes is None else list(feature_shapes)
+        types = [np.float32] * len(columns) if feature_types is None else _listed(feature_types)
+        for name, given in (("feature_shapes", shapes), ("feature_types", types)):
+            assert len(given) == len(columns), (
+                f"`{name}` has {len(given)} entries for {len(columns)} feature columns: give one for each."
+            )
+        assert label_column is not None, "`label_column=None`: name the column of labels."
+        self._ds = ds
+        self._features = [_Column(*facts) for facts in zip(columns, shapes, types, strict=True)]
+        self._label = _Column(label_column, label_shape, np.float32 if label_type is None else label_type)
+
+    def set_num_shards(self, num_shards: int) -> None:
+        """Divides the data anew if there are not as many shards."""
+        if num_shards != self._ds.num_shards():
+            self._ds = self._ds.repartition(num_shards)
+
+    def get_shard(
+        self,
+        shard_index: int,
+        batch_ms: int = 0,
+        num_async: int = 1,
+        shuffle: bool = False,
+        shuffle_buffer_size: int = 1,
+        seed: int | None = None,
+    ) -> Any:
+        """The rows of one shard; a negative index stands for all shards.
+
+        Args:
+            shard_index: Which one.
+            batch_ms: For how long frames are gathered before they are sent.
+            num_async: How many requests are under way at a time.
+            shuffle: Whether to shuffle frames and rows.
+            shuffle_buffer_size: Among how many.
+            seed: What the order comes from.
+        """
+        import tensorflow as tf
+
+        def frames() -> Iterable[Any]:
+            if shard_index < 0:
+                found: Iterable[Any] = self._ds.gather_async(batch_ms=batch_ms, num_async=num_async)
+            else:
+                found = self._ds.get_repeatable_shard(
+                    shard_index, batch_ms, num_async, shuffle, shuffle_buffer_size, seed
+                )
+            return found
+
+        def batches() -> Iterator[Any]:
+            for frame in frames():
+                yield self._structured([column.of(frame) for column in (*self._features, self._label)])
+
+        signature = self._structured([column.spec() for column in (*self._features, self._label)])
+        return tf.data.Dataset.from_generator(batches, output_signature=signature).unbatch()
+
+    def _structured(self, parts: Sequence[Any]) -> Any:
+        *features, label = parts
+        return (features[0] if len(features) == 1 else tuple(features)), label
+
+
+class _Column:
+    """One column: how its values become an array."""
+
+    def __init__(self, name: Any, shape: Any, kind: Any) -> None:
+        import tensorflow as tf
+
+        self._name = name
+        self._shape = () if shape is None else (shape,) if isinstance(shape, int) else tuple(shape)
+        self._kind = tf.as_dtype(kind)
+
+    def spec(self) -> Any:
+        """What `tf.data` is told about it."""
+        import tensorflow as tf
+
+        return tf.TensorSpec([None, *self._shape], self._kind)
+
+    def of(self, frame: Any) -> Any:
+        """Its values in a frame."""
+        values = frame[self._name].to_numpy()
+        if values.dtype == object and self._kind.name != "string":
+            values = np.stack([np.asarray(value) for value in values]) if len(values) else np.zeros(0)
+        return values.reshape(-1, *self._shape).astype(self._kind.as_numpy_dtype)
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]

@@ -1,0 +1,253 @@
+"""What follows the loss of a worker over gloo: the others keep their processes and go on, and the group grows back."""
+
+from __future__ import annotations
+
+import collections
+import importlib
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysgd import testing
+from raysgd.tf import TFTrainer
+from raysgd.utils import BATCH_SIZE
+from tests.tf.lab import largest_difference
+from tests.tf.models import Line, make_data, make_model
+
+pytestmark = pytest.mark.integration
+
+NUM_SAMPLES = 48
+
+
+def process_id() -> int:
+    return os.getpid()
+
+
+def kinds(trainer: TFTrainer) -> list[str]:
+    return [event.kind for event in trainer.status().events if event.kind != "started"]
+
+
+@pytest.fixture
+def trainers() -> Iterator[list[TFTrainer]]:
+    made: list[TFTrainer] = []
+    yield made
+    for trainer in made:
+        trainer.shutdown(force=True)
+
+
+def assert_equal_on_all_ranks(trainer: TFTrainer) -> None:
+    first, *others = trainer.apply_all_operators(lambda operator: operator.model.get_weights())
+    for other in others:
+        assert all(np.array_equal(a, b) for a, b in zip(first, other, strict=True))
+
+
+# ---------------------------------------------------------------------------------------------- operators
+
+
+class Ledger(Line):
+    """Writes down which samples it took completed steps on: features are their own numbers, in another order each pass.
+
+    A step that broke off is not in it. Neither are the zeros that a worker practises on before it steps in.
+    """
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        super().setup(config)
+        total = config.get("total", NUM_SAMPLES)
+        numbers = tf.data.Dataset.range(1, total + 1)
+
+        def sample(number: Any) -> Any:
+            value = tf.cast(number, tf.float32) / total
+            return tf.fill([4], value), tf.reshape(value, [1])
+
+        dataset = numbers.shuffle(total).map(sample).batch(config.get(BATCH_SIZE, 2))
+        self.register_data(train_dataset=dataset)
+        self.file = Path(config["folder"]) / f"{os.getpid()}.txt"
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if self.world_size == 1:
+            time.sleep(self.config.get("alone_s", 0.0))
+        result = super().train_batch(batch, batch_info)
+        if self._num_samples(batch):
+            numbers = np.rint(batch[1].numpy()[:, 0] * self.config.get("total", NUM_SAMPLES)).astype(int).tolist()
+            with self.file.open("a") as file:
+                file.write("".join(f"{batch_info['epoch_idx']} {number}\n" for number in numbers if number))
+        return result
+
+
+def uses(folder: Path) -> dict[str, collections.Counter[int]]:
+    """How often each sample was used, by pass."""
+    found: dict[str, collections.Counter[int]] = {}
+    for file in folder.glob("*.txt"):
+        for line in file.read_text().splitlines():
+            index, number = line.split()
+            found.setdefault(index, collections.Counter())[int(number)] += 1
+    return found
+
+
+def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
+    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path
+) -> None:
+    config = {"folder": str(tmp_path), BATCH_SIZE: 6, "optimizer": "adam"}
+    trainer = TFTrainer(training_operator_cls=Ledger, config=config, num_workers=3, seed=1)
+    trainers.append(trainer)
+    trainer.train()
+    pids = trainer.apply_all_workers(process_id)
+    testing.kill_worker(trainer, 1, at="step:3")
+    result = trainer.train()
+    assert kinds(trainer) == ["rejoined"]
+    after = trainer.apply_all_workers(process_id)
+    assert [after[0], after[1]] == [pids[0], pids[2]], "the survivors kept their processes"
+    assert trainer.num_workers == 3
+    assert after[2] not in pids
+    assert np.isfinite(result["train_loss"])
+    trainer.train()
+    steps = trainer.apply_all_operators(lambda operator: int(operator.optimizer.iterations.numpy()))
+    assert steps == [3 * NUM_SAMPLES // 6] * 3, "the batch size of all workers stayed, and so did the steps"
+    assert_equal_on_all_ranks(trainer)
+    used = uses(tmp_path)
+    assert {index: set(counter.values()) for index, counter in used.items()} == {"0": {1}, "1": {1}, "2": {1}}
+    assert all(len(counter) == NUM_SAMPLES for counter in used.values())
+
+
+def test_an_epoch_that_shrank_grows_back_before_its_end(
+    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path
+) -> None:
+    config = {"folder": str(tmp_path), "alone_s": 0.4, "total": 400}
+    trainer = TFTrainer(training_operator_cls=Ledger, config=config, num_workers=2, seed=1, resize_check_s=0.2)
+    trainers.append(trainer)
+    [pid, _] = trainer.apply_all_workers(process_id)
+    testing.kill_worker(trainer, 1, at="step:2")
+    trainer.train()
+    assert kinds(trainer) == ["rejoined", "grown"]
+    assert trainer.apply_all_workers(process_id)[0] == pid
+    assert {index: set(counter.values()) for index, counter in uses(tmp_path).items()} == {"0": {1}}
+
+
+# ---------------------------------------------------------------------------------------------- creators, with `fit`
+
+
+def make_shuffled(config: dict[str, Any]) -> tuple[Any, Any]:
+    train, test = make_data(config)
+    return train.unbatch().shuffle(64).batch(config["batch_size"]), test
+
+
+def patience(keras: Any, num_epochs: int) -> Any:
+    """A callback that ends the training after so many epochs that it has seen."""
+
+    class Patience(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_train_begin(self, logs: Any = None) -> None:
+            self.num_seen = 0
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.num_seen += 1
+            self.model.stop_training = self.num_seen >= num_epochs
+
+    return Patience()
+
+
+@pytest.mark.parametrize("legacy", ["0", pytest.param("1", marks=pytest.mark.soak)])
+def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
+    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path, legacy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on two workers whom nobody harmed: the same samples in the same steps, hence the same weights.
+
+    A callback ends the training after three epochs. That of the new worker has seen two by then.
+    """
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", legacy)
+    keras = importlib.import_module("tf_keras" if legacy == "1" else "keras")
+    config = {
+        "fit_config": {"epochs": 5, "callbacks": [patience(keras, 3)]},
+        "batch_size": 4,
+        "num_samples": NUM_SAMPLES,
+        "optimizer": "adam",
+    }
+    trainer = TFTrainer(make_model, make_shuffled, config=config, num_replicas=2, seed=1)
+    trainers.append(trainer)
+    path = trainer.save(tmp_path / "before.npz")
+    expected = trainer.train()
+    steps = trainer.apply_all_operators(lambda operator: int(operator.model.optimizer.iterations.numpy()))
+    assert steps == [3 * NUM_SAMPLES // 4] * 2
+    weights, other = trainer.state_dict(), trainer.train()
+    trainer.load(path)
+    pids = trainer.apply_all_workers(process_id)
+    testing.kill_worker(trainer, 1, at="step:17")
+    found = trainer.train()
+    assert kinds(trainer) == ["rejoined"]
+    assert "epoch 1 of `fit`, 5 steps taken" in str(trainer.status())
+    after = trainer.apply_all_workers(process_id)
+    assert after[0] == pids[0], "the survivor kept its process"
+    assert trainer.num_workers == 2
+    assert after[1] != pids[1]
+    assert largest_difference(trainer.state_dict(), weights) < 1e-5
+    assert largest_difference(trainer.state_dict(), weights, "optimizers") < 1e-5
+    assert found == pytest.approx(expected, rel=1e-4)
+    assert trainer.train() == pytest.approx(other, rel=1e-4), "the next call takes up the order where it would be"
+    assert_equal_on_all_ranks(trainer)
+
+
+@pytest.mark.soak
+def test_a_snapshot_inside_fit_is_where_a_rebuild_goes_on(
+    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path
+) -> None:
+    config = {"fit_config": {"epochs": 40}, "batch_size": 4, "num_samples": NUM_SAMPLES}
+    options = {"recovery": "rebuild", "snapshot_every_n_steps": 10, "heartbeat_s": 1.0}
+    trainer = TFTrainer(make_model, make_shuffled, config=config, num_replicas=2, seed=1, **options)
+    trainers.append(trainer)
+    path = trainer.save(tmp_path / "before.npz")
+    testing.kill_worker(trainer, 1, at="step:473")
+    found = trainer.train()
+    [rebuilt] = [event for event in trainer.status().events if event.kind == "rebuilt"]
+    assert rebuilt.detail.startswith("from a snapshot inside the call, after ")
+    weights = trainer.state_dict()
+    trainer.load(path)
+    assert found == pytest.approx(trainer.train(), rel=1e-4)
+    assert largest_difference(trainer.state_dict(), weights) < 1e-5
+
+
+def make_model_that_waits(config: dict[str, Any]) -> Any:
+    """Takes its time over each batch as long as there is one worker."""
+    import tensorflow as tf
+
+    class Waits(tf.keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if "TF_CONFIG" not in os.environ:
+                time.sleep(0.3)
+
+    model = make_model(config)
+    fit = model.fit
+
+    def patient_fit(*args: Any, callbacks: Any = None, **options: Any) -> Any:
+        return fit(*args, callbacks=[*(callbacks or []), Waits()], **options)
+
+    object.__setattr__(model, "fit", patient_fit)
+    return model
+
+
+@pytest.mark.soak
+def test_fit_that_shrank_grows_back_in_the_same_epoch(ray_cluster: None, trainers: list[TFTrainer]) -> None:
+    config = {"batch_size": 2, "num_samples": 400}
+    options: dict[str, Any] = {"config": config, "num_replicas": 2, "seed": 1}
+    trainer = TFTrainer(make_model_that_waits, make_shuffled, resize_check_s=0.2, **options)
+    trainers.append(trainer)
+    start = trainer.state_dict()
+    expected = trainer.train()
+    weights = trainer.state_dict()
+    trainer.load_state_dict(start)
+    [pid, _] = trainer.apply_all_workers(process_id)
+    testing.kill_worker(trainer, 1, at="step:5")
+    found = trainer.train()
+    assert kinds(trainer) == ["rejoined", "grown"]
+    assert trainer.apply_all_workers(process_id)[0] == pid
+    assert found.keys() == expected.keys()
+    assert trainer.num_workers == 2
+    assert_equal_on_all_ranks(trainer)
+    steps = trainer.apply_all_operators(lambda operator: int(operator.model.optimizer.iterations.numpy()))
+    assert steps == [200, 200]
+    assert largest_difference(trainer.state_dict(), weights) < 0.1, "another pass, hence another order"
