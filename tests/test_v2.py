@@ -4,7 +4,9 @@ from typing import Any
 
 import pytest
 
+import raysgd.train.callbacks
 import raysgd.v2
+import raysgd.v2.callbacks
 from raysgd import train
 from raysgd.engine.types import World
 from raysgd.train._hand_off import Ended
@@ -21,6 +23,11 @@ def test_the_first_names_are_the_classes_of_today() -> None:
     assert all(hasattr(raysgd.v2, name) for name in raysgd.v2.__all__)
     with pytest.raises(AttributeError, match="`SGDTrainer`"):
         _ = raysgd.v2.SGDTrainer
+
+
+def test_the_callbacks_are_where_they_were() -> None:
+    assert raysgd.v2.callbacks.SGDCallback is train.TrainingCallback
+    assert raysgd.v2.callbacks.JsonLoggerCallback is raysgd.train.callbacks.JsonLoggerCallback
 
 
 @pytest.mark.parametrize("name", ["report", "save_checkpoint", "load_checkpoint", "world_rank", "local_rank"])

@@ -42,9 +42,13 @@ class HorovodBackend(Backend):
     Attributes:
         timeout_s: How long a collective may wait for the other ranks before it raises. Horovod counts whole seconds,
             and looks four times in this time, or each minute, so it may take half as long again.
+        start_timeout_s: How long ranks that are there wait for those that are to come; None for as long as that.
+        interface: The network interface to use; None for the one through which rank 0 is reached.
     """
 
     timeout_s: float = 1800.0
+    start_timeout_s: float | None = None
+    interface: str | None = None
     _server: Any = field(default=None, repr=False, compare=False)
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
@@ -52,7 +56,7 @@ class HorovodBackend(Backend):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels as its settings. The one of the driver may have been interrupted in a group that is no more."""
-        return type(self), (self.timeout_s,)
+        return type(self), (self.timeout_s, self.start_timeout_s, self.interface)
 
     def load(self) -> None:
         """Imports Horovod.
@@ -89,7 +93,8 @@ class HorovodBackend(Backend):
 
     def _meet(self, client: _Client, world: World) -> tuple[int, int]:
         """Waits until all ranks are at the door: what follows cannot be interrupted. Returns this rank's crossing."""
-        deadline = time.monotonic() + self.timeout_s
+        patience_s = self.timeout_s if self.start_timeout_s is None else self.start_timeout_s
+        deadline = time.monotonic() + patience_s
         client.put(f"place-{world.rank}", [world.node_rank, world.local_rank])
         if world.rank == 0:
             places = [self._wait_for(client, f"place-{rank}", deadline) for rank in range(world.size)]
@@ -105,7 +110,7 @@ class HorovodBackend(Backend):
         return value
 
     def _set_variables(self, rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> None:
-        interface = _interface_towards(rendezvous.address)
+        interface = self.interface or _interface_towards(rendezvous.address)
         variables = {**tuning(self.timeout_s, interface, os.environ), **place(rendezvous, world, crossing)}
         for name, value in variables.items():
             self._variables_before.setdefault(name, os.environ.get(name))

@@ -371,9 +371,14 @@ class ElasticController:
             self._life.give_up()
         if not decision.lost:
             raise worker_error(diagnosis.faults)
+        hint = (
+            "Ray's log of the worker (`worker-*.err`) may name the cause: too little memory, say, or a collective that "
+            "the ranks called with different sizes. "
+        )
         raise WorkersLostError(
-            f"{words(diagnosis)}, and the {budget.num_restarts} allowed retries of this call are used up. The last "
-            "completed state is kept: call again to go on from it with new workers, or use `shutdown(force=True)`."
+            f"{words(diagnosis)}, and the {budget.num_restarts} allowed retries of this call are used up. "
+            f"{hint if diagnosis.kind == 'died' else ''}The last completed state is kept: call again to go on from it "
+            "with new workers, or use `shutdown(force=True)`."
         ) from diagnosis.faults[0].error
 
     def _check_active(self) -> None:

@@ -140,9 +140,10 @@ class Reservation:
         need: What one worker needs.
         num_workers: How many there are.
         has_driver: Whether the first of them is this very process. Its GPU is then one of this node.
+        packs: Whether workers go to as few nodes as they can, rather than to as many.
     """
 
-    def __init__(self, need: Resources, num_workers: int, has_driver: bool = False) -> None:
+    def __init__(self, need: Resources, num_workers: int, has_driver: bool = False, packs: bool = False) -> None:
         ray = _ray()
         self._need, self._num_workers = need, num_workers
         self._holder: Any = None
@@ -154,7 +155,7 @@ class Reservation:
             bundles = [bundle] * num_workers
             if has_driver and need.num_gpus:
                 bundles[0] = {**bundle, f"node:{ray.util.get_node_ip_address()}": 0.001}
-            self._own = ray.util.placement_group(bundles, strategy="SPREAD", name=name)
+            self._own = ray.util.placement_group(bundles, strategy="PACK" if packs else "SPREAD", name=name)
 
     def __len__(self) -> int:
         return self._num_workers
@@ -178,7 +179,7 @@ class Reservation:
             f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n"
             f"{explain(self._need, self._num_workers, view)}\n"
             "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
-            "environment variable SGD_PLACEMENT_GROUP_TIMEOUT_S."
+            "environment variable SGD_PLACEMENT_GROUP_TIMEOUT_S (TRAIN_PLACEMENT_GROUP_TIMEOUT_S for functions)."
         )
 
     def actor_options(self, index: int) -> dict[str, Any]:

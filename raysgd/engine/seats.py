@@ -28,10 +28,11 @@ class Seats:
 
     Args:
         need: What one worker needs.
+        packs: Whether workers go to as few nodes as they can, rather than to as many.
     """
 
-    def __init__(self, need: Resources) -> None:
-        self._need = need
+    def __init__(self, need: Resources, packs: bool = False) -> None:
+        self._need, self._packs = need, packs
         self._reservations: list[Reservation] = []
         self._free: list[Seat] = []
 
@@ -54,7 +55,7 @@ class Seats:
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """
-        reservation = Reservation(self._need, count, has_driver)
+        reservation = Reservation(self._need, count, has_driver, self._packs)
         reservation.wait(timeout_s)
         self._reservations.append(reservation)
         self._free += [Seat(reservation, index) for index in range(count)]

@@ -117,7 +117,8 @@ class Watch:
         group = self._life.group
         if group is None:
             return "there is no group"
-        beats = {**self.beats, **{rank: beat for rank, beat in ask_beats(group).items() if beat.step >= 0}}
+        asked = ask_beats(group, timeout_s=0.5)
+        beats = {**self.beats, **{rank: beat for rank, beat in asked.items() if beat.step >= 0}}
         stacks: Mapping[int, str] = group.ask_beside("stack", timeout_s=1.0)
         lines = []
         for rank in range(len(group)):
@@ -179,9 +180,9 @@ class Watch:
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
 
-def ask_beats(group: WorkerGroup) -> dict[int, Beat]:
-    """A sign of life of each rank that gives one within two seconds."""
-    answers = group.ask_beside("beside", _beat)
+def ask_beats(group: WorkerGroup, timeout_s: float = 2.0) -> dict[int, Beat]:
+    """A sign of life of each rank that gives one in time."""
+    answers = group.ask_beside("beside", _beat, timeout_s=timeout_s)
     return {rank: beat for rank, beat in answers.items() if beat is not None}
 
 

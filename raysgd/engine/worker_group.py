@@ -48,6 +48,7 @@ class GroupSpec:
         captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
         regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
         num_spares: How many workers wait, ready, to step in.
+        packs: Whether workers go to as few nodes as they can, rather than to as many.
     """
 
     backend: Backend
@@ -59,6 +60,7 @@ class GroupSpec:
     captures: bool = True
     regroups: bool = False
     num_spares: int = 0
+    packs: bool = False
 
     @property
     def num_threads(self) -> int:
@@ -71,7 +73,7 @@ class WorkerGroup:
 
     def __init__(self, spec: GroupSpec, num_workers: int) -> None:
         self._spec = spec
-        self._seats = Seats(spec.resources)
+        self._seats = Seats(spec.resources, spec.packs)
         self.recruits = Recruits(spec, self._seats)
         self._workers: list[LocalWorker | RemoteWorker] = []
         self._unanswered: dict[int, Any] = {}
@@ -83,6 +85,11 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return self.num_workers
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether there are no processes, any more or yet."""
+        return not self._workers
 
     # ---------------------------------------------------------------------------------------------- starting
 

@@ -7,8 +7,8 @@ torch and zip tools skip, holds a checksum of all before it, because torch itsel
 bits without complaint.
 
 A write goes to a temporary file beside the target, which takes the target's name only when all of it is on
-the disk. A process killed in the middle leaves the earlier checkpoint intact, and a file `.raysgd-*.tmp` that
-may be deleted.
+the disk. A process killed in the middle leaves the earlier checkpoint intact, and a file `.raysgd-*.tmp` that a
+later write into the folder deletes.
 
 The checksum is computed before torch sees the file; 200 MiB take about 12 ms. There are two ways to read it.
 `read` copies it into memory of its own. `mapped` gives out tensors that lie in the file, for as long as it

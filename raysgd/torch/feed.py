@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,8 +12,8 @@ import torch
 from raysgd.engine.epochs import EpochRequest
 from raysgd.engine.status import DataLedger
 from raysgd.exceptions import NotRegisteredError
-from raysgd.torch.parallel import NoParallel
-from raysgd.torch.sampling import ShardedLoader, Unsharded
+from raysgd.torch.parallel import NoParallel, Summation
+from raysgd.torch.sampling import ElasticBatchSampler, SamplerOrder, ShardedLoader, Unsharded
 from raysgd.torch.step import Step
 from raysgd.torch.streams import Agreement, BatchStream, DividedSource, LockstepSource, PlainSource, Source
 
@@ -40,6 +41,8 @@ class Feed:
         self._world_size = world_size
         self._validation_stream: BatchStream | None = None
         self._agreement: Agreement | None = None
+        self._summation: Summation | None = None
+        self._order_before: int | None = None
         self._to_resume: Mapping[str, Any] | None = None
         self.train_stream: BatchStream | None = None
         self.epoch = 0
@@ -56,6 +59,8 @@ class Feed:
             source = self._source("train", request.seed, lockstep=True)
             self.train_stream = BatchStream(source, self._parallel.step, self._begin_pass)
             self._resume(self.train_stream)
+        if isinstance(self.train_stream.source, DividedSource):
+            self._prepare_check(self.train_stream.source)
         return self.train_stream
 
     def validation(self, request: EpochRequest) -> BatchStream:
@@ -79,9 +84,45 @@ class Feed:
 
     def _plain_source(self, loader: Any, lockstep: bool) -> Source:
         if lockstep and self._parallel.synchronizes:
-            self._agreement = self._agreement or Agreement(self._parallel.summation())
+            self._agreement = self._agreement or Agreement(self._start_sum())
             return LockstepSource(loader, self._world_size, self._agreement)
         return PlainSource(loader)
+
+    def _start_sum(self) -> Summation:
+        """Made once in each group, by all ranks at the same time."""
+        self._summation = self._summation or self._parallel.summation()
+        return self._summation
+
+    def _prepare_check(self, source: DividedSource) -> None:
+        """Sees to it that a user's sampler draws the same on all ranks, and after a resumption what it drew before."""
+        data = self._data_of("train")
+        assert isinstance(data, ShardedLoader)
+        if not isinstance(data.sampler.order, SamplerOrder):
+            return
+        is_joint = self._parallel.synchronizes and self._world_size > 1
+        start_sum = self._start_sum() if is_joint else None
+        source.check_order = partial(self._check_order, data.sampler, start_sum)
+
+    def _check_order(self, sampler: ElasticBatchSampler, start_sum: Summation | None) -> None:
+        own, before = sampler.fingerprint(), self._order_before
+        self._order_before = None
+        assert own is not None
+        if start_sum is not None:
+            numbers = torch.tensor([own])
+            start_sum(numbers)()
+            if numbers.item() != own * self._world_size:
+                raise ValueError(
+                    f"The workers' {sampler.order.name} drew different orders. The library divides one order of all "
+                    "samples, which the sampler has to draw alike on every worker: from generators of torch, numpy or "
+                    "`random`, or from what `set_epoch` told it, and from nothing that it counts by itself or that "
+                    "depends on the rank. If it divides the data itself, pass `add_dist_sampler=False`."
+                )
+        if before not in (None, own):
+            logger.warning(
+                "the train data's %s draws another order than in the pass that is resumed: some samples come twice, "
+                "and others not at all",
+                sampler.order.name,
+            )
 
     def take_place(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
         """Divides the data anew, for a place in a group of another size.
@@ -93,7 +134,7 @@ class Feed:
             instead_of: How many were; loaders with another batch size keep theirs.
         """
         self._world_size = size
-        self._validation_stream = None
+        self._validation_stream = self._summation = None
         for name in ("train", "validation"):
             data = self._data_of(name)
             if isinstance(data, ShardedLoader):
@@ -134,18 +175,20 @@ class Feed:
             return None
         assert isinstance(data, ShardedLoader)
         is_mid_pass = stream.is_mid_pass
-        return {
+        position = {
             "pass_index": stream.pass_index,
             "consumed": stream.consumed if is_mid_pass else 0,
             "is_mid_pass": is_mid_pass,
             "seed": stream.source.seed,
             "num_samples": data.num_samples,
         }
+        order = self._order_before or data.sampler.fingerprint() if is_mid_pass else None
+        return position if order is None else {**position, "order": order}
 
     def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
         """Goes on from a saved position, with fresh streams."""
         self.close()
-        self.epoch, self._to_resume = epoch, position
+        self.epoch, self._to_resume, self._order_before = epoch, position, None
 
     def _resume(self, stream: BatchStream) -> None:
         position, self._to_resume = self._to_resume, None
@@ -158,6 +201,7 @@ class Feed:
         stream.source.seed = position["seed"]
         if position.get("is_mid_pass", position["consumed"] > 0):
             stream.resume(position["pass_index"], position["consumed"])
+            self._order_before = position.get("order")
 
 
 class _Missing:

@@ -164,8 +164,7 @@ class FSDP(NoParallel):
             return super().plain_model(model)
         if dist.get_rank():
             return None
-        plain = copy.deepcopy(skeleton)
-        plain.load_state_dict(state, strict=False, assign=True)
+        plain = _filled(skeleton, state)
         for name, buffer in model.named_buffers():  # those that are in no state, too
             owner, _, attribute = name.rpartition(".")
             plain.get_submodule(owner)._buffers[attribute] = buffer.detach().cpu().clone()
@@ -212,6 +211,20 @@ def _skeleton_of(model: torch.nn.Module) -> torch.nn.Module:
         for parameter in model.parameters()
     }
     return copy.deepcopy(model, memo)
+
+
+def _filled(skeleton: torch.nn.Module, state: Mapping[str, Any]) -> torch.nn.Module:
+    """A copy of the skeleton with these tensors; what was one parameter under several names is one again."""
+    plain = copy.deepcopy(skeleton)
+    names: dict[int, list[str]] = {}
+    for name, parameter in plain.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    plain.load_state_dict(state, strict=False, assign=True)
+    for first, *others in names.values():
+        for name in others:
+            owner, _, attribute = name.rpartition(".")
+            plain.get_submodule(owner)._parameters[attribute] = plain.get_parameter(first)
+    return plain
 
 
 def _gathered(value: Any, keep: bool) -> Any:

@@ -397,6 +397,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.pad = pad
         self._indices: Indices = ()
         self._drawn_for: tuple[int, int] | None = None
+        self._fingerprint: int | None = None
         self._num_by_hand = 0
         self.reshape(rank, world_size, batch_size)
 
@@ -414,6 +415,15 @@ class ElasticBatchSampler(Sampler[list[int]]):
         indices = self._draw(seed, pass_index)
         self.plan = self._plan(len(indices), consumed)
         return self.plan
+
+    def fingerprint(self) -> int | None:
+        """A number for the order of the pass begun last, where a user's sampler drew it; None where it cannot vary."""
+        if self._fingerprint is None and isinstance(self.order, SamplerOrder):
+            drawn = self._indices
+            content = memoryview(drawn) if isinstance(drawn, array) else repr(drawn).encode()
+            digest = hashlib.blake2b(content, digest_size=5).digest()  # so short that sums over all ranks fit 63 bits
+            self._fingerprint = int.from_bytes(digest, "big")
+        return self._fingerprint
 
     def reshape(self, rank: int, world_size: int, batch_size: int | None = None) -> None:
         """Take another place in another group; `batch_size=None` keeps the samples per rank.
@@ -452,7 +462,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         # Resuming a pass is the common case in recovery: the order is at hand and drawing may cost seconds.
         if self._drawn_for != (seed, pass_index):
             self._indices = self.order.indices(seed, pass_index)
-            self._drawn_for = (seed, pass_index)
+            self._drawn_for, self._fingerprint = (seed, pass_index), None
         return self._indices
 
 

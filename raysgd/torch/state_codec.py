@@ -19,14 +19,14 @@ import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
-from weakref import finalize
 
 import numpy as np
 import torch
 from ray.cloudpickle import CloudPickler
 
-_Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-_Sliceable = TypeVar("_Sliceable", _Bytes, torch.Tensor)
+from raysgd._host_buffers import Bytes, HostBuffers
+
+_Sliceable = TypeVar("_Sliceable", Bytes, torch.Tensor)
 
 _ALIGNMENT = 64
 """Bytes to whose multiple every part starts: a cache line, and the widest vector register."""
@@ -36,9 +36,6 @@ _INLINE_ARRAY_BYTES = 4096
 
 _LENT_BYTES = 2**16
 """Tensors from this size on are not copied when a state is lent; smaller ones are, into one array."""
-
-_MAX_BUFFERS = 2
-"""How many buffers an encoder keeps: one holds the last state while the next one is written to the other."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +49,8 @@ class EncodedState:
     """
 
     skeleton: bytes
-    buffer: _Bytes
-    apart: tuple[_Bytes, ...] = ()
+    buffer: Bytes
+    apart: tuple[Bytes, ...] = ()
 
     @property
     def num_bytes(self) -> int:
@@ -76,7 +73,7 @@ class StateEncoder:
     """
 
     def __init__(self) -> None:
-        self._buffers = _Buffers()
+        self._buffers = HostBuffers()
 
     def encode(self, state: Any) -> EncodedState:
         """Copy `state` into host memory; later changes to its tensors do not show.
@@ -105,39 +102,6 @@ def lend(state: Any) -> EncodedState:
     buffer = np.empty(parts.num_bytes, dtype=np.uint8)
     parts.copy_into(torch.from_numpy(buffer))
     return EncodedState(skeleton, buffer, tuple(parts.apart))
-
-
-class _Buffers:
-    """Host memory that comes back by itself when the last view of it is gone."""
-
-    def __init__(self) -> None:
-        self._spare: list[torch.Tensor] = []
-        self._num_lent = 0
-
-    def take(self, num_bytes: int, *, pinned: bool) -> _Bytes:
-        """Return that many bytes. A GPU writes into `pinned` memory directly."""
-        memory = self._fitting(num_bytes, pinned)
-        if memory is None:
-            self._spare.clear()  # Too small, or of the other kind. Before the new one is there.
-            memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        whole = memory.numpy()
-        self._num_lent += 1
-        finalize(whole, self._give_back, memory).atexit = False
-        content = whole[:num_bytes]
-        assert content.base is whole, "every view, also of a view, must keep `whole` alive"
-        return content
-
-    def _fitting(self, num_bytes: int, pinned: bool) -> torch.Tensor | None:
-        for index, memory in enumerate(self._spare):
-            if memory.nbytes >= num_bytes and memory.is_pinned() == pinned:
-                return self._spare.pop(index)
-        return None
-
-    def _give_back(self, memory: torch.Tensor) -> None:
-        """Called in whichever thread let go of the last view."""
-        self._num_lent -= 1
-        if self._num_lent + len(self._spare) < _MAX_BUFFERS:
-            self._spare.append(memory)
 
 
 def decode(encoded: EncodedState, copy: bool) -> Any:
@@ -186,7 +150,7 @@ class _Parts:
     def __init__(self, lends: bool = False) -> None:
         self.tensor_parts: list[_TensorPart] = []
         self.array_parts: list[_ArrayPart] = []
-        self.apart: list[_Bytes] = []
+        self.apart: list[Bytes] = []
         self.num_bytes = 0
         self._lends = lends
         self._tensors: list[torch.Tensor] = []
@@ -271,7 +235,7 @@ class _SkeletonPickler(CloudPickler):
 class _SkeletonUnpickler(pickle.Unpickler):
     """Puts the tensors back into the places where they were."""
 
-    def __init__(self, structure: bytes, arrays: list[_Bytes], tensors: list[torch.Tensor]) -> None:
+    def __init__(self, structure: bytes, arrays: list[Bytes], tensors: list[torch.Tensor]) -> None:
         super().__init__(io.BytesIO(structure), buffers=arrays)
         self._tensors = tensors
 
@@ -345,7 +309,7 @@ def _shaped(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
     return elements.view(part.shape) if part.stride is None else elements.as_strided(part.shape, part.stride)
 
 
-def _array(part: _ArrayPart, buffer: _Bytes, copy: bool) -> _Bytes:
+def _array(part: _ArrayPart, buffer: Bytes, copy: bool) -> Bytes:
     """Get the bytes of one numpy array."""
     content = _slice(buffer, part)
     return content.copy() if copy else content

@@ -48,16 +48,21 @@ class DividedSource:
     Args:
         sharded: The rebuilt loader.
         seed: Decides the order of every pass; the same on all ranks.
+
+    Attributes:
+        check_order: Called whenever a pass is opened or resumed.
     """
 
     def __init__(self, sharded: ShardedLoader, seed: int) -> None:
         self._sharded = sharded
         self._generator = torch.Generator() if sharded.loader.generator is None else None
+        self.check_order: Callable[[], None] = lambda: None
         self.seed = seed
 
     def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
         sampler = self._sharded.sampler
         plan, rank = sampler.begin_pass(pass_index, self.seed, consumed), sampler.rank
+        self.check_order()
         if self._generator is not None:
             self._generator.manual_seed(_mixed(self.seed, pass_index, consumed, rank))
             self._sharded.loader.generator = self._generator

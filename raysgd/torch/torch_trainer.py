@@ -39,7 +39,7 @@ from raysgd.torch.replica_state import RESUME
 from raysgd.torch.state_codec import decode, lend
 from raysgd.torch.torch_runner import RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.utils import BATCH_SIZE
+from raysgd.utils import BATCH_COUNT, BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
@@ -311,6 +311,7 @@ class TorchTrainer(ClassTrainer):
             answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
             self._check_even_steps(answers)
             result = merged(answers, reduce_results)
+            _warn_of_nothing("train", answers, num_steps)
             self._note_call(answers, time.perf_counter() - began)
             if bar is not None:
                 bar.show(_end_of(answers[0], info or {}))
@@ -329,6 +330,7 @@ class TorchTrainer(ClassTrainer):
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         answers = self._controller.run(call)
         self._controller.touch()  # it may have drawn random numbers, which `save` keeps
+        _warn_of_nothing("validation", answers, num_steps)
         return merged(answers, reduce_results)
 
     def _requests(
@@ -522,6 +524,17 @@ class TorchTrainer(ClassTrainer):
                 self.max_replicas,
                 split.effective,
             )
+
+
+def _warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
+    """Tells of a loop that had no batch on any worker, though it was to have some."""
+    counts = [answer.metrics.values.get(BATCH_COUNT) for answer in answers if answer.metrics is not None]
+    if num_steps != 0 and counts and all(count == 0 for count in counts):
+        logger.warning(
+            "the %s data gave no batch at all: they are empty, `drop_last` left nothing over, or they are an iterator, "
+            "which can be gone through only once",
+            name,
+        )
 
 
 def _make_backend(name: str, timeout_s: float) -> Backend:

@@ -582,6 +582,11 @@ class TrainingOperator:
         return AverageMeterCollection(to_floats=read_tensors, capture_object=capture)
 
     def _count(self, meters: AverageMeterCollection, metrics: dict[str, Any]) -> None:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"`{type(self).__name__}.train_batch` or `validate_batch` returned a `{type(metrics).__name__}`: "
+                "return a dict of metrics, an empty one if there are none."
+            )
         self._latest_metrics = metrics
         values = {name: value for name, value in metrics.items() if name != NUM_SAMPLES}
         meters.update(values, n=metrics.get(NUM_SAMPLES, 1))

@@ -1,4 +1,4 @@
-"""A group of the engine that calls a plug-in's hooks when it is started and stopped, whoever does that."""
+"""A group of the engine that calls a plug-in's hooks when it is started and stopped, and makes users' objects."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from raysgd.engine.types import GroupReport
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.engine.worker_group import WorkerGroup as EngineGroup
 from raysgd.train.backend import Backend, BackendConfig
-from raysgd.train.worker_group import LostDuringCallError, WorkerGroup
+from raysgd.train.worker_group import Guest, LostDuringCallError, WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 
 class HookedGroup(EngineGroup):
-    """Calls `Backend.on_start` as the last step of its start, and `Backend.on_shutdown` as the first of its stop.
+    """Calls `Backend.on_start` when its workers run, and `Backend.on_shutdown` before they are stopped.
 
     Args:
         spec: What it is started from.
@@ -23,6 +23,7 @@ class HookedGroup(EngineGroup):
         backend: The plug-in.
         config: What the plug-in was chosen with.
         on_started: Told of the face with which the group can be reached.
+        guest: What every worker makes an object of, as the last step of its start; None for nothing.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class HookedGroup(EngineGroup):
         backend: Backend,
         config: BackendConfig,
         on_started: Callable[[WorkerGroup], None],
+        guest: Guest | None = None,
     ) -> None:
         super().__init__(spec, num_workers)
         self._resources = spec.resources
         self._backend, self._config = backend, config
         self._on_started = on_started
+        self._guest = guest
         self._face: WorkerGroup | None = None
 
     def start(self, reservation_timeout_s: float | None = None) -> GroupReport:
@@ -47,6 +50,8 @@ class HookedGroup(EngineGroup):
         try:
             self._face = WorkerGroup.of(self, self._resources)
             self._backend.on_start(self._face, self._config)
+            if self._guest is not None:
+                self._face.invite(self._guest)
         except LostDuringCallError as lost:
             self.kill()
             return lost.report

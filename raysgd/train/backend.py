@@ -38,6 +38,7 @@ EncodedData = Any
 _NAMED = {
     "torch": ("raysgd.train.torch", "TorchConfig"),
     "tensorflow": ("raysgd.train.tensorflow", "TensorflowConfig"),
+    "horovod": ("raysgd.train.horovod", "HorovodConfig"),
 }
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
+from raysgd._atomic_file import replacing
 from raysgd.train.constants import TIMESTAMP, TRAIN_CHECKPOINT_SUBDIR
 
 logger = logging.getLogger(__name__)
@@ -276,16 +276,8 @@ def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
     from ray import cloudpickle
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.part")
-    try:
-        with open(beside, "wb") as file:
-            cloudpickle.dump(dict(checkpoint), file, protocol=5)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+    with replacing(str(path)) as file:
+        cloudpickle.dump(dict(checkpoint), file, protocol=5)
 
 
 def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:

@@ -28,12 +28,14 @@ TRAIN_CHECKPOINT_SUBDIR = "checkpoints"
 RESULT_FILE_JSON = "results.json"
 TUNE_CHECKPOINT_FILE_NAME = "checkpoint"
 TUNE_CHECKPOINT_ID = "_current_checkpoint_id"
+RESULT_FETCH_TIMEOUT = 0.2  # the old library looked for results so often, in seconds; here nobody has to look
 SESSION_MISUSE_LOG_ONCE_KEY = "train_warn_session_misuse"
 
 # Environment variables of the driver, read when a trainer is made.
 ENABLE_DETAILED_AUTOFILLED_METRICS_ENV = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS"
 ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV = "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"
 TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV = "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
+TRAIN_ENABLE_WORKER_SPREAD_ENV = "TRAIN_ENABLE_WORKER_SPREAD"
 
 
 def env_integer(name: str, default: int) -> int:

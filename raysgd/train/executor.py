@@ -32,7 +32,7 @@ from raysgd.train.backend import BackendConfig, Placed, backend_of
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
 from raysgd.train.session import FunctionSession, Order, TrainingResult, TrainingResultType
 from raysgd.train.utils import without_arguments
-from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, Workers, check_group, gather
+from raysgd.train.worker_group import Guest, LostDuringCallError, WorkerGroup, check_group, gather
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class BackendExecutor:
             )
         )
         self._is_detailed = bool(constants.env_integer(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0))
+        self._packs = not constants.env_integer(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0)
         self._timeout_s = constants.env_integer(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100)
         self._controller: ElasticController | None = None
         self._face: WorkerGroup | None = None
@@ -109,7 +110,8 @@ class BackendExecutor:
 
         Args:
             initialization_hook: Run in each worker process before anything else.
-            train_cls: A class of which every worker makes an object, reached through `worker_group.workers`.
+            train_cls: A class of which every worker makes an object, reached through `worker_group.workers`; also
+                those that replace lost ones.
             train_cls_args: Arguments for that.
             train_cls_kwargs: Keyword arguments for that.
 
@@ -121,18 +123,17 @@ class BackendExecutor:
         if self._controller is not None:
             raise RuntimeError("The workers were started already: call `shutdown` before another `start`.")
         ensure_ray()
-        controller = self._make_controller(initialization_hook)
+        guest = Guest(train_cls, tuple(train_cls_args or ()), train_cls_kwargs or {}) if train_cls is not None else None
+        controller = self._make_controller(initialization_hook, guest)
         try:
             controller.start(as_fits=self._is_elastic)
-            if train_cls is not None:
-                Workers(controller.group).make_guests(train_cls, tuple(train_cls_args or ()), train_cls_kwargs or {})
         except BaseException:
             controller.stop(force=True)
             self._face = None
             raise
         self._controller = controller
 
-    def _make_controller(self, hook: Callable[[], Any] | None) -> ElasticController:
+    def _make_controller(self, hook: Callable[[], Any] | None, guest: Guest | None) -> ElasticController:
         connection = self._config.connection(self._resources.num_gpus)
         if isinstance(connection, Placed):
             connection.shares_gpus = self._shares_gpus
@@ -145,12 +146,13 @@ class BackendExecutor:
             initialization_hook=hook,
             reservation_timeout_s=self._timeout_s,
             captures=False,
+            packs=self._packs,
         )
         return ElasticController(
             spec,
             ScalingPolicy(max_workers=self._max_workers, min_workers=self._min_workers),
             FailurePolicy(),
-            make_group=lambda spec, size: HookedGroup(spec, size, self._backend, self._config, self._note_group),
+            make_group=lambda spec, size: HookedGroup(spec, size, self._backend, self._config, self._note_group, guest),
             release_timeout_s=_RELEASE_S,
             rules=ElasticRules(None, self._heartbeat_s, self._leaving_nodes),
         )
@@ -324,6 +326,18 @@ class BackendExecutor:
         _ = self._active().group  # one that was given up is replaced here
         assert self._face is not None
         return self._face
+
+    def replace_workers(self) -> WorkerGroup:
+        """Ends all workers and starts new ones; returns those.
+
+        Raises:
+            InactiveWorkerGroupError: There are none.
+            TrainBackendError: A function is running.
+        """
+        controller = self._active()
+        self.check_free()
+        controller.give_up()
+        return self.get_worker_group()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
         """Runs `function(*args, **kwargs)` once in every worker; what it returned, in order of the ranks.

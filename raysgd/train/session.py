@@ -21,7 +21,7 @@ from typing import Any
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Beat, World
 from raysgd.exceptions import TrainBackendError
-from raysgd.train._copying import copied
+from raysgd.train._copying import Copier
 from raysgd.train._hand_off import Ended, HandOff
 from raysgd.train.constants import (
     DATE,
@@ -152,6 +152,7 @@ class Session:
         self._order = order
         self._began = self._last_report = time.monotonic()
         self._parcels = parcels or Parcels()
+        self._copier = Copier()
         self.hand_off = HandOff(order.function)
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> None:
@@ -173,7 +174,7 @@ class Session:
     def _parcel(self, checkpoint: dict[str, Any]) -> Parcel:
         content = {**checkpoint, TIMESTAMP: int(time.time())}
         score = content.get(self._order.score_attribute)
-        copy, num_bytes = copied(content)
+        copy, num_bytes = self._copier.copied(content)
         if num_bytes < _INLINE_BYTES:
             return Parcel(score, self._order.encode(copy))
         return Parcel(score, token=self._parcels.keep(lambda: self._order.encode(copy)))

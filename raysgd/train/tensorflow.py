@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from raysgd._optional import require
+from raysgd._optional import require_installed
+from raysgd.tf.datasets import prepare_dataset_shard
+from raysgd.train._tf_cluster import TensorflowBackend
+from raysgd.train.backend import Backend, BackendConfig
 
-require("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
-
-from raysgd.tf.datasets import prepare_dataset_shard  # noqa: E402
-from raysgd.train._tf_cluster import TensorflowBackend  # noqa: E402
-from raysgd.train.backend import Backend, BackendConfig  # noqa: E402
+require_installed("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
 
 __all__ = ["TensorflowConfig", "prepare_dataset_shard"]
 

@@ -10,9 +10,10 @@ import io
 import os
 import random
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,7 +27,8 @@ import torch  # noqa: E402
 from raysgd.backends.base import Backend as Connection  # noqa: E402
 from raysgd.backends.torch import TorchBackend as ProcessGroup  # noqa: E402
 from raysgd.exceptions import SessionMisuseError  # noqa: E402
-from raysgd.torch.parallel import DDP  # noqa: E402
+from raysgd.torch.options import FSDPOptions  # noqa: E402
+from raysgd.torch.parallel import DDP, NoParallel  # noqa: E402
 from raysgd.torch.precision import NativeAmp, Precision  # noqa: E402
 from raysgd.train._copying import unwrapped  # noqa: E402
 from raysgd.train._torch_data import DeviceLoader, divided  # noqa: E402
@@ -36,6 +38,8 @@ from raysgd.train.session import Session, current_session  # noqa: E402
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
+
+_UNSET: Any = object()
 
 
 @dataclass
@@ -104,6 +108,10 @@ class TorchBackend(Backend):
 class Accelerator:
     """What the helpers of one run share.
 
+    Attributes:
+        seed: What random numbers start from; None for anything.
+        parallel: How states are gathered and taken over.
+
     Args:
         precision: The number format.
         device: Where models and batches go.
@@ -113,6 +121,23 @@ class Accelerator:
         self.precision = precision
         self.device = device
         self.seed: int | None = None
+        self.parallel = NoParallel()
+        self._replaced: dict[int, weakref.ref[torch.nn.Parameter]] = {}
+
+    def divide(self, model: torch.nn.Module, world_size: int, options: FSDPOptions) -> torch.nn.Module:
+        """Divides a model over the workers, in place."""
+        from raysgd.torch.fsdp import FSDP  # not at the top: it takes a while, and few need it
+
+        self._replaced |= {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
+        self.parallel = FSDP(self.device, world_size, options)
+        model = self.parallel.wrap(model, None, {})
+        self.parallel.adopt(())  # lets go of the whole parameters
+        return model
+
+    def has_replaced(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a part stands in the place of this parameter now."""
+        reference = self._replaced.get(id(parameter))
+        return reference is not None and reference() is parameter
 
 
 def accelerate(amp: bool = False) -> None:
@@ -144,22 +169,29 @@ def prepare_model(
     move_to_device: bool | torch.device = True,
     wrap_ddp: bool | str | None = True,
     ddp_kwargs: Mapping[str, Any] | None = None,
+    *,
+    parallel_strategy: str | None = _UNSET,
+    parallel_strategy_kwargs: Mapping[str, Any] | None = None,
 ) -> torch.nn.Module:
     """Gets a model ready: on its device, in the precision of the run, and kept equal on all workers.
+
+    With "fsdp" it is divided over the workers, in place. Make its optimizer afterwards, and save what `gather_state`
+    returns. A single worker keeps it whole.
 
     Args:
         model: The model.
         move_to_device: Whether to move it to this worker's device; or another device.
-        wrap_ddp: Whether to wrap it in `DistributedDataParallel`, if there are several workers. "ddp" and None mean
-            True and False.
+        wrap_ddp: Whether to wrap it in `DistributedDataParallel`, if there are several workers; or a
+            `parallel_strategy`.
         ddp_kwargs: Arguments for that.
+        parallel_strategy: Says the same in other words: "ddp" or None; or "fsdp", to divide it by `fully_shard`.
+        parallel_strategy_kwargs: Arguments for that; with "fsdp" those of `TorchTrainer(fsdp_args=...)`.
 
     Raises:
         SessionMisuseError: Outside of a training function.
-        ValueError: Another `wrap_ddp`.
+        ValueError: Another strategy, or options that it does not have.
     """
-    if not isinstance(wrap_ddp, bool) and wrap_ddp not in ("ddp", None):
-        raise ValueError(f'`wrap_ddp={wrap_ddp!r}`: allowed are True or "ddp", and False or None.')
+    strategy, options = _strategy_of(wrap_ddp, ddp_kwargs, parallel_strategy, parallel_strategy_kwargs)
     accelerator = _accelerator("prepare_model")
     world = _session("prepare_model").world
     device = move_to_device if isinstance(move_to_device, torch.device) else accelerator.device
@@ -169,10 +201,63 @@ def prepare_model(
         model = model.to(device)
     if accelerator.precision.is_mixed:
         model.forward = _InContext(model, accelerator.precision.forward)
-    if wrap_ddp and world.size > 1:
-        device_ids = [device.index or 0] if device.type == "cuda" else None
-        model = DDP().wrap(model, device_ids, dict(ddp_kwargs or {}))
-    return model
+    if world.size == 1 or strategy is None:
+        return model
+    if strategy == "fsdp":
+        return accelerator.divide(model, world.size, FSDPOptions(**options))
+    device_ids = [device.index or 0] if device.type == "cuda" else None
+    return DDP().wrap(model, device_ids, options)
+
+
+def _strategy_of(
+    wrap_ddp: bool | str | None,
+    ddp_kwargs: Mapping[str, Any] | None,
+    parallel_strategy: str | None,
+    parallel_strategy_kwargs: Mapping[str, Any] | None,
+) -> tuple[str | None, dict[str, Any]]:
+    """The strategy, whichever of its two names it was given by, and its options."""
+    if parallel_strategy is not _UNSET and wrap_ddp is not True:
+        raise ValueError("`wrap_ddp` and `parallel_strategy` say the same: pass one of them.")
+    name, strategy = "parallel_strategy", parallel_strategy
+    if parallel_strategy is _UNSET:
+        in_words = ("ddp" if wrap_ddp else None) if isinstance(wrap_ddp, bool) else wrap_ddp
+        name, strategy = "wrap_ddp", in_words
+    if strategy not in ("ddp", "fsdp", None):
+        raise ValueError(
+            f'`{name}={strategy!r}`: allowed are "ddp", "fsdp" and None, and for `wrap_ddp` True and False.'
+        )
+    options = {**(ddp_kwargs or {}), **(parallel_strategy_kwargs or {})}
+    unknown = sorted(set(options) - {option.name for option in fields(FSDPOptions)})
+    if strategy == "fsdp" and unknown:
+        known = ", ".join(option.name for option in fields(FSDPOptions))
+        raise ValueError(f'`parallel_strategy_kwargs` has {", ".join(unknown)}: with "fsdp" allowed are {known}.')
+    return strategy, options
+
+
+def gather_state(part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
+    """The whole state of a model or an optimizer, without wrappers, for `save_checkpoint`; all workers have to call it.
+
+    Of parts that are divided by "fsdp" it is put together on rank 0; the others get it without the tensors.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    return _accelerator("gather_state").parallel.state_of(unwrapped(part))
+
+
+def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Takes over a state of `gather_state`, or of `state_dict` of a plain part, before or after it was prepared.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    parallel = _accelerator("load_state").parallel
+    if isinstance(part, torch.nn.Module):
+        model = unwrapped(part)
+        is_divided = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+        (parallel if is_divided else NoParallel()).load_model(model, state)
+    else:
+        parallel.load_optimizer(part, state)
 
 
 class _InContext:
@@ -224,8 +309,12 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
     Raises:
         SessionMisuseError: Outside of a training function.
+        ValueError: It was made before its model was divided, and so steps what nobody trains.
     """
-    return _PreparedOptimizer(optimizer, _accelerator("prepare_optimizer").precision)
+    accelerator = _accelerator("prepare_optimizer")
+    if any(accelerator.has_replaced(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError('The optimizer has the parameters of before `prepare_model(..., "fsdp")`: make it afterwards.')
+    return _PreparedOptimizer(optimizer, accelerator.precision)
 
 
 class _PreparedOptimizer(torch.optim.Optimizer):

@@ -391,6 +391,9 @@ class TrainingIterator:
 class TrainWorkerGroup:
     """Connected workers, each with an object of the user's class. `group[0].method.remote(...)` calls it.
 
+    When a worker dies, `ray.get` of a call to it raises Ray's `RayActorError`, and calls to others may wait for it in
+    vain. `restart` then brings new workers; what the objects knew is lost, unless the class keeps it elsewhere.
+
     Args:
         executor: Started the workers.
     """
@@ -407,6 +410,18 @@ class TrainWorkerGroup:
     @property
     def _group(self) -> WorkerGroup:
         return self._executor.get_worker_group()
+
+    def restart(self) -> None:
+        """Replaces all workers: new processes, connected anew, with new objects made from the same arguments.
+
+        Handles taken before are of no use any more: take them again, `group[0]`.
+
+        Raises:
+            InactiveWorkerGroupError: The group was shut down.
+            WorkerError: The class or the initialization hook raised; of that class too.
+            WorkersLostError: New workers died too, again and again.
+        """
+        self._executor.replace_workers()
 
     def shutdown(self, patience_s: float = 5) -> None:
         """Ends the workers."""

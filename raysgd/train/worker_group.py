@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import socket
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.engine.failures import classify
@@ -16,7 +16,7 @@ from raysgd.engine.gathering import Listener
 from raysgd.engine.types import GroupReport, Resources
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.engine.worker_group import WorkerGroup as EngineGroup
-from raysgd.exceptions import TrainingWorkerError, WorkersLostError, worker_error
+from raysgd.exceptions import InactiveWorkerGroupError, TrainingWorkerError, WorkersLostError, worker_error
 from raysgd.train.backend import Unconnected
 from raysgd.train.session import FunctionSession
 
@@ -74,7 +74,16 @@ class RemoteMethod:
     name: str
 
     def remote(self, *args: Any, **kwargs: Any) -> Any:
-        """Starts the method and returns a Ray reference to its result."""
+        """Starts the method and returns a Ray reference to its result; `ray.get` of it is an error if the worker dies.
+
+        Raises:
+            InactiveWorkerGroupError: The workers were ended or replaced since the handle was made.
+        """
+        if self.group.is_ended:
+            raise InactiveWorkerGroupError(
+                f"The worker of rank {self.rank} that this handle stands for was ended: take a new handle, "
+                f"`group[{self.rank}]`."
+            )
         if self.name in _MIXIN_NAMES:
             return self.group.submit(self.rank, "execute", *args, **kwargs)
         return self.group.submit(self.rank, "host", call_guest, self.name, *args, **kwargs)
@@ -88,9 +97,18 @@ class Worker:
     metadata: WorkerMetadata
 
 
-def make_guest(replica: FunctionSession, guest_cls: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Makes an object of the user's class in this worker."""
-    replica.guest = guest_cls(*args, **kwargs)
+@dataclass(frozen=True)
+class Guest:
+    """A class of the user's, of which every worker makes an object with these arguments."""
+
+    made_by: type[Any]
+    args: Sequence[Any] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def make_guest(replica: FunctionSession, guest: Guest) -> None:
+    """Makes the object of this worker."""
+    replica.guest = guest.made_by(*guest.args, **guest.kwargs)
 
 
 def call_guest(replica: FunctionSession, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -123,10 +141,6 @@ class Workers:
     def submit(self, index: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Starts `function` in one worker, between its other calls; returns Ray's reference."""
         return self.group.submit(index, "execute", function, *args, **kwargs)
-
-    def make_guests(self, guest_cls: type[Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Makes an object of the user's class in every worker."""
-        gather([self.group.submit(i, "host", make_guest, guest_cls, args, kwargs) for i in range(len(self))])
 
     def describe(self) -> list[Worker]:
         """The workers with where they live."""
@@ -191,7 +205,7 @@ class WorkerGroup:
         self.num_cpus_per_worker = num_cpus_per_worker
         self.num_gpus_per_worker = num_gpus_per_worker
         self.additional_resources_per_worker = additional_resources_per_worker
-        self._guest = (actor_cls, tuple(actor_cls_args or ()), dict(actor_cls_kwargs or {}))
+        self._guest = Guest(actor_cls, tuple(actor_cls_args or ()), dict(actor_cls_kwargs or {})) if actor_cls else None
         self._groups: list[EngineGroup] = []
         self.workers: list[Worker] = []
         self.start()
@@ -204,7 +218,7 @@ class WorkerGroup:
         face.num_cpus_per_worker = resources.num_cpus
         face.num_gpus_per_worker = resources.num_gpus
         face.additional_resources_per_worker = resources.custom or None
-        face._guest = (None, (), {})
+        face._guest = None
         face._groups = []
         face.workers = Workers(group).describe()
         return face
@@ -233,16 +247,24 @@ class WorkerGroup:
                 raise worker_error(diagnosis.faults)
             raise WorkersLostError("A worker process died while it was started.") from diagnosis.faults[0].error
         self._groups.append(group)
-        workers = Workers(group)
-        guest_cls, args, kwargs = self._guest
         try:
-            if guest_cls is not None:
-                workers.make_guests(guest_cls, args, kwargs)
-            self.workers += workers.describe()
+            workers = Workers(group).describe()
+            if self._guest is not None:
+                _invite(self._guest, workers)
+            self.workers += workers
         except BaseException:
             self._groups.remove(group)
             group.kill()
             raise
+
+    def invite(self, guest: Guest) -> None:
+        """Makes an object of the user's class in every worker, to be reached through its handle.
+
+        Raises:
+            WorkerError: The class raised; of that class too.
+            TrainingWorkerError: A worker died.
+        """
+        _invite(guest, self.workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
         """Ends the workers at these indexes; those behind them move up."""
@@ -298,6 +320,10 @@ class WorkerGroup:
 
     def __len__(self) -> int:
         return len(self.workers)
+
+
+def _invite(guest: Guest, workers: Sequence[Worker]) -> None:
+    gather([worker.actor.group.submit(worker.actor.rank, "host", make_guest, guest) for worker in workers])
 
 
 def check_group(num_workers: int, num_cpus_per_worker: float, num_gpus_per_worker: float) -> None:

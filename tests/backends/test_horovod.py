@@ -110,8 +110,8 @@ def test_a_horovod_of_the_user_is_refused_with_advice_and_left_alone() -> None:
         owner.leave()
 
 
-def test_a_rank_that_never_comes_ends_the_wait_with_an_error() -> None:
-    backend = HorovodBackend(timeout_s=0.3)
+@pytest.mark.parametrize("backend", [HorovodBackend(timeout_s=0.3), HorovodBackend(start_timeout_s=0.3)])
+def test_a_rank_that_never_comes_ends_the_wait_with_an_error(backend: HorovodBackend) -> None:
     before = dict(os.environ)
     rendezvous = Rendezvous(HERE, backend.open_rendezvous(), on_one_node=True)
     with pytest.raises(RendezvousFailed, match="another rank failed, or took too long") as caught:
@@ -141,7 +141,8 @@ def test_a_meeting_point_that_is_gone_is_a_broken_connection() -> None:
 
 
 def test_it_travels_to_workers() -> None:
-    assert pickle.loads(pickle.dumps(HorovodBackend(timeout_s=7))) == HorovodBackend(timeout_s=7)
+    backend = HorovodBackend(timeout_s=7, start_timeout_s=5, interface="lo")
+    assert pickle.loads(pickle.dumps(backend)) == backend
 
 
 def test_what_one_process_did_with_it_does_not_travel() -> None:

@@ -83,6 +83,17 @@ def test_a_reservation_takes_what_it_says_and_gives_it_back(ray_cluster: None) -
     reservation.release(10)
 
 
+@pytest.mark.parametrize(("packs", "strategy"), [(False, "SPREAD"), (True, "PACK")])
+def test_workers_are_apart_or_close_to_each_other(ray_cluster: None, packs: bool, strategy: str) -> None:
+    reservation = Reservation(Resources(num_cpus=1), 2, packs=packs)
+    try:
+        reservation.wait(20)
+        groups = placement_group_table().values()
+        assert [entry["strategy"] for entry in groups if entry["state"] == "CREATED"] == [strategy]
+    finally:
+        reservation.release(10)
+
+
 def test_what_is_not_granted_is_told_in_numbers_and_nothing_stays_reserved(holder: Any) -> None:
     reservation = Reservation(Resources(num_cpus=2), 3)
     with pytest.raises(TimeoutError) as caught:

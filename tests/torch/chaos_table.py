@@ -3,7 +3,7 @@
     python -m tests.torch.chaos_table [--all] [PHASE/VICTIM ...]
 
 Prints one line of JSON for each cell of the table, as it goes. One trainer serves all cells but those of its start-up:
-it is whole again before each of them.
+it is whole again before each of them. In the end, unless cells were named, a node is announced to go away.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ray.cluster_utils import Cluster
 from raysgd import testing
 from raysgd.testing import _arm, _Trap
 from raysgd.torch import TorchTrainer
+from tests.torch.draining import drained
 from tests.torch.ledger import BATCH_SIZE_OF_ONE, NUM_SAMPLES, Ledger, parameters_of, uses
 from tests.torch.nodes import add_node, cluster_of
 from tests.torch.operators_for_tests import equal
@@ -232,6 +233,8 @@ def main() -> None:
             seen = table.fill(phase, victim)
             tell({"phase": phase, "victim": victim, **seen, "seconds": round(time.monotonic() - began, 1)})
         table.trainer.shutdown()
+        if not named:
+            tell({"phase": "going away", "victim": "a node", **drained()})
 
 
 if __name__ == "__main__":

@@ -63,10 +63,24 @@ def test_a_loss_loses_nothing(cell: Cell, chosen: dict[Cell, dict[str, Any]]) ->
     assert_that_nothing_was_lost(chosen[cell])
 
 
+GOING_AWAY = ("going away", "a node")
+
+
+@pytest.mark.timeout(500)
+def test_a_node_that_is_going_away_is_left_in_good_order(chosen: dict[Cell, dict[str, Any]]) -> None:
+    found = chosen[GOING_AWAY]
+    assert found["kinds"] == ["left"]
+    assert found["sizes"] == [2, 2], "in the epoch in which it was announced, and in the next one"
+    assert found["uses"] == [2]
+    assert found["num_samples"] == [960, 960], "the metrics of the worker that left are in the result"
+    assert found["num_failures"] == 0
+    assert not found["was still used"]
+
+
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 def test_no_loss_loses_anything() -> None:
     table = told("--all", timeout_s=7000)
-    assert list(table) == list(ALL)
-    for cell in table.values():
-        assert_that_nothing_was_lost(cell)
+    assert list(table) == [*ALL, GOING_AWAY]
+    for cell in ALL:
+        assert_that_nothing_was_lost(table[cell])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import errno
+import fcntl
 import os
 import pickle
 import shutil
@@ -23,6 +24,7 @@ import numpy as np
 import pytest
 import torch
 
+from raysgd._atomic_file import replacing
 from raysgd.torch import checkpoint_file
 from raysgd.torch.checkpoint_file import (
     AsyncWriter,
@@ -239,6 +241,24 @@ class TestWrite:
         rest = [name for name in os.listdir(tmp_path) if name != "last.pt"]
         assert len(rest) == 1
         assert rest[0].startswith(".raysgd-")
+
+    def test_what_killed_writers_left_is_deleted_once_it_is_old(self, tmp_path: Path) -> None:
+        names = ("old", "new", "in use")
+        paths = [tmp_path / f".raysgd-{name}.tmp" for name in names]
+        for path in paths:
+            path.write_bytes(b"half a file")
+        for path in (paths[0], paths[2]):
+            os.utime(path, (0, 0))
+        with paths[2].open("rb") as writing:
+            fcntl.flock(writing, fcntl.LOCK_EX)
+            write(tmp_path / "last.pt", training_state(1))
+        assert [path.exists() for path in paths] == [False, True, True]
+
+    def test_a_file_that_is_being_written_is_locked(self, tmp_path: Path) -> None:
+        with replacing(str(tmp_path / "last.pt")):
+            [temporary] = tmp_path.iterdir()
+            with temporary.open("rb") as other, pytest.raises(BlockingIOError):
+                fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def test_a_limit_on_file_sizes_leaves_the_old_file_and_nothing_else(self, tmp_path: Path) -> None:
         write(tmp_path / "last.pt", training_state(1))

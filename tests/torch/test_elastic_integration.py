@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 
@@ -13,7 +10,6 @@ import pytest
 from raysgd import testing
 from raysgd.torch import TorchTrainer
 from tests.torch.ledger import Ledger, uses
-from tests.torch.programs import ROOT
 
 pytestmark = pytest.mark.integration
 
@@ -103,16 +99,3 @@ def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
     stack_of_rank_1 = caplog.text.partition("rank 1: epoch 1, step 0, training\n")[2]
     assert "in train_epoch" in stack_of_rank_1
     assert "sleep(" in stack_of_rank_1
-
-
-def test_a_node_that_is_going_away_is_left_in_good_order() -> None:
-    command = [sys.executable, "-m", "tests.torch.drain_program"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=150, check=False)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["kinds"] == ["left"]
-    assert found["sizes"] == [2, 2], "in the epoch in which it was announced, and in the next one"
-    assert found["uses"] == [2]
-    assert found["num_samples"] == [960, 960], "the metrics of the worker that left are in the result"
-    assert found["num_failures"] == 0
-    assert not found["was still used"]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from torch.utils.data import DataLoader
+import torch
+from torch.utils.data import DataLoader, Sampler
 
 from raysgd.engine.epochs import EpochRequest
 from raysgd.torch.feed import Feed
@@ -60,6 +62,68 @@ def test_the_books_of_a_pass_and_its_index() -> None:
     assert (feed.ledger().used, feed.ledger().due, feed.pass_index(stream)) == (8, 12, 0)  # type: ignore[union-attr]
     take(feed)
     assert feed.pass_index(stream) == 1
+
+
+class Counts(Sampler[int]):
+    """Goes by a count of its own, which no other process shares."""
+
+    num_drawn = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_drawn += 1
+        return iter([(number * 5 + self.num_drawn) % 12 for number in range(12)])
+
+
+def counting_feed(parallel: NoParallel, size: int, num_drawn: int = 0) -> Feed:
+    sampler = Counts()
+    sampler.num_drawn = num_drawn
+    loader = DataLoader(range(12), batch_size=2, sampler=sampler)  # type: ignore[arg-type]
+    return Feed({"train": shard_loader(loader, rank=0, world_size=size, training=True)}.get, parallel, size)
+
+
+def test_a_sampler_that_draws_another_order_on_resumption_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    first, same, other = (counting_feed(NoParallel(), 1, num_drawn) for num_drawn in (0, 0, 3))
+    take(first, 2)
+    position = first.position()
+    same.go_to(first.epoch, position)
+    take(same, 1)
+    assert not caplog.text
+    other.go_to(first.epoch, position)
+    other.training(REQUEST)
+    assert other.position() == position, "as long as nothing is drawn"
+    take(other, 1)
+    assert "sampler Counts draws another order than in the pass that is resumed" in caplog.text
+
+
+class Pair(NoParallel):
+    """One of two replicas, of which the other one has `theirs`."""
+
+    synchronizes = True
+
+    def __init__(self, theirs: Feed | None) -> None:
+        super().__init__()
+        self.theirs = theirs
+
+    def summation(self) -> Any:
+        def start(numbers: torch.Tensor) -> Any:
+            sampler = self.theirs._data_of("train").sampler  # type: ignore[union-attr]
+            sampler.begin_pass(0, REQUEST.seed)
+            return lambda: numbers.add_(sampler.fingerprint())
+
+        return start
+
+
+@pytest.mark.parametrize("num_drawn", [0, 3])
+def test_a_sampler_that_draws_another_order_on_another_rank_is_an_error(num_drawn: int) -> None:
+    feed = counting_feed(Pair(counting_feed(NoParallel(), 2, num_drawn)), 2)
+    if num_drawn == 0:
+        assert len(take(feed)) == 6
+    else:
+        with pytest.raises(ValueError, match=r"sampler Counts drew different orders.*`add_dist_sampler=False`"):
+            take(feed)
 
 
 @pytest.mark.parametrize(("instead_of", "expected"), [(4, 2), (8, 4), (None, 4)])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from raysgd.torch import TorchTrainer
+from raysgd.torch.fsdp import _filled, _skeleton_of
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -28,9 +29,9 @@ class Blocks(LinearOperator):
         return Net()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        once = self.config.get("dies_once")
-        if once and self.world_rank == 1 and self.global_step == 5 and not Path(once).exists():
-            Path(once).touch()
+        mark = Path(self.config.get("marks", "/"), f"{self.global_step}")
+        if self.world_rank == 1 and self.global_step in self.config.get("dies_in", ()) and not mark.exists():
+            mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.config.get("step_s", 0.0))
         return super().train_batch(batch, batch_info)
@@ -98,6 +99,14 @@ def test_the_model_comes_whole_and_plain(divided: TorchTrainer) -> None:
     assert divided.validate()["val_loss"] == pytest.approx(loss(model(features), target).item(), rel=1e-5)
 
 
+def test_a_model_that_is_put_together_shares_the_weights_that_it_shared() -> None:
+    model = torch.nn.ModuleDict({"in": torch.nn.Embedding(4, 2), "out": torch.nn.Linear(2, 4, bias=False)})
+    model["out"].weight = model["in"].weight  # type: ignore[assignment]
+    plain = _filled(_skeleton_of(model), {name: tensor.clone() for name, tensor in model.state_dict().items()})
+    assert plain["out"].weight is plain["in"].weight is not model["in"].weight  # type: ignore[index]
+    assert equal(dict(plain.state_dict()), dict(model.state_dict()))
+
+
 def test_files_travel_to_other_ways_of_training_and_back(
     divided: TorchTrainer, tmp_path: Path, make_local: Callable[..., TorchTrainer]
 ) -> None:
@@ -117,30 +126,18 @@ def test_files_travel_to_other_ways_of_training_and_back(
 def test_a_lost_worker_is_replaced_and_nothing_is_lost(
     ray_cluster: None, tmp_path: Path, make_local: Callable[..., TorchTrainer]
 ) -> None:
-    """A rank takes its part of the model along: a new group starts, from the whole state of the last call."""
+    """A rank takes its part of the model along: a new group starts, from a whole state inside the call or before it."""
     alone = make_local(Blocks, config={"batch_size": 8})
-    expected = [alone.train(num_steps=2)["train_loss"] for _ in range(3)]
-    with start(config={"dies_once": str(tmp_path / "died")}) as trainer:
-        found = [trainer.train(num_steps=2)["train_loss"] for _ in range(3)]
-        assert found == pytest.approx(expected, rel=1e-5)
-        assert trainer._num_failures == 1
-        model = trainer.get_model().state_dict()
-    torch.testing.assert_close(dict(model), dict(alone.get_model().state_dict()), rtol=1e-5, atol=1e-6)
-
-
-def test_snapshots_inside_a_call_are_whole_and_gone_on_with(
-    ray_cluster: None, tmp_path: Path, make_local: Callable[..., TorchTrainer]
-) -> None:
-    alone = make_local(Blocks, config={"batch_size": 8})
-    expected = alone.train(num_steps=7)
-    config = {"dies_once": str(tmp_path / "died"), "step_s": 0.2}
+    expected = [alone.train(num_steps=7), alone.train(num_steps=2)]
+    config = {"dies_in": [5, 7], "marks": str(tmp_path), "step_s": 0.2}
     with start(config=config, snapshot_every_n_steps=1, heartbeat_s=0.5) as trainer:
-        found = trainer.train(num_steps=7)
-        [rebuilt] = [event for event in trainer.status().events if event.kind == "rebuilt"]
+        found = [trainer.train(num_steps=7), trainer.train(num_steps=2)]
+        inside, before = (event.detail for event in trainer.status().events if event.kind == "rebuilt")
         model = trainer.get_model().state_dict()
-    assert rebuilt.detail.startswith("from a snapshot inside the call, after ")
-    assert found["num_samples"] == expected["num_samples"]
-    assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
+    assert inside.startswith("from a snapshot inside the call, after ")
+    assert before == "from the last completed call"
+    for name in ("num_samples", "train_loss"):
+        assert [result[name] for result in found] == pytest.approx([result[name] for result in expected], rel=1e-5)
     torch.testing.assert_close(dict(model), dict(alone.get_model().state_dict()), rtol=1e-5, atol=1e-6)
 
 

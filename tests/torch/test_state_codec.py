@@ -338,7 +338,7 @@ def test_no_more_than_two_buffers_are_kept() -> None:
     addresses = {encoded.buffer.ctypes.data for encoded in lent}
     assert len(addresses) == 4
     lent.clear()
-    assert sum(memory.nbytes for memory in encoder._buffers._spare) == 2 * 4032
+    assert sum(memory.num_bytes for memory in encoder._buffers._spare) == 2 * 4032
 
 
 def test_an_encoded_state_that_is_dropped_is_not_kept_by_the_encoder() -> None:

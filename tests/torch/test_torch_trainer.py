@@ -576,6 +576,32 @@ def test_a_scheduler_without_a_frequency_is_an_error(make_local: MakeTrainer) ->
 # ------------------------------------------------------------------------------------------------ functions
 
 
+@pytest.mark.parametrize("returned", [None, 0.5])
+def test_a_batch_that_returns_no_dict_is_an_error_that_says_so(returned: Any, make_local: MakeTrainer) -> None:
+    class Forgets(LinearOperator):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> Any:
+            return returned
+
+    with pytest.raises(TypeError, match=r"`Forgets.train_batch` or .* returned a `\w+`: return a dict of metrics"):
+        make_local(Forgets).train()
+
+
+def test_data_without_a_batch_are_told_of(make_local: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
+    class UsedUp(LinearOperator):
+        def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+            return iter(super().make_loader(data, shuffle))
+
+    trainer = make_local(UsedUp)
+    for call in (trainer.train, trainer.validate):
+        assert call()["batch_count"] > 0
+        assert call(num_steps=0)["batch_count"] == 0
+    assert not caplog.text
+    assert trainer.train()["batch_count"] == 0
+    assert "the train data gave no batch at all" in caplog.text
+    assert trainer.validate()["batch_count"] == 0
+    assert "the validation data gave no batch at all" in caplog.text
+
+
 def test_functions_run_here(make_local: MakeTrainer) -> None:
     trainer = make_local()
     assert trainer.apply_all_workers(os.getpid) == [os.getpid()]

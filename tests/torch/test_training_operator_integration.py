@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch.lab import Experiment, run_alone, run_together
@@ -242,6 +242,24 @@ def test_a_sampler_that_divides_is_told_the_pass_and_not_divided_again(two: Torc
     for batches in epochs:
         assert sorted(number for batch in batches for number in batch) == list(range(8))
     assert epochs[0] != epochs[1], "it was told that a new pass begins"
+
+
+def test_a_sampler_that_divides_by_itself_without_saying_so_is_an_error(two: TorchTrainer) -> None:
+    class EveryOther(Sampler[int]):
+        def __init__(self, first: int) -> None:
+            self.first = first
+
+        def __len__(self) -> int:
+            return 4
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(self.first, 8, 2))
+
+    def loader(operator: Any, data: Any) -> Any:
+        return DataLoader(data, batch_size=2, sampler=EveryOther(operator.world_rank))
+
+    with pytest.raises(ValueError, match="sampler EveryOther drew different orders"):
+        seen_with(two, loader)
 
 
 def test_batches_of_the_users_own_are_left_alone(two: TorchTrainer) -> None:

@@ -7,6 +7,8 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from raysgd import train
 
 
@@ -83,6 +85,39 @@ def fit(config: dict[str, Any]) -> list[float]:
         train.report(loss=float(loss))
     train.save_checkpoint(model=model, state=model.state_dict())
     return [float(parameter.detach()) for parameter in model.parameters()]
+
+
+def fit_divided(config: dict[str, Any]) -> list[float]:
+    """Fits a line with a model that is divided, or whole, from a checkpoint on if there is one; returns the weights."""
+    import torch
+
+    from raysgd.train.torch import backward, gather_state, load_state, prepare_model, prepare_optimizer
+
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(1, 3), torch.nn.Linear(3, 1))
+    early = torch.optim.Adam(whole.parameters())
+    model = prepare_model(whole, parallel_strategy=config["strategy"], parallel_strategy_kwargs=config.get("options"))
+    if config["strategy"] == "fsdp":
+        with pytest.raises(ValueError, match="make it afterwards"):
+            prepare_optimizer(early)
+    optimizer = prepare_optimizer(torch.optim.Adam(model.parameters(), lr=0.1))
+    first, checkpoint = 0, train.load_checkpoint()
+    if checkpoint is not None:
+        first = checkpoint["epoch"]
+        load_state(model, checkpoint["model"])
+        load_state(optimizer, checkpoint["optimizer"])
+    x = torch.linspace(-1, 1, 8)[train.world_rank() :: train.world_size()].unsqueeze(1)
+    for epoch in range(first, config["num_epochs"]):
+        optimizer.zero_grad()
+        backward(torch.nn.functional.mse_loss(model(x), 2 * x + 1))
+        optimizer.step()
+        state = {"model": gather_state(model), "optimizer": gather_state(optimizer)}
+        train.save_checkpoint(epoch=epoch + 1, **state)
+    return [float(x) for parameter in model.parameters() for x in _local(parameter).flatten()]
+
+
+def _local(parameter: Any) -> Any:
+    return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
 
 
 def add_up(config: dict[str, Any]) -> list[float]:

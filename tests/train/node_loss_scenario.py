@@ -19,7 +19,6 @@ from ray.cluster_utils import Cluster
 
 from raysgd import train
 from raysgd.train import Trainer, TrainingCallback
-from raysgd.train.backend import BackendConfig
 
 STORE_BYTES = 80 * 1024 * 1024
 FAST_HEALTH_CHECKS = {
@@ -40,12 +39,22 @@ class Numbers:
         return [list(range(4))[rank::n] for rank in range(n)]
 
 
+def size_by_collective() -> int:
+    """How many workers take part in a collective."""
+    import torch
+
+    total = torch.ones(())
+    torch.distributed.all_reduce(total)
+    return int(total)
+
+
 def count_up() -> dict[str, Any]:
     checkpoint = train.load_checkpoint()
     first = checkpoint["number"] + 1 if checkpoint else 0
     for number in range(first, NUM_STEPS):
         node = ray.get_runtime_context().get_node_id()
-        train.report(number=number, shard=train.get_dataset_shard(), node=node, pid=os.getpid())
+        met = size_by_collective()
+        train.report(number=number, shard=train.get_dataset_shard(), node=node, pid=os.getpid(), met=met)
         train.save_checkpoint(number=number)
         if train.world_size() == 1 and number > GAIN_AT:
             time.sleep(0.3)  # until Ray says that there is a node more
@@ -66,7 +75,9 @@ class Fate(TrainingCallback):
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         number = results[0]["number"]
-        self.steps.append({"number": number, "shards": [result["shard"] for result in results]})
+        self.steps.append(
+            {"number": number, "shards": [result["shard"] for result in results], "met": results[0]["met"]}
+        )
         if number == LOSS_AT and not self.has_lost:
             self.has_lost = True
             lost = next(node for node in self.nodes if node.node_id == results[0]["node"])
@@ -83,7 +94,7 @@ def main(logdir: str) -> None:
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         fate, numbers = Fate(cluster), Numbers()
-        trainer = Trainer(BackendConfig(), num_workers=(1, 2), logdir=Path(logdir), resize_check_s=0)
+        trainer = Trainer("torch", num_workers=(1, 2), logdir=Path(logdir), resize_check_s=0)
         trainer.start()
         returned = trainer.run(count_up, callbacks=[fate], dataset=numbers)
         files = sorted(path.name for path in trainer.latest_checkpoint_dir.iterdir())  # type: ignore[union-attr]

@@ -206,6 +206,28 @@ def gather_death(group: WorkerGroup) -> None:
     gather([group.execute_single_async(0, os.getpid), group.execute_single_async(1, die)])
 
 
+class Guest:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def greet(self) -> str:
+        return f"I am {self.name}"
+
+
+def test_workers_that_replace_lost_ones_have_objects_of_the_class_too() -> None:
+    import ray
+
+    executor = BackendExecutor(BackendConfig(), num_workers=1)
+    executor.start(train_cls=Guest, train_cls_kwargs={"name": "Ada"})
+    try:
+        with pytest.raises(TrainingWorkerError, match="there are new workers"):
+            executor.run(die)
+        [worker] = executor.worker_group.workers
+        assert ray.get(worker.actor.greet.remote()) == "I am Ada"
+    finally:
+        executor.shutdown()
+
+
 def test_too_many_deaths_are_an_error() -> None:
     executor = BackendExecutor(BackendConfig(), max_retries=1)
     executor.start()

@@ -40,6 +40,7 @@ def test_the_number_of_workers_follows_the_cluster(seen: dict[str, Any]) -> None
     assert sizes[GAIN_AT] == 1
     assert sizes[NUM_STEPS - 1] == 2
     assert [answer["size"] for answer in seen["returned"]] == [2, 2]
+    assert all(step["met"] == len(step["shards"]) for step in seen["steps"])
     assert seen["kinds"] == ["started", "rebuilt", "grown"]
 
 

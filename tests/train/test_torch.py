@@ -50,6 +50,8 @@ class TestOutsideOfAFunction:
             lambda: helpers.prepare_data_loader(DataLoader(numbers())),
             lambda: helpers.prepare_optimizer(torch.optim.SGD([torch.zeros(1)], 0.1)),
             lambda: helpers.backward(torch.zeros(1)),
+            lambda: helpers.gather_state(torch.nn.Linear(1, 1)),
+            lambda: helpers.load_state(torch.nn.Linear(1, 1), {}),
         ],
     )
     def test_helpers_say_where_they_belong(self, call: Callable[[], Any]) -> None:
@@ -99,9 +101,41 @@ class TestModels:
         assert inside(lambda: helpers.prepare_model(model)) is model
         assert "forward" not in vars(model)
 
-    def test_are_wrapped_in_one_of_two_ways_or_not(self) -> None:
-        with pytest.raises(ValueError, match="`wrap_ddp='fast'`"):
-            inside(lambda: helpers.prepare_model(torch.nn.Linear(1, 1), wrap_ddp="fast"))
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"wrap_ddp": "fast"}, "`wrap_ddp='fast'`"),
+            ({"parallel_strategy": True}, "`parallel_strategy=True`"),
+            ({"wrap_ddp": False, "parallel_strategy": "ddp"}, "say the same"),
+            (
+                {"parallel_strategy": "fsdp", "parallel_strategy_kwargs": {"cpu_offload": True}},
+                "has cpu_offload: .*min_block_parameters",
+            ),
+        ],
+    )
+    def test_are_kept_equal_in_one_of_some_ways(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            inside(lambda: helpers.prepare_model(torch.nn.Linear(1, 1), **options))
+
+    @pytest.mark.parametrize("options", [{"wrap_ddp": "fsdp"}, {"parallel_strategy": "fsdp"}, {"wrap_ddp": None}])
+    def test_of_a_single_worker_stay_whole(self, options: dict[str, Any]) -> None:
+        model = torch.nn.Linear(1, 1)
+        assert inside(lambda: helpers.prepare_model(model, **options)) is model
+
+    def test_and_optimizers_take_over_what_was_gathered(self) -> None:
+        def function() -> None:
+            first, second = (helpers.prepare_model(torch.nn.Linear(2, 1)) for _ in range(2))
+            optimizers = [torch.optim.Adam(model.parameters()) for model in (first, second)]
+            first(torch.ones(1, 2)).sum().backward()
+            optimizers[0].step()
+            helpers.load_state(second, helpers.gather_state(first))
+            helpers.load_state(optimizers[1], helpers.gather_state(optimizers[0]))
+            assert torch.equal(first.weight, second.weight)
+            states = [optimizer.state_dict()["state"][0] for optimizer in optimizers]
+            assert torch.equal(states[0]["exp_avg"], states[1]["exp_avg"])
+            assert states[0]["exp_avg"] is not states[1]["exp_avg"]
+
+        inside(function)
 
 
 class Picky(torch.nn.Linear):

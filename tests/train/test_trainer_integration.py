@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from raysgd import train
-from raysgd.exceptions import StepMismatchError, WorkerError, WorkersLostError
+from raysgd.exceptions import InactiveWorkerGroupError, StepMismatchError, WorkerError, WorkersLostError
 from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig
 from tests.train import lab
@@ -124,6 +124,21 @@ def test_results_can_be_taken_one_by_one(shared: Trainer) -> None:
     assert shared.latest_checkpoint["number"] == 2
 
 
+def test_an_iterator_of_a_run_that_failed_is_at_its_end(shared: Trainer) -> None:
+    def function() -> None:
+        train.report(number=0)
+        raise KeyError("bad sample 7")
+
+    iterator = shared.run_iterator(function)
+    assert [result["number"] for result in next(iterator)] == [0, 0]
+    with pytest.raises(KeyError, match="bad sample 7"):
+        next(iterator)
+    assert iterator.is_finished()
+    assert iterator.get_final_results() is None
+    assert iterator.get_final_results(force=True) is None
+    assert list(iterator) == []
+
+
 def test_a_rejected_call_leaves_no_folder(shared: Trainer) -> None:
     before = shared.latest_run_dir
     with pytest.raises(ValueError, match="2 parameters"):
@@ -192,8 +207,13 @@ def test_a_broken_callback_ends_the_run_and_all_callbacks_hear_of_it(tmp_path: P
 def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
     trainer: Trainer, tmp_path: Path
 ) -> None:
+    def note_process() -> None:
+        import os
+
+        (tmp_path / f"process_{os.getpid()}").touch()
+
     recorder = Recorder()
-    trainer.start()
+    trainer.start(note_process)
     config = {"num_steps": 4, "deaths": [(1, 1, tmp_path / "first"), (0, 3, tmp_path / "second")]}
     assert trainer.run(lab.count_up, config, callbacks=[recorder]) == [3, 3]
     seen = [first for first, _ in lab.numbers(recorder.results)]
@@ -202,6 +222,7 @@ def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
     assert trainer.latest_checkpoint_dir is not None
     assert len(list(trainer.latest_checkpoint_dir.iterdir())) == 4
     assert recorder.ended == [False]
+    assert len(list(tmp_path.glob("process_*"))) == 6  # the hook ran in those that came for the lost ones, too
 
 
 def test_a_rank_that_waits_for_a_lost_one_is_replaced_too(tmp_path: Path) -> None:
@@ -224,6 +245,7 @@ def test_the_last_retry_is_the_one_that_raises(tmp_path: Path) -> None:
         config = {"num_steps": 2, "deaths": [(0, 0, tmp_path / "first")]}
         with pytest.raises(WorkersLostError, match="max_retries=1"):
             trainer.run(lab.count_up, config)
+        assert trainer._executor._get_num_failures() == 1
         assert trainer.run(lab.count_up, config) == [0]  # the next run has retries of its own, and new workers
     finally:
         trainer.shutdown()
@@ -284,6 +306,12 @@ class Counter:
         self.value += self.step
         return self.value
 
+    def die(self) -> None:
+        import os
+        import signal
+
+        os.kill(os.getpid(), signal.SIGKILL)
+
     def total(self) -> float:
         import torch
         import torch.distributed as dist
@@ -293,8 +321,9 @@ class Counter:
         return float(value)
 
 
-def test_a_class_of_the_users_own_lives_in_connected_workers(tmp_path: Path) -> None:
+def test_a_class_of_the_users_own_lives_in_connected_workers_and_anew_after_a_loss(tmp_path: Path) -> None:
     import ray
+    from ray.exceptions import RayActorError
 
     trainer = Trainer("torch", num_workers=2, logdir=tmp_path)
     group = trainer.to_worker_group(Counter, 1, step=2)
@@ -303,6 +332,13 @@ def test_a_class_of_the_users_own_lives_in_connected_workers(tmp_path: Path) -> 
         assert ray.get([worker.total.remote() for worker in group]) == [4.0, 4.0]
         with pytest.raises(RuntimeError, match="started already"):
             trainer.to_worker_group(Counter, 1)
+        old = group[0]
+        with pytest.raises(RayActorError):
+            ray.get(group[1].die.remote())
+        group.restart()
+        with pytest.raises(InactiveWorkerGroupError, match=r"take a new handle, `group\[0\]`"):
+            old.up.remote()
+        assert ray.get([worker.total.remote() for worker in group]) == [2.0, 2.0]  # connected, from the beginning
     finally:
         group.shutdown()
 
@@ -318,6 +354,33 @@ def test_a_model_of_pytorch_is_kept_equal_and_arrives_without_its_wrapper(shared
     assert type(checkpoint["model"]) is torch.nn.Linear
     assert [float(parameter.detach()) for parameter in checkpoint["model"].parameters()] == first
     assert set(checkpoint["state"]) == {"module.weight", "module.bias"}
+
+
+def test_a_divided_model_learns_as_a_whole_one_and_goes_on_from_its_checkpoint(shared: Trainer) -> None:
+    config = {"num_epochs": 4, "strategy": "ddp"}
+    expected = shared.run(lab.fit_divided, config)[0]
+    assert shared.latest_checkpoint is not None
+    whole = shared.latest_checkpoint
+    config |= {"strategy": "fsdp", "options": {"min_block_parameters": 1}}
+    shared.run(lab.fit_divided, {**config, "num_epochs": 2})
+    halfway = shared.latest_checkpoint
+    assert halfway["model"].keys() == whole["model"].keys()
+    assert shared.run(lab.fit_divided, config, checkpoint=halfway) == [pytest.approx(expected, rel=1e-5)] * 2
+    assert halfway["optimizer"]["state"].keys() == whole["optimizer"]["state"].keys()
+    assert shared.run(lab.fit_divided, {**config, "strategy": None}, checkpoint=whole)[0] == pytest.approx(expected)
+
+
+def test_a_part_of_a_model_is_no_checkpoint(shared: Trainer) -> None:
+    def function() -> None:
+        import torch
+
+        from raysgd.train.torch import prepare_model
+
+        model = prepare_model(torch.nn.Linear(2, 2), wrap_ddp="fsdp")
+        train.report({"epoch": 0}, checkpoint=model.state_dict())
+
+    with pytest.raises(ValueError, match="gather_state"):
+        shared.run(function)
 
 
 def test_data_is_divided_over_the_workers(shared: Trainer) -> None:

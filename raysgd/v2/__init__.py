@@ -33,4 +33,8 @@ def __getattr__(name: str) -> object:
         from raysgd.train.tensorflow import TensorflowConfig
 
         return TensorflowConfig
+    if name == "HorovodConfig":
+        from raysgd.train.horovod import HorovodConfig
+
+        return HorovodConfig
     raise AttributeError(f"module `{__name__}` has no attribute `{name}`")

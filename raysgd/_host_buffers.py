@@ -1,0 +1,79 @@
+"""Host memory for copies of states, kept when a copy is gone because its pages are there already the next time.
+
+The first touch of a page costs several times as much as the copy into it. (Huge pages are no way around it: to find
+room for them can take longer than all the small ones.)
+"""
+
+from __future__ import annotations
+
+import mmap
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+_MAX_BUFFERS = 2
+"""How many are kept: one holds the last copy while the next one is written to the other."""
+
+
+class HostBuffers:
+    """Memory that comes back by itself when the last view of it is gone."""
+
+    def __init__(self) -> None:
+        self._spare: list[_Mapped | _Pinned] = []
+        self._num_lent = 0
+
+    def take(self, num_bytes: int, *, pinned: bool = False) -> Bytes:
+        """Returns that many bytes, whatever is in them. A GPU writes into `pinned` memory directly."""
+        kind = _Pinned if pinned else _Mapped
+        memory = self._fitting(num_bytes, kind)
+        if memory is None:
+            self._spare.clear()  # Too small, or of the other kind. Before the new one is there.
+            memory = kind(num_bytes)
+        whole = memory.view()
+        self._num_lent += 1
+        finalize(whole, self._give_back, memory).atexit = False
+        content = whole[:num_bytes]
+        assert content.base is whole, "every view, also of a view, must keep `whole` alive"
+        return content
+
+    def _fitting(self, num_bytes: int, kind: type[_Mapped] | type[_Pinned]) -> _Mapped | _Pinned | None:
+        for index, memory in enumerate(self._spare):
+            if memory.num_bytes >= num_bytes and type(memory) is kind:
+                return self._spare.pop(index)
+        return None
+
+    def _give_back(self, memory: _Mapped | _Pinned) -> None:
+        """Called in whichever thread let go of the last view."""
+        self._num_lent -= 1
+        if self._num_lent + len(self._spare) < _MAX_BUFFERS:
+            self._spare.append(memory)
+
+
+class _Mapped:
+    """Ordinary memory."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+
+    def view(self) -> Bytes:
+        """A new array over all of it."""
+        return np.frombuffer(self._memory, dtype=np.uint8)
+
+
+class _Pinned:
+    """Memory that the system never moves."""
+
+    def __init__(self, num_bytes: int) -> None:
+        import torch
+
+        self.num_bytes = num_bytes
+        self._memory = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def view(self) -> Bytes:
+        """A new array over all of it."""
+        content: Bytes = self._memory.numpy()
+        return content

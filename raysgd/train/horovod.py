@@ -1,0 +1,75 @@
+"""Horovod in training functions: over the trainer's own workers, without `mpirun` and without ssh.
+
+Horovod is initialized when the function begins; the `hvd.init()` with which functions for Horovod begin is harmless.
+After a loss all workers are new processes with a new Horovod.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raysgd.backends.base import Backend as Connection
+from raysgd.backends.horovod import HorovodBackend, import_horovod
+from raysgd.train.backend import Backend, BackendConfig, Placed
+
+import_horovod()
+
+from raysgd.train.torch import TorchBackend  # noqa: E402
+
+
+@dataclass
+class HorovodConfig(BackendConfig):
+    """Connects the workers with Horovod and Gloo, also a single one.
+
+    What has to do with ssh and with Horovod's own launcher is kept for programs that set or read it. Nothing here logs
+    in anywhere: the workers are Ray's.
+
+    Attributes:
+        nics: The network interface to use, or several, of which the first by name is used. Default: the
+            one through which the worker of rank 0 is reached.
+        verbose: Not needed here.
+        key: Not needed here; made up if it is None.
+        ssh_port: Not needed here.
+        ssh_identity_file: Where `ssh_str` is written, readable for its owner only, if there is no such file.
+        ssh_str: A private key.
+        timeout_s: How long the workers wait for each other at the start.
+        placement_group_timeout_s: Not needed here; see `TRAIN_PLACEMENT_GROUP_TIMEOUT_S`.
+    """
+
+    nics: str | Collection[str] | None = None
+    verbose: int = 1
+    key: str | None = None
+    ssh_port: int | None = None
+    ssh_identity_file: str | None = None
+    ssh_str: str | None = None
+    timeout_s: int = 300
+    placement_group_timeout_s: int = 100
+
+    def __post_init__(self) -> None:
+        if self.ssh_str and self.ssh_identity_file and not Path(self.ssh_identity_file).exists():
+            descriptor = os.open(self.ssh_identity_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+            with open(descriptor, "w") as file:
+                file.write(self.ssh_str)
+        if self.key is None:
+            self.key = secrets.token_hex(32)
+
+    @property
+    def start_timeout(self) -> Any:
+        """Horovod's own form of `timeout_s`; it runs from the moment at which it is asked for."""
+        from horovod.runner.common.util.timeout import Timeout
+
+        return Timeout(self.timeout_s, message="Horovod waited for {activity} for longer than {timeout} s.")
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return TorchBackend
+
+    def connection(self, num_gpus_per_worker: float) -> Connection:
+        names = [self.nics] if isinstance(self.nics, str) else self.nics
+        interface = min(names) if names else None
+        return Placed(HorovodBackend(start_timeout_s=float(self.timeout_s), interface=interface))

@@ -1,0 +1,46 @@
+"""A function in each framework, on real workers that come and go: it learns what one process learns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.train import Trainer
+from tests.train import learners
+from tests.train.test_elastic_integration import Release, hold
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(170)]
+
+NUM_EPOCHS, ROOM_AT, DIES_AT = 7, 1, 5
+
+
+@pytest.mark.parametrize(
+    ("backend", "learner"),
+    [
+        ("torch", learners.with_torch),
+        ("horovod", learners.with_horovod),
+        ("tensorflow", learners.with_tensorflow),
+    ],
+)
+def test_a_run_grows_loses_a_worker_and_learns_as_if_nothing_had_happened(
+    backend: str, learner: Callable[..., Any], tmp_path: Path
+) -> None:
+    callback = Release(hold(3), at=ROOM_AT)
+    config = {"num_epochs": NUM_EPOCHS, "waits_at": ROOM_AT + 1, "dies_at": DIES_AT, "flag": tmp_path / "died"}
+    trainer = Trainer(backend, num_workers=(1, 2), logdir=tmp_path, resize_check_s=0)
+    try:
+        trainer.start()
+        first, second = trainer.run(learner, config, callbacks=[callback])
+        kinds = [event.kind for event in trainer.history.events]
+    finally:
+        trainer.shutdown()
+    assert first == second == pytest.approx(learners.learned_alone(NUM_EPOCHS), rel=1e-5)
+    assert (tmp_path / "died").exists()
+    assert kinds == ["started", "grown", "rebuilt"]
+    assert (callback.sizes[0], callback.sizes[-1]) == (1, 2)
+    assert sorted(set(callback.numbers)) == list(range(NUM_EPOCHS))
+    assert trainer.latest_checkpoint is not None
+    assert trainer.latest_checkpoint["epoch"] == NUM_EPOCHS - 1
