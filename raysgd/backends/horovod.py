@@ -43,12 +43,13 @@ class HorovodBackend(Backend):
         timeout_s: How long a collective may wait for the other ranks before it raises. Horovod counts whole seconds,
             and looks four times in this time, or each minute, so it may take half as long again.
         start_timeout_s: How long ranks that are there wait for those that are to come; None for as long as that.
-        interface: The network interface to use; None for the one through which rank 0 is reached.
+        interfaces: The network interfaces that may be used: each node takes the first that it has. Empty for the one
+            through which rank 0 is reached.
     """
 
     timeout_s: float = 1800.0
     start_timeout_s: float | None = None
-    interface: str | None = None
+    interfaces: tuple[str, ...] = ()
     _server: Any = field(default=None, repr=False, compare=False)
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
@@ -56,7 +57,7 @@ class HorovodBackend(Backend):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travels as its settings. The one of the driver may have been interrupted in a group that is no more."""
-        return type(self), (self.timeout_s, self.start_timeout_s, self.interface)
+        return type(self), (self.timeout_s, self.start_timeout_s, self.interfaces)
 
     def load(self) -> None:
         """Imports Horovod.
@@ -76,6 +77,7 @@ class HorovodBackend(Backend):
 
         Raises:
             RuntimeError: If this process has initialized Horovod already, which then belongs to someone else.
+            ValueError: If this node has none of the interfaces.
         """
         hvd = import_horovod()
         if hvd.is_initialized():
@@ -110,7 +112,7 @@ class HorovodBackend(Backend):
         return value
 
     def _set_variables(self, rendezvous: Rendezvous, world: World, crossing: tuple[int, int]) -> None:
-        interface = self.interface or _interface_towards(rendezvous.address)
+        interface = first_of(self.interfaces) if self.interfaces else _interface_towards(rendezvous.address)
         variables = {**tuning(self.timeout_s, interface, os.environ), **place(rendezvous, world, crossing)}
         for name, value in variables.items():
             self._variables_before.setdefault(name, os.environ.get(name))
@@ -212,6 +214,22 @@ def tuning(timeout_s: float, interface: str | None, environment: Mapping[str, st
     if interface is not None:
         wanted["HOROVOD_GLOO_IFACE"] = interface
     return {name: value for name, value in wanted.items() if name not in environment}
+
+
+def first_of(interfaces: Sequence[str]) -> str:
+    """The first of these network interfaces that this machine has.
+
+    Raises:
+        ValueError: It has none of them.
+    """
+    import psutil
+
+    there = psutil.net_if_addrs()
+    for name in interfaces:
+        if name in there:
+            return name
+    wanted, found = (", ".join(map(repr, names)) for names in (interfaces, there))
+    raise ValueError(f"This node has none of the network interfaces {wanted}; it has {found}.")
 
 
 def _interface_towards(address: str) -> str | None:

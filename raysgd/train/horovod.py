@@ -30,8 +30,8 @@ class HorovodConfig(BackendConfig):
     in anywhere: the workers are Ray's.
 
     Attributes:
-        nics: The network interface to use, or several, of which the first by name is used. Default: the
-            one through which the worker of rank 0 is reached.
+        nics: The network interface to use, or several, of which each node takes the first by name that it has. Default:
+            the one through which the worker of rank 0 is reached.
         verbose: Not needed here.
         key: Not needed here; made up if it is None.
         ssh_port: Not needed here.
@@ -70,6 +70,5 @@ class HorovodConfig(BackendConfig):
         return TorchBackend
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
-        names = [self.nics] if isinstance(self.nics, str) else self.nics
-        interface = min(names) if names else None
-        return Placed(HorovodBackend(start_timeout_s=float(self.timeout_s), interface=interface))
+        names = [self.nics] if isinstance(self.nics, str) else self.nics or ()
+        return Placed(HorovodBackend(start_timeout_s=float(self.timeout_s), interfaces=tuple(sorted(names))))

@@ -32,7 +32,7 @@ class Trainer:
     """Runs training functions on workers that it keeps alive from `start` to `shutdown`.
 
     Args:
-        backend: How the workers are connected: "torch", "tensorflow", or a config of `raysgd.train`.
+        backend: How the workers are connected: "torch", "tensorflow", "horovod", or a config.
         num_workers: How many; or a pair, the smallest and the largest number: the trainer then begins with as many as
             there is room for, goes on with what is left after a loss, and grows back after a checkpoint.
         use_gpu: Whether each worker gets a GPU.

@@ -14,6 +14,7 @@ from raysgd.backends.horovod import (
     HorovodBackend,
     RendezvousFailed,
     crossings,
+    first_of,
     import_horovod,
     place,
     tuning,
@@ -140,8 +141,14 @@ def test_a_meeting_point_that_is_gone_is_a_broken_connection() -> None:
     second.leave()
 
 
+def test_each_node_takes_the_first_interface_that_it_has() -> None:
+    assert first_of(["no-such", "lo"]) == "lo"
+    with pytest.raises(ValueError, match=r"none of the network interfaces 'no-such'; it has .*'lo'"):
+        first_of(["no-such"])
+
+
 def test_it_travels_to_workers() -> None:
-    backend = HorovodBackend(timeout_s=7, start_timeout_s=5, interface="lo")
+    backend = HorovodBackend(timeout_s=7, start_timeout_s=5, interfaces=("lo", "eth0"))
     assert pickle.loads(pickle.dumps(backend)) == backend
 
 

@@ -118,20 +118,3 @@ def fit_divided(config: dict[str, Any]) -> list[float]:
 
 def _local(parameter: Any) -> Any:
     return (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach()
-
-
-def add_up(config: dict[str, Any]) -> list[float]:
-    """Adds up a number over all workers in every step; rank 1 dies once, while rank 0 waits for it."""
-    import torch
-    import torch.distributed as dist
-
-    checkpoint = train.load_checkpoint() or {"step": -1, "totals": []}
-    totals = list(checkpoint["totals"])
-    for step in range(checkpoint["step"] + 1, config["num_steps"]):
-        if (train.world_rank(), step) == (1, 2) and claim(config["flag"]):
-            os.kill(os.getpid(), signal.SIGKILL)
-        value = torch.tensor(float(step + train.world_rank()))
-        dist.all_reduce(value)
-        totals.append(float(value))
-        train.save_checkpoint(step=step, totals=totals)
-    return totals

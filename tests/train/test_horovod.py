@@ -29,10 +29,10 @@ def test_the_start_has_a_patience_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("nics", "interface"), [(None, None), (set(), None), ({"eth1", "eth0"}, "eth0"), ("eth1", "eth1")]
+    ("nics", "expected"), [(None, ()), (set(), ()), ({"eth1", "eth0"}, ("eth0", "eth1")), ("eth1", ("eth1",))]
 )
-def test_one_of_the_interfaces_is_used(nics: str | set[str] | None, interface: str | None) -> None:
-    assert connection_of(HorovodConfig(nics=nics)).interface == interface
+def test_interfaces_may_be_one_or_several(nics: str | set[str] | None, expected: tuple[str, ...]) -> None:
+    assert connection_of(HorovodConfig(nics=nics)).interfaces == expected
 
 
 def test_gpus_of_a_node_are_shared_and_values_arrive_without_wrappers() -> None:

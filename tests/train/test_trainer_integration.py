@@ -225,19 +225,6 @@ def test_lost_workers_are_replaced_and_the_function_goes_on_from_its_checkpoint(
     assert len(list(tmp_path.glob("process_*"))) == 6  # the hook ran in those that came for the lost ones, too
 
 
-def test_a_rank_that_waits_for_a_lost_one_is_replaced_too(tmp_path: Path) -> None:
-    trainer = Trainer("torch", num_workers=2, logdir=tmp_path)
-    trainer.start()
-    try:
-        totals = trainer.run(lab.add_up, {"num_steps": 4, "flag": tmp_path / "flag"})
-        kinds = [event.kind for event in trainer.history.events]
-    finally:
-        trainer.shutdown()
-    assert totals == [[1.0, 3.0, 5.0, 7.0]] * 2
-    assert (tmp_path / "flag").exists()
-    assert kinds == ["started", "rebuilt"]
-
-
 def test_the_last_retry_is_the_one_that_raises(tmp_path: Path) -> None:
     trainer = Trainer(BackendConfig(), num_workers=1, logdir=tmp_path, max_retries=1)
     trainer.start()
