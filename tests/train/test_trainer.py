@@ -103,6 +103,17 @@ def test_a_setting_of_the_environment_has_to_be_a_number(tmp_path: Path, monkeyp
         trainer(tmp_path)
 
 
+@pytest.mark.parametrize(("setting", "packs"), [(None, True), ("0", True), ("1", False)])
+def test_workers_are_close_to_each_other_unless_the_environment_says_otherwise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str | None, packs: bool
+) -> None:
+    if setting is not None:
+        monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", setting)
+    made = trainer(tmp_path)
+    monkeypatch.delenv("TRAIN_ENABLE_WORKER_SPREAD", raising=False)
+    assert made._executor._make_controller(None, None)._spec.packs is packs
+
+
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         Trainer.load_checkpoint_from_path(tmp_path / "none")
