@@ -5,8 +5,9 @@ A subclass adds what depends on the framework: how the operator is made, what it
 
 from __future__ import annotations
 
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,8 @@ from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_
 from raysgd.engine.replica import Capture
 from raysgd.engine.results import WorkerMetrics, as_number
 from raysgd.engine.types import Beat, Held, Standing, World
+
+_TICK_S = 0.1  # between two looks at a progress bar
 
 
 class Stream(Steps, Protocol):
@@ -53,9 +56,17 @@ class ClassRunner(ABC):
         self._running: tuple[Stream, int, int | None, Mapping[str, Any]] | None = None
         self._run: EpochRun | None = None
         self._inside = InsideSnapshots(snapshot_every_n_steps)
-        self.epoch = 0
 
     # ------------------------------------------------------------------------------------------------ to add
+
+    @property
+    @abstractmethod
+    def epoch(self) -> int:
+        """How many passes over the train data were begun."""
+
+    @abstractmethod
+    def _count_own_epoch(self) -> None:
+        """Counts an epoch that brought its own data."""
 
     @property
     @abstractmethod
@@ -65,7 +76,7 @@ class ClassRunner(ABC):
     @property
     @abstractmethod
     def _epoch_obstacle(self) -> str | None:
-        """Why an epoch of this operator can only be begun again."""
+        """Why an epoch of this operator can only be begun again, be it by new workers."""
 
     @property
     @abstractmethod
@@ -73,12 +84,12 @@ class ClassRunner(ABC):
         """Whether the state is that of a completed step."""
 
     @abstractmethod
-    def _words(self) -> str:
-        """How far the training call is, in the user's terms."""
-
-    @abstractmethod
     def _note_boundary(self) -> None:
         """Called where the state is that of a completed step."""
+
+    @abstractmethod
+    def _words(self) -> str:
+        """How far the training call is, in the user's terms."""
 
     @abstractmethod
     def _own_capture(self) -> Capture:
@@ -86,27 +97,75 @@ class ClassRunner(ABC):
 
     @abstractmethod
     def _with_copy(self, part: Capture) -> Capture:
-        """`part` with a copy of what all ranks share."""
+        """On rank 0: `part` with a copy of what all ranks share."""
 
     @abstractmethod
-    def _training_stream(self) -> Stream:
-        """Where the batches of a training call come from."""
+    def _help_copy(self) -> None:
+        """On other ranks: does what rank 0 cannot do alone when it copies what all share."""
 
     @abstractmethod
-    def _training(self, run: EpochRun) -> AbstractContextManager[Any]:
+    def restore(self, shared_state: Any, rank_states: Any) -> None:
+        """Takes over a snapshot or a checkpoint."""
+
+    @abstractmethod
+    def _training_stream(self, request: EpochRequest) -> Any:
+        """Where the batches of a training call come from; a `Stream`."""
+
+    @abstractmethod
+    def _pass_index(self, stream: Any) -> int:
+        """Index of the pass that the next batch belongs to."""
+
+    @abstractmethod
+    def _can_resume(self, stream: Any) -> bool:
+        """Whether a call with these batches can be gone on with from inside."""
+
+    @abstractmethod
+    def _training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:
         """What has to be around the operator's `train_epoch`."""
-
-    @abstractmethod
-    def _returned_by_account(self, run: EpochRun) -> Any:
-        """What an epoch returns that this rank has not gone through to its end, but others have."""
 
     @abstractmethod
     def _new_meters(self) -> AverageMeterCollection:
         """What a training call measures with."""
 
     @abstractmethod
-    def restore(self, shared_state: Any, rank_states: Any) -> None:
-        """Takes over a snapshot or a checkpoint."""
+    def _plain(self, value: Any) -> Any:
+        """A tensor as something that the driver can read."""
+
+    def _returned_by_account(self, run: EpochRun) -> Any:
+        """What an epoch returns that this rank has not gone through to its end, but others have."""
+        return run.meters.summary()
+
+    def _extra_results(self) -> dict[str, Any]:
+        """What the library adds to the metrics of a training call."""
+        return {"epoch": self.epoch}
+
+    def _with_facts(self, answer: EpochAnswer) -> EpochAnswer:
+        """The answer of a training call, with what else is known of it."""
+        return answer
+
+    # ------------------------------------------------------------------------------------------------ copies
+
+    def capture(self, landed_token: int | None) -> Capture:
+        """Copies the state once: rank 0 what all ranks share, every rank what is its own."""
+        part = self._own_capture()
+        if self._world.rank:
+            self._help_copy()
+            return part
+        self._captures.drop_landed(landed_token)
+        return self._with_copy(part)
+
+    def _capture_inside(self, run: EpochRun) -> Capture:
+        """The same inside a call; a copy that nobody came for gives way to this one."""
+        part = replace(self._own_capture(), progress=run.state(with_metrics=True))
+        if self._world.rank:
+            self._help_copy()
+            return part
+        self._captures.drop_unclaimed()
+        return self._with_copy(part)
+
+    def fetch(self, token: int) -> Any:
+        """The copy of the state that `token` names."""
+        return self._captures.fetch(token)
 
     # ------------------------------------------------------------------------------------------------ regrouping
 
@@ -120,8 +179,10 @@ class ClassRunner(ABC):
     def beat(self) -> Beat:
         """A sign of life; called from a second thread, so it only reads."""
         run, running = self._run, self._running
-        if running is None or run is None or run.is_finished:
+        if run is None or run.is_finished:
             return Beat(self.epoch, -1, "between calls" if running is None else "validating")
+        if running is None:
+            return Beat(self.epoch, run.num_completed, "broken off")
         return Beat(self.epoch, run.num_completed, "training", int(run.meters.n), self._inside.newest)
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:
@@ -174,7 +235,7 @@ class ClassRunner(ABC):
 
     def train_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
         """Runs the operator's `train_epoch` once."""
-        stream = self._training_stream()
+        stream = self._training_stream(request)
         self._arm_timers(request.profile)
         self._inside.clear()
         self._run = EpochRun(self._pass_index(stream), request.num_steps, self._new_meters())
@@ -189,20 +250,21 @@ class ClassRunner(ABC):
             return run.answer
         if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
             return self._finish(run, self._returned_by_account(run), request)
-        return self._go_through(run, self._training_stream(), request)
+        return self._go_through(run, self._training_stream(request), request)
 
     def _go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | Held:
         operator = self._operator
         info = {**request.info, **operator._own_info(request.num_steps, run.epoch_idx)}
         epoch_before = self.epoch
         run.attach(stream)
-        stream.at_boundary = partial(self._at_boundary, run) if self._epoch_obstacle is None else None
-        batches = _Watched(iter(()) if run.is_exhausted else stream.take(run.num_steps_left))
+        stream.at_boundary = partial(self._at_boundary, run) if self._can_resume(stream) else None
+        coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
+        batches = _Watched(coming if request.tick is None else _ticking(coming, request.tick))
         self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
         operator._meters_to_fill = run.meters
-        self._note_boundary()
         try:
-            with self._training(run), self._timers.record("train_epoch"):
+            with self._training(run, stream), self._timers.record("train_epoch"):
+                self._note_boundary()
                 returned = call_with_accepted(
                     operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
                 )
@@ -213,26 +275,14 @@ class ClassRunner(ABC):
         finally:
             self._running = operator._meters_to_fill = stream.at_boundary = None
         if not batches.was_touched and self.epoch == epoch_before:
-            self.epoch += 1  # an epoch that brought its own data
+            self._count_own_epoch()
         return self._finish(run, returned, request)
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
         answer = self._answer(returned, self._extra_results(), request.profile, run.num_completed)
-        run.finish(replace(answer, epoch_idx=run.epoch_idx))
+        run.finish(self._with_facts(replace(answer, epoch_idx=run.epoch_idx)))
         assert run.answer is not None
         return run.answer
-
-    def _extra_results(self) -> dict[str, Any]:
-        """What the library adds to the metrics of a training call."""
-        return {"epoch": self.epoch}
-
-    def _pass_index(self, stream: Stream) -> int:
-        """Index of the pass that the next batch belongs to."""
-        return stream.pass_index if stream.is_mid_pass else self.epoch
-
-    def _begin_pass(self) -> int:
-        self.epoch += 1
-        return self.epoch - 1
 
     def _at_boundary(self, run: EpochRun) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
@@ -241,14 +291,6 @@ class ClassRunner(ABC):
             self._inside.keep(run.num_completed, self._capture_inside(run))
         if run.gate.stops(run.num_completed):
             raise HeldAtBoundary
-
-    def _capture_inside(self, run: EpochRun) -> Capture:
-        """A copy of the state inside a call; one that nobody came for gives way to this one."""
-        part = replace(self._own_capture(), progress=run.state(with_metrics=True))
-        if self._world.rank:
-            return part
-        self._captures.drop_unclaimed()
-        return self._with_copy(part)
 
     def progress(self) -> Progress | None:
         """How far the running epoch is; called from a second thread, so it only reads."""
@@ -270,10 +312,6 @@ class ClassRunner(ABC):
         if isinstance(returned, MetricSummary):
             return EpochAnswer(WorkerMetrics(values, returned.totals, returned.objects), None, num_steps)
         return EpochAnswer(WorkerMetrics(values), None, num_steps)
-
-    @abstractmethod
-    def _plain(self, value: Any) -> Any:
-        """A tensor as something that the driver can read."""
 
     def _arm_timers(self, profile: bool) -> None:
         if profile:
@@ -298,3 +336,12 @@ class _Watched:
     def __next__(self) -> Any:
         self.was_touched = True
         return next(self._batches)
+
+
+def _ticking(batches: Iterator[Any], tick: Callable[[], None]) -> Iterator[Any]:
+    due = time.monotonic()
+    for batch in batches:
+        if time.monotonic() >= due:
+            tick()
+            due = time.monotonic() + _TICK_S
+        yield batch

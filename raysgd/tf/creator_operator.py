@@ -109,6 +109,8 @@ class CreatorOperator(TrainingOperator):
         """First the rest of an epoch, if one broke off, and then the epochs that are left."""
         num_epochs, stream = options.get("epochs", 1), self._fit
         assert stream.place is not None
+        if stream.place.is_over:
+            return
         if stream.place.num_steps:
             self._fit_epochs(options, stream.place.epoch + 1, is_last=False)
             if self.model.stop_training or stream.place.epoch >= num_epochs:

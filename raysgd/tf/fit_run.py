@@ -26,6 +26,7 @@ class FitPlace:
         num_passes: Passes over the dataset begun before the one that these steps belong to.
         num_batches: Batches of that pass used; more than `num_steps` where `steps_per_epoch` says when epochs end.
         logs: What epochs before it reported, the newest of each.
+        is_over: Whether Keras is done, because it has gone through all epochs or a callback wanted it to stop.
     """
 
     epoch: int
@@ -33,6 +34,7 @@ class FitPlace:
     num_passes: int = 0
     num_batches: int = 0
     logs: Mapping[str, float] = field(default_factory=dict)
+    is_over: bool = False
 
 
 class FitStream:
@@ -107,7 +109,13 @@ class FitStream:
         return iter(())
 
     def settle(self) -> None:
-        """Says that `fit` is over."""
+        """Says that Keras is done; what all ranks do together after that may still break off."""
+        self._close()
+        if self.place is not None:
+            self.place = replace(self.place, is_over=True)
+
+    def end(self) -> None:
+        """Says that the call is over: the next one begins a `fit`."""
         self._close()
         self.has_begun = False
         if self.place is not None:

@@ -82,6 +82,8 @@ class TFRunner(ClassRunner):
         world: The place among the replicas.
     """
 
+    epoch = 0
+
     def __init__(self, spec: RunnerSpec, world: World) -> None:
         super().__init__(world, spec.snapshot_every_n_steps)
         self._spec = spec
@@ -168,16 +170,6 @@ class TFRunner(ClassRunner):
     def _signature(self, dataset: Any) -> DatasetSignature | None:
         return datasets.signature_of(dataset) if dataset is not None and datasets.is_divided(dataset) else None
 
-    def capture(self, landed_token: int | None) -> Capture:
-        """Copies the state once: rank 0 what all ranks share, every rank what its layers draw random numbers from."""
-        part = self._own_capture()
-        if not self._world.rank:
-            self._captures.drop_landed(landed_token)
-            return self._with_copy(part)
-        if self._strategy is not None:
-            self.state()  # reading may involve all ranks
-        return part
-
     def _own_capture(self) -> Capture:
         return Capture([_array(variable) for variable in self._seeds()])
 
@@ -185,10 +177,9 @@ class TFRunner(ClassRunner):
         state = self.state()
         return self._captures.add(part, state, _num_bytes(state))
 
-    def fetch(self, token: int) -> dict[str, Any]:
-        """The copy of the state that `token` names."""
-        copy: dict[str, Any] = self._captures.fetch(token)
-        return copy
+    def _help_copy(self) -> None:
+        if self._strategy is not None:
+            self.state()
 
     def restore(self, shared_state: Mapping[str, Any], rank_states: Sequence[Any]) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
@@ -237,7 +228,7 @@ class TFRunner(ClassRunner):
     def standing(self) -> Standing:
         """How far the training call is that broke off or was held, or the last one that was completed."""
         standing = super().standing()
-        if standing.obstacle is None and self._training_stream().is_mid_pass and not self._train_passes.can_repeat():
+        if standing.obstacle is None and self._stream().is_mid_pass and not self._train_passes.can_repeat():
             obstacle = "the train dataset is shuffled, and too large for a copy that repeats the order of this pass"
             return replace(standing, obstacle=obstacle)
         return standing
@@ -316,17 +307,36 @@ class TFRunner(ClassRunner):
     def train_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
         """Runs the operator's `train_epoch` once."""
         if self._fit is not None:
-            self._fit.settle()  # one that an exception in user code broke off is not gone on with
+            self._fit.end()  # one that an exception in user code broke off is not gone on with
         return super().train_epoch(request)
 
+    def _can_resume(self, stream: Any) -> bool:
+        return self._epoch_obstacle is None
+
+    def _pass_index(self, stream: Any) -> int:
+        index: int = stream.pass_index if stream.is_mid_pass else self.epoch
+        return index
+
+    def _begin_pass(self) -> int:
+        self.epoch += 1
+        return self.epoch - 1
+
+    def _count_own_epoch(self) -> None:
+        self.epoch += 1  # one of Keras's `fit`, too
+
     @contextmanager
-    def _training(self, run: EpochRun) -> Iterator[None]:
+    def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         with self._synchronizer.surfacing_errors():
             yield
             self._synchronizer.merge_statistics(self.operator._models)
 
     def _returned_by_account(self, run: EpochRun) -> Any:
         return run.meters.summary() if self._fit is None else CreatorOperator.results_of(self._fit.logs)
+
+    def _with_facts(self, answer: EpochAnswer) -> EpochAnswer:
+        if self._fit is not None:
+            self._fit.end()
+        return answer
 
     def _new_meters(self) -> AverageMeterCollection:
         return AverageMeterCollection()
@@ -361,7 +371,10 @@ class TFRunner(ClassRunner):
 
     # ------------------------------------------------------------------------------------------------ data
 
-    def _training_stream(self) -> Any:
+    def _training_stream(self, request: EpochRequest) -> Any:
+        return self._stream()
+
+    def _stream(self) -> Any:
         if self._fit is not None:
             return self._fit
         if self._train_stream is None:

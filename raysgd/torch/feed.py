@@ -106,7 +106,7 @@ class Feed:
     def _check_order(self, sampler: ElasticBatchSampler, start_sum: Summation | None) -> None:
         own, before = sampler.fingerprint(), self._order_before
         self._order_before = None
-        assert own is not None
+        assert own is not None, "nobody else's order is checked"
         if start_sum is not None:
             numbers = torch.tensor([own])
             start_sum(numbers)()

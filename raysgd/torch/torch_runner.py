@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
 
 from raysgd._batching import config_for_worker
-from raysgd._meters import MetricSummary
-from raysgd._timers import TimerCollection
-from raysgd.engine.captures import Captures, InsideSnapshots
-from raysgd.engine.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
-from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
+from raysgd._class_runner import ClassRunner
+from raysgd._meters import AverageMeterCollection
+from raysgd.engine.epoch_run import EpochRun, RunState
+from raysgd.engine.epochs import EpochAnswer, EpochRequest, call_with_accepted
 from raysgd.engine.replica import Capture
-from raysgd.engine.results import WorkerMetrics, as_number
-from raysgd.engine.types import Beat, Handover, Held, Standing, World
+from raysgd.engine.types import Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
@@ -35,8 +32,6 @@ from raysgd.torch.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
-
-_TICK_S = 0.1  # between two looks at a progress bar
 
 
 @dataclass(frozen=True)
@@ -87,7 +82,7 @@ class RunnerFacts:
     epoch_obstacle: str | None = None
 
 
-class TorchRunner:
+class TorchRunner(ClassRunner):
     """Hosts one operator.
 
     Args:
@@ -96,18 +91,12 @@ class TorchRunner:
     """
 
     def __init__(self, spec: RunnerSpec, world: World) -> None:
+        super().__init__(world, spec.snapshot_every_n_steps)
         self._spec = spec
-        self._world = world
-        self._operator: TrainingOperator | None = None
         self._device = _device(spec.use_gpu)
         self._parallel = _make_parallel(spec, world, self._device)
-        self._timers = TimerCollection()
         self._feed = Feed(self._data, self._parallel, world.size)
         self._encoder = StateEncoder()
-        self._captures = Captures()
-        self._running: tuple[BatchStream, int, int | None, Mapping[str, Any]] | None = None
-        self._run: EpochRun | None = None
-        self._inside = InsideSnapshots(spec.snapshot_every_n_steps)
         self._num_optimizer_steps = 0
         self._watched: list[torch.nn.Parameter] = []
         self._num_changes_at_boundary = 0
@@ -120,8 +109,11 @@ class TorchRunner:
     @property
     def operator(self) -> TrainingOperator:
         """The live operator."""
-        assert self._operator is not None
-        return self._operator
+        operator: TrainingOperator = self._operator
+        return operator
+
+    def _count_own_epoch(self) -> None:
+        self._feed.epoch += 1
 
     # ------------------------------------------------------------------------------------------------ replica
 
@@ -180,34 +172,16 @@ class TorchRunner:
             epoch_obstacle=self._epoch_obstacle,
         )
 
-    def capture(self, landed_token: int | None) -> Capture:
-        """Copies the state once: rank 0 what all ranks share, every rank its random state."""
-        rank_state = rng.capture()
-        if self._world.rank:
-            if self._parallel.is_sharded:
-                self._state.read_parts()  # rank 0 cannot put its state together alone
-            return Capture(rank_state)
-        self._captures.drop_landed(landed_token)
-        return self._with_copy(Capture(rank_state))
-
-    def _capture_inside(self, run: EpochRun) -> Capture:
-        """The same inside a call; a copy that nobody came for gives way to this one."""
-        part = Capture(rng.capture(), progress=run.state(with_metrics=True))
-        if self._world.rank:
-            if self._parallel.is_sharded:
-                self._state.read_parts()
-            return part
-        self._captures.drop_unclaimed()
-        return self._with_copy(part)
+    def _own_capture(self) -> Capture:
+        return Capture(rng.capture())
 
     def _with_copy(self, part: Capture) -> Capture:
         encoded = self._encoder.encode(self.state())
         return self._captures.add(part, encoded, encoded.num_bytes)
 
-    def fetch(self, token: int) -> EncodedState:
-        """The copy of the state that `token` names."""
-        copy: EncodedState = self._captures.fetch(token)
-        return copy
+    def _help_copy(self) -> None:
+        if self._parallel.is_sharded:
+            self._state.read_parts()  # rank 0 cannot put its state together alone
 
     def restore(self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any]) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
@@ -239,13 +213,12 @@ class TorchRunner:
 
     # ------------------------------------------------------------------------------------------------ regrouping
 
-    def standing(self) -> Standing:
-        """How far the training call is that broke off or was held, or the last one that was completed."""
-        run, obstacle = self._run, self._group_obstacle
-        if run is None or run.is_finished:
-            return Standing(run.num_completed + 1 if run is not None else 0, True, obstacle)
-        is_whole = self._num_changes() == self._num_changes_at_boundary
-        return Standing(run.num_completed, is_whole, obstacle or self._epoch_obstacle, self._words())
+    @property
+    def _is_whole(self) -> bool:
+        return self._num_changes() == self._num_changes_at_boundary
+
+    def _note_boundary(self) -> None:
+        self._num_changes_at_boundary = self._num_changes()
 
     def _words(self) -> str:
         data = self._feed.ledger()
@@ -288,8 +261,7 @@ class TorchRunner:
         """Goes on in the new group; takes over the state of `handover.source` if it is among the takers."""
         if self._train_stream is not None:
             self._train_stream.break_off()
-        if self._run is not None and not self._run.is_finished:
-            self._run.detach()
+        self._detach()
         self._take_place(world)
         self._parallel.reform()
         self._parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
@@ -299,14 +271,12 @@ class TorchRunner:
             handing_over.send((self.state(), run), handover.takers, device)
         elif world.rank in handover.takers:
             self._take_over(*handing_over.receive(handover.source, device))
-        if world.rank == 0 and self._run is not None:
-            self._run.count(part.metrics for part in handover.orphans)
+        self._count_orphans(handover.orphans)
         self.operator.world_changed()
         return self._facts()
 
     def _take_place(self, world: World) -> None:
         self._world = world
-        self._inside.clear()
         config = self.operator.config
         before, now = config.get(BATCH_SIZE), config_for_worker(self._spec.config, world.size).get(BATCH_SIZE)
         if now is not None:
@@ -316,117 +286,36 @@ class TorchRunner:
 
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
         self._apply(state)
-        if run is None:
-            self._run = None
-            return
-        self._run = self._run or EpochRun(run.epoch_idx, run.num_requested, self.operator._new_meters())
-        self._run.take_over(run)
-
-    def restore_inside(
-        self, shared_state: EncodedState, rank_states: Sequence[Any], progress: Sequence[RunState]
-    ) -> None:
-        """Takes over a snapshot that was taken inside a training call, ready to go on with the call."""
-        self.restore(shared_state, rank_states)
-        run = EpochRun(progress[0].epoch_idx, progress[0].num_requested, self.operator._new_meters())
-        rank, size = self._world.rank, self._world.size
-        run.count(part.metrics for part in progress[rank::size])  # those of ranks that are no more, too
-        run.take_over(progress[0])
-        self._run = run
-
-    def beat(self) -> Beat:
-        """A sign of life; called from a second thread, so it only reads."""
-        run, running = self._run, self._running
-        if run is None or run.is_finished:
-            return Beat(self.epoch, -1, "between calls" if running is None else "validating")
-        if running is None:
-            return Beat(self.epoch, run.num_completed, "broken off")
-        return Beat(self.epoch, run.num_completed, "training", int(run.meters.n), self._inside.newest)
-
-    def propose_hold(self, margin: int, at: int | None) -> int | None:
-        """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
-        run = self._run
-        if run is None or run.is_finished or self._running is None or self._epoch_obstacle is not None:
-            return None
-        step = run.num_completed + margin if at is None else at
-        return step if run.gate.propose(step, lambda: run.num_completed) else None
-
-    def settle_hold(self, is_agreed: bool) -> None:
-        """Says what became of the proposal."""
-        if self._run is not None:
-            self._run.gate.settle(is_agreed)
-
-    def part_of_snapshot(self, number: int) -> Capture | None:
-        """This rank's part of the snapshot taken inside the running call after `number` steps."""
-        part = self._inside.part(number)
-        if part is not None and part.token is not None and not self._captures.claim(part.token):
-            return None
-        return part
+        self._take_over_run(run)
 
     # ------------------------------------------------------------------------------------------------ epochs
 
     def train_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
         """Runs the operator's `train_epoch` once."""
-        stream = self._training_stream(request)
-        self._arm_timers(request.profile)
-        self._inside.clear()
         self._parallel.step.own_s = 0.0
-        self._run = EpochRun(self._feed.pass_index(stream), request.num_steps, self.operator._new_meters())
-        return self._go_through(self._run, stream, request)
+        return super().train_epoch(request)
 
-    def resume_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
-        """Goes on with a `train_epoch` that broke off or was held, wherever in the data it is by now."""
-        run = self._run
-        if run is None:  # nothing was begun yet when it broke off
-            return self.train_epoch(request)
-        if run.answer is not None:
-            return run.answer
-        if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
-            return self._finish(run, run.meters.summary(), request)
-        return self._go_through(run, self._training_stream(request), request)
+    def _can_resume(self, stream: Any) -> bool:
+        return isinstance(stream.source, DividedSource) and self._epoch_obstacle is None
 
-    def _go_through(self, run: EpochRun, stream: BatchStream, request: EpochRequest) -> EpochAnswer | Held:
-        operator = self.operator
+    @contextmanager
+    def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self._arm(run.epoch_idx)
-        info = {**request.info, **operator._own_info(request.num_steps, run.epoch_idx)}
-        epoch_before, began_at = self.epoch, stream.num_steps_taken
-        run.attach(stream)
-        can_resume = isinstance(stream.source, DividedSource) and self._epoch_obstacle is None
-        stream.at_boundary = partial(self._at_boundary, run) if can_resume else None
-        batches = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
-        iterator = _Watched(batches if request.tick is None else _ticking(batches, request.tick))
-        self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
-        operator._meters_to_fill = run.meters
-        self._num_changes_at_boundary = self._num_changes()
-        try:
-            with self._timers.record("train_epoch"):
-                returned = call_with_accepted(
-                    operator.train_epoch, iterator, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
-                )
-            stream.settle()
-            self._finish_steps(stream.num_steps_taken - began_at)
-        except HeldAtBoundary:
-            run.gate = Gate()
-            return Held(run.num_completed, self._capture_inside(run))
-        finally:
-            self._running = operator._meters_to_fill = stream.at_boundary = None
-        if not iterator.was_touched and self.epoch == epoch_before:
-            self._feed.epoch += 1  # an epoch that brought its own data
-        return self._finish(run, returned, request)
+        began_at = stream.num_steps_taken
+        yield
+        self._finish_steps(stream.num_steps_taken - began_at)
 
-    def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
-        answer = self._answer(returned, {"epoch": self.epoch}, request.profile, run.num_completed)
-        own_s = self._parallel.step.own_s or None
-        run.finish(replace(answer, epoch_idx=run.epoch_idx, own_s=own_s, data=self._feed.ledger()))
-        assert run.answer is not None
-        return run.answer
+    def _with_facts(self, answer: EpochAnswer) -> EpochAnswer:
+        return replace(answer, own_s=self._parallel.step.own_s or None, data=self._feed.ledger())
 
-    def _at_boundary(self, run: EpochRun) -> None:
-        """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
-        self._num_changes_at_boundary = self._num_changes()
-        if self._inside.is_due(run.num_completed):
-            self._inside.keep(run.num_completed, self._capture_inside(run))
-        if run.gate.stops(run.num_completed):
-            raise HeldAtBoundary
+    def _new_meters(self) -> AverageMeterCollection:
+        return self.operator._new_meters()
+
+    def _plain(self, value: Any) -> Any:
+        """Tensors as numbers where they have one element, and on the CPU in any case."""
+        if isinstance(value, torch.Tensor):
+            return value.item() if value.ndim == 0 else value.detach().cpu()
+        return value
 
     def validate(self, request: EpochRequest) -> EpochAnswer:
         """Runs the operator's `validate` once."""
@@ -442,27 +331,6 @@ class TorchRunner:
         finally:
             self._running = None
         return self._answer(returned, {}, request.profile, stream.num_steps_taken - began_at)
-
-    def progress(self) -> Progress | None:
-        """How far the running epoch is; called from a second thread, so it only reads."""
-        running = self._running
-        if running is None:
-            return None
-        stream, began_at, num_steps, info = running
-        loss = as_number(self.operator._latest_metrics.get("train_loss"))
-        total = num_steps if num_steps is not None else stream.source.num_steps()
-        return Progress(
-            stream.num_steps_taken - began_at, total, info.get("epoch_idx", 0), info.get("num_epochs"), loss
-        )
-
-    def _answer(self, returned: Any, extra: dict[str, Any], profile: bool, num_steps: int) -> EpochAnswer:
-        timings = {"profile": self._timers.stats()} if profile else {}
-        if not isinstance(returned, Mapping):
-            return EpochAnswer(None, returned, num_steps)
-        values = {**extra, **{name: _plain(value) for name, value in returned.items()}, **timings}
-        if isinstance(returned, MetricSummary):
-            return EpochAnswer(WorkerMetrics(values, returned.totals, returned.objects), None, num_steps)
-        return EpochAnswer(WorkerMetrics(values), None, num_steps)
 
     def _arm(self, epoch_idx: int) -> None:
         """Gets ready for the steps of a call."""
@@ -491,6 +359,9 @@ class TorchRunner:
     def _training_stream(self, request: EpochRequest) -> BatchStream:
         return self._feed.training(request)
 
+    def _pass_index(self, stream: Any) -> int:
+        return self._feed.pass_index(stream)
+
     @property
     def _train_stream(self) -> BatchStream | None:
         return self._feed.train_stream
@@ -498,14 +369,6 @@ class TorchRunner:
     def _data(self, name: str) -> Any:
         """What is registered under "train" or "validation"."""
         return getattr(self._operator, f"_{name}_data", None)
-
-    def _arm_timers(self, profile: bool) -> None:
-        if profile:
-            self._timers.reset()
-            self._timers.enable()
-        else:
-            self._timers.disable()
-        self.operator.timers = self._timers
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -533,31 +396,6 @@ class TorchRunner:
             raise NotRegisteredError("`update_scheduler` was called, but `setup` registered no scheduler.")
         for scheduler in self.operator._schedulers:
             scheduler.step(metric)
-
-
-class _Watched:
-    """An iterator that knows whether anybody drew from it."""
-
-    def __init__(self, batches: Iterator[Any]) -> None:
-        self._batches = batches
-        self.was_touched = False
-
-    def __iter__(self) -> Iterator[Any]:
-        self.was_touched = True
-        return self._batches
-
-    def __next__(self) -> Any:
-        self.was_touched = True
-        return next(self._batches)
-
-
-def _ticking(batches: Iterator[Any], tick: Callable[[], None]) -> Iterator[Any]:
-    due = time.monotonic()
-    for batch in batches:
-        if time.monotonic() >= due:
-            tick()
-            due = time.monotonic() + _TICK_S
-        yield batch
 
 
 def _may_run_backward(operator: TrainingOperator) -> bool:
@@ -593,10 +431,3 @@ def _device(use_gpu: bool) -> torch.device:
     if use_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
-
-
-def _plain(value: Any) -> Any:
-    """Tensors as numbers where they have one element, and on the CPU in any case."""
-    if isinstance(value, torch.Tensor):
-        return value.item() if value.ndim == 0 else value.detach().cpu()
-    return value

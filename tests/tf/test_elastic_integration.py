@@ -192,33 +192,13 @@ def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     assert_equal_on_all_ranks(trainer)
 
 
-@pytest.mark.soak
-def test_a_snapshot_inside_fit_is_where_a_rebuild_goes_on(
-    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path
-) -> None:
-    config = {"fit_config": {"epochs": 40}, "batch_size": 4, "num_samples": NUM_SAMPLES}
-    options = {"recovery": "rebuild", "snapshot_every_n_steps": 10, "heartbeat_s": 1.0}
-    trainer = TFTrainer(make_model, make_shuffled, config=config, num_replicas=2, seed=1, **options)
-    trainers.append(trainer)
-    path = trainer.save(tmp_path / "before.npz")
-    testing.kill_worker(trainer, 1, at="step:473")
-    found = trainer.train()
-    [rebuilt] = [event for event in trainer.status().events if event.kind == "rebuilt"]
-    assert rebuilt.detail.startswith("from a snapshot inside the call, after ")
-    weights = trainer.state_dict()
-    trainer.load(path)
-    assert found == pytest.approx(trainer.train(), rel=1e-4)
-    assert largest_difference(trainer.state_dict(), weights) < 1e-5
-
-
 def make_model_that_waits(config: dict[str, Any]) -> Any:
-    """Takes its time over each batch as long as there is one worker."""
+    """Takes its time over each batch: so much always, so much as long as there is one worker."""
     import tensorflow as tf
 
     class Waits(tf.keras.callbacks.Callback):  # type: ignore[misc, name-defined]
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-            if "TF_CONFIG" not in os.environ:
-                time.sleep(0.3)
+            time.sleep(config["pause_s"] if "TF_CONFIG" in os.environ else config["alone_s"])
 
     model = make_model(config)
     fit = model.fit
@@ -231,23 +211,44 @@ def make_model_that_waits(config: dict[str, Any]) -> Any:
 
 
 @pytest.mark.soak
-def test_fit_that_shrank_grows_back_in_the_same_epoch(ray_cluster: None, trainers: list[TFTrainer]) -> None:
-    config = {"batch_size": 2, "num_samples": 400}
+def test_a_snapshot_inside_fit_is_where_a_rebuild_goes_on(
+    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path
+) -> None:
+    config = {"fit_config": {"epochs": 40}, "batch_size": 4, "num_samples": NUM_SAMPLES, "pause_s": 0.02}
+    options: dict[str, Any] = {"recovery": "rebuild", "snapshot_every_n_steps": 10, "heartbeat_s": 1.0}
+    trainer = TFTrainer(make_model_that_waits, make_shuffled, config=config, num_replicas=2, seed=1, **options)
+    trainers.append(trainer)
+    path = trainer.save(tmp_path / "before.npz")
+    testing.kill_worker(trainer, 1, at="step:473")
+    assert np.isfinite(trainer.train()["train_loss"])
+    [rebuilt] = [event for event in trainer.status().events if event.kind == "rebuilt"]
+    assert rebuilt.detail.startswith("from a snapshot inside the call, after ")
+    weights = trainer.state_dict()
+    trainer.load(path)
+    trainer.train()
+    assert largest_difference(trainer.state_dict(), weights) < 1e-5
+
+
+@pytest.mark.soak
+def test_fit_that_shrank_grows_back_in_the_same_epoch(
+    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path
+) -> None:
+    config = {"batch_size": 2, "num_samples": 400, "pause_s": 0.0, "alone_s": 0.3}
     options: dict[str, Any] = {"config": config, "num_replicas": 2, "seed": 1}
     trainer = TFTrainer(make_model_that_waits, make_shuffled, resize_check_s=0.2, **options)
     trainers.append(trainer)
-    start = trainer.state_dict()
+    path = trainer.save(tmp_path / "before.npz")
     expected = trainer.train()
     weights = trainer.state_dict()
-    trainer.load_state_dict(start)
+    trainer.load(path)
     [pid, _] = trainer.apply_all_workers(process_id)
     testing.kill_worker(trainer, 1, at="step:5")
     found = trainer.train()
     assert kinds(trainer) == ["rejoined", "grown"]
     assert trainer.apply_all_workers(process_id)[0] == pid
-    assert found.keys() == expected.keys()
+    assert found.keys() == expected.keys(), "without what the lost worker measured"
     assert trainer.num_workers == 2
     assert_equal_on_all_ranks(trainer)
     steps = trainer.apply_all_operators(lambda operator: int(operator.model.optimizer.iterations.numpy()))
     assert steps == [200, 200]
-    assert largest_difference(trainer.state_dict(), weights) < 0.1, "another pass, hence another order"
+    assert largest_difference(trainer.state_dict(), weights) < 1e-4

@@ -79,7 +79,14 @@ def test_an_epoch_that_broke_off_goes_on_with_what_was_not_used(is_elsewhere: bo
     used = [keras.step() for _ in range(4)]
     keras.stream.break_off()
     state = keras.stream.state()
-    assert state == {"epoch": 1, "num_steps": 4, "num_passes": 1, "num_batches": 4, "logs": {"loss": 0.0}}
+    assert state == {
+        "epoch": 1,
+        "num_steps": 4,
+        "num_passes": 1,
+        "num_batches": 4,
+        "logs": {"loss": 0.0},
+        "is_over": False,
+    }
     if is_elsewhere:
         keras = Keras()
         keras.stream.resume(state)
@@ -110,6 +117,8 @@ def test_what_is_over_says_how_many_passes_there_were() -> None:
     keras.fit()
     keras.epoch(0, 10)
     keras.stream.settle()
+    assert (keras.stream.is_mid_pass, keras.stream.begin(0)) == (True, True), "what follows may break off"
+    keras.stream.end()
     assert keras.stream.state() == {"num_passes": 1, "logs": {"loss": 0.0}}
     assert not keras.stream.is_mid_pass
     other = Keras()

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd import testing
 from raysgd.exceptions import IncompatibleModelError, WorkerError
 from raysgd.tf import TFTrainer, TrainingOperator
 from tests.tf import models
@@ -129,6 +130,15 @@ def test_a_save_in_the_background_is_finished_by_the_next_one(trainer: TFTrainer
     trainer.save(tmp_path / "missing" / "third.npz", blocking=False)
     with pytest.raises(FileNotFoundError, match="create it first"):
         trainer.save(tmp_path / "fourth.npz")
+
+
+def test_a_full_disk_leaves_the_file_that_was_there(trainer: TFTrainer, tmp_path: Path) -> None:
+    path = trainer.save(tmp_path / "state.npz")
+    before = path.read_bytes()
+    with testing.fail_save(trainer, after_bytes=100), pytest.raises(OSError, match="No space left"):
+        trainer.save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_only_rank_0_prints_and_writes(trainer: TFTrainer) -> None:
