@@ -19,6 +19,7 @@ from raysgd.engine.types import Rendezvous, World
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.002
+_SETTLE_S = 0.002
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError raised by a
@@ -172,7 +173,7 @@ class TorchBackend(Backend):
     def leave(self) -> None:
         self._cut()
         if self._has_joined:  # another group in this process is not ours to end
-            _destroy_process_group()
+            end_process_group()
         self._store, self._has_joined, self._gpus_of_driver = None, False, ()
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
@@ -229,11 +230,15 @@ def _abort_process_group() -> None:
         group.abort()  # type: ignore[union-attr]
 
 
-def _destroy_process_group() -> None:
+def end_process_group() -> None:
+    """Leaves the default group, if there is one."""
     import torch.distributed as dist
 
     if not dist.is_initialized():  # forming the group failed
         return
+    # What takes the group down waits for its threads and holds the interpreter's lock meanwhile, which a thread that is
+    # not quite done with the last collective may need in order to give a tensor back: let it have the lock first.
+    time.sleep(_SETTLE_S)
     try:
         dist.destroy_process_group()
     except RuntimeError as error:  # a broken group cannot say goodbye

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import ray.cloudpickle
+import torch.distributed as dist
 
+from raysgd.backends.torch import end_process_group
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch import lab, operators_for_tests
 from tests.torch.operators_for_tests import LinearOperator
@@ -22,6 +24,14 @@ def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for module in modules:
         ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.fixture
+def process_group() -> Iterator[None]:
+    """A group of one rank, in which models are wrapped as in a larger one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    end_process_group()
 
 
 @pytest.fixture

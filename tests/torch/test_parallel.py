@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.backends.torch import end_process_group
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
 
-
-@pytest.fixture(autouse=True)
-def process_group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 def a_model() -> torch.nn.Module:
@@ -97,7 +91,7 @@ def test_a_hook_of_the_users_own_stays_the_only_one() -> None:
 
 
 def change_group() -> None:
-    dist.destroy_process_group()
+    end_process_group()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 

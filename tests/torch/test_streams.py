@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd.backends.torch import end_process_group
 from raysgd.torch.parallel import DDP, Step
 from raysgd.torch.sampling import ShardedLoader, shard_loader
 from raysgd.torch.streams import (
@@ -107,8 +108,7 @@ def make_source(request: pytest.FixtureRequest) -> Iterator[Callable[[int], Sour
     if request.param is lockstep_source:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield request.param
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    end_process_group()
 
 
 # ------------------------------------------------------------------------------------------------ every source
@@ -438,15 +438,8 @@ def test_shuffled_passes_differ_and_repeat_with_the_seed() -> None:
 # ------------------------------------------------------------------------------------------------ lockstep
 
 
-def test_alone_every_batch_has_full_weight(process_group_of_one: None) -> None:
+def test_alone_every_batch_has_full_weight(process_group: None) -> None:
     step = Step()
     batches = [torch.zeros(4, 2), torch.zeros(3, 2)]
     stream = BatchStream(LockstepSource(batches, world_size=1, agreement=Agreement(DDP().summation())), step, Passes())
     assert [(step.weight, step.num_samples) for _ in stream.take(None)] == [(1.0, 4), (1.0, 3)]
-
-
-@pytest.fixture
-def process_group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()

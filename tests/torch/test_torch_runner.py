@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from types import ModuleType
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 import numpy
 import pytest
 import torch
-import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from raysgd.engine import captures
@@ -605,14 +604,6 @@ class BreaksOff(LinearOperator):
 
     def world_changed(self) -> None:
         self.worlds_seen += 1
-
-
-@pytest.fixture
-def process_group() -> Iterator[None]:
-    """A group of one rank, in which models are wrapped as in a larger one."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def survivor(operator_cls: type[TrainingOperator] = BreaksOff, every: int | None = None, **config: Any) -> TorchRunner:
