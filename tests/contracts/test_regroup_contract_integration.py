@@ -20,6 +20,7 @@ from raysgd.engine.worker_group import GroupSpec, WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError
 from tests.failure_plan import FailurePlan
 from tests.fakes import NullBackend, SteppingReplica
+from tests.processes import is_alive
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 PATIENCE_S = 30.0
@@ -122,14 +123,6 @@ def make(ray_cluster: None, tmp_path: Path) -> Iterator[Make]:
     yield make
     for group in groups:
         group.kill(10)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -26,6 +26,7 @@ from raysgd.engine.worker_group import GroupSpec, WorkerGroup
 from raysgd.exceptions import worker_error
 from tests.failure_plan import FailurePlan
 from tests.fakes import CountingReplica, NullBackend, add, read
+from tests.processes import is_alive
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 FOR_EVER_S = 60.0  # an answer that must not be waited for comes so late; that it came is what a test sees then
@@ -254,14 +255,6 @@ def test_a_worker_that_is_busy_is_given_a_moment_to_close_and_then_ended(
     pids = [info.pid for info in group.infos]
     group.stop(10)
     wait_until(lambda: not any(is_alive(pid) for pid in pids))
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 # -------------------------------------------------------------------------------------------- with the driver

@@ -17,7 +17,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from ray.cluster_utils import Cluster
@@ -25,6 +24,7 @@ from ray.cluster_utils import Cluster
 from raysgd import testing
 from raysgd.torch import TorchTrainer
 from tests.hygiene import RaySurroundings
+from tests.processes import is_alive
 from tests.torch.ledger import BATCH_SIZE_OF_ONE, Ledger, parameters_of, uses
 from tests.torch.nodes import add_node, cluster_of
 from tests.torch.operators_for_tests import equal
@@ -146,14 +146,6 @@ class Chaos(threading.Thread):
         self._nodes_lost += 1
         self.killed.add(pid)
         self._num_nodes_missing += 1
-
-
-def is_alive(pid: int) -> bool:
-    """Whether there is such a process, other than as a name on a list."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
 
 
 def train_disturbed(cluster: Cluster, faults: int, seed: int, nodes: int) -> dict[str, Any]:

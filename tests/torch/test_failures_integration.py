@@ -16,6 +16,7 @@ import torch
 from raysgd.exceptions import WorkerError, WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
+from tests.processes import is_alive
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal, samples_seen
 
 # Far below the half hour for which a collective would wait: whoever hangs there, fails here.
@@ -88,7 +89,7 @@ def kill_rank(trainer: TorchTrainer, rank: int) -> None:
     """Kills the process of one rank between two calls, and waits until it is gone."""
     pid = trainer.worker_group.infos[rank].pid
     os.kill(pid, signal.SIGKILL)
-    while Path(f"/proc/{pid}/cmdline").exists() and Path(f"/proc/{pid}/cmdline").read_bytes():
+    while is_alive(pid):
         time.sleep(0.01)
 
 
