@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from raysgd.torch._loader_process import EndsWithParent
+from tests.processes import is_alive
 
 
 def load_until_ended(said: str) -> None:
@@ -17,11 +18,6 @@ def load_until_ended(said: str) -> None:
 def have_it_load(said: str) -> None:
     multiprocessing.get_context("fork").Process(target=load_until_ended, args=(said,)).start()
     time.sleep(60)
-
-
-def is_alive(pid: int) -> bool:
-    stat = Path(f"/proc/{pid}/stat")
-    return stat.exists() and stat.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_a_process_that_loads_ends_with_the_killed_one_that_it_loads_for(tmp_path: Path) -> None:
