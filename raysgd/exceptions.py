@@ -80,6 +80,10 @@ class StepMismatchError(RaySGDError, RuntimeError):
     """The functions on different workers did not report and save in step."""
 
 
+class MissingTuneError(ImportError, ValueError):
+    """A function was to be made a trial, but Ray Tune cannot be imported; the old library said ``ValueError``."""
+
+
 class SessionMisuseError(RaySGDError, RuntimeError):
     """A helper that needs a running training function was called outside of one."""
 

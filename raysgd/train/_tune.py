@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd._optional import require
+from raysgd.exceptions import MissingTuneError
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint, write_checkpoint
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME, TUNE_CHECKPOINT_ID
 
@@ -38,10 +39,13 @@ def make_trainable(plan: TrialPlan) -> type[Any]:
     """The class for `tune.Tuner` or `tune.run`.
 
     Raises:
-        ImportError: Ray Tune is not installed.
+        MissingTuneError: Ray Tune is not installed.
     """
-    tune = require("ray.tune", extra="tune", purpose="`to_tune_trainable`")
-    names = require("ray.tune.result", extra="tune", purpose="`to_tune_trainable`")
+    try:
+        tune = require("ray.tune", extra="tune", purpose="`to_tune_trainable`")
+    except ImportError as error:
+        raise MissingTuneError(str(error)) from error
+    from ray.tune import result as names
 
     class TrainTrainable(tune.Trainable):  # type: ignore[name-defined]
         """One trial."""

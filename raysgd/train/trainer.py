@@ -237,7 +237,7 @@ class Trainer:
 
         Raises:
             RuntimeError: The trainer was started already.
-            ImportError: Ray Tune is not installed.
+            MissingTuneError: Ray Tune is not installed; an `ImportError` and a `ValueError`.
         """
         from raysgd.train._tune import TrialPlan, make_trainable
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,10 @@ def test_a_flag_is_a_property_and_a_method(value: bool) -> None:
     flag = Flag(value)
     assert bool(flag) is flag() is value
     assert repr(flag) == repr(value)
+
+
+def test_a_missing_tune_is_named_and_of_the_old_class_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray.tune", None)
+    with pytest.raises(ImportError, match=r'pip install .*"raysgd\[tune\]"') as caught:
+        trainer(tmp_path).to_tune_trainable(lambda: None)
+    assert isinstance(caught.value, ValueError)
