@@ -122,7 +122,7 @@ class NotingOperator(StockOperator):
 
     def optimizer_step(self) -> None:
         super().optimizer_step()
-        if self.global_step or self.world_size > 1:  # a new process warms up with a step by itself, before it joins
+        if self.global_step:  # a new process warms up with a step by itself, before it joins
             self.stamps.end(self.global_step)
 
 
