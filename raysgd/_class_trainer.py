@@ -8,10 +8,16 @@ from typing import Any, TypeVar
 from weakref import finalize
 
 from raysgd._batching import split_batch_size
+from raysgd.backends.base import Backend
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.epochs import EpochAnswer
 from raysgd.engine.gauges import Gauges
+from raysgd.engine.lifecycle import ElasticRules
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.resources import draining_nodes
 from raysgd.engine.status import TrainerStatus
+from raysgd.engine.types import Resources, World
+from raysgd.engine.worker_group import GroupSpec
 from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
 
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
@@ -23,6 +29,52 @@ class ClassTrainer:
     _controller: ElasticController
     _finalizer: Any
     _requested_config: Mapping[str, Any]
+    use_local: bool
+    initialization_hook: Callable[[], Any] | None
+    max_replicas: int
+    min_workers: int
+    spare_workers: int
+    resize_check_s: float | None
+    heartbeat_s: float
+
+    def _controller_for(
+        self,
+        backend: Backend,
+        make_replica: Callable[[World], Any],
+        resources: Resources,
+        rejoins: bool,
+        timeout_s: float,
+    ) -> ElasticController:
+        """What keeps the workers alive, as the trainer's arguments ask for it.
+
+        Args:
+            backend: Connects the workers.
+            make_replica: Makes what a worker hosts.
+            resources: Of each worker.
+            rejoins: Whether survivors of a loss may go on.
+            timeout_s: How long to wait for resources.
+        """
+        group = GroupSpec(
+            backend=backend,
+            make_replica=make_replica,
+            resources=resources,
+            use_local=self.use_local,
+            initialization_hook=self.initialization_hook,
+            reservation_timeout_s=timeout_s,
+            captures=not (self.use_local and self.max_replicas == 1),
+            regroups=rejoins,
+            num_spares=self.spare_workers,
+        )
+        scaling = ScalingPolicy(
+            max_workers=self.max_replicas, min_workers=self.min_workers, num_local=int(self.use_local)
+        )
+        return ElasticController(
+            group,
+            scaling,
+            FailurePolicy(rejoins),
+            release_timeout_s=timeout_s,
+            rules=ElasticRules(self.resize_check_s, self.heartbeat_s, draining_nodes),
+        )
 
     def _begin(self, controller: ElasticController) -> None:
         """Starts the workers; they end with the trainer, also with one that nobody shut down."""

@@ -24,12 +24,8 @@ from raysgd.backends.base import Backend
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, merged
-from raysgd.engine.lifecycle import ElasticRules
-from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
-from raysgd.engine.worker_group import GroupSpec
 from raysgd.tf import arguments, checkpoint_file
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.tf_runner import RESUME, RunnerFacts, RunnerSpec, TFRunner
@@ -172,26 +168,12 @@ class TFTrainer(ClassTrainer):
             snapshot_every_n_steps=self.snapshot_every_n_steps,
         )
         rejoins = self._goes_on and self.recovery == "rejoin" and self.max_replicas > 1
-        group = GroupSpec(
-            backend=self._make_backend(),
-            make_replica=partial(TFRunner, spec),
-            resources=Resources(self.num_cpus_per_worker, int(self.use_gpu)),
-            use_local=self.use_local,
-            initialization_hook=self.initialization_hook,
-            reservation_timeout_s=arguments.reservation_timeout_s(),
-            captures=not (self.use_local and self.max_replicas == 1),
-            regroups=rejoins,
-            num_spares=self.spare_workers,
-        )
-        scaling = ScalingPolicy(
-            max_workers=self.max_replicas, min_workers=self.min_workers, num_local=int(self.use_local)
-        )
-        return ElasticController(
-            group,
-            scaling,
-            FailurePolicy(rejoins),
-            release_timeout_s=arguments.reservation_timeout_s(),
-            rules=ElasticRules(self.resize_check_s, self.heartbeat_s, draining_nodes),
+        return self._controller_for(
+            self._make_backend(),
+            partial(TFRunner, spec),
+            Resources(self.num_cpus_per_worker, int(self.use_gpu)),
+            rejoins,
+            arguments.reservation_timeout_s(),
         )
 
     @property

@@ -25,12 +25,8 @@ from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, merged
-from raysgd.engine.lifecycle import ElasticRules
-from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
-from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import UnevenStepsError
 from raysgd.torch import arguments, checkpoint_file, constants
 from raysgd.torch.precision import choose_precision
@@ -247,26 +243,12 @@ class TorchTrainer(ClassTrainer):
         )
         is_alone = self.use_local and self.max_replicas == 1
         rejoins = self.recovery == "rejoin" and self.parallel == "ddp" and self.backend != "horovod" and not is_alone
-        group = GroupSpec(
-            backend=_make_backend(self.backend, self.timeout_s),
-            make_replica=partial(TorchRunner, spec),
-            resources=Resources(self.num_cpus_per_worker, self.num_gpus_per_worker if self.use_gpu else 0),
-            use_local=self.use_local,
-            initialization_hook=self.initialization_hook,
-            reservation_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
-            captures=not is_alone,
-            regroups=rejoins,
-            num_spares=self.spare_workers,
-        )
-        scaling = ScalingPolicy(
-            max_workers=self.max_replicas, min_workers=self.min_workers, num_local=int(self.use_local)
-        )
-        return ElasticController(
-            group,
-            scaling,
-            FailurePolicy(rejoins),
-            release_timeout_s=constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
-            rules=ElasticRules(self.resize_check_s, self.heartbeat_s, draining_nodes),
+        return self._controller_for(
+            _make_backend(self.backend, self.timeout_s),
+            partial(TorchRunner, spec),
+            Resources(self.num_cpus_per_worker, self.num_gpus_per_worker if self.use_gpu else 0),
+            rejoins,
+            constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
         )
 
     # ------------------------------------------------------------------------------------------------ epochs
