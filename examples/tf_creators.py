@@ -1,4 +1,8 @@
-"""Fits a line with Keras's own `fit` on two workers, in the style of the old library: two creator functions."""
+"""Fits a line with Keras's own `fit` on two workers, in the style of the old library: two creator functions.
+
+Data: points on the line y = x / 2, made up. The creator functions are in `raysgd.tf.examples.tensorflow_train_example`;
+each takes the config, and one returns a compiled model, the other the data to train on and to test on.
+"""
 
 from __future__ import annotations
 
@@ -12,37 +16,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # before TensorFlow is impor
 
 import numpy as np
 import ray
-import tensorflow as tf
 
 from raysgd import TFTrainer
+from raysgd.tf.examples.tensorflow_train_example import create_config, simple_dataset, simple_model
 
-NUM_TRAIN, NUM_TEST, BATCH = 1000, 400, 128
-
-
-def simple_model(config: dict[str, Any]) -> Any:
-    """A compiled model; its variables are made in each worker."""
-    model = tf.keras.Sequential([tf.keras.layers.Input([1]), tf.keras.layers.Dense(10), tf.keras.layers.Dense(1)])
-    model.compile(optimizer="sgd", loss="mean_squared_error", metrics=["mean_squared_error"])
-    return model
-
-
-def linear_dataset(size: int) -> Any:
-    x = np.random.default_rng(size).random((size, 1), dtype="float32")
-    return tf.data.Dataset.from_tensor_slices((x, x / 2))
-
-
-def simple_dataset(config: dict[str, Any]) -> tuple[Any, Any]:
-    """Train and test data. A batch is that of all workers together, who share it."""
-    batch_size = config["batch_size"]
-    return linear_dataset(NUM_TRAIN).repeat().batch(batch_size), linear_dataset(NUM_TEST).repeat().batch(batch_size)
-
-
-def create_config(batch_size: int) -> dict[str, Any]:
-    return {
-        "batch_size": batch_size,
-        "fit_config": {"steps_per_epoch": NUM_TRAIN // batch_size},  # for `fit`
-        "evaluate_config": {"steps": NUM_TEST // batch_size},  # for `evaluate`
-    }
+BATCH = 128
 
 
 def train_example(num_replicas: int, use_gpu: bool, num_epochs: int) -> dict[str, float]:

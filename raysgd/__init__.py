@@ -11,10 +11,10 @@ name brings in what it needs when it is first used.
 
 from __future__ import annotations
 
-import importlib
 import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from raysgd._lazy import lazy_names
 from raysgd._version import __version__
 
 if TYPE_CHECKING:
@@ -24,30 +24,18 @@ if TYPE_CHECKING:
 
 __all__ = ["CreatorOperator", "PyTorchTrainer", "TFTrainer", "TorchTrainer", "TrainingOperator", "__version__"]
 
-_LAZY_MODULES: dict[str, str] = {
-    "TFTrainer": "raysgd.tf.tf_trainer",
-    "TorchTrainer": "raysgd.torch.torch_trainer",
-    "TrainingOperator": "raysgd.torch.training_operator",
-    "CreatorOperator": "raysgd.torch.training_operator",
-}
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "TFTrainer": "raysgd.tf.tf_trainer",
+        "TorchTrainer": "raysgd.torch.torch_trainer",
+        "TrainingOperator": "raysgd.torch.training_operator",
+        "CreatorOperator": "raysgd.torch.training_operator",
+    },
+)
 
 # A library must stay silent until its user configures logging.
 logging.getLogger("raysgd").addHandler(logging.NullHandler())
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module behind a public name when that name is first used."""
-    module = _LAZY_MODULES.get(name)
-    if module is None:
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    value = getattr(importlib.import_module(module), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List the lazy names too, so that completion shows them before their first use."""
-    return sorted({*globals(), *__all__})
 
 
 def PyTorchTrainer(*args: Any, **kwargs: Any) -> NoReturn:

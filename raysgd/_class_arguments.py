@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from typing import Any
 
 from raysgd.exceptions import InvalidCountError
@@ -12,10 +13,16 @@ from raysgd.exceptions import InvalidCountError
 logger = logging.getLogger(__name__)
 
 
-def check_count(name: str, value: Any, hint: str) -> None:
-    """Refuses anything but a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+def is_integer(value: Any) -> bool:
+    """Whether it is a whole number, also one of numpy's, which search algorithms hand out."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def check_count(name: str, value: Any, hint: str) -> int:
+    """Refuses anything but a positive integer, and returns it as Python's."""
+    if not is_integer(value) or value <= 0:
         raise InvalidCountError(f"`{name}={value!r}`: need at least 1, as an integer. {hint}")
+    return int(value)
 
 
 def check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any) -> None:
@@ -31,12 +38,22 @@ def check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any)
         raise ValueError(f"`num_cpus_per_worker={num_cpus_per_worker!r}`: need a number of CPUs, 0 or more.")
 
 
-def check_num_steps(num_steps: Any) -> None:
-    """Refuses anything but None or a count."""
-    if num_steps is not None and (isinstance(num_steps, bool) or not isinstance(num_steps, int) or num_steps < 0):
+def check_num_steps(num_steps: Any) -> int | None:
+    """Refuses anything but None or a count, and returns it as Python's."""
+    if num_steps is None:
+        return None
+    if not is_integer(num_steps) or num_steps < 0:
         raise InvalidCountError(
             f"`num_steps={num_steps!r}`: need a number of batches per worker, or None for one pass."
         )
+    return int(num_steps)
+
+
+def check_info(info: Any) -> dict[str, Any]:
+    """Refuses anything but None or a dict, and returns a copy."""
+    if info is not None and not isinstance(info, Mapping):
+        raise TypeError(f"`info={info!r}`: need a dict, whose entries the operator is given with each batch.")
+    return dict(info or {})
 
 
 def refuse_unknown(trainer: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:
@@ -74,7 +91,7 @@ def check_elastic(
             f"`min_workers={min_workers}` with `num_workers={num_workers}`: there are never more than `num_workers`. "
             "Lower the one or raise the other."
         )
-    if isinstance(spare_workers, bool) or not isinstance(spare_workers, int) or spare_workers < 0:
+    if not is_integer(spare_workers) or spare_workers < 0:
         raise InvalidCountError(f"`spare_workers={spare_workers!r}`: need 0 or more, as an integer.")
     if snapshot_every_n_steps is not None:
         check_count("snapshot_every_n_steps", snapshot_every_n_steps, hint="None copies the state between calls only.")
@@ -87,7 +104,7 @@ def check_elastic(
 
 def check_max_retries(max_retries: Any) -> None:
     """Refuses anything but a count."""
-    if not isinstance(max_retries, int) or max_retries < 0:
+    if not is_integer(max_retries) or max_retries < 0:
         raise InvalidCountError(f"`max_retries={max_retries!r}`: need 0 (fail at the first loss of a worker) or more.")
 
 

@@ -15,6 +15,7 @@ from raysgd.engine.gauges import Gauges
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.resources import draining_nodes
+from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import GroupSpec
@@ -64,6 +65,7 @@ class ClassTrainer:
             captures=not (self.use_local and self.max_replicas == 1),
             regroups=rejoins,
             num_spares=self.spare_workers,
+            heartbeat_s=self.heartbeat_s,
         )
         scaling = ScalingPolicy(
             max_workers=self.max_replicas, min_workers=self.min_workers, num_local=int(self.use_local)
@@ -73,7 +75,7 @@ class ClassTrainer:
             scaling,
             FailurePolicy(rejoins),
             release_timeout_s=timeout_s,
-            rules=ElasticRules(self.resize_check_s, self.heartbeat_s, draining_nodes),
+            rules=ElasticRules(self.resize_check_s, draining_nodes),
         )
 
     def _begin(self, controller: ElasticController) -> None:
@@ -109,7 +111,6 @@ class ClassTrainer:
                 "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with "
                 "`use_local=True`."
             )
-        self._controller.touch()  # whoever asks for it may change it
         return runner.operator
 
     # ------------------------------------------------------------------------------------------------ life
@@ -152,6 +153,16 @@ class ClassTrainer:
         self._samples_per_s = sum(known) / seconds if known else None
         self._last_answers = answers
         self._gauges.report(self.num_workers, self._samples_per_s, self._controller.history)
+
+    def _snapshot(self) -> Snapshot:
+        """The state as it is now. What lives in the driver may have been changed there, in ways that no call shows."""
+        if self.use_local:
+            self._controller.touch()
+        return self._controller.snapshot()
+
+    def _note_load(self) -> None:
+        """Forgets the last call: the workers have another state now, and are at another place in the data."""
+        self._last_answers = ()
 
     @property
     def config(self) -> dict[str, Any]:

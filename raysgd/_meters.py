@@ -156,6 +156,7 @@ class AverageMeterCollection:
         self._capture_object = capture_object
         self._meters: dict[str, _NumberMeter | _ObjectMeter] = {}
         self._num_batches = 0
+        self._held: list[tuple[dict[str, Any], int | float]] = []
         self.n: int | float = 0
 
     def update(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
@@ -179,6 +180,24 @@ class AverageMeterCollection:
             meters[name] = meter
         self._num_batches += 1
         self.n += weight
+
+    def hold(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
+        """Keep the metrics of a batch back until it is known whether the batch counts.
+
+        The same arguments as for `update`. Metric objects have counted the batch already, by themselves.
+        """
+        kept = {name: value.detach().clone() if _is_tensor(type(value)) else value for name, value in metrics.items()}
+        self._held.append((kept, n))
+
+    def count_held(self) -> None:
+        """Count what was held back; raises what `update` raises."""
+        held, self._held = self._held, []
+        for metrics, n in held:
+            self.update(metrics, n)
+
+    def drop_held(self) -> None:
+        """Forget what was held back: these batches do not count."""
+        self._held.clear()
 
     def summary(self) -> MetricSummary:
         """Return batch count, number of samples, and for each metric its mean and its last value.

@@ -28,15 +28,16 @@ def require(module: str, extra: str, purpose: str | None = None) -> ModuleType:
         The imported module (for a dotted name the innermost one).
 
     Raises:
-        ImportError: If the package is missing, or if it is present and its import fails. The two have
-            different messages, and the original error is chained.
+        ModuleNotFoundError: If the package is missing; an `ImportError` too.
+        ImportError: If it is present and its import fails. The original error is chained.
     """
     who = purpose or "this feature"
     try:
         return importlib.import_module(module)
     except Exception as error:
-        message = _missing_message if _is_missing(module, error) else _broken_message
-        raise ImportError(message(module, extra, who, error), name=module) from error
+        if _is_missing(module, error):
+            raise ModuleNotFoundError(_missing_message(module, extra, who), name=module) from error
+        raise ImportError(_broken_message(module, extra, who, error), name=module) from error
 
 
 def require_installed(module: str, extra: str, purpose: str) -> None:
@@ -50,10 +51,10 @@ def require_installed(module: str, extra: str, purpose: str) -> None:
         purpose: What needs it, as the subject of a sentence.
 
     Raises:
-        ImportError: If the package is missing.
+        ModuleNotFoundError: If the package is missing.
     """
     if importlib.util.find_spec(module) is None:
-        raise ImportError(_missing_message(module, extra, purpose, None), name=module)
+        raise ModuleNotFoundError(_missing_message(module, extra, purpose), name=module)
 
 
 def _is_missing(module: str, error: Exception) -> bool:
@@ -65,7 +66,7 @@ def _package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
-def _missing_message(module: str, extra: str, who: str, error: Exception | None) -> str:
+def _missing_message(module: str, extra: str, who: str) -> str:
     return f'{who} needs `{_package_of(module)}`, which is not installed. Run: pip install "raysgd[{extra}]"'
 
 

@@ -7,7 +7,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
@@ -84,6 +84,10 @@ class MissingTuneError(ImportError, ValueError):
     """A function was to be made a trial, but Ray Tune cannot be imported; the old library said ``ValueError``."""
 
 
+class MissingFrameworkError(ModuleNotFoundError, ValueError):
+    """The framework of a config of `raysgd.v2` is not installed; the old library said ``ValueError``."""
+
+
 class SessionMisuseError(RaySGDError, RuntimeError):
     """A helper that needs a running training function was called outside of one."""
 
@@ -136,6 +140,25 @@ class _Packed:
 
     def unpacked(self) -> BaseException:
         return _made(self.user_class, self.args, self.attributes, self.slots)
+
+    def portable(self, is_portable: Callable[[Any], bool]) -> _Packed:
+        """With the `repr` of each value that is not."""
+
+        def shown(value: Any) -> Any:
+            return value if is_portable(value) else repr(value)
+
+        return _Packed(
+            self.user_class,
+            tuple(map(shown, self.args)),
+            {name: shown(value) for name, value in self.attributes.items()},
+            tuple((owner, name, shown(value)) for owner, name, value in self.slots if name != "args"),
+        )
+
+
+def portable_copy(error: BaseException, is_portable: Callable[[Any], bool]) -> BaseException:
+    """A copy of an exception in which a lock, an open file and the like are replaced by their `repr`."""
+    packed = _Packed.of(error)
+    return packed.portable(is_portable).unpacked() if isinstance(packed, _Packed) else error
 
 
 def _pickles_in_its_own_way(user_class: type[BaseException]) -> bool:

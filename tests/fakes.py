@@ -7,6 +7,7 @@ happen to them what a test scripted.
 
 from __future__ import annotations
 
+import ctypes
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -286,6 +287,7 @@ class FakeCluster:
         restores: The same for each call that the controller makes on its own.
         stands: The same whenever survivors leave their group.
         regroups: The same whenever a group is formed anew in place.
+        waits: The same whenever survivors waited for somebody to join them.
         transfer_s: How long a state that is fetched is on its way.
         recruits_are_slow: Whether workers that are called up are ready only when somebody waits for them.
         while_waiting: Given the driver's tick, lets happen what happens during each call of a function of a test.
@@ -301,6 +303,7 @@ class FakeCluster:
     restores: deque[Event] = field(default_factory=deque)
     stands: deque[Event] = field(default_factory=deque)
     regroups: deque[Event] = field(default_factory=deque)
+    waits: deque[Event] = field(default_factory=deque)
     transfer_s: float = 0.0
     recruits_are_slow: bool = False
     while_waiting: Callable[[Callable[[], None]], None] = lambda tick: tick()
@@ -344,6 +347,7 @@ class FakeGroup:
         self.is_alive = False
         self.ended_by: str | None = None
         self.silent: set[int] = set()
+        self.gone: set[int] = set()
         self.functions: list[str] = []
         self.killed_ranks: list[int] = []
         self.handovers: list[Handover] = []
@@ -469,9 +473,16 @@ class FakeGroup:
             outcomes.append(Outcome(rank, failure=failure) if failure else Outcome(rank, stood))
         return GroupReport(tuple(outcomes))
 
+    def answering(self, ranks: Sequence[int]) -> list[int]:
+        event = _next(self.cluster.waits)
+        dead = event.ranks if isinstance(event, Lost) else ()
+        self.silent |= self.cluster.silent & set(ranks)
+        return [rank for rank in ranks if rank not in dead and rank not in self.silent]
+
     def let_go(self, leaving: Sequence[int]) -> None:
         assert not (self.spec.use_local and 0 in leaving), "the driver cannot leave"
         self.num_seated -= len(leaving)
+        self.gone |= set(leaving)
 
     def regroup(
         self,
@@ -487,7 +498,7 @@ class FakeGroup:
         self.replicas = [self.replicas[rank] for rank in survivors] + list(joining)
         new = [WorkerInfo("node", "10.0.0.1", 100 + index) for index in range(len(joining))]
         self.infos = [self.infos[rank] for rank in survivors] + new
-        self.worlds, self.num_workers = ranks.assign(self.infos), len(self.infos)
+        self.worlds, self.num_workers, self.gone = ranks.assign(self.infos), len(self.infos), set()
         if event is None:
             for taker in handover.takers:
                 self.replicas[taker].take_over(self.replicas[handover.source].hand_over())
@@ -544,8 +555,13 @@ class FakeRecruits:
             self.ready.append(replica)
         self.num_coming = 0
 
-    def take(self, count: int, timeout_s: float = 0.0) -> list[Any]:
+    def look_after(self) -> None: ...
+
+    def drop_dead(self) -> None: ...
+
+    def take(self, count: int, timeout_s: float = 0.0, tick: Callable[[], None] = lambda: None) -> list[Any]:
         if timeout_s:
+            tick()
             self.arrive()
         taken, self.ready = self.ready[:count], self.ready[count:]
         return taken
@@ -603,3 +619,8 @@ def _failure(event: Event, rank: int) -> Failure | None:
 
 def _next(events: deque[Event]) -> Event:
     return events.popleft() if events else None
+
+
+def raise_from_compiled_code(kind: type[Exception], text: str) -> None:
+    """Raises as libraries do whose code is compiled: without a `raise` in Python."""
+    ctypes.pythonapi.PyErr_SetString(ctypes.py_object(kind), text.encode())

@@ -59,7 +59,7 @@ def test_a_public_module_imports_alone(module: str) -> None:
     if result.returncode == 0:
         return
     last_line = result.stderr.strip().splitlines()[-1]
-    missing = re.search(r"ImportError: .* needs `(\w+)`, which is not installed\. Run: pip install", last_line)
+    missing = re.search(r"ModuleNotFoundError: .* needs `(\w+)`, which is not installed\. Run: pip install", last_line)
     # A leaf may need an optional package; then it has to say so, and the package has to be missing indeed.
     assert missing, result.stderr
     assert run_fresh(f"import {missing[1]}").returncode != 0

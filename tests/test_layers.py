@@ -17,7 +17,14 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-UTILITIES = {"raysgd.exceptions", "raysgd._meters", "raysgd._timers", "raysgd._optional", "raysgd._version"}
+UTILITIES = {
+    "raysgd.exceptions",
+    "raysgd._lazy",
+    "raysgd._meters",
+    "raysgd._optional",
+    "raysgd._timers",
+    "raysgd._version",
+}
 ENGINE_MODULES_WITH_RAY = {"resources", "worker", "local_worker", "worker_group", "gathering", "gauges", "recruits"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "lightning", "pytorch_lightning"}
 FRONT_ENDS = {"torch", "tf", "train", "data"}

@@ -456,3 +456,18 @@ class TestGoingOn:
         assert (meters.summary()["loss"], meters.summary()["num_samples"]) == (1.0, 1)
         meters.update({"loss": 3.0})
         assert meters.num_batches == 8
+
+
+def test_what_is_held_back_counts_only_once_it_is_asked_for() -> None:
+    meters, loss = AverageMeterCollection(), FakeTensor(2.0)
+    meters.hold({"loss": loss}, n=3)
+    meters.hold({"loss": 4.0}, n=1)
+    loss.values[0] = 100.0  # user code goes on with the tensor that it gave
+    assert (meters.num_batches, meters.n, dict(meters.summary())) == (0, 0, {"batch_count": 0, "num_samples": 0})
+    meters.count_held()
+    meters.count_held()
+    assert (meters.num_batches, meters.n, meters.summary()["loss"]) == (2, 4, 2.5)
+    meters.hold({"loss": 9.0})
+    meters.drop_held()
+    meters.count_held()
+    assert meters.summary()["loss"] == 2.5

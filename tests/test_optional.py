@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from raysgd._optional import require
+from raysgd._optional import require, require_installed
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def test_returns_the_innermost_module_of_a_dotted_name() -> None:
 
 
 def test_a_missing_package_names_the_extra_and_who_needs_it() -> None:
-    with pytest.raises(ImportError) as caught:
+    with pytest.raises(ModuleNotFoundError) as caught:
         require("no_such_package.tracking", extra="mlflow", purpose="`MLflowLogger`")
     assert str(caught.value) == (
         '`MLflowLogger` needs `no_such_package`, which is not installed. Run: pip install "raysgd[mlflow]"'
@@ -33,8 +33,13 @@ def test_a_missing_package_names_the_extra_and_who_needs_it() -> None:
     assert caught.value.name == "no_such_package.tracking"
 
 
+def test_a_package_can_be_missed_without_importing_it() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"^`this` needs `no_such_package`, which is not installed"):
+        require_installed("no_such_package", extra="tf", purpose="`this`")
+
+
 def test_a_purpose_is_not_needed() -> None:
-    with pytest.raises(ImportError, match=r"^this feature needs `no_such_package`"):
+    with pytest.raises(ModuleNotFoundError, match=r"^this feature needs `no_such_package`"):
         require("no_such_package", extra="mlflow")
 
 
@@ -50,6 +55,7 @@ def test_a_package_that_is_broken_is_not_called_missing(packages: Path, source: 
     (packages / "fragile_package.py").write_text(source)
     with pytest.raises(ImportError) as caught:
         require("fragile_package", extra="tf")
+    assert not isinstance(caught.value, ModuleNotFoundError)
     message = str(caught.value)
     assert "is installed, but importing it failed with " + reason in message
     assert "not installed. Run" not in message

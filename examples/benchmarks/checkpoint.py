@@ -9,7 +9,8 @@ in one remote worker, or in each of `--num-workers` remote workers; every repeti
   state that the worker makes;
 * right after another such call, `save(path, blocking=False)`: how long it takes to return, how much longer than
   usual the next call of `train` takes, and when the file is complete (on the disk, with its checksum);
-* `save(path)`, and `load(path)` against `torch.load` with `load_state_dict` of the same content.
+* `save(path)`, and `load(path)` against `torch.load` with `load_state_dict` of the same content, in one process, and
+  in as many bare actors at once as there are remote workers.
 
 Memory is what the driver has to itself, beyond what it had before, as a multiple of the state; objects in Ray's
 store are shared and do not count.
@@ -67,6 +68,7 @@ _FIGURES = {
     "blocking_save_s": ("save and wait", 1e3),
     "load_s": ("load", 1e3),
     "torch_load_s": ("torch.load", 1e3),
+    "actors_load_s": ("torch.load in actors", 1e3),
 }
 _MEMORY = {
     "first_save_copies": "train() and first save",
@@ -184,6 +186,8 @@ def run_raysgd(state: str, num_workers: int, use_local: bool, num_repetitions: i
         )
         trainer.apply_all_workers(watch_captures)
         arrangement = Arrangement(trainer, PlainTraining(state), folder)
+        if not use_local:
+            arrangement.add_actors(state, num_workers)
         memory = arrangement.memory()  # first, while nothing is kept from an earlier call
         rounds = [arrangement.measure() for _ in range(NUM_WARM_UP_ROUNDS + num_repetitions)][NUM_WARM_UP_ROUNDS:]
     return {**memory, **{name: [measured[name] for measured in rounds if name in measured] for name in rounds[-1]}}
@@ -202,9 +206,18 @@ class Arrangement:
         self._trainer = trainer
         self._plain = plain
         self._file, self._plain_file = folder / "raysgd.pt", folder / "plain.pt"
+        self._actors: list[Any] = []
         plain.step()
         plain.save(self._plain_file)
         self._train()
+
+    def add_actors(self, state: str, count: int) -> None:
+        """Has the state in bare Ray actors, too, that load it by themselves."""
+        import ray
+
+        actor = ray.remote(num_cpus=0)(PlainTraining)
+        self._actors = [actor.remote(state) for _ in range(count)]
+        ray.get([actor.step.remote() for actor in self._actors])
 
     def measure(self) -> dict[str, float]:
         """One repetition."""
@@ -263,10 +276,18 @@ class Arrangement:
         }
 
     def _load(self) -> dict[str, float]:
-        return {
+        self._settle()
+        loads = {
             "torch_load_s": _seconds(lambda: self._plain.load(self._plain_file)),
             "load_s": _seconds(lambda: self._trainer.load(self._file)),
         }
+        self._settle()
+        return {**loads, **({"actors_load_s": _seconds(self._load_in_actors)} if self._actors else {})}
+
+    def _load_in_actors(self) -> None:
+        import ray
+
+        ray.get([actor.load.remote(self._plain_file) for actor in self._actors])
 
 
 # ------------------------------------------------------------------------------------------------------ peers

@@ -326,15 +326,17 @@ class SnapshotCase:
         mib: Its size.
         period_s: Seconds from one snapshot to the next.
         num_snapshots: How many an epoch has.
+        num_pairs: How many epochs with them, and as many without.
     """
 
     workload: str
     mib: int
     period_s: float
     num_snapshots: int
+    num_pairs: int
 
 
-SNAPSHOT_CASES = (SnapshotCase("medium_state", 10, 1.0, 4), SnapshotCase("large_state", 200, 10.0, 2))
+SNAPSHOT_CASES = (SnapshotCase("medium_state", 10, 1.0, 4, 30), SnapshotCase("large_state", 200, 10.0, 2, 12))
 
 
 def run_snapshots(workload: str, period_s: float, num_snapshots: int, num_pairs: int) -> dict[str, Any]:
@@ -394,11 +396,11 @@ def main() -> None:
     dispatch(ROLES)
     arguments = make_parser(__doc__.partition("\n")[0], repetitions=5, peers=PEERS).parse_args()
     peers = choose_peers(arguments, PEERS)
-    ways, workload, cases, num_pairs = OWN_WAYS, "recovery", SNAPSHOT_CASES, 8
+    ways, workload, cases = OWN_WAYS, "recovery", SNAPSHOT_CASES
     if arguments.smoke_test:
-        arguments.repetitions, num_pairs, workload = 1, 1, "recovery_tiny"
+        arguments.repetitions, workload = 1, "recovery_tiny"
         ways = {name: options for name, options in OWN_WAYS.items() if "shrinking" in name}
-        cases = (SnapshotCase("small_state", 0, 0.02, 1),)
+        cases = (SnapshotCase("small_state", 0, 0.02, 1, 1),)
     report = Report("recovery", arguments, peers)
 
     jobs: dict[str, Callable[[], Any]] = {
@@ -408,7 +410,7 @@ def main() -> None:
         environment = _ENVIRONMENTS.get(name)
         jobs[name] = functools.partial(run_job, __file__, name, environment=environment, workload=workload)
     medians = _report_recovery(report, take_turns(jobs, arguments.repetitions, report))
-    costs = _report_snapshots(report, cases, num_pairs)
+    costs = _report_snapshots(report, cases)
     report.finish([*_recovery_targets(medians), *_snapshot_targets(costs)])
 
 
@@ -426,7 +428,7 @@ def _report_recovery(report: Report, runs: dict[str, list[dict[str, float]]]) ->
     return medians
 
 
-def _report_snapshots(report: Report, cases: Sequence[SnapshotCase], num_pairs: int) -> dict[int, float]:
+def _report_snapshots(report: Report, cases: Sequence[SnapshotCase]) -> dict[int, float]:
     rows, costs = [], {}
     for case in cases:
         found = run_job(
@@ -435,7 +437,7 @@ def _report_snapshots(report: Report, cases: Sequence[SnapshotCase], num_pairs: 
             workload=case.workload,
             period_s=case.period_s,
             num_snapshots=case.num_snapshots,
-            num_pairs=num_pairs,
+            num_pairs=case.num_pairs,
         )
         value = estimate([with_ / without - 1 for with_, without in zip(found["with"], found["without"], strict=True)])
         report.result(OWN, "snapshot_cost", value, state_mib=case.mib, every_n_steps=found["every"])

@@ -29,9 +29,14 @@ class Connection:
     identity: str
     ends: Ends
 
+    @property
+    def is_open(self) -> bool:
+        """Whether this process has it still; gloo closes one that the other side has ended."""
+        return _identity(self.number) == self.identity
+
     def shut(self) -> None:
         """Ends it for both sides; nothing happens if it is closed already."""
-        if _identity(self.number) != self.identity:
+        if not self.is_open:
             return
         try:
             with socket.socket(fileno=os.dup(self.number)) as duplicate:

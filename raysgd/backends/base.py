@@ -57,4 +57,8 @@ class Backend(ABC):
 
     @abstractmethod
     def is_connection_error(self, error: BaseException) -> bool:
-        """Whether an exception raised in this process means that the group is broken, rather than the user's code."""
+        """Whether an exception raised in this process means that the group is broken, rather than the user's code.
+
+        It is asked while the exception has its traceback. Code of the user's that speaks of connections, to a data
+        base, say, must not be taken for the group's: what is raised there is never tried again.
+        """

@@ -140,33 +140,39 @@ class HorovodBackend(Backend):
             server.close()
 
     def is_connection_error(self, error: BaseException) -> bool:
-        from horovod.common.exceptions import HorovodInternalError
+        return is_connection_error(error)
 
-        if isinstance(error, RendezvousFailed):
-            return True
-        text = str(error).lower()
-        return isinstance(error, HorovodInternalError) and not any(mistake in text for mistake in _MISTAKES)
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an exception means that the group is broken."""
+    from horovod.common.exceptions import HorovodInternalError
+
+    if isinstance(error, RendezvousFailed):
+        return True
+    text = str(error).lower()
+    return isinstance(error, HorovodInternalError) and not any(mistake in text for mistake in _MISTAKES)
 
 
 def import_horovod() -> Any:
     """Horovod for PyTorch.
 
     Raises:
-        ImportError: It is missing, or does not fit the PyTorch that is here; the message has the command that helps.
+        ImportError: It is missing, then of the class `ModuleNotFoundError`, or does not fit the PyTorch that is here;
+            the message has the command that helps.
     """
     try:
         import horovod.torch as hvd
     except Exception as error:
         is_missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] == "horovod"
         reason = "which is not installed" if is_missing else f"which fails to load ({type(error).__name__}: {error})"
-        raise _unusable(reason) from error
+        raise _unusable(reason, ModuleNotFoundError if is_missing else ImportError) from error
     if not hasattr(hvd, "init"):  # without its library the package imports all the same
         raise _unusable("which was installed without its PyTorch part")
     return hvd
 
 
-def _unusable(reason: str) -> ImportError:
-    return ImportError(
+def _unusable(reason: str, error_class: type[ImportError] = ImportError) -> ImportError:
+    return error_class(
         f'`backend="horovod"` needs Horovod, {reason}. Run: {INSTALL_COMMAND}\nIt builds Horovod for the PyTorch that '
         "is installed. All nodes need it.",
         name="horovod.torch",

@@ -13,6 +13,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.backends._meeting import Meeting, MeetingFailed
+from raysgd.backends._origins import is_of
 from raysgd.backends.base import Backend
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine.types import Rendezvous, World
@@ -33,6 +35,7 @@ _BROKEN = (
     "rpc timeout",
     "deadline exceeded",
 )
+_FROM_PYTHON = "traceback (most recent call last)"  # such an error is what TensorFlow made of one of the user's
 
 
 @dataclass
@@ -65,7 +68,8 @@ class TensorFlowBackend(TorchBackend):
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         super().join(rendezvous, world, even_alone=even_alone)
         if world.is_distributed:
-            addresses = exchange_addresses(self._store, rendezvous, world)
+            self._store.set(f"raysgd/address/{world.rank}", free_address(rendezvous))
+            addresses = [self._store.get(f"raysgd/address/{rank}").decode() for rank in range(world.size)]
             self._own_variables += announce(addresses, world)
 
     def is_connection_error(self, error: BaseException) -> bool:
@@ -84,7 +88,7 @@ class MultiWorkerBackend(Backend):
     timeout_s: float = 1800.0
     variables: Mapping[str, str] = field(default_factory=dict)
     _num_threads: int | None = field(default=None, repr=False, compare=False)
-    _meeting: TorchBackend | None = field(default=None, repr=False, compare=False)
+    _meeting: Meeting | None = field(default=None, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def limit_threads(self, num_threads: int) -> None:
@@ -95,16 +99,17 @@ class MultiWorkerBackend(Backend):
         load_tensorflow(self.variables, self._num_threads)
 
     def open_rendezvous(self) -> int:
-        self._meeting = TorchBackend("gloo", self.timeout_s)
-        return self._meeting.open_rendezvous()
+        self._meeting = Meeting(self.timeout_s)
+        return self._meeting.open()
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Meets the others to learn their addresses, and makes the strategy; returns when all ranks did."""
         global _STRATEGY
         if not world.is_distributed:
             return
-        meeting = self._meeting = self._meeting or TorchBackend("gloo", self.timeout_s)
-        addresses = exchange_addresses(meeting.meet(rendezvous, world), rendezvous, world)
+        meeting = self._meeting = self._meeting or Meeting(self.timeout_s)
+        own = free_address(rendezvous)
+        addresses = meeting.exchange(rendezvous.address, rendezvous.port, world.rank, world.size, own)
         self._own_variables += announce(addresses, world)
         import tensorflow as tf
 
@@ -117,6 +122,8 @@ class MultiWorkerBackend(Backend):
     def leave(self) -> None:
         """Takes the variables back. TensorFlow keeps its servers until the process ends."""
         global _STRATEGY
+        if self._meeting is not None:
+            self._meeting.close()
         _STRATEGY, self._meeting = None, None
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
@@ -124,8 +131,15 @@ class MultiWorkerBackend(Backend):
     def is_connection_error(self, error: BaseException) -> bool:
         import tensorflow as tf
 
+        if isinstance(error, MeetingFailed):
+            return True
         text = str(error).lower()
-        return isinstance(error, tf.errors.OpError) and any(phrase in text for phrase in _BROKEN)
+        return (
+            isinstance(error, tf.errors.OpError)
+            and any(phrase in text for phrase in _BROKEN)
+            and _FROM_PYTHON not in text
+            and is_of(error, ["tensorflow", "keras", "tf_keras"])
+        )
 
 
 _STRATEGY: Any = None
@@ -156,11 +170,10 @@ def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> No
         return
 
 
-def exchange_addresses(store: Any, rendezvous: Rendezvous, world: World) -> list[str]:
-    """Tells all ranks where each of them could listen; on a single node that is the loopback address."""
+def free_address(rendezvous: Rendezvous) -> str:
+    """Where this rank could listen; on a single node that is the loopback address."""
     host = rendezvous.address if rendezvous.on_one_node else _own_address()
-    store.set(f"raysgd/address/{world.rank}", f"{host}:{_free_port()}")
-    return [store.get(f"raysgd/address/{rank}").decode() for rank in range(world.size)]
+    return f"{host}:{_free_port()}"
 
 
 def announce(addresses: list[str], world: World) -> list[str]:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.backends._origins import is_of, with_causes
 from raysgd.backends._sockets import Connection, between_ranks, open_sockets, opened_since
 from raysgd.backends.base import Backend
 from raysgd.backends.gpus import ordinal_of, visible_to_all
@@ -22,8 +23,7 @@ _POLL_S = 0.002
 _SETTLE_S = 0.002
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
-# What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError raised by a
-# collective.
+# What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError of PyTorch's own.
 _BROKEN = (
     "connection closed by peer",
     "connection reset by peer",
@@ -56,6 +56,7 @@ class TorchBackend(Backend):
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
     _connections: list[Connection] = field(default_factory=list, repr=False, compare=False)
+    _is_cut: bool = field(default=False, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
@@ -104,6 +105,9 @@ class TorchBackend(Backend):
         )
         if self.transport == "gloo" and world.is_distributed:
             self._connections = self._find_connections(sockets_before, world)
+        self._is_cut = False
+        global _joined
+        _joined = self
 
     def meet(self, rendezvous: Rendezvous, world: World) -> Any:
         """Goes to the meeting point; returns the store that all ranks share there, on rank 0 once all have come."""
@@ -165,12 +169,21 @@ class TorchBackend(Backend):
 
     def _cut(self) -> None:
         connections, self._connections = self._connections, []
+        self._is_cut = True
         for connection in connections:
             connection.shut()
         if self.transport == "nccl" and self._has_joined:
             _abort_process_group()
 
+    @property
+    def is_broken(self) -> bool:
+        """Whether a connection to another rank has ended; only those of gloo are known."""
+        return self._is_cut or not all(connection.is_open for connection in self._connections)
+
     def leave(self) -> None:
+        global _joined
+        if _joined is self:
+            _joined = None
         self._cut()
         if self._has_joined:  # another group in this process is not ours to end
             end_process_group()
@@ -179,12 +192,7 @@ class TorchBackend(Backend):
             os.environ.pop(self._own_variables.pop(), None)
 
     def is_connection_error(self, error: BaseException) -> bool:
-        import torch.distributed as dist
-
-        if isinstance(error, dist.DistError):
-            return True
-        text = str(error).lower()
-        return isinstance(error, RuntimeError) and any(phrase in text for phrase in _BROKEN)
+        return is_connection_error(error)
 
     @property
     def _timeout(self) -> datetime.timedelta:
@@ -201,6 +209,29 @@ class TorchBackend(Backend):
         if name not in os.environ:
             os.environ[name] = value
             self._own_variables.append(name)
+
+
+_joined: TorchBackend | None = None  # the one whose group is the default group, of which a process has one
+
+
+def is_group_broken() -> bool:
+    """Whether the default group of this process, formed by `TorchBackend`, has lost a connection that is known."""
+    return _joined is not None and _joined.is_broken
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an exception raised by a collective means that the group is broken."""
+    import torch.distributed as dist
+
+    for link in with_causes(error):  # user code may have put its own words before PyTorch's
+        if isinstance(link, dist.DistError):
+            return True
+        text = str(link).lower()
+        if not (isinstance(link, RuntimeError) and any(phrase in text for phrase in _BROKEN)):
+            return False
+        if is_of(link, ["torch"], passing_on=["torch._utils"]):
+            return True
+    return False
 
 
 def _gpus_key(world: World, local_rank: int | None = None) -> str:

@@ -13,10 +13,10 @@ from typing import Any
 
 from raysgd.engine.failures import Diagnosis, classify
 from raysgd.engine.history import History
-from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle, words
+from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle, Unformed, words
 from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.replica import Capture, Replica
-from raysgd.engine.snapshots import Snapshot, SnapshotKeeper
+from raysgd.engine.snapshots import Snapshot, SnapshotKeeper, Transfer
 from raysgd.engine.status import DataLedger, TrainerStatus, compose
 from raysgd.engine.types import ClusterView, GroupReport, Held, World
 from raysgd.engine.watch import Watch, ask_beats
@@ -75,6 +75,8 @@ class ElasticController:
         clock: Time.
         release_timeout_s: How long to wait until Ray has taken the reservation back.
         rules: How the group follows the cluster.
+        start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
+            costs nothing.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class ElasticController:
         clock: Clock | None = None,
         release_timeout_s: float = 100.0,
         rules: ElasticRules | None = None,
+        start_budget: RetryBudget | None = None,
     ) -> None:
         self._spec = spec
         self._failures = failures or FailurePolicy()
@@ -100,6 +103,7 @@ class ElasticController:
             clock or Clock(),
             release_timeout_s,
             rules or ElasticRules(),
+            start_budget,
         )
         self._is_stopped = False
         self._nodes_due = float("-inf")
@@ -136,7 +140,7 @@ class ElasticController:
         """
         self._check_active()
         if self._life.group is None:
-            self._life.rebuild(cause="the last group was given up")
+            self._life.rebuild("the last group was given up", "restarted")
         assert self._life.group is not None
         return self._life.group
 
@@ -158,7 +162,7 @@ class ElasticController:
 
         Raises:
             WorkerError: An exception in user code; of its class too. Never retried.
-            WorkersLostError: When the retries are spent or no workers can be had.
+            WorkersLostError: When the retries are spent or too few workers can be had.
         """
         try:
             self._adapt(call)
@@ -199,10 +203,13 @@ class ElasticController:
             leaving = self._life.leaving_nodes_in_use()
             parts = [answer.value.part for answer in report.values]
             self._life.take_parts(parts)
-            if self._spec.regroups and self._life.change(leaving, reason, self._tick, parts):
+            unformed: Unformed | None = Unformed("left" if leaving else "grown", reason)
+            if self._spec.regroups:
+                unformed = self._life.change(leaving, reason, self._tick, parts)
+            if unformed is None:
                 return True
             self._await_snapshot()
-            self._life.rebuild(reason, "left" if leaving else "grown")
+            self._life.rebuild(unformed.cause, unformed.kind)
             return self._is_restored_inside
         tell_stuck = partial(self._tell_stuck, self.watch)
         self._watch_anew()
@@ -210,16 +217,18 @@ class ElasticController:
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
         if isinstance(decision, Raise):
             self._raise(diagnosis, report, decision, budget)
-        if isinstance(decision, Rejoin) and self._life.rejoin(report, words(diagnosis), budget, self._tick, tell_stuck):
-            self.history.num_failures += 1
-            return True
+        cause = words(diagnosis)
+        if isinstance(decision, Rejoin):
+            unformed = self._life.rejoin(report, budget, self._tick, tell_stuck)
+            if unformed is None:
+                return True
+            cause = unformed.cause
         if diagnosis.kind == "disconnected" and not self._spec.regroups:
             tell_stuck()
         if budget.is_spent:
             self._raise(diagnosis, report, Raise(lost=True), budget)
-        self.history.num_failures += 1
         budget.pay_for_rebuild()
-        self._life.rebuild(words(diagnosis))
+        self._life.rebuild(cause)
         return self._is_restored_inside
 
     def _await_snapshot(self) -> None:
@@ -269,6 +278,10 @@ class ElasticController:
     def adopt(self, snapshot: Snapshot) -> None:
         """Takes `snapshot`, which every rank has just restored, for the state as it is now."""
         self._snapshots.adopt(snapshot)
+
+    def expect(self, transfer: Transfer, rank_states: tuple[Any, ...], call: Call) -> None:
+        """Takes what `transfer` will bring, and what `call` has brought to every rank, for the state as it is now."""
+        self._snapshots.expect(transfer, rank_states, call)
 
     def touch(self) -> None:
         """Says that the state may have changed without a call that says so: the next `snapshot` looks again."""
@@ -371,6 +384,7 @@ class ElasticController:
             self._life.give_up()
         if not decision.lost:
             raise worker_error(diagnosis.faults)
+        budget.refuse()
         hint = (
             "Ray's log of the worker (`worker-*.err`) may name the cause: too little memory, say, or a collective that "
             "the ranks called with different sizes. "
@@ -404,12 +418,16 @@ class ElasticController:
     def _leave_nodes(self) -> None:
         """Moves to other nodes, in place if that can be done."""
         reason = "a node is going away"
-        if self._spec.regroups and self._life.can_change_in_place(self._tick):
-            if self._life.change(self._life.leaving_nodes_in_use(), reason, self._tick):
-                return
+        unformed: Unformed | None = Unformed("left", reason)
+        in_place = self._spec.regroups and self._life.can_change_in_place(self._tick)
+        if in_place is None:  # a loss, which the call will come upon
+            return
+        if in_place:
+            unformed = self._life.change(self._life.leaving_nodes_in_use(), reason, self._tick)
         else:
             self.snapshot()
-        self._life.rebuild(reason, "left")
+        if unformed is not None:
+            self._life.rebuild(unformed.cause, unformed.kind)
 
     def _grow_if_possible(self) -> None:
         """Lets more workers step in, or starts a larger group, when something is free for it."""
@@ -417,7 +435,10 @@ class ElasticController:
         self._life.call_up_spares()
         if len(group) >= self._life.scaling.max_workers:
             return
-        if self._spec.regroups and self._life.can_change_in_place(self._tick):
+        in_place = self._spec.regroups and self._life.can_change_in_place(self._tick)
+        if in_place is None:  # a loss, which the call will come upon: it is told and counted as one there
+            return
+        if in_place:
             self._life.grow_in_place(self._tick)
             return
         num_more = self._life.find_room()

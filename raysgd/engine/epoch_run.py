@@ -133,7 +133,8 @@ class EpochRun:
         return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
 
     def detach(self) -> None:
-        """Counts what was completed; the stream will be another one, or at another place."""
+        """Counts what was completed, and nothing else; the stream will be another one, or at another place."""
+        self.meters.drop_held()
         self.is_exhausted = self._has_no_step_left
         self.num_steps_before, self._stream = self.num_completed, None
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 logger = logging.getLogger(__name__)
 
-EventKind = Literal["started", "rejoined", "rebuilt", "grown", "left", "hung"]
+EventKind = Literal["started", "rejoined", "rebuilt", "restarted", "grown", "left", "hung"]
 
 
 @dataclass(frozen=True)
@@ -18,8 +18,10 @@ class Event:
     """One change in the life of a group.
 
     Attributes:
-        kind: "started"; "rejoined" (survivors of a loss went on), "rebuilt" (new workers from a snapshot), "grown",
-            "left" (a node that is going away), or "hung" (a worker was ended because it gave no sign of life).
+        kind: "started"; "rejoined" (survivors of a loss went on), "rebuilt" (after a loss, new workers from a
+            snapshot), "restarted" (the same because the workers before were given up: after Ctrl-C, an exception that
+            left some of them stuck, or a call that had spent its retries), "grown", "left" (a node that is going away),
+            or "hung" (a worker was ended because it gave no sign of life).
         old_size: Workers before.
         new_size: Workers after.
         seconds: How long it took.
@@ -51,7 +53,6 @@ class History:
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now
         self.events: list[Event] = []
-        self.num_failures = 0
         self.last_resize = float("-inf")
 
     def record(
@@ -62,6 +63,11 @@ class History:
         self.events.append(event)
         level = logging.DEBUG if kind == "started" else logging.WARNING if kind == "hung" else logging.INFO
         logger.log(level, "%s", event)
+
+    @property
+    def num_failures(self) -> int:
+        """How many losses of workers were recovered from."""
+        return self.count("rejoined") + self.count("rebuilt")
 
     def count(self, kind: EventKind) -> int:
         """How many events of this kind there were."""

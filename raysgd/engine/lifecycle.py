@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from textwrap import shorten
 from typing import TYPE_CHECKING, Any
 
@@ -60,12 +60,10 @@ class ElasticRules:
 
     Attributes:
         resize_check_s: How often a running call looks for room to grow; None: growing waits for the next call.
-        heartbeat_s: A worker that gives no sign of life for so long is lost.
         leaving_nodes: Asks for the nodes that will go away soon.
     """
 
     resize_check_s: float | None = None
-    heartbeat_s: float = 30.0
     leaving_nodes: Callable[[], frozenset[str]] = frozenset
 
 
@@ -74,22 +72,76 @@ class _Change:
     """A change of the group in place.
 
     Attributes:
-        kind: What it is called in the history.
-        cause: Why.
+        kind: What it is called in the history, unless ranks are lost over it.
+        cause: Why, given the ranks that are lost.
         staying: Ranks that are to stay.
         began: When it began.
         can_wait: Whether to wait for workers that are still being made ready.
         budget: What pays for it; None for what costs nothing.
-        orphans: How far the ranks were that leave in good order.
+        leaving: Ranks that leave in good order.
+        orphans: How far those are.
     """
 
     kind: EventKind
-    cause: str
+    cause: Callable[[Collection[int]], str]
     staying: Sequence[int]
     began: float
     can_wait: bool
     budget: RetryBudget | None = None
+    leaving: frozenset[int] = frozenset()
     orphans: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True)
+class Unformed:
+    """A change in place that failed: the group is good for nothing then but to be rebuilt.
+
+    Attributes:
+        kind: What the rebuilding is to be called in the history.
+        cause: What led to it.
+    """
+
+    kind: EventKind
+    cause: str
+
+
+class _CannotForm(Exception):
+    """The ranks cannot form a new group.
+
+    Args:
+        reason: Why; empty where that is plain, because nobody is left.
+        staying: Who is left.
+        is_loss: Whether somebody was lost that is not counted among those who are gone.
+    """
+
+    def __init__(self, reason: str, staying: Collection[int], is_loss: bool = False) -> None:
+        super().__init__(reason)
+        self.reason, self.staying, self.is_loss = reason, staying, is_loss
+
+
+@dataclass
+class _Party:
+    """Who is to form the next group.
+
+    Attributes:
+        staying: Ranks that stay.
+        standings: How far each of them is.
+        port: The meeting point that the first of them opened.
+        joining: Recruits that join them.
+    """
+
+    staying: list[int]
+    standings: list[Standing]
+    port: int
+    joining: list[Any]
+
+    @property
+    def source(self) -> int:
+        """Index of the one that all others go on from."""
+        source = choose_source(self.standings)
+        if source is None:
+            raise _CannotForm(f"the survivors cannot go on by themselves: {_obstacle(self.standings)}", self.staying)
+        return source
 
 
 class Lifecycle:
@@ -104,6 +156,8 @@ class Lifecycle:
         clock: Time.
         release_timeout_s: How long to wait until Ray has taken the reservation back.
         rules: How the group follows the cluster.
+        start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
+            costs nothing.
     """
 
     def __init__(
@@ -116,6 +170,7 @@ class Lifecycle:
         clock: Clock,
         release_timeout_s: float,
         rules: ElasticRules,
+        start_budget: RetryBudget | None = None,
     ) -> None:
         self.spec = spec
         self.scaling = scaling
@@ -125,6 +180,7 @@ class Lifecycle:
         self._clock = clock
         self.release_timeout_s = release_timeout_s
         self.rules = rules
+        self._start_budget = start_budget
         self.history = History()
         self.group: WorkerGroup | None = None
         self.facts: list[Any] = []
@@ -159,22 +215,36 @@ class Lifecycle:
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the full number of workers, for the first time; with `as_fits`, as many as there is room for.
 
-        A worker that dies while starting is tried again a few times; an exception in the user's set-up is raised at
-        once.
+        A worker that dies while starting is tried again, a few times or as often as it is paid for; an exception in the
+        user's set-up is raised at once.
+
+        Raises:
+            WorkersLostError: Workers died too often.
+            WorkerError: The user's set-up failed.
+            ReservationTimeoutError: The resources were not granted in time.
         """
         if as_fits:
             self.rebuild("a new trainer", "started")
             return
         began = self._clock.monotonic()
-        size = self.scaling.max_workers
-        for _ in range(START_ATTEMPTS):
-            if self._try_start(size, self.spec.num_spares, self.spec.reservation_timeout_s):
-                self._record("started", 0, began, "a new trainer")
-                return
-        raise WorkersLostError(
-            f"Worker start-up failed: a worker process died in each of {START_ATTEMPTS} attempts. The log above and "
-            "Ray's worker logs name the cause; too little memory is a frequent one."
-        )
+        budget = self._start_budget or RetryBudget(START_ATTEMPTS - 1)
+        while not self._try_start(self.scaling.max_workers, self.spec.num_spares, self.spec.reservation_timeout_s):
+            self._pay_for_start(budget)
+        self._record("started", 0, began, "a new trainer")
+
+    def _pay_for_start(self, budget: RetryBudget) -> None:
+        """After the death of a worker that was being started.
+
+        Raises:
+            WorkersLostError: There is nothing to pay with.
+        """
+        if budget.is_spent:
+            budget.refuse()
+            raise WorkersLostError(
+                f"Worker start-up failed: a worker process died over it, and the {budget.num_restarts} allowed retries "
+                "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
+            )
+        budget.pay_for_rebuild()
 
     def give_up(self, unless_local: bool = False) -> None:
         """Ends the processes; the next call starts new ones from the last snapshot.
@@ -236,19 +306,29 @@ class Lifecycle:
         self._snapshots.poll(timeout_s=_SETTLE_S)
         self._snapshots.leave_group()
         self.give_up()
-        for attempt in range(self.scaling.num_attempts):
+        attempt = 0
+        while attempt < self.scaling.num_attempts:
             view = self._settled_view()
             decision = self.scaling.decide(view, self.spec.resources, attempt)
             if isinstance(decision, GiveUp):
                 raise self._starved(decision, view)
+            attempt += 1
             if isinstance(decision, Wait):
-                logger.warning("%s; nothing is free, waiting %.1f s", cause, decision.delay_s)
+                logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
                 self._clock.sleep(decision.delay_s)
                 continue
             num_spares = min(self.spec.num_spares, capacity(view, self.spec.resources) - decision.num_workers)
-            if self._try_restart(decision.num_workers, max(0, num_spares)):
+            try:
+                is_restarted = self._try_restart(decision.num_workers, max(0, num_spares))
+            except ReservationTimeoutError:
+                logger.warning("the resources for %s workers were taken by somebody else", decision.num_workers)
+                continue
+            if is_restarted:
                 self._record(kind, old_size, began, cause, self._restored_from())
                 return
+            if self._start_budget is not None:
+                self._pay_for_start(self._start_budget)
+                attempt -= 1  # this one was paid for
         raise WorkersLostError(f"No group could be started in {self.scaling.num_attempts} attempts after: {cause}.")
 
     def _settled_view(self) -> ClusterView:
@@ -263,12 +343,14 @@ class Lifecycle:
             self._clock.sleep(0.05)
 
     def _try_restart(self, num_workers: int, num_spares: int) -> bool:
-        """Starts a group and restores it; False when a worker died or the resources went to somebody else meanwhile."""
+        """Starts a group and restores it; False when a worker died over it.
+
+        Raises:
+            WorkerError: The user's set-up failed.
+            ReservationTimeoutError: The resources went to somebody else meanwhile.
+        """
         try:
             return self._try_start(num_workers, num_spares, _REBUILD_RESERVATION_S) and self._restore()
-        except ReservationTimeoutError:
-            logger.warning("the resources for %s workers were taken by somebody else", num_workers)
-            return False
         except BaseException:  # Ctrl-C too: nobody may ever use a group that is restored half-way
             self.give_up()
             raise
@@ -323,7 +405,7 @@ class Lifecycle:
 
         table = explain(self.spec.resources, self.scaling.max_workers, view)
         return WorkersLostError(
-            f"No workers can be had: {decision.reason}.\n{table}\nThe last completed state is kept: it can be "
+            f"Too few workers can be had: {decision.reason}.\n{table}\nThe last completed state is kept: it can be "
             "saved, and the next call looks for resources again."
         )
 
@@ -332,36 +414,37 @@ class Lifecycle:
     def rejoin(
         self,
         report: GroupReport,
-        cause: str,
         budget: RetryBudget,
         tick: Callable[[], None],
         tell_stuck: Callable[[], None],
-    ) -> bool:
+    ) -> Unformed | None:
         """After a loss: lets the survivors form a new group, with spares and new workers as far as there are any.
 
         Args:
             report: The failed call.
-            cause: Why it failed.
             budget: What pays for it.
             tick: Called now and then while it waits.
             tell_stuck: Called if a survivor takes long to come to an end with what it does.
 
         Returns:
-            False when that cannot be done or failed; the group is good for nothing then but to be rebuilt.
+            What is to be said where that cannot be done or failed.
         """
         began = self._clock.monotonic()
         group = self.group
         assert group is not None
         survivors = group.settle(report, tell_stuck)
-        if group.silent:
-            cause = f"rank {', '.join(map(str, sorted(group.silent)))} does not answer any more; {cause}"
+        silent = f"; rank {_listed(group.silent)} does not answer any more" if group.silent else ""
         self._suspect(group, survivors)
+
+        def cause(gone: Collection[int]) -> str:
+            return words(classify(report), gone) + silent
+
         can_wait = self.rules.resize_check_s is None
         return self._reform(_Change("rejoined", cause, survivors, began, can_wait, budget), tick)
 
     def change(
         self, leaving: frozenset[str], cause: str, tick: Callable[[], None], parts: Sequence[Capture] = ()
-    ) -> bool:
+    ) -> Unformed | None:
         """Between two steps or calls: lets the workers on the nodes `leaving` go, and those that are ready step in.
 
         Args:
@@ -369,14 +452,25 @@ class Lifecycle:
             cause: Why.
             tick: Called now and then while it waits.
             parts: What each rank copied of its progress when it was held inside a call.
+
+        Returns:
+            What is to be said where that cannot be done or failed.
         """
         began = self._clock.monotonic()
         group = self.group
         assert group is not None
         staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
         kind: EventKind = "left" if len(staying) < len(group) else "grown"
-        orphans = tuple(part.progress for rank, part in enumerate(parts) if rank not in staying)
-        return self._reform(_Change(kind, cause, staying, began, can_wait=kind == "left", orphans=orphans), tick)
+        change = _Change(
+            kind,
+            cause=lambda gone: f"lost rank {_listed(gone)}; {cause}" if gone else cause,
+            staying=staying,
+            began=began,
+            can_wait=kind == "left",
+            leaving=frozenset(range(len(group))) - frozenset(staying),
+            orphans=tuple(part.progress for rank, part in enumerate(parts) if rank not in staying),
+        )
+        return self._reform(change, tick)
 
     def _suspect(self, group: WorkerGroup, survivors: Sequence[int]) -> None:
         """Avoids for a while the nodes of ranks that went silent without a report of their death: perhaps all is gone.
@@ -387,81 +481,119 @@ class Lifecycle:
         until = self._clock.monotonic() + _SUSPICION_S
         self._suspected |= dict.fromkeys(silent - {group.infos[rank].node_id for rank in survivors}, until)
 
-    def _reform(self, change: _Change, tick: Callable[[], None]) -> bool:
+    def _reform(self, change: _Change, tick: Callable[[], None]) -> Unformed | None:
+        assert self.group is not None
+        ranks = frozenset(range(len(self.group))) - change.leaving
         try:
-            return self._try_reform(change, tick)
+            self._try_reform(change, ranks, tick)
+        except _CannotForm as failed:
+            gone = ranks - frozenset(failed.staying)
+            cause = change.cause(gone)
+            is_loss = change.kind == "rejoined" or bool(gone) or failed.is_loss
+            kind: EventKind = "rebuilt" if is_loss else change.kind
+            return Unformed(kind, f"{cause}; {failed.reason}" if failed.reason else cause)
         except BaseException:  # Ctrl-C too: nobody may ever use a group that is formed half-way
             self.give_up()
             raise
+        return None
 
-    def _try_reform(self, change: _Change, tick: Callable[[], None]) -> bool:
+    def _try_reform(self, change: _Change, ranks: frozenset[int], tick: Callable[[], None]) -> None:
         group = self.group
         assert group is not None
         old_size = len(group)
-        stood = self._stand(change.staying, tick)
-        if stood is None:
-            return False
-        staying, standings, port = stood
-        source = choose_source(standings)
-        if source is None:
-            logger.info("the survivors cannot go on by themselves: %s", _obstacle(standings))
-            return False
+        party = self._assemble(change, tick)
+        staying, standings, joining = party.staying, party.standings, party.joining
+        source = party.source
         progress = standings[source].progress
-        if change.budget is not None and not change.budget.covers_rejoin(progress):
-            return False
-        group.let_go([rank for rank in range(old_size) if rank not in staying])
-        joining = self._find_joining(len(staying), change.can_wait)
-        new_size = len(staying) + len(joining)
-        if new_size < self.scaling.min_workers:
-            for recruit in joining:
-                group.recruits.dismiss(recruit)
-            return False
-        handover = Handover(source, (*takers(standings, source), *range(len(staying), new_size)), change.orphans)
-        report = group.regroup(staying, joining, port, handover, tick)
+        new_ranks = range(len(staying), len(staying) + len(joining))
+        handover = Handover(source, (*takers(standings, source), *new_ranks), change.orphans)
+        report = group.regroup(staying, joining, party.port, handover, tick)
         if not report.ok:
-            logger.warning("forming a new group failed: %s", words(classify(report)))
-            return False
+            diagnosis = classify(report)
+            logger.warning("forming a new group failed: %s", words(diagnosis))
+            is_loss = diagnosis.kind != "user"
+            raise _CannotForm(f"forming a new group failed: {words(diagnosis)}", staying, is_loss)
         if staying[0] != 0:
             self._snapshots.leave_group()
         self.facts = list(report.values)
         if change.budget is not None:
             change.budget.pay_for_rejoin(progress)
-        self._record(change.kind, old_size, change.began, change.cause, standings[source].words)
+        gone = ranks - frozenset(staying)
+        kind: EventKind = "rejoined" if gone else change.kind
+        if kind != "grown" or joining:  # else whoever was to join is dead, and all is as it was
+            self._record(kind, old_size, change.began, change.cause(gone), standings[source].words)
         self.call_up_spares()
-        return True
 
-    def _stand(
-        self, survivors: Sequence[int], tick: Callable[[], None]
-    ) -> tuple[list[int], list[Standing], int] | None:
-        """Lets the survivors leave the group; those that turn out to be dead are no survivors. None if none is left."""
+    def _assemble(self, change: _Change, tick: Callable[[], None]) -> _Party:
+        """Lets those who stay leave the old group, and finds others to fill it up; whoever dies meanwhile is left out.
+
+        Raises:
+            _CannotForm: That makes no group.
+        """
+        group = self.group
+        assert group is not None
+        party = self._stand(change.staying, tick)
+        deadline = self._clock.monotonic() + _RECRUIT_S
+        try:
+            while True:
+                progress = party.standings[party.source].progress
+                if change.budget is not None and not change.budget.covers_rejoin(progress):
+                    raise _CannotForm("no retry is left to pay for going on", party.staying)
+                group.let_go([r for r in range(len(group)) if r not in party.staying and r not in group.gone])
+                wait_s = max(0.0, deadline - self._clock.monotonic()) if change.can_wait else 0.0
+                if not self._fill_up(party, wait_s, tick):
+                    break
+                answering = group.answering(party.staying)  # nobody looked after them while they waited
+                if answering == party.staying:
+                    break
+                self._suspect(group, answering)
+                party = replace(self._stand(answering, tick), joining=party.joining)
+            num_workers = len(party.staying) + len(party.joining)
+            if num_workers < self.scaling.min_workers:
+                reason = f"{num_workers} of at least {self.scaling.min_workers} workers are left"
+                raise _CannotForm(reason, party.staying)
+        except BaseException:  # Ctrl-C too
+            for recruit in party.joining:
+                group.recruits.dismiss(recruit)
+            raise
+        return party
+
+    def _stand(self, survivors: Sequence[int], tick: Callable[[], None]) -> _Party:
+        """Lets the survivors leave the group; those that turn out to be dead are no survivors.
+
+        Raises:
+            _CannotForm: None is left, or one of them failed.
+        """
         group = self.group
         assert group is not None
         ranks = list(survivors)
         while ranks:
             report = group.stand(ranks, tick)
             if report.ok:
-                return ranks, [stood.standing for stood in report.values], report.values[0].port
+                return _Party(ranks, [stood.standing for stood in report.values], report.values[0].port, [])
             failed = [o for o in report.outcomes if not o.ok]
             if any(o.failure is not None and o.failure.kind == "user" for o in failed):
                 logger.warning("a survivor could not say how far it is: %s", words(classify(report)))
-                return None
+                raise _CannotForm("a survivor could not say how far it is", ranks)
             ranks = [rank for rank in ranks if rank not in {o.rank for o in failed}]
-        return None
+        raise _CannotForm("", ())
 
-    def _find_joining(self, num_survivors: int, can_wait: bool) -> list[Any]:
-        """Workers to fill the group up: those that are ready; and new ones, if there is room and we can wait."""
+    def _fill_up(self, party: _Party, wait_s: float, tick: Callable[[], None]) -> bool:
+        """Lets those join who are ready; and new ones, if there is room and time to wait. Returns whether it waited."""
         group = self.group
         assert group is not None
-        missing = self.scaling.max_workers - num_survivors
+        missing = self.scaling.max_workers - len(party.staying) - len(party.joining)
         if missing <= 0:
-            return []
+            return False
         group.recruits.avoid(self.nodes_to_avoid)
         coming = group.recruits.num_coming + group.recruits.num_ready
         group.call_up(missing - coming, self.scaling.max_workers, self.nodes_to_avoid)
         found = group.recruits.take(missing, 0.0)
-        if can_wait and len(found) < missing:
-            found += group.recruits.take(missing - len(found), _RECRUIT_S)
-        return found
+        party.joining += found
+        if not wait_s or len(found) == missing or not group.recruits.num_coming:
+            return False
+        party.joining += group.recruits.take(missing - len(found), wait_s, tick)
+        return True
 
     def call_up_spares(self) -> None:
         """Begins to make as many workers ready as are to wait as spares, and were used up or lost."""
@@ -501,12 +633,14 @@ class Lifecycle:
             return
         group.call_up(num_free, self.scaling.max_workers, self.nodes_to_avoid)
 
-    def can_change_in_place(self, tick: Callable[[], None]) -> bool:
-        """Between two calls: whether the replicas could go on in another group."""
+    def can_change_in_place(self, tick: Callable[[], None]) -> bool | None:
+        """Between two calls: whether the replicas could go on in another group; None if some of them are lost."""
         group = self.group
         assert group is not None
         report = group.on_replica(_standing, dict.fromkeys(range(len(group)), ()), tick=tick)
-        return report.ok and not any(answer.value.obstacle for answer in report.values)
+        if not report.ok:
+            return False if classify(report).kind == "user" else None
+        return not any(answer.value.obstacle for answer in report.values)
 
     def grow_in_place(self, tick: Callable[[], None]) -> None:
         """Between two calls: lets as many workers step in as there is room for."""
@@ -517,8 +651,12 @@ class Lifecycle:
         while group.recruits.num_coming and self._clock.monotonic() < deadline:
             self._clock.sleep(0.005)
             tick()
-        if group.recruits.num_ready and not self.change(frozenset(), "there is room for more workers", tick):
-            self.rebuild("growing in place failed", "grown")
+        group.recruits.drop_dead()
+        if not group.recruits.num_ready:
+            return
+        unformed = self.change(frozenset(), "there is room for more workers", tick)
+        if unformed is not None:
+            self.rebuild(unformed.cause, unformed.kind)
 
     def _record(self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "") -> None:
         now = self._clock.monotonic()
@@ -527,12 +665,18 @@ class Lifecycle:
         self.history.record(kind, old_size, self.num_workers, now - began, cause, detail)
 
 
-def words(diagnosis: Diagnosis) -> str:
-    """The cause in a few words, for logs and messages."""
-    ranks = ", ".join(map(str, diagnosis.ranks))
-    reason = shorten(diagnosis.faults[0].message.partition("\n")[0], _REASON_LENGTH, placeholder=" ...")
-    what = "lost rank" if diagnosis.kind == "died" else "lost the connection between ranks, says rank"
-    return f"{what} {ranks} ({diagnosis.faults[0].type_name}: {reason})"
+def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
+    """The cause in a few words, for logs and messages; `gone` are all ranks that are lost, as far as that is known."""
+    message = shorten(diagnosis.faults[0].message.partition("\n")[0], _REASON_LENGTH, placeholder=" ...")
+    reason = f"{diagnosis.faults[0].type_name}: {message}"
+    if diagnosis.kind == "died":
+        return f"lost rank {_listed({*gone, *diagnosis.ranks})} ({reason})"
+    lost = f"lost rank {_listed(gone)}; " if gone else ""
+    return f"{lost}lost the connection between ranks, says rank {_listed(diagnosis.ranks)} ({reason})"
+
+
+def _listed(ranks: Collection[int]) -> str:
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _obstacle(standings: Sequence[Standing]) -> str:

@@ -21,14 +21,15 @@ class Resize:
 
 @dataclass(frozen=True)
 class Wait:
-    """Nothing fits now; look again in `delay_s`."""
+    """Too few workers fit now, says `reason`; look again in `delay_s`."""
 
     delay_s: float
+    reason: str
 
 
 @dataclass(frozen=True)
 class GiveUp:
-    """Nothing fits and the attempts are spent."""
+    """Too few workers fit, says `reason`, and the attempts are spent."""
 
     reason: str
 
@@ -97,9 +98,10 @@ class ScalingPolicy:
         fitting = max(self.num_local, min(self.max_workers, capacity(view, need)))
         if fitting >= self.min_workers:
             return Resize(fitting)
+        reason = f"{fitting} of at least {self.min_workers} workers fit"
         if attempt + 1 >= self.num_attempts:
-            return GiveUp(f"{fitting} of at least {self.min_workers} workers fit after {attempt + 1} attempts")
-        return Wait(self.delay_s(attempt))
+            return GiveUp(f"{reason} after {attempt + 1} attempts")
+        return Wait(self.delay_s(attempt), reason)
 
     def grow(self, view: ClusterView, need: Resources, num_workers: int, num_reserved: int) -> Resize | Keep:
         """Whether a group of `num_workers`, which gives `num_reserved` back, gains from what is free beside it."""
@@ -113,12 +115,13 @@ class ScalingPolicy:
 
 
 class RetryBudget:
-    """The restarts that one call may use up.
+    """The restarts that one call may use up, or several that make up one piece of work.
 
     Going on with survivors is free when something was learned since the loss before; anything else costs one.
 
     Attributes:
         num_spent: How many were used up.
+        num_refused: How many losses came when none was left.
 
     Args:
         num_restarts: How many there are, possibly without end; with 0 the first loss ends the call, whatever it would
@@ -127,7 +130,12 @@ class RetryBudget:
 
     def __init__(self, num_restarts: float) -> None:
         self.num_restarts = num_restarts
+        self.renew()
+
+    def renew(self) -> None:
+        """Starts afresh, for the next piece of work."""
         self.num_spent = 0
+        self.num_refused = 0
         self._progress = 0
 
     @property
@@ -146,6 +154,10 @@ class RetryBudget:
     def pay_for_rebuild(self) -> None:
         self.num_spent += 1
         self._progress = 0
+
+    def refuse(self) -> None:
+        """Notes a loss that nothing is left for."""
+        self.num_refused += 1
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from raysgd.engine.types import WorkerInfo, World
+
+
+def in_order(infos: Sequence[WorkerInfo], *, first_stays: bool = False) -> list[int]:
+    """In which order new workers get their ranks, as indices of `infos`: node by node, and by the GPU on each.
+
+    The nodes come in the order in which they appear, and so do workers that share a GPU or have none. So neighbours in
+    the world are neighbours in fact, wherever the cluster put them.
+
+    Args:
+        infos: Where the workers live.
+        first_stays: Whether the first one is rank 0 in any case, as the driver is.
+    """
+    nodes = list(dict.fromkeys(info.node_id for info in infos))
+
+    def place(index: int) -> tuple[Any, ...]:
+        gpu_ids = _sorted_ids(infos[index].gpu_ids)
+        return not (first_stays and index == 0), nodes.index(infos[index].node_id), [_by_number(g) for g in gpu_ids[:1]]
+
+    return sorted(range(len(infos)), key=place)
 
 
 def assign(infos: Sequence[WorkerInfo]) -> list[World]:
@@ -24,7 +44,7 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
                 node_rank=node_ranks[info.node_id],
                 num_nodes=len(node_ranks),
                 gpu_ids=info.gpu_ids,
-                node_gpu_ids=_in_order(
+                node_gpu_ids=_sorted_ids(
                     gpu for other in infos if other.node_id == info.node_id for gpu in other.gpu_ids
                 ),
             )
@@ -33,6 +53,10 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
     return worlds
 
 
-def _in_order(gpu_ids: Iterable[str]) -> tuple[str, ...]:
+def _sorted_ids(gpu_ids: Iterable[str]) -> tuple[str, ...]:
     """Each once; numbers by their value."""
-    return tuple(sorted(set(gpu_ids), key=lambda gpu: (not gpu.isdigit(), int(gpu) if gpu.isdigit() else 0, gpu)))
+    return tuple(sorted(set(gpu_ids), key=_by_number))
+
+
+def _by_number(gpu_id: str) -> tuple[bool, int, str]:
+    return not gpu_id.isdigit(), int(gpu_id) if gpu_id.isdigit() else 0, gpu_id

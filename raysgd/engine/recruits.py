@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.gathering import outcome
+from raysgd.engine.newcomers import Newcomers
+from raysgd.engine.resources import kill_process
 from raysgd.engine.seats import Seat, Seats
 from raysgd.engine.types import WorkerInfo, World
 from raysgd.engine.worker import Enlisted, RemoteWorker
@@ -39,6 +42,7 @@ class Recruits:
 
     def __init__(self, spec: GroupSpec, seats: Seats) -> None:
         self._spec, self._seats = spec, seats
+        self._newcomers = Newcomers(spec.heartbeat_s)
         self._coming: list[tuple[RemoteWorker, Any]] = []
         self._ready: list[Recruit] = []
 
@@ -61,14 +65,22 @@ class Recruits:
             worker = RemoteWorker(seat, self._spec.backend, self._spec.num_threads)
             call = worker.submit("enlist", self._spec.initialization_hook, world, self._spec.make_replica)
             self._coming.append((worker, call))
+            self._newcomers.add(worker)
 
-    def take(self, count: int, timeout_s: float = 0.0) -> list[Recruit]:
-        """Up to `count` ready workers, waiting up to `timeout_s` for those that are being made ready."""
-        deadline = time.monotonic() + timeout_s
+    def look_after(self) -> None:
+        """Sees who is ready, and who froze over it. To be called now and then while workers are made ready."""
         self._poll()
-        self._drop_dead()
+
+    def take(self, count: int, timeout_s: float = 0.0, tick: Callable[[], None] = lambda: None) -> list[Recruit]:
+        """Up to `count` ready workers, waiting up to `timeout_s` for those that are being made ready.
+
+        `tick` is called now and then while it waits.
+        """
+        deadline = time.monotonic() + timeout_s
+        self.drop_dead()
         while len(self._ready) < count and self._coming and time.monotonic() < deadline:
             time.sleep(_POLL_S)
+            tick()
             self._poll()
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
@@ -91,12 +103,15 @@ class Recruits:
             self._end(worker)
 
     def _poll(self) -> None:
+        self._newcomers.tick()
         still_coming = []
         for worker, call in self._coming:
             result = outcome(-1, call)
             if not result.answered:
                 still_coming.append((worker, call))
-            elif result.failure is not None:
+                continue
+            self._newcomers.remove(worker)
+            if result.failure is not None:
                 logger.warning("a worker that was to step in failed: %s", result.failure.fault.message)
                 self._end(worker)
             else:
@@ -104,8 +119,9 @@ class Recruits:
                 self._ready.append(Recruit(worker, enlisted.info, enlisted.facts))
         self._coming = still_coming
 
-    def _drop_dead(self) -> None:
-        """Ends those that do not answer any more: nobody looked after them while they waited."""
+    def drop_dead(self) -> None:
+        """Ends those that were ready and do not answer any more: nobody looks after them while they wait."""
+        self._poll()
         if not self._ready:
             return
         import ray
@@ -117,8 +133,11 @@ class Recruits:
             if not answer.ok:
                 logger.warning("a worker that waited to step in (process %s) is gone", recruit.info.pid)
                 self._end(recruit.worker)
+                if not answer.answered:
+                    kill_process(recruit.info)  # it may be stopped
         self._ready = [recruit for recruit, answer in zip(self._ready, answers, strict=True) if answer.ok]
 
     def _end(self, worker: RemoteWorker) -> None:
+        self._newcomers.remove(worker)
         worker.kill()
         self._seats.give_back(worker.seat)

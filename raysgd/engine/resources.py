@@ -95,6 +95,19 @@ def draining_nodes() -> frozenset[str]:
         return frozenset()
 
 
+def find_process(actor: Any) -> WorkerInfo | None:
+    """Where an actor's process is that has not answered yet; None while there is none.
+
+    Ray keeps this query private; where it is missing, nobody is found.
+    """
+    try:
+        entry = importlib.import_module("ray._private.state").actors(actor._actor_id.hex())
+        pid, place = entry.get("Pid"), entry.get("Address", {})
+    except (ImportError, AttributeError):
+        return None
+    return WorkerInfo(place["NodeID"], place["IPAddress"], pid) if pid and place.get("NodeID") else None
+
+
 def kill_process(info: WorkerInfo) -> None:
     """Ends a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
     ray = _ray()
@@ -141,13 +154,16 @@ class Reservation:
         num_workers: How many there are.
         has_driver: Whether the first of them is this very process. Its GPU is then one of this node.
         packs: Whether workers go to as few nodes as they can, rather than to as many.
+        within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
     """
 
-    def __init__(self, need: Resources, num_workers: int, has_driver: bool = False, packs: bool = False) -> None:
+    def __init__(
+        self, need: Resources, num_workers: int, has_driver: bool = False, packs: bool = False, within: Any = "default"
+    ) -> None:
         ray = _ray()
         self._need, self._num_workers = need, num_workers
         self._holder: Any = None
-        self._outer = ray.util.get_current_placement_group()
+        self._outer = ray.util.get_current_placement_group() if within == "default" else within
         self._own: Any = None
         bundle = need.bundle()
         if self._outer is None and bundle and num_workers:
@@ -171,7 +187,8 @@ class Reservation:
         Raises:
             ReservationTimeoutError: After `timeout_s`; nothing stays reserved.
         """
-        if self._own is None or self._own.wait(timeout_s):
+        group = self._own or self._outer
+        if group is None or group.wait(timeout_s):
             return
         view = cluster_view()
         self.release(timeout_s=5.0)

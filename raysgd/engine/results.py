@@ -55,7 +55,7 @@ def _merge_one(name: str, workers: Sequence[WorkerMetrics]) -> Any:
     present = [value for value in values if value is not None]
     if len(present) < len(values):  # not a number: one worker's value stands for all
         return workers[0].values[name]
-    if name in _PER_WORKER or name.startswith(_LAST):
+    if name in _PER_WORKER or str(name).startswith(_LAST):
         return _plain_mean(present)
     return _weighted_mean(_sum_and_count(name, worker) for worker in workers)
 

@@ -29,10 +29,11 @@ class Seats:
     Args:
         need: What one worker needs.
         packs: Whether workers go to as few nodes as they can, rather than to as many.
+        within: Whose placement group to use, see `Reservation`.
     """
 
-    def __init__(self, need: Resources, packs: bool = False) -> None:
-        self._need, self._packs = need, packs
+    def __init__(self, need: Resources, packs: bool = False, within: Any = "default") -> None:
+        self._need, self._packs, self._within = need, packs, within
         self._reservations: list[Reservation] = []
         self._free: list[Seat] = []
 
@@ -55,7 +56,7 @@ class Seats:
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """
-        reservation = Reservation(self._need, count, has_driver, self._packs)
+        reservation = Reservation(self._need, count, has_driver, self._packs, self._within)
         reservation.wait(timeout_s)
         self._reservations.append(reservation)
         self._free += [Seat(reservation, index) for index in range(count)]

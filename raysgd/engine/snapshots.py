@@ -46,9 +46,10 @@ class Transfer(Protocol):
 @dataclass(frozen=True)
 class _OnItsWay:
     transfer: Transfer
-    token: int
+    token: int | None
     rank_states: tuple[Any, ...]
     progress: tuple[Any, ...] | None
+    needs_worker: bool = True
 
 
 class SnapshotKeeper(Generic[CallT]):
@@ -139,7 +140,9 @@ class SnapshotKeeper(Generic[CallT]):
         self._land(Snapshot(state, coming.rank_states, coming.progress), coming.token, self._num_covered)
 
     def leave_group(self) -> None:
-        """Notes that the workers are gone: what is on its way will not come, and new workers count tokens anew."""
+        """Notes that the workers are gone: what they were sending will not come, and new workers count tokens anew."""
+        if self._coming is not None and not self._coming.needs_worker:
+            self.poll(timeout_s=None)
         if self._coming is not None:
             self._coming, self._is_stale = None, True
         self.landed_token = None
@@ -149,8 +152,22 @@ class SnapshotKeeper(Generic[CallT]):
         self._coming, self._is_stale = None, False
         self._land(snapshot, self.landed_token, len(self._calls))
 
+    def expect(self, transfer: Transfer, rank_states: tuple[Any, ...], call: CallT) -> None:
+        """Takes over a state that the driver had before the workers did, and that it is still storing.
+
+        Args:
+            transfer: Brings it; no worker has to live for that.
+            rank_states: What each rank has for itself.
+            call: What brought the state to the workers; is run again after a loss if the transfer fails.
+        """
+        self.completed(call)
+        self._coming = _OnItsWay(transfer, self.landed_token, rank_states, None, needs_worker=False)
+        self._num_covered, self._is_stale = len(self._calls), False
+
     def forget(self) -> None:
-        """Lets go of everything."""
+        """Lets go of everything, once nothing in the driver works on it any more."""
+        if self._coming is not None and not self._coming.needs_worker:
+            self.poll(timeout_s=None)
         self.landed, self._coming = None, None
         self._calls.clear()
 

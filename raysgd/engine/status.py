@@ -79,10 +79,11 @@ class TrainerStatus:
         samples_per_s: Throughput of the last training call; None before the first.
         straggler: The rank that the others wait for; None when no one stands out or it was not measured.
         data: The samples of the present pass; None where the library does not divide the data.
-        losses: What became of the samples at each loss, oldest first.
+        losses: What each loss meant for the work, oldest first: where survivors went on, what became of the samples;
+            where all workers were started anew, what from.
         num_failures: Losses that were recovered from.
         num_rejoins: Of these, how often the survivors went on.
-        num_rebuilds: How often all workers were started anew.
+        num_rebuilds: Of these, how often all workers were started anew.
         events: The history of the workers.
         snapshot: The last snapshot; None while there is none.
     """
@@ -181,7 +182,9 @@ def compose(
         samples_per_s=samples_per_s,
         straggler=find_straggler(measured),
         data=data,
-        losses=tuple(event.detail for event in history.events if event.kind == "rejoined" and event.detail),
+        losses=tuple(
+            event.detail for event in history.events if event.kind in ("rejoined", "rebuilt") and event.detail
+        ),
         num_failures=history.num_failures,
         num_rejoins=history.count("rejoined"),
         num_rebuilds=history.count("rebuilt"),

@@ -11,8 +11,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+from raysgd.engine.pulse import Pulse
 from raysgd.engine.replica import Capture
-from raysgd.engine.types import Beat
+from raysgd.engine.types import Beat, Outcome
 
 if TYPE_CHECKING:
     from raysgd.engine.lifecycle import Lifecycle
@@ -20,12 +21,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_ROUND_S = 1.0
-_ROUNDS_PER_HEARTBEAT = 5
+_FIRST_ROUND_S = 0.2
 _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
-_LONGEST_GAP_S = 1.0  # between two ticks; beyond that it is the driver that stood still, and heard nothing
 
 
 class Watch:
@@ -41,13 +40,12 @@ class Watch:
         self._life = life
         self._can_hold = can_hold
         self._take_inside = take_inside
-        self._round_s = min(_ROUND_S, life.rules.heartbeat_s / _ROUNDS_PER_HEARTBEAT)
+        self._pulse: Pulse[int] = Pulse(life.spec.heartbeat_s, self._hear_rank, life.now)
+        self._round_s = self._pulse.round_s
         now = life.now()
-        self._next_round = now + self._round_s
+        self._next_round = now + min(_FIRST_ROUND_S, self._round_s)
         self._next_nodes = now + _NODES_S
         self._next_growth = now + (life.rules.resize_check_s or 0.0)
-        self._asked: dict[int, tuple[Any, float]] = {}
-        self._left_at = now
         self._snapshot = 0
         self._margin = _MIN_MARGIN
         self._is_holding = False
@@ -57,42 +55,35 @@ class Watch:
 
     def tick(self) -> None:
         """Does what is due."""
+        self._hear()
         now = self._life.now()
-        self._forgive(now - self._left_at - _LONGEST_GAP_S)
-        self._hear(now)
         if now >= self._next_round:
             self._next_round = now + self._round_s
-            self._ask(now)
+            self._ask()
             if self._can_hold and not self._is_holding and self._should_hold(now):
                 self._hold()
-        self._left_at = self._life.now()
+        self._pulse.rest()
 
     # ---------------------------------------------------------------------------------------------- signs of life
 
-    def _ask(self, now: float) -> None:
+    def _ask(self) -> None:
         group = self._life.group
         if group is None:
             return
-        for rank in group.remote_ranks:
-            if rank not in self._asked:
-                self._asked[rank] = group.submit_beside(rank, _beat), now
+        self._pulse.ask(sorted(set(group.remote_ranks) - group.gone), lambda rank: group.submit_beside(rank, _beat))
+        group.recruits.look_after()
 
-    def _forgive(self, away_s: float) -> None:
-        """Does not hold time against the ranks in which this process, stopped or suspended, could not hear them."""
-        if away_s > 0:
-            self._asked = {rank: (call, asked_at + away_s) for rank, (call, asked_at) in self._asked.items()}
+    def _hear_rank(self, rank: int, call: Any) -> Outcome:
+        assert self._life.group is not None
+        return self._life.group.hear(rank, call)
 
-    def _hear(self, now: float) -> None:
-        for rank, (call, asked_at) in list(self._asked.items()):
-            assert self._life.group is not None
-            found = self._life.group.hear(rank, call)
-            if found.answered:
-                del self._asked[rank]
-                if found.ok and found.value is not None:
-                    self._note(rank, found.value, now - asked_at)
-            elif now - asked_at > self._life.rules.heartbeat_s:
-                del self._asked[rank]
-                self._end_hung(rank, now - asked_at)
+    def _hear(self) -> None:
+        heard = self._pulse.hear()
+        for rank, found, waited_s in heard.answers:
+            if found.ok and found.value is not None:
+                self._note(rank, found.value, waited_s)
+        for rank, silent_s in heard.silent:
+            self._end_hung(rank, silent_s)
         newest = min((beat.snapshot for beat in self.beats.values()), default=0)
         if newest > self._snapshot and self._collect_snapshot(newest):
             self._snapshot = newest
@@ -160,8 +151,9 @@ class Watch:
                 return life.find_room() > 0
             life.call_up_growth()
         if life.spec.regroups and group.recruits.num_ready and not group.recruits.num_coming:
+            group.recruits.drop_dead()
             self.reason = "there is room for more workers"
-            return True
+            return group.recruits.num_ready > 0
         return False
 
     def _hold(self) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd.engine.replica import Capture, Replica, ReplicaFactory
 from raysgd.engine.types import Failure, FailureKind, Handover, Held, Rendezvous, Standing, WorkerInfo, World
-from raysgd.exceptions import WorkerFault
+from raysgd.exceptions import WorkerFault, portable_copy
 
 if TYPE_CHECKING:
     from raysgd.backends.base import Backend
@@ -36,14 +36,6 @@ class WorkerFailed(Exception):
 
     def __str__(self) -> str:  # brief: Ray puts it into the text of its own exception once more
         return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """What a worker answers once its process is ready to join a group."""
-
-    info: WorkerInfo
-    port: int | None
 
 
 @dataclass(frozen=True)
@@ -99,20 +91,24 @@ class WorkerProcess:
         self._busy_thread: int | None = None
 
     def describe(self) -> WorkerInfo:
-        """Where this worker lives."""
+        """Where this worker lives. Answered beside its work, so it is a sign of life too."""
         return WorkerInfo(*_node(), os.getpid(), _gpu_ids())
 
-    def prepare(self, initialization_hook: Callable[[], Any] | None, is_first: bool) -> Prepared:
-        """Runs the user's hook, then loads the framework; the first rank also opens the meeting point."""
-        return self._guarded(lambda: self._prepare(initialization_hook, is_first))
+    def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
+        """Runs the user's hook, then loads the framework. Returns where this worker lives."""
+        return self._guarded(lambda: self._prepare(initialization_hook))
 
-    def _prepare(self, initialization_hook: Callable[[], Any] | None, is_first: bool) -> Prepared:
+    def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
         if self._num_threads is not None:
             self._backend.limit_threads(self._num_threads)
         if initialization_hook is not None:
             initialization_hook()
         self._backend.load()
-        return Prepared(self.describe(), self._backend.open_rendezvous() if is_first else None)
+        return self.describe()
+
+    def open_rendezvous(self) -> int:
+        """As the first rank to be, once it is prepared: opens the meeting point. Returns its port."""
+        return self._guarded(self._backend.open_rendezvous)
 
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> Answer:
         """Joins the group and builds the replica in it."""
@@ -136,14 +132,14 @@ class WorkerProcess:
         """
 
         def body() -> Enlisted:
-            port = self._prepare(hook, is_first=True).port
-            assert port is not None
-            self._backend.join(Rendezvous("127.0.0.1", port, on_one_node=True), World(rank=0, size=1), even_alone=True)
+            info = self._prepare(hook)
+            alone = Rendezvous("127.0.0.1", self._backend.open_rendezvous(), on_one_node=True)
+            self._backend.join(alone, World(rank=0, size=1), even_alone=True)
             replica: Any = make_replica(world)
             self._replica = replica
             facts = replica.setup()
             replica.prime()
-            return Enlisted(self.describe(), facts)
+            return Enlisted(info, facts)
 
         return self._guarded(body)
 
@@ -237,13 +233,19 @@ class WorkerProcess:
         self._busy_thread = threading.get_ident()
         try:
             return body()
-        except (Exception, SystemExit) as error:
+        except BaseException as error:
+            if not self._is_from_call(error):
+                raise
             kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
             fault = describe_fault(error, self._world.rank, portable=self._is_remote)
             failure = Failure(kind, fault)
         if kind == "disconnected":
             self._backend.interrupt()  # ranks that wait for this one shall know; nobody else would tell them
         raise WorkerFailed(failure)
+
+    def _is_from_call(self, error: BaseException) -> bool:
+        """Whether the call raised it. In the driver `KeyboardInterrupt` is Ctrl-C; nobody presses that elsewhere."""
+        return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
 
     def _has_lost_its_group(self, error: BaseException) -> bool:
         """A worker without others has no group to lose: any connection it speaks of is the user's own."""
@@ -287,7 +289,8 @@ def _actor_class() -> Any:
         import ray
 
         members = {
-            name: ray.method(concurrency_group="beside")(_forwarding(name)) for name in ("beside", "interrupt", "stack")
+            name: ray.method(concurrency_group="beside")(_forwarding(name))
+            for name in ("beside", "describe", "interrupt", "stack")
         }
         hosted = type("RaySGDWorker", (WorkerProcess,), members)
         options: dict[str, Any] = {"concurrency_groups": {"beside": 1}, "max_restarts": 0, "max_task_retries": 0}
@@ -336,14 +339,34 @@ def _is_library(filename: str) -> bool:
 
 
 def _picklable(error: BaseException) -> BaseException | None:
-    """The exception if it survives pickling inside a fault, else None."""
+    """The exception if it survives pickling inside a fault, else what is left of it without what does not, or None."""
+    if _survives(error):
+        return error
+    try:
+        rest = portable_copy(error, _pickles)
+    except Exception:
+        return None
+    return rest if _survives(rest) else None
+
+
+def _survives(error: BaseException) -> bool:
     import cloudpickle
 
     try:
         copy = pickle.loads(cloudpickle.dumps(WorkerFault(-1, "", error, "", "", "", ""))).error
     except Exception:
-        return None
-    return error if type(copy).__name__ == type(error).__name__ else None
+        return False
+    return type(copy).__name__ == type(error).__name__
+
+
+def _pickles(value: Any) -> bool:
+    import cloudpickle
+
+    try:
+        pickle.loads(cloudpickle.dumps(value))
+    except Exception:
+        return False
+    return True
 
 
 def _node() -> tuple[str, str]:

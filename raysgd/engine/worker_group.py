@@ -10,12 +10,16 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine import ranks
 from raysgd.engine.gathering import Listener, grace_s, outcome
 from raysgd.engine.local_worker import LocalCall, LocalWorker
+from raysgd.engine.newcomers import Newcomers
 from raysgd.engine.recruits import Recruit, Recruits
 from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.seats import Seats
@@ -49,6 +53,8 @@ class GroupSpec:
         regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
         num_spares: How many workers wait, ready, to step in.
         packs: Whether workers go to as few nodes as they can, rather than to as many.
+        within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
+        heartbeat_s: A worker that gives no sign of life for so long is lost.
     """
 
     backend: Backend
@@ -61,6 +67,8 @@ class GroupSpec:
     regroups: bool = False
     num_spares: int = 0
     packs: bool = False
+    within: Any = "default"
+    heartbeat_s: float = 30.0
 
     @property
     def num_threads(self) -> int:
@@ -73,13 +81,15 @@ class WorkerGroup:
 
     def __init__(self, spec: GroupSpec, num_workers: int) -> None:
         self._spec = spec
-        self._seats = Seats(spec.resources, spec.packs)
+        self._seats = Seats(spec.resources, spec.packs, spec.within)
         self.recruits = Recruits(spec, self._seats)
         self._workers: list[LocalWorker | RemoteWorker] = []
         self._unanswered: dict[int, Any] = {}
+        self._newcomers: Newcomers | None = None  # while it starts
         self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
         self.silent: set[int] = set()  # ranks that at the last `settle` neither answered nor were known to be dead
+        self.gone: set[int] = set()  # ranks that were let go, until a new group is formed
         self.num_workers = num_workers
         self.num_spares = spec.num_spares
 
@@ -102,11 +112,14 @@ class WorkerGroup:
         Raises:
             ReservationTimeoutError: When the resources were not granted in time.
         """
+        self._newcomers = Newcomers(self._spec.heartbeat_s)
         try:
             report = self._start(reservation_timeout_s or self._spec.reservation_timeout_s)
         except BaseException:
             self.kill()
             raise
+        finally:
+            self._newcomers = None
         if not report.ok:
             self.kill()
         return report
@@ -116,9 +129,11 @@ class WorkerGroup:
         report = self._prepare(timeout_s)
         if not report.ok:
             return report
-        self.infos = [prepared.info for prepared in report.values]
-        self.worlds = ranks.assign(self.infos)
-        rendezvous = Rendezvous.at(report.values[0].port, self.infos)
+        self._give_ranks(report.values)
+        opened = self._gather({0: self._workers[0].submit("open_rendezvous")})
+        if not opened.ok:
+            return opened
+        rendezvous = Rendezvous.at(opened.values[0], self.infos)
         capture = self._spec.captures
         return self._gather(
             {
@@ -126,6 +141,13 @@ class WorkerGroup:
                 for rank, worker in enumerate(self._workers)
             }
         )
+
+    def _give_ranks(self, infos: Sequence[WorkerInfo]) -> None:
+        """Puts the workers into the order of their ranks: now that all are there, it is known where they are."""
+        order = ranks.in_order(infos, first_stays=self._spec.use_local)
+        self._workers = [self._workers[index] for index in order]
+        self.infos = [infos[index] for index in order]
+        self.worlds = ranks.assign(self.infos)
 
     def _create(self, timeout_s: float) -> None:
         spec = self._spec
@@ -140,16 +162,19 @@ class WorkerGroup:
         self._seats.reserve(self.num_workers + self.num_spares, timeout_s, has_driver=spec.use_local)
         seat_of_driver = self._seats.take() if spec.use_local else None
         for _ in range(len(self._workers), self.num_workers):
-            self._workers.append(RemoteWorker(self._seats.take(), spec.backend, spec.num_threads))
+            worker = RemoteWorker(self._seats.take(), spec.backend, spec.num_threads)
+            self._workers.append(worker)
+            if self._newcomers is not None:
+                self._newcomers.add(worker)
         if seat_of_driver is not None:
             spec.backend.use_gpus(seat_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
 
     def _prepare(self, timeout_s: float) -> GroupReport:
         remote = [worker for worker in self._workers if isinstance(worker, RemoteWorker)]
-        placed = [worker.submit("describe") for worker in remote]  # first, so that it does not wait for the user's hook
+        placed = [worker.submit("describe") for worker in remote]  # beside the user's hook, whatever it takes
         calls = {
-            rank: worker.submit("prepare", self._spec.initialization_hook, rank == 0)
-            for rank, worker in enumerate(self._workers)
+            index: worker.submit("prepare", self._spec.initialization_hook)
+            for index, worker in enumerate(self._workers)
         }
         if placed and not self._seats.are_own:
             self._await_placement(placed, timeout_s)
@@ -217,6 +242,11 @@ class WorkerGroup:
         return not self.remote_ranks
 
     @property
+    def is_on_one_node(self) -> bool:
+        """Whether all workers are on the same node."""
+        return len({info.node_id for info in self.infos}) == 1
+
+    @property
     def num_seats(self) -> int:
         """For how many workers there is reserved room, taken or not."""
         return len(self._seats)
@@ -271,6 +301,17 @@ class WorkerGroup:
         calls = {rank: self._workers[rank].submit("stand", rank == survivors[0]) for rank in survivors}
         return self._gather(calls, tick)
 
+    def answering(self, ranks: Sequence[int]) -> list[int]:
+        """Of these ranks, which do nothing, those that live and answer; who does neither is noted as silent."""
+        calls = {}
+        for rank in ranks:
+            worker = self._workers[rank]
+            if isinstance(worker, RemoteWorker):
+                calls[rank] = worker.submit("describe")
+        answers = self._within(calls, _SILENCE_S)
+        self.silent |= {rank for rank, found in answers.items() if not found.answered}
+        return [rank for rank in ranks if rank not in answers or answers[rank].ok]
+
     def let_go(self, leaving: Sequence[int]) -> None:
         """Ends the workers of these ranks, dead or alive; their seats are free for others."""
         for rank in leaving:
@@ -282,6 +323,7 @@ class WorkerGroup:
                 worker.kill()
             self._seats.give_back(worker.seat)
         self.silent = set()
+        self.gone |= set(leaving)
 
     def regroup(
         self,
@@ -306,7 +348,7 @@ class WorkerGroup:
         self._workers = [self._workers[rank] for rank in survivors] + [recruit.worker for recruit in joining]
         self.infos = [self.infos[rank] for rank in survivors] + [recruit.info for recruit in joining]
         self.worlds = ranks.assign(self.infos)
-        self.num_workers = len(self._workers)
+        self.num_workers, self.gone = len(self._workers), set()
         rendezvous = Rendezvous.at(port, self.infos)
         return self._gather(
             {
@@ -421,6 +463,8 @@ class WorkerGroup:
 
     def _gather(self, calls: Mapping[int, Any], tick: Callable[[], None] | None = None) -> GroupReport:
         """Waits for all answers; after the first failure, only as long as it takes to see what belongs to it."""
+        if tick is None and self._newcomers is not None:
+            tick = self._newcomers.tick
         local = {rank: call for rank, call in calls.items() if isinstance(call, LocalCall)}
         remote = {rank: call for rank, call in calls.items() if rank not in local}
         if local:
@@ -499,6 +543,40 @@ class Stored:
 
     value: Any
     reference: Any
+
+
+class Storing:
+    """A value that a thread of the driver puts into the store, beside whatever comes next; a `Transfer`.
+
+    Args:
+        group: Whose store.
+        make: Makes the value, in that thread.
+    """
+
+    def __init__(self, group: WorkerGroup, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._group, self._make = group, make
+        self._stored: Future[Any] = Future()
+        threading.Thread(target=self._store, name="raysgd-storing", daemon=True).start()
+
+    def result(self, timeout_s: float | None) -> Any:
+        """The value as it lies in the store.
+
+        Raises:
+            TimeoutError: It is not there yet.
+        """
+        try:
+            return self._stored.result(timeout_s)
+        except FutureTimeoutError:  # in Python 3.10 not the class that everybody else means
+            raise TimeoutError from None
+
+    def _store(self) -> None:
+        try:
+            with self._make() as value:
+                stored = self._group.store(value)
+        except BaseException as error:
+            self._stored.set_exception(error)
+        else:
+            self._stored.set_result(stored.value)
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,9 @@ loads no TensorFlow.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raysgd._lazy import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.tf.datasets import prepare_dataset_shard
@@ -24,19 +25,13 @@ if TYPE_CHECKING:
 
 __all__ = ["TFMLDataset", "TFTrainable", "TFTrainer", "TrainingOperator", "prepare_dataset_shard"]
 
-_LAZY_MODULES = {
-    "TFMLDataset": "raysgd.tf.tf_dataset",
-    "TFTrainable": "raysgd.tf.tf_trainable",
-    "TFTrainer": "raysgd.tf.tf_trainer",
-    "TrainingOperator": "raysgd.tf.training_operator",
-    "prepare_dataset_shard": "raysgd.tf.datasets",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module behind a public name on first use: a worker needs the operator, not the trainer."""
-    if name not in _LAZY_MODULES:
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    value = getattr(importlib.import_module(_LAZY_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "TFMLDataset": "raysgd.tf.tf_dataset",
+        "TFTrainable": "raysgd.tf.tf_trainable",
+        "TFTrainer": "raysgd.tf.tf_trainer",
+        "TrainingOperator": "raysgd.tf.training_operator",
+        "prepare_dataset_shard": "raysgd.tf.datasets",
+    },
+)

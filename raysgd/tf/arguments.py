@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd._batching import split_batch_size
+from raysgd._class_arguments import is_integer
 from raysgd._optional import require_installed
+from raysgd.tf import registry
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -22,12 +24,12 @@ def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
     name, value = ("num_replicas", num_replicas) if num_workers is None else ("num_workers", num_workers)
     if value is None:
         return 1
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+    if not is_integer(value) or value <= 0:
         raise ValueError(
             f"`{name}={value!r}`: need at least 1, as an integer. To run without Ray actors pass `use_local=True` with "
             f"`{name}=1`."
         )
-    return value
+    return int(value)
 
 
 def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
@@ -67,6 +69,19 @@ def check_options_for_keras(config: Mapping[str, Any]) -> None:
         options = config.get(key)
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"`config[{key!r}]={options!r}`: need a dict of options for Keras.")
+
+
+def check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
+    """Refuses callbacks of Keras that several workers cannot have."""
+    given = (config.get("fit_config") or {}).get("callbacks") or ()
+    callbacks = given if isinstance(given, list | tuple) else [given]
+    is_there = any("BackupAndRestore" in registry.class_names(callback) for callback in callbacks)
+    if is_there and num_workers > 1 and backend == "gloo":
+        raise ValueError(
+            f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
+            "it would give weights and the epoch back on rank 0 only. Leave it out: after the loss of a worker the "
+            "call goes on by itself (`recovery`), and a new trainer goes on from a file (`save` and `load`)."
+        )
 
 
 def check_backend(backend: Any, trains_with_fit: bool) -> None:
@@ -119,8 +134,8 @@ def check_seed(seed: Any) -> int:
 def check_installed(backend: str, num_workers: int) -> None:
     """Refuses to start without the packages that the workers will need."""
     require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
-    if num_workers > 1:
-        require_installed("torch", extra="tf", purpose=f'`TFTrainer` with several workers (`backend="{backend}"`)')
+    if num_workers > 1 and backend == "gloo":
+        require_installed("torch", extra="tf", purpose='`TFTrainer` with several workers (`backend="gloo"`)')
 
 
 def check_batch_size(config: Mapping[str, Any], num_workers: int, trains_with_fit: bool) -> None:
@@ -129,9 +144,8 @@ def check_batch_size(config: Mapping[str, Any], num_workers: int, trains_with_fi
         split_batch_size(config[BATCH_SIZE], num_workers)
 
 
-def check_parts(state: Mapping[str, Any], num_models: int, num_optimizers: int) -> None:
+def check_parts(state: Mapping[str, Any], expected: Mapping[str, int]) -> None:
     """What the driver can know: whether a state has all its parts, in the right numbers."""
-    expected = {"models": num_models, "optimizers": num_optimizers}
     missing = [key for key in ("epoch", *expected) if key not in state]
     if missing:
         raise KeyError(f"The state has no {', '.join(map(repr, missing))}; it has {sorted(map(str, state))}.")

@@ -29,6 +29,9 @@ FORMAT_VERSION = 1
 REQUIRED_KEYS = ("epoch", "models", "optimizers")
 """What makes a dict a training state."""
 
+FORMER_OPTIMIZER = "former_optimizer"
+"""In the state of a file of the former library, instead of `optimizers`: its optimizer weights, in their own order."""
+
 _INDEX = "state.json"
 _TAG = "raysgd"
 _LEGACY_KEYS = {"epoch", "weights", "optimizer_weights"}
@@ -64,7 +67,8 @@ def check(state: dict[str, Any]) -> None:
 def read(path: str | os.PathLike[str]) -> dict[str, Any]:
     """Reads a checkpoint, makes sure that it is undamaged, and returns the state that was written.
 
-    Files of the former library, which are pickles of a dict of arrays, are read too, without running code.
+    Files of the former library, which are pickles of a dict of arrays, are read too, without running code. Their state
+    has `FORMER_OPTIMIZER` in place of `optimizers`.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -238,5 +242,8 @@ def _read_legacy(name: str) -> dict[str, Any]:
         raise _corrupted(name, "it is neither an archive of raysgd nor a file of the former library") from error
     if not isinstance(state, dict) or not state.keys() >= _LEGACY_KEYS:
         raise ValueError(f"`{name}` holds no training state: a file of the former library has {sorted(_LEGACY_KEYS)}.")
-    optimizers = [list(state["optimizer_weights"])] if state["optimizer_weights"] else []
-    return {"epoch": state["epoch"], "operator": None, "models": [list(state["weights"])], "optimizers": optimizers}
+    return {
+        "epoch": state["epoch"],
+        "models": [list(state["weights"])],
+        FORMER_OPTIMIZER: list(state["optimizer_weights"]),
+    }

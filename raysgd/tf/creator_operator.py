@@ -10,7 +10,8 @@ import numpy as np
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.tf import datasets, registry
 from raysgd.tf.datasets import check_dataset, is_divided
-from raysgd.tf.fit_run import FitStream, one_part, tracker
+from raysgd.tf.fit_run import FitStream, merger, one_part, tracker
+from raysgd.tf.keras_sync import refuse_xla
 from raysgd.tf.streams import Agreement, lockstep_dataset
 from raysgd.tf.training_operator import TrainingOperator
 
@@ -18,6 +19,9 @@ _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
 
 # They write to files, or somewhere else, what is the same on every rank.
 _ONLY_ON_FIRST = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger"}
+
+# Under a strategy all ranks take part in saving; these know that rank 0 alone is to leave files.
+_KNOW_STRATEGIES = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard"}
 
 
 class CreatorOperator(TrainingOperator):
@@ -35,6 +39,8 @@ class CreatorOperator(TrainingOperator):
             self.model = self._model_creator(config)
         registry.models_of(self.model)
         registry.require_compiled(self.model, "`model_creator`")
+        if self._steps_with_others:
+            refuse_xla(self.model)
         if self._context.strategy is not None and not registry.is_legacy(self.model):
             raise IncompatibleModelError(
                 '`backend="mwms"` needs a model of tf_keras (Keras 2): `fit` of Keras 3 cannot train under a '
@@ -42,6 +48,8 @@ class CreatorOperator(TrainingOperator):
                 "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported."
             )
         self.register(models=self.model)
+        if self._context.strategy is None:
+            self._optimizers = registry.optimizers_in(self.model)
         self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
 
     def _create_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
@@ -129,13 +137,14 @@ class CreatorOperator(TrainingOperator):
             stream.end_epoch(model.get_metrics_result(), steps)
             return
         track = tracker(stream, model, steps, self._agree)
-        changed = {"initial_epoch": place.epoch, "epochs": end, "callbacks": [*options["callbacks"], track]}
+        merge = merger(model, lambda: self._context.synchronizer.merge_statistics([model]))
+        changed = {"initial_epoch": place.epoch, "epochs": end, "callbacks": [merge, *options["callbacks"], track]}
         if steps is not None:
             changed["steps_per_epoch"] = steps - place.num_steps
         silenced = [*(["on_train_begin"] if stream.has_begun else []), *([] if is_last else ["on_train_end"])]
         stream.has_begun = True
         with one_part(model, options["callbacks"], stream.measures and place.num_steps > 0, silenced):
-            model.fit(self._part(stream.data(), steps), **{**options, **changed})
+            model.fit(self._part(stream.data()), **{**options, **changed})
 
     def _agree(self) -> None:
         """Lets all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
@@ -171,20 +180,20 @@ class CreatorOperator(TrainingOperator):
         """Whether there are other ranks, now or later, and no strategy that knows about them."""
         return self._context.synchronizer.watches
 
-    def _part(self, dataset: Any, steps_per_epoch: int | None) -> Any:
+    def _part(self, dataset: Any) -> Any:
         """This rank's part of what `fit` is to be given."""
         world = self._context.world
         if is_divided(dataset):
             return datasets.part_of(dataset, world.rank, world.size)
         pieces = datasets.own_part_of(dataset, world.size)
-        if steps_per_epoch is not None or not world.is_distributed:
+        if not world.is_distributed:
             return pieces
         self._agreement = self._agreement or Agreement()
         return lockstep_dataset(pieces, self._agreement)
 
     def practise(self) -> None:
         """Trains on zeros, so that everything that happens for the first time has happened."""
-        part = self._part(self._train_dataset, steps_per_epoch=1)
+        part = self._part(self._train_dataset)
         self._context.synchronizer.watch_model(self.model, may_be_idle=True)
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
@@ -209,7 +218,8 @@ class CreatorOperator(TrainingOperator):
         callbacks = list(given) if isinstance(given, list | tuple) else [given]
         if self.world_rank == 0:
             return callbacks
-        return [callback for callback in callbacks if type(callback).__name__ not in _ONLY_ON_FIRST]
+        dropped = _ONLY_ON_FIRST - (_KNOW_STRATEGIES if self._context.strategy is not None else set())
+        return [callback for callback in callbacks if dropped.isdisjoint(registry.class_names(callback))]
 
 
 def make_operator(

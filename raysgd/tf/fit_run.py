@@ -210,6 +210,33 @@ def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: C
     return Tracker()
 
 
+def merger(model: Any, merge: Callable[[], None]) -> Any:
+    """A callback for the first place: it merges what the ranks have apart before others use the model.
+
+    At the end of an epoch these are the test steps of the validation, and the callbacks of the user.
+    """
+    callback_cls: Any = registry.keras_of(model).callbacks.Callback
+
+    class Merger(callback_cls):
+        is_merged = False
+
+        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+            self.is_merged = False
+
+        def on_test_begin(self, logs: Any = None) -> None:
+            self.merge_once()
+
+        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+            self.merge_once()
+
+        def merge_once(self) -> None:
+            if not self.is_merged:
+                merge()
+            self.is_merged = True
+
+    return Merger()
+
+
 @contextmanager
 def one_part(model: Any, callbacks: Sequence[Any], measures: bool, silenced: Sequence[str]) -> Iterator[None]:
     """Inside, a `fit` is a part of one that broke off.

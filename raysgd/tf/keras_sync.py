@@ -21,6 +21,7 @@ import numpy as np
 
 from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError
+from raysgd.tf import registry
 from raysgd.tf.datasets import num_samples
 from raysgd.tf.exchange import Array, Group, Layout
 
@@ -103,8 +104,12 @@ class Synchronizer:
         """Keras 3."""
 
         def apply(grads: Any, trainable_variables: Any = None) -> Any:
+            import tensorflow as tf
+
             gradients = list(grads)
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
+            with tf.init_scope():  # what is made in a branch of a graph would stay without a value
+                registry.build_optimizer(optimizer, variables)
             self._applied.append(_Applied(optimizer, variables, gradients))
             averaged = averager.average(gradients)
             with _after(averaged):
@@ -131,8 +136,8 @@ class Synchronizer:
         """Makes a compiled model train and evaluate together with those of the other ranks.
 
         Args:
-            model: Its optimizer is watched, its `train_step` tells how many samples a batch has, and its metrics are
-                those of all ranks when an epoch or an evaluation ends.
+            model: The optimizers among its attributes are watched, its `train_step` tells how many samples a batch
+                has, and its metrics are those of all ranks when an epoch or an evaluation ends.
             may_be_idle: Whether it may be given an empty batch in a step in which other ranks have samples.
 
         Raises:
@@ -140,23 +145,38 @@ class Synchronizer:
         """
         if not self.watches:
             return
-        if compiled_with_xla(model):
-            raise IncompatibleModelError(
-                '`jit_compile=True` does not work with `backend="gloo"`: code that XLA compiled cannot exchange '
-                'gradients. Compile the model with `jit_compile=False`, or use `backend="mwms"` with tf_keras.'
-            )
+        refuse_xla(model)
         model.jit_compile = False  # "auto" may mean XLA on a GPU
-        self.watch(model.optimizer)
+        for optimizer in registry.optimizers_in(model):
+            self.watch(optimizer)
         if getattr(vars(model).get("train_step"), "_is_of_raysgd", False):
             return
         replacements = {
-            "train_step": self._step_function(model.train_step, may_be_idle),
+            "train_step": self._step_function(self._training_step(model), may_be_idle),
             "test_step": self._step_function(model.test_step, may_be_idle),
             "get_metrics_result": self._metrics_result(model),
         }
         for name, function in replacements.items():
             function._is_of_raysgd = True
             object.__setattr__(model, name, function)  # past Keras, which keeps track of what models are given
+
+    def _training_step(self, model: Any) -> Callable[[Any], Any]:
+        """The `train_step` of a model, which is refused if it would train without the other ranks."""
+        inner = model.train_step
+
+        def train_step(data: Any) -> Any:
+            result = inner(data)
+            if not self._applied and _has_variables_to_train(model):
+                error = IncompatibleModelError(
+                    f"`{type(model).__name__}.train_step` uses no optimizer that the library knows of, so each worker "
+                    "would train a model of its own. Keep the optimizers as attributes of the model, like "
+                    "`self.optimizer`, and call their `apply_gradients`."
+                )
+                self.note(error)  # of what is raised while a step is traced, Keras makes something of its own
+                raise error
+            return result
+
+        return train_step
 
     def _step_function(self, inner: Callable[[Any], Any], may_be_idle: bool) -> Any:
         """A step of a model with the number of samples noted, and with nothing to learn where there are none."""
@@ -292,7 +312,7 @@ class _Applied:
     def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         self._optimizer = optimizer
         self._variables = list(variables)
-        self._zeros = [_zeros_like(gradient) for gradient in gradients]
+        self._zeros = [_zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
 
     def repeat_with_zeros(self) -> None:
         """Applies gradients of the same kinds that are zero."""
@@ -321,8 +341,11 @@ def _idle(usual: _Remembered) -> Any:
     return tf.nest.map_structure(lambda value: tf.zeros(value.shape, value.dtype), usual.result)
 
 
-def _zeros_like(gradient: Any) -> Callable[[], Any]:
-    """Makes a gradient of the same kind, of zero; later, because it may be needed in another graph."""
+def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
+    """Makes a gradient of the same kind, of zero; later, because it may be needed in another graph.
+
+    Its shape is the variable's: a graph may know less of that of the gradient.
+    """
     import tensorflow as tf
 
     if gradient is None:
@@ -334,7 +357,7 @@ def _zeros_like(gradient: Any) -> Callable[[], Any]:
         return lambda: tf.IndexedSlices(
             tf.zeros([0, *inner], dtype), tf.zeros([0], kind), None if size is None else tf.constant(size, shape.dtype)
         )
-    shape = gradient.shape
+    shape = variable.shape
     return lambda: tf.zeros(shape, dtype)
 
 
@@ -445,6 +468,13 @@ def _like(gradient: Any, averages: Iterator[Any], joined: Iterator[Any]) -> Any:
     return tf.IndexedSlices(next(joined), next(joined), gradient.dense_shape)
 
 
+def _has_variables_to_train(model: Any) -> bool:
+    try:
+        return bool(model.trainable_variables)
+    except ValueError:  # of tf_keras, for a model that was not built and does without
+        return any(layer.trainable_variables for layer in model.layers)
+
+
 def _is_never_empty(data: Any) -> bool:
     import tensorflow as tf
 
@@ -452,11 +482,19 @@ def _is_never_empty(data: Any) -> bool:
     return bool(first.shape.rank and first.shape[0])
 
 
-def compiled_with_xla(model: Any) -> bool:
-    """Whether the user asked for XLA; "auto" does not count."""
+def refuse_xla(model: Any) -> None:
+    """Refuses a model that was compiled with XLA, whose code cannot call out; "auto" does not count.
+
+    Raises:
+        IncompatibleModelError: It was.
+    """
     asked = getattr(model, "_compile_config", None)
     config = getattr(asked, "config", None) or {}
-    return bool(config.get("jit_compile") is True)
+    if config.get("jit_compile") is True:
+        raise IncompatibleModelError(
+            '`jit_compile=True` does not work with `backend="gloo"`: code that XLA compiled cannot exchange gradients. '
+            'Compile the model with `jit_compile=False`, or use `backend="mwms"` with tf_keras.'
+        )
 
 
 def variables_of(metrics: Sequence[Any]) -> list[Any]:

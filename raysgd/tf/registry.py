@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,24 @@ def optimizers_of(given: Any) -> Parts:
     return parts_of("optimizers", given, "apply_gradients", "a Keras optimizer, made and not named")
 
 
+def optimizers_in(model: Any) -> list[Any]:
+    """The optimizers that a model or a part of it has as attributes, each once; the one it is compiled with is first.
+
+    One inside a loss scale is left out: what is around it stands for it.
+    """
+    found = {id(optimizer): optimizer for optimizer in (model.optimizer, *_optimizers_of_parts(model))}
+    inside = {id(getattr(optimizer, "inner_optimizer", None)) for optimizer in found.values()}
+    return [optimizer for key, optimizer in found.items() if key not in inside]
+
+
+def _optimizers_of_parts(model: Any) -> Iterator[Any]:
+    for part in model._flatten_layers():
+        for value in list(vars(part).values()):
+            several = value.values() if isinstance(value, Mapping) else value
+            items = list(several) if isinstance(value, Mapping | list | tuple) else [value]
+            yield from (item for item in items if hasattr(type(item), "apply_gradients"))
+
+
 def is_legacy(keras_object: Any) -> bool:
     """Whether an object is of tf_keras (Keras 2) and not of Keras 3."""
     return any(base.__module__.partition(".")[0] == "tf_keras" for base in type(keras_object).__mro__)
@@ -68,6 +86,11 @@ def is_legacy(keras_object: Any) -> bool:
 def keras_of(keras_object: Any) -> Any:
     """The module that an object is of: Keras 3 or tf_keras."""
     return importlib.import_module("tf_keras" if is_legacy(keras_object) else "keras")
+
+
+def class_names(keras_object: Any) -> set[str]:
+    """The names of an object's class and of those that it is derived from."""
+    return {base.__name__ for base in type(keras_object).__mro__}
 
 
 def steps_per_execution(model: Any) -> int:
@@ -144,6 +167,18 @@ def build_model(model: Any, element_spec: Any) -> None:
     if model.built and model.weights:
         return
     model(zeros(element_spec[0] if isinstance(element_spec, tuple) and element_spec else element_spec, 1))
+
+
+def has_own_train_step(model: Any) -> bool:
+    """Whether a model was given a `train_step` by the user."""
+    return type(model).train_step.__module__.partition(".")[0] not in ("keras", "tf_keras")
+
+
+def trace_train_step(model: Any, element_spec: Any) -> None:
+    """Makes the variables of all optimizers that a `train_step` uses, by tracing it; nothing is computed."""
+    import tensorflow as tf
+
+    tf.function(model.train_step, autograph=is_legacy(model)).get_concrete_function(element_spec)
 
 
 def build_optimizer(optimizer: Any, variables: Sequence[Any]) -> None:

@@ -176,7 +176,10 @@ def in_lockstep(items: Iterator[Any], agreement: Agreement) -> Iterator[Any]:
 
 
 def lockstep_dataset(dataset: Any, agreement: Agreement) -> Any:
-    """A dataset of this rank's batches, then of empty ones until all ranks have run out: for `fit`."""
+    """A dataset of this rank's batches, then of empty ones until all ranks have run out: for `fit`.
+
+    Nothing is drawn ahead of time, because ranks agree on each draw, and a `fit` may end before all was drawn.
+    """
     import tensorflow as tf
 
     def generate() -> Iterator[Any]:
@@ -187,7 +190,9 @@ def lockstep_dataset(dataset: Any, agreement: Agreement) -> Any:
             last = batch if batch is not None else tf.nest.map_structure(lambda tensor: tensor[:0], last)
             yield last
 
-    return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec)
+    options = tf.data.Options()
+    options.experimental_optimization.inject_prefetch = False
+    return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec).with_options(options)
 
 
 class Agreement:

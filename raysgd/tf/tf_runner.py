@@ -1,11 +1,12 @@
-"""`TFRunner`: the replica in each worker. It owns the operator, the position in the data and the timers."""
+"""`TFRunner`: the replica in each worker. It owns the operator, the position in the data and the timers.
+
+Internal: what the class of this name in the old library could do is done by `TFTrainer`.
+"""
 
 from __future__ import annotations
 
 import copy
-import json
 import logging
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +23,8 @@ from raysgd.engine.epochs import EpochAnswer, EpochRequest, call_with_accepted
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Handover, Held, Standing, World
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
-from raysgd.tf import datasets, registry
+from raysgd.tf import _former_optimizer, datasets, registry, serializing
+from raysgd.tf.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.fit_run import FitStream
@@ -142,11 +144,28 @@ class TFRunner(ClassRunner):
             for model in operator._models:
                 if dataset is not None:
                     _try_to_build(model, dataset.element_spec)
-            if len(operator._models) != len(operator._optimizers):
+            if self._fit is not None and self._has_traced_train_step(operator._models[0]):
                 return
-            for model, optimizer in zip(operator._models, operator._optimizers, strict=True):
+            if self._fit is None and len(operator._models) != len(operator._optimizers):
+                return
+            for model, optimizer in zip(operator._models, operator._optimizers, strict=self._fit is None):
                 if model.built and model.trainable_variables:
                     registry.build_optimizer(optimizer, model.trainable_variables)
+
+    def _has_traced_train_step(self, model: Any) -> bool:
+        """Whether a `train_step` of the user's, which knows what each optimizer changes, could be asked for that."""
+        if self._strategy is not None or model.run_eagerly or not registry.has_own_train_step(model):
+            return False
+        self._synchronizer.watch_model(model, may_be_idle=True)
+        try:
+            with self._synchronizer.surfacing_errors():
+                registry.trace_train_step(model, self.operator.train_dataset.element_spec)
+        except IncompatibleModelError:
+            raise
+        except Exception as error:  # it says so itself in the first step, if it is no matter of tracing it this early
+            logger.debug("a `train_step` could not be traced ahead of the first step: %s", error)
+            return False
+        return True
 
     def _part_ways(self) -> None:
         """What is drawn while training, for dropout say, is each rank's own from here on."""
@@ -199,6 +218,31 @@ class TFRunner(ClassRunner):
         if own is not None and len(own) == len(seeds):
             for variable, value in zip(seeds, own, strict=True):
                 variable.assign(value)
+
+    def restore_former(self, state: Mapping[str, Any]) -> str:
+        """Takes over a file of the old library: the weights, the epoch, and what is known of the optimizer's variables.
+
+        Args:
+            state: What `checkpoint_file.read` made of it.
+
+        Returns:
+            Why the optimizer was left as it is; nothing if it was not.
+
+        Raises:
+            ValueError: The weights do not fit the model that is registered; nothing was changed.
+        """
+        operator, obstacle = self.operator, ""
+        optimizers = self._values_of_optimizers()
+        if len(optimizers) == 1:
+            try:
+                optimizers = [_former_optimizer.arranged(operator._optimizers[0], state[FORMER_OPTIMIZER])]
+            except ValueError as error:
+                obstacle = str(error)
+        else:
+            obstacle = f"the file is of one optimizer, and {len(optimizers)} are registered"
+        own = {"operator": operator.state_dict(), "optimizers": optimizers}  # the old library had no operators
+        self.restore({**state, **own}, ())
+        return obstacle
 
     def _apply(self, state: Mapping[str, Any]) -> None:
         operator = self.operator
@@ -459,16 +503,17 @@ class TFRunner(ClassRunner):
             "epoch": self.epoch,
             "operator": copy.deepcopy(operator.state_dict()),
             "models": [[_array(variable) for variable in registry.weights_of(model)] for model in operator._models],
-            "optimizers": [
-                [_array(variable) for variable in registry.variables_of_optimizer(optimizer)]
-                for optimizer in operator._optimizers
-            ],
+            "optimizers": self._values_of_optimizers(),
             RESUME: {
                 "global_step": operator.global_step,
                 "position": self._position(),
                 "fit": self._fit.state() if self._fit is not None else None,
             },
         }
+
+    def _values_of_optimizers(self) -> list[list[Any]]:
+        optimizers = self.operator._optimizers
+        return [[_array(variable) for variable in registry.variables_of_optimizer(one)] for one in optimizers]
 
     def _targets(self, state: Mapping[str, Any]) -> list[tuple[list[Any], Sequence[Any], str]]:
         operator = self.operator
@@ -497,8 +542,12 @@ class TFRunner(ClassRunner):
         ]
 
     def architecture(self) -> list[str]:
-        """The registered models without their weights, as JSON."""
-        return [_serialized(model) for model in self.operator._models]
+        """The registered models without their weights, as JSON; a single one with what it can be compiled with."""
+        operator = self.operator
+        models, loss = operator._models, operator._loss
+        if len(models) != 1 or len(operator._optimizers) != 1 or loss is None:
+            return [serializing.model_to_json(model) for model in models]
+        return [serializing.model_to_json(models[0], operator._optimizers[0], loss, operator._metrics)]
 
     def input_spec(self) -> Any:
         """What the train dataset yields."""
@@ -521,9 +570,7 @@ class _Missing:
 def _seed(seed: int) -> None:
     import tensorflow as tf
 
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    tf.random.set_seed(seed)
+    tf.keras.utils.set_random_seed(seed)  # of TensorFlow, NumPy and `random`, and what this Keras draws seeds from
 
 
 def _try_to_build(model: Any, element_spec: Any) -> None:
@@ -562,8 +609,3 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
     ]
     if shapes:
         raise ValueError(f"The state of {what} does not fit what is registered, nothing was loaded. Shapes: {shapes}.")
-
-
-def _serialized(model: Any) -> str:
-    keras = registry.keras_of(model)
-    return json.dumps({"keras": keras.__name__, "model": keras.saving.serialize_keras_object(model)})

@@ -6,8 +6,6 @@ TensorFlow before a model is asked for.
 
 from __future__ import annotations
 
-import importlib
-import json
 import logging
 import os
 import random
@@ -20,13 +18,14 @@ from raysgd import _class_arguments
 from raysgd._background_writer import BackgroundWriter
 from raysgd._batching import split_batch_size
 from raysgd._class_trainer import ClassTrainer
+from raysgd._lazy import lazy_names
 from raysgd.backends.base import Backend
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
-from raysgd.tf import arguments, checkpoint_file
+from raysgd.tf import arguments, checkpoint_file, registry, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.tf_runner import RESUME, RunnerFacts, RunnerSpec, TFRunner
 from raysgd.tf.training_operator import TrainingOperator
@@ -69,7 +68,8 @@ class TFTrainer(ClassTrainer):
         resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then goes on
             with the workers that are left instead of waiting for new ones. None: growing waits for the next call.
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
-        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost.
+        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
+            while it is made ready it gets at least 10 s.
         **unknown: Refused, with a guess at what was meant.
 
     Raises:
@@ -116,6 +116,7 @@ class TFTrainer(ClassTrainer):
         arguments.check_options_for_keras(config or {})
         self._trains_with_fit = issubclass(self.training_operator_cls, CreatorOperator)
         arguments.check_backend(backend, self._trains_with_fit)
+        arguments.check_callbacks(config or {}, self.max_replicas, backend)
         arguments.check_timeout(timeout_s)
         _class_arguments.check_elastic(
             self.max_replicas,
@@ -217,8 +218,8 @@ class TFTrainer(ClassTrainer):
             WorkersLostError: Workers were lost and the retries are used up.
         """
         _class_arguments.check_max_retries(max_retries)
-        _class_arguments.check_num_steps(num_steps)
-        requests = partial(self._requests, num_steps, profile, dict(info or {}))
+        num_steps = _class_arguments.check_num_steps(num_steps)
+        requests = partial(self._requests, num_steps, profile, _class_arguments.check_info(info))
         resume = TFRunner.resume_epoch if self._goes_on else None
         call = Call(TFRunner.train_epoch, requests, changes_state=True, resume=resume)
         began = time.perf_counter()
@@ -238,8 +239,8 @@ class TFTrainer(ClassTrainer):
         Arguments as in `train`. With creators the result has `validation_<name>` for each metric of the model; with an
         operator it is as in `train`, without `epoch`.
         """
-        _class_arguments.check_num_steps(num_steps)
-        requests = partial(self._requests, num_steps, profile, dict(info or {}))
+        num_steps = _class_arguments.check_num_steps(num_steps)
+        requests = partial(self._requests, num_steps, profile, _class_arguments.check_info(info))
         call = Call(TFRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         return self._result(self._controller.run(call), reduce_results)
 
@@ -268,7 +269,10 @@ class TFTrainer(ClassTrainer):
         """The trained model, or a list of models: a copy in the driver, with weights.
 
         With creators it is what `model_creator` returns, compiled, with the state of the optimizer. With an operator
-        the models are made from their configuration; they are compiled if the operator's are.
+        the models are made from their configuration. They are compiled if the operator's are; and so is a single model
+        with a single optimizer and a loss that were registered, with these and the metrics. Where Keras cannot make
+        these from their configuration, for which it may need `custom_objects`, the model comes without, and the log
+        says so.
 
         Args:
             custom_objects: Classes and functions of yours that Keras needs to make a model from its configuration.
@@ -280,14 +284,12 @@ class TFTrainer(ClassTrainer):
             return model
         call = Call(TFRunner.architecture, rank=0)
         configs = self._controller.run(call)[0]
-        models = [_model_from(config, custom_objects) for config in configs]
+        models = [serializing.model_from_json(config, custom_objects) for config in configs]
         for index, model in enumerate(models):
             self._load_into(model, state, index)
         return models[0] if len(models) == 1 else models
 
     def _load_into(self, model: Any, state: Mapping[str, Any], index: int) -> None:
-        from raysgd.tf import registry
-
         weights, slots = state["models"][index], state["optimizers"]
         if not model.weights:
             registry.build_model(model, self._controller.run(Call(TFRunner.input_spec, rank=0))[0])
@@ -306,7 +308,7 @@ class TFTrainer(ClassTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: epoch, the operator's own, and the arrays of models and optimizers."""
-        state = self._controller.snapshot().shared_state
+        state = self._snapshot().shared_state
         return {key: checkpoint_file.copied(value) for key, value in state.items() if key != RESUME}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
@@ -336,7 +338,7 @@ class TFTrainer(ClassTrainer):
         Raises:
             ValueError: The operator's own state has something that a file cannot give back without running code.
         """
-        snapshot = self._controller.snapshot()
+        snapshot = self._snapshot()
         state = {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}
         if blocking:
             self._writer.wait()
@@ -349,6 +351,9 @@ class TFTrainer(ClassTrainer):
     def load(self, checkpoint: Any) -> None:
         """Loads a file that `save` wrote, or that the old library wrote, into all workers.
 
+        Of a file of the old library the variables of the optimizer are loaded if it is known where they belong; else
+        the optimizer stays as it is, and a warning says why.
+
         Args:
             checkpoint: The path.
 
@@ -358,13 +363,34 @@ class TFTrainer(ClassTrainer):
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
         state = checkpoint_file.read(checkpoint)
-        rank_states = state.pop(_RANKS, ())
-        self._load(state, tuple(rank_states))
+        if checkpoint_file.FORMER_OPTIMIZER in state:
+            self._load_former(checkpoint, state)
+        else:
+            rank_states = state.pop(_RANKS, ())
+            self._load(state, tuple(rank_states))
 
     restore = load
 
+    def _load_former(self, checkpoint: Any, state: dict[str, Any]) -> None:
+        arguments.check_parts(state, {"models": self._facts.num_models})
+        call = Call(
+            TFRunner.restore_former,
+            lambda worlds: [(shared,) for shared in self._controller.group.share(state)],
+            changes_state=True,
+        )
+        obstacle = self._controller.run(call)[0]
+        self._note_load()
+        if obstacle:
+            logger.warning(
+                "`%s` is a file of the old library. The weights and the epoch were loaded, and the optimizer was left "
+                "as it is, because %s.",
+                checkpoint,
+                obstacle,
+            )
+
     def _load(self, state: dict[str, Any], rank_states: tuple[Any, ...]) -> None:
-        arguments.check_parts(state, self._facts.num_models, self._facts.num_optimizers)
+        facts = self._facts
+        arguments.check_parts(state, {"models": facts.num_models, "optimizers": facts.num_optimizers})
         whole = {"operator": None, RESUME: {}, **state}
         # A file of this very group leaves nothing out: afterwards it is what the workers have.
         is_complete = len(rank_states) == self.num_workers
@@ -376,6 +402,7 @@ class TFTrainer(ClassTrainer):
         self._controller.run(call)
         if is_complete:
             self._controller.adopt(Snapshot(whole, rank_states))
+        self._note_load()
 
     # ------------------------------------------------------------------------------------------------ life
 
@@ -404,7 +431,5 @@ def _variables_for_workers(use_gpu: bool) -> dict[str, str]:
     return {**variables, "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 
-def _model_from(config: str, custom_objects: Mapping[str, Any] | None) -> Any:
-    parsed = json.loads(config)
-    keras = importlib.import_module(parsed["keras"])
-    return keras.saving.deserialize_keras_object(parsed["model"], custom_objects=dict(custom_objects or {}))
+# The old library had it in this module; it is imported with Ray Tune when it is asked for.
+__getattr__, __dir__ = lazy_names(__name__, {"TFTrainable": "raysgd.tf.tf_trainable"})

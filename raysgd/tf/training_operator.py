@@ -83,6 +83,7 @@ class TrainingOperator:
         self._context = context
         self._models: list[Any] = []
         self._optimizers: list[Any] = []
+        self._loss: Any = None
         self._metrics: list[Any] = []
         self._train_dataset: Any = None
         self._validation_dataset: Any = None
@@ -278,6 +279,7 @@ class TrainingOperator:
             registry.with_loss_scale(optimizer, model_parts.items) if optimizers is not None else optimizer
             for optimizer in optimizer_parts.items
         ]
+        self._loss = loss
         self._metrics = metric_parts.items if metric_parts is not None else []
         for optimizer in self._optimizers:
             self._context.synchronizer.watch(optimizer)

@@ -11,9 +11,9 @@ What it leaves to others: the model, the loss and the data are the user's; colle
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from raysgd._lazy import lazy_names
 from raysgd._optional import require
 
 require("torch", extra="torch", purpose="`raysgd.torch`")
@@ -24,17 +24,11 @@ if TYPE_CHECKING:
 
 __all__ = ["CreatorOperator", "TorchTrainer", "TrainingOperator"]
 
-_LAZY_MODULES = {
-    "TorchTrainer": "raysgd.torch.torch_trainer",
-    "TrainingOperator": "raysgd.torch.training_operator",
-    "CreatorOperator": "raysgd.torch.training_operator",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module behind a public name on first use: a worker needs the operator, not the trainer."""
-    if name not in _LAZY_MODULES:
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    value = getattr(importlib.import_module(_LAZY_MODULES[name]), name)
-    globals()[name] = value
-    return value
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "TorchTrainer": "raysgd.torch.torch_trainer",
+        "TrainingOperator": "raysgd.torch.training_operator",
+        "CreatorOperator": "raysgd.torch.training_operator",
+    },
+)

@@ -1,14 +1,17 @@
 """The checksum of checkpoint files.
 
 CRC-32 and SHA-256 take 49 and 116 ms for 200 MiB on the machine where this was chosen, about as long as
-loading such a file takes. This one takes 8 ms.
+loading such a file takes. This one takes 8 ms, and less where several threads read the memory.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
+import numpy.typing as npt
 
 
 class BodyDigest:
@@ -29,6 +32,8 @@ class BodyDigest:
     _ROW_WORDS = 521
     _ROW_BYTES = 8 * _ROW_WORDS
     _NUM_ROWS = 503
+    _MIN_BLOCKS_FOR_THREADS = 8  # 16 MiB
+    _MAX_THREADS = 4
 
     def __init__(self) -> None:
         self._hash = hashlib.sha256()
@@ -64,6 +69,11 @@ class BodyDigest:
     def _add_rows(self, content: memoryview | bytearray) -> None:
         """Add whole rows to the sum, and hash the sum whenever a block is complete."""
         rows = np.frombuffer(content, dtype="<u8").reshape(-1, self._ROW_WORDS)
+        if not self._num_rows:
+            num_blocks = len(rows) // self._NUM_ROWS
+            for total in self._folded(rows[: num_blocks * self._NUM_ROWS]):
+                self._hash.update(total.data)
+            rows = rows[num_blocks * self._NUM_ROWS :]
         while len(rows):
             fitting = rows[: self._NUM_ROWS - self._num_rows]
             self._sum += np.add.reduce(fitting, axis=0)
@@ -73,3 +83,16 @@ class BodyDigest:
                 self._sum.fill(0)
                 self._num_rows = 0
             rows = rows[len(fitting) :]
+
+    def _folded(self, rows: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        """The sums of whole blocks. Many are shared by threads: one alone does not use all of a memory's speed."""
+        blocks = rows.reshape(-1, self._NUM_ROWS, self._ROW_WORDS)
+        num_threads = min(self._MAX_THREADS, os.cpu_count() or 1)
+        if num_threads == 1 or len(blocks) < self._MIN_BLOCKS_FOR_THREADS:
+            return np.add.reduce(blocks, axis=1)
+        totals = np.empty((len(blocks), self._ROW_WORDS), dtype=rows.dtype)
+        size = -(-len(blocks) // num_threads)
+        with ThreadPoolExecutor(num_threads) as pool:
+            parts = [slice(start, start + size) for start in range(0, len(blocks), size)]
+            list(pool.map(lambda part: np.add.reduce(blocks[part], axis=1, out=totals[part]), parts))
+        return totals

@@ -93,9 +93,18 @@ def refuse_retired(**arguments: Any) -> None:
 
 def validate_scheduler_step_freq(scheduler_step_freq: Any) -> None:
     """Refuses an unknown frequency."""
-    if scheduler_step_freq and scheduler_step_freq not in constants.VALID_SCHEDULER_STEP:
+    if scheduler_step_freq and scheduler_step_freq not in tuple(constants.VALID_SCHEDULER_STEP):
         allowed = ", ".join(repr(name) for name in sorted(constants.VALID_SCHEDULER_STEP))
         raise ValueError(f"`scheduler_step_freq={scheduler_step_freq!r}`: allowed are None, {allowed}.")
+
+
+def check_dataset(dataset: Any) -> None:
+    """Refuses what cannot be divided over the workers."""
+    if dataset is not None and not (hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")):
+        raise TypeError(
+            f"`train(dataset=...)` got `{type(dataset).__name__}`: need an object with `set_num_shards(n)` and "
+            "`get_shard(i)`. Register an ordinary loader in `setup`, with `register_data`."
+        )
 
 
 def resolve_use_gpu(use_gpu: bool | str) -> bool:
@@ -202,12 +211,14 @@ def resolve_parallel(parallel: str | None, wrap_ddp: bool) -> str:
 
 def step_options(accumulate_grad_batches: Any, clip_grad_norm: Any, clip_grad_value: Any) -> StepOptions:
     """Refuses counts and bounds that make no sense."""
-    check_count("accumulate_grad_batches", accumulate_grad_batches, hint="1 steps the optimizer on every batch.")
+    window = check_count(
+        "accumulate_grad_batches", accumulate_grad_batches, hint="1 steps the optimizer on every batch."
+    )
     for name, bound in (("clip_grad_norm", clip_grad_norm), ("clip_grad_value", clip_grad_value)):
         is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
         if bound is not None and not (is_number and bound > 0 and math.isfinite(bound)):
             raise ValueError(f"`{name}={bound!r}`: need a positive number, or None not to clip.")
-    return StepOptions(accumulate_grad_batches, clip_grad_norm, clip_grad_value)
+    return StepOptions(window, clip_grad_norm, clip_grad_value)
 
 
 def model_options(sync_batchnorm: Any, activation_checkpointing: Any, compile: Any) -> ModelOptions:

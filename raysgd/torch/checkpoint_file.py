@@ -12,8 +12,9 @@ later write into the folder deletes.
 
 The checksum is computed before torch sees the file; 200 MiB take about 12 ms. There are two ways to read it.
 `read` copies it into memory of its own. `mapped` gives out tensors that lie in the file, for as long as it
-takes to copy them to where they belong: fresh memory for a large state costs more than all the rest. It relies
-on nobody writing into the file meanwhile. raysgd itself never does (it replaces files); whoever else does is
+takes to copy them to where they belong: fresh memory for a large state costs more than all the rest. Other processes
+of the machine can be told which file it is, and map the same one, which they know is intact. All this relies on
+nobody writing into the file meanwhile. raysgd itself never does (it replaces files); whoever else does is
 found out afterwards, and one who cuts the file short may end the process.
 """
 
@@ -27,6 +28,7 @@ import os
 import pickle
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import IO, Any
 
 import torch
@@ -109,12 +111,12 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
         UnsafeCheckpointError: The file needs `weights_only=False`. A `ValueError`.
         ValueError: The content is not a training state, or in the format of a newer version of raysgd.
     """
-    with _opened(os.fspath(path), weights_only, maps=False) as state:
-        return state
+    with _opened(os.fspath(path), weights_only, maps=False) as opened:
+        return opened.state
 
 
 @contextlib.contextmanager
-def mapped(path: str | os.PathLike[str], *, weights_only: bool = True) -> Iterator[dict[str, Any]]:
+def mapped(path: str | os.PathLike[str], *, weights_only: bool = True) -> Iterator[OpenedFile]:
     """Do what `read` does, but leave the tensors where they are: in the file, mapped into memory.
 
     Inside the `with` block they may be copied elsewhere. Keep none of them. Writing to one changes it in memory
@@ -124,29 +126,95 @@ def mapped(path: str | os.PathLike[str], *, weights_only: bool = True) -> Iterat
         CheckpointCorruptedError: Also at the end of the block, if the file was written to meanwhile.
         FileNotFoundError, UnsafeCheckpointError, ValueError: As in `read`.
     """
-    with _opened(os.fspath(path), weights_only, maps=True) as state:
-        yield state
+    with _opened(os.fspath(path), weights_only, maps=True) as opened:
+        yield opened
 
 
 @contextlib.contextmanager
-def _opened(name: str, weights_only: bool, *, maps: bool) -> Iterator[dict[str, Any]]:
+def mapped_again(identity: FileIdentity, *, weights_only: bool = True) -> Iterator[dict[str, Any]]:
+    """Map a file that another process of this machine has open, checked, and keeps an eye on. Keep no tensor of it.
+
+    Raises:
+        OtherFileError: By its name this process finds another file, or none.
+    """
+    with contextlib.ExitStack() as held:
+        try:
+            file = held.enter_context(open(identity.path, "rb", buffering=0))
+        except OSError as error:
+            raise OtherFileError(f"`{identity.path}` cannot be opened here: {error}") from error
+        if FileIdentity.of(file, identity.path) != identity:
+            raise OtherFileError(f"`{identity.path}` is another file here, or was replaced since it was checked.")
+        yield _training_state(_load(_by_descriptor(file, identity.path), weights_only, is_mapped=True), identity.path)
+
+
+class OtherFileError(OSError):
+    """A file is not the one that was meant."""
+
+
+@dataclass(frozen=True)
+class FileIdentity:
+    """Which file is meant, and in which condition, whatever takes its name."""
+
+    path: str
+    device: int
+    inode: int
+    num_bytes: int
+    modified_ns: int
+
+    @classmethod
+    def of(cls, file: IO[bytes], path: str) -> FileIdentity:
+        """That of an open file."""
+        facts = os.fstat(file.fileno())
+        return cls(path, facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns)
+
+
+@dataclass(frozen=True)
+class OpenedFile:
+    """A checkpoint that is being read.
+
+    Attributes:
+        state: What it holds.
+        identity: Which file it is.
+        is_mapped: Whether the tensors of `state` lie in it.
+    """
+
+    state: dict[str, Any]
+    identity: FileIdentity
+    is_mapped: bool
+    file: IO[bytes]
+
+    def check_unchanged(self) -> None:
+        """Makes sure that nobody wrote to it since it was opened.
+
+        Raises:
+            CheckpointCorruptedError: Somebody did.
+        """
+        if FileIdentity.of(self.file, self.identity.path) != self.identity:
+            raise _corrupted(self.identity.path, "it was written to while it was read")
+
+
+@contextlib.contextmanager
+def _opened(name: str, weights_only: bool, *, maps: bool) -> Iterator[OpenedFile]:
     """Check the file, and give out its state."""
     with open(name, "rb", buffering=0) as file:
-        before = os.fstat(file.fileno())
-        kind = _recognise(file, before.st_size, name)
-        # By its descriptor: another file may take the name at any moment.
-        source = f"/dev/fd/{file.fileno()}" if os.path.exists(f"/dev/fd/{file.fileno()}") else name
+        identity = FileIdentity.of(file, os.path.realpath(name))
+        kind = _recognise(file, identity.num_bytes, name)
         is_mapped = False
         if kind is _FileKind.SEALED:
-            is_mapped = _check(file, before.st_size, name, maps)
+            is_mapped = _check(file, identity.num_bytes, name, maps)
         try:
-            loaded = _load(source, weights_only, is_mapped)
+            loaded = _load(_by_descriptor(file, name), weights_only, is_mapped)
         except Exception as error:
             raise _explained(error, name, kind, weights_only) from error
-        yield _training_state(loaded, name)
-        after = os.fstat(file.fileno())
-        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-            raise _corrupted(name, "it was written to while it was read")
+        opened = OpenedFile(_training_state(loaded, name), identity, is_mapped, file)
+        yield opened
+        opened.check_unchanged()
+
+
+def _by_descriptor(file: IO[bytes], name: str) -> str:
+    """A name that stays that of the open file: another file may take its own at any moment."""
+    by_descriptor = f"/dev/fd/{file.fileno()}"
+    return by_descriptor if os.path.exists(by_descriptor) else name
 
 
 class AsyncWriter(BackgroundWriter):
@@ -267,8 +335,12 @@ def _check(file: IO[bytes], size: int, name: str, maps: bool) -> bool:
     num_bytes = size - _SEAL_BYTES - _COMMENT_LENGTH_BYTES
     content = _map(file, size) if maps else None
     digest = BodyDigest()
-    for piece in _pieces_in_file(file, num_bytes) if content is None else _pieces_in_memory(content, num_bytes):
-        digest.update(piece)
+    if content is None:
+        for piece in _pieces_in_file(file, num_bytes):
+            digest.update(piece)
+    else:
+        with content, memoryview(content) as whole, whole[:num_bytes] as body:
+            digest.update(body)
     digest.update(bytes(_COMMENT_LENGTH_BYTES))
     file.seek(size - BodyDigest.NUM_HEX_DIGITS)
     if digest.hexdigest().encode() != file.read():
@@ -283,13 +355,6 @@ def _map(file: IO[bytes], size: int) -> mmap.mmap | None:
     except OSError as error:
         logger.debug("reading a file that cannot be mapped: %s", error)
         return None
-
-
-def _pieces_in_memory(content: mmap.mmap, num_bytes: int) -> Iterator[memoryview]:
-    with content, memoryview(content) as whole:
-        for start in range(0, num_bytes, _PIECE_BYTES):
-            with whole[start : min(start + _PIECE_BYTES, num_bytes)] as piece:
-                yield piece
 
 
 def _pieces_in_file(file: IO[bytes], num_bytes: int) -> Iterator[memoryview]:

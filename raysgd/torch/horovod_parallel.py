@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
-from raysgd.backends.horovod import import_horovod
+from raysgd.backends.horovod import import_horovod, is_connection_error
 from raysgd.exceptions import InvalidRegistrationError
+from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.step import Step
 
@@ -29,6 +30,7 @@ class HorovodByHand(NoParallel):
     def __init__(self) -> None:
         super().__init__()
         self._hvd = import_horovod()
+        self.exchanges = Exchanges(is_connection_error, is_broken=lambda: False)  # its connections are its own
 
     def all_sum(self, tensor: torch.Tensor) -> None:
         self._hvd.allreduce_(tensor, name="raysgd.sum", op=self._hvd.Sum)
@@ -154,8 +156,12 @@ class HorovodParallel(HorovodByHand):
             torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
 
     def _finish_backward(self) -> None:
-        for _, wrapped in self._pairs:
-            wrapped.synchronize()
+        try:
+            for _, wrapped in self._pairs:
+                wrapped.synchronize()
+        except Exception as error:
+            self.exchanges.note(error)
+            raise
 
 
 class _Outgoing:

@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch.blocks import without_checkpointing
+from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.loading import load_model, load_optimizer
-from raysgd.torch.step import Step, never_defer
+from raysgd.torch.step import Step, accept, never_defer
 
 # Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
@@ -42,21 +43,33 @@ _KEPT_BY_WRAPPER = (
 )
 
 
+def _copied(model: torch.nn.Module) -> torch.nn.Module:
+    """A copy; also of a model whose modules keep what they computed last, which PyTorch alone refuses to copy."""
+    kept = [value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor)]
+    return copy.deepcopy(model, {id(value): value.detach().clone() for value in kept if not value.is_leaf})
+
+
 class NoParallel:
     """A single replica, or replicas that the user keeps equal.
+
+    Args:
+        has_others: Whether there are other ranks, whose loss would matter.
 
     Attributes:
         synchronizes: Whether every step involves all ranks.
         is_sharded: Whether a rank holds a part of each model only, so that its whole state takes all ranks to read.
         step: The step that the replica is in.
+        exchanges: What became of the exchanges of that step.
     """
 
     synchronizes = False
     is_sharded = False
 
-    def __init__(self) -> None:
+    def __init__(self, has_others: bool = True) -> None:
         self.step = Step()
+        self._has_others = has_others
         self.step.is_joint = self.synchronizes
+        self.exchanges = Exchanges()
         self._weights_in_hook = False
 
     # ---------------------------------------------------------------------------------------- set-up
@@ -81,11 +94,13 @@ class NoParallel:
 
         Args:
             models: The wrapped models.
-            weight_in_hook: Whether user code may run backward passes past the rung that weights the loss.
+            weight_in_hook: Whether user code may run backward passes past the rung that weights the loss. It may catch
+                what they raise, too, so exchanges are looked at before a step counts.
             window: How many batches make an optimizer step.
             may_defer: Whether the exchange of gradients may wait for the last of them.
         """
         self.step.open_call(window)
+        self.step.check = self.exchanges.check if weight_in_hook and self._has_others else accept
 
     @property
     def obstacle(self) -> str | None:
@@ -94,6 +109,7 @@ class NoParallel:
 
     def reform(self) -> None:
         """Connects the models to the group that was formed anew; they stay the same objects."""
+        self.exchanges.forget()
 
     def weighted(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to run the backward pass on."""
@@ -130,7 +146,7 @@ class NoParallel:
 
     def plain_model(self, model: torch.nn.Module) -> torch.nn.Module | None:
         """A copy without anything that the library put around or into it, on the CPU; None on ranks without one."""
-        return without_checkpointing(copy.deepcopy(unwrap(model)).cpu())
+        return without_checkpointing(_copied(unwrap(model)).cpu())
 
     # ---------------------------------------------------------------------------------------- between ranks
 
@@ -173,7 +189,7 @@ class DDP(NoParallel):
         if hook is not None:
             wrapped.register_comm_hook(*_weighting_first(self, hook))
         elif id(wrapped) in self._hooked:
-            wrapped.register_comm_hook(self.step, _weight_and_average)
+            wrapped.register_comm_hook(self, _weight_and_average)
 
     @property
     def obstacle(self) -> str | None:
@@ -186,6 +202,7 @@ class DDP(NoParallel):
 
     def reform(self) -> None:
         """Builds each wrapper anew around the same model, as the same object: user code holds on to it."""
+        super().reform()
         for wrapped, options in self._wrapped:
             kept = {name: wrapped.__dict__[name] for name in _KEPT_BY_WRAPPER if name in wrapped.__dict__}
             wrapped.__init__(wrapped.module, init_sync=False, **_for_torch(options))  # type: ignore[misc]
@@ -195,20 +212,20 @@ class DDP(NoParallel):
     def arm(
         self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
     ) -> None:
-        """Installs the hook that weights gradients, once and only if it is needed.
+        """Installs the hook that weights and watches gradients, once and only if it is needed.
 
         A model for which the user registered a hook of his own by hand keeps that one; PyTorch allows one each.
         """
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         self.step.defer = _deferrer(wrapped) if may_defer else never_defer
         super().arm(models, weight_in_hook, window)
-        if self._weights_in_hook or not weight_in_hook or window > 1:
+        if self._weights_in_hook or not weight_in_hook:
             return
         self._weights_in_hook = True
         for model in wrapped:
             if not model._comm_hooks:
                 self._hooked.add(id(model))
-                model.register_comm_hook(self.step, _weight_and_average)
+                model.register_comm_hook(self, _weight_and_average)
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -249,11 +266,12 @@ def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], Non
     return defer
 
 
-def _weight_and_average(step: Step, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def _weight_and_average(parallel: DDP, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    _weight(step, bucket)
-    return allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+    _weight(parallel.step, bucket)
+    future = allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+    return parallel.exchanges.watch(future, bucket.is_last())
 
 
 def _weight(step: Step, bucket: Any) -> None:
@@ -271,9 +289,10 @@ def _weighting_first(parallel: DDP, hook: Any) -> tuple[Any, Callable[..., Any]]
         )
 
     def weight_and_call(state, bucket):  # type: ignore[no-untyped-def]  # PyTorch checks annotations
-        if parallel._weights_in_hook:
-            _weight(parallel.step, bucket)
-        return function(state, bucket)
+        if not parallel._weights_in_hook:
+            return function(state, bucket)
+        _weight(parallel.step, bucket)
+        return parallel.exchanges.watch(function(state, bucket), bucket.is_last())
 
     return state, weight_and_call
 

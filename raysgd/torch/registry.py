@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,7 +75,7 @@ def schedulers_of(given: Any) -> Parts | None:
 
 
 def _several(name: str, given: Any) -> Parts:
-    if not isinstance(given, Iterable) or isinstance(given, str | bytes | torch.Tensor):
+    if not isinstance(given, Iterable) or isinstance(given, str | bytes | torch.Tensor | Mapping):
         raise InvalidRegistrationError(
             f"`register({name}=...)` got `{type(given).__name__}`: pass one object, or a list or tuple of them."
         )

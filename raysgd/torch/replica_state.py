@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch.feed import Feed
@@ -75,13 +76,17 @@ class ReplicaState:
         for model, saved in zip(models, state["models"], strict=True):
             _check_tensors(model.state_dict(), saved)
         for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            _check_groups(optimizer.state_dict(), saved)
+            _check_groups(optimizer, saved)
         if self._operator._schedulers:
-            assert len(state["schedulers"]) == len(self._operator._schedulers)
+            _check_schedulers(self._operator._schedulers, state["schedulers"])
         state["operator"], state["epoch"]
 
     def apply(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state that fits. Nothing of it is kept."""
+        """Takes over a state that fits. Nothing of it is kept.
+
+        What the user's own `load_state_dict` of an operator or a scheduler refuses is found out here: what came before
+        it has been loaded by then.
+        """
         operator = self._operator
         for model, saved in zip(self.registered("_original_models"), state["models"], strict=True):
             self._parallel.load_model(model, saved)
@@ -104,7 +109,10 @@ def _check_tensors(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
     shapes = [
         f"{name}: {tuple(saved[name].shape)} instead of {tuple(tensor.shape)}"
         for name, tensor in own.items()
-        if isinstance(tensor, torch.Tensor) and name in saved and saved[name].shape != tensor.shape
+        if isinstance(tensor, torch.Tensor)
+        and name in saved
+        and not is_lazy(tensor)  # takes its shape from what is loaded
+        and saved[name].shape != tensor.shape
     ]
     if missing or extra or shapes:
         raise ValueError(
@@ -113,8 +121,17 @@ def _check_tensors(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
         )
 
 
-def _check_groups(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    sizes = [len(group["params"]) for group in own.get("param_groups", ())]
+def _check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
+    strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]
+    if strangers or len(states) != len(schedulers):
+        raise ValueError(
+            f"The state of the schedulers does not fit, nothing was loaded: {len(schedulers)} are registered, and it "
+            f"holds {len(states)}{f', of them a `{strangers[0]}`, which is no state' if strangers else ''}."
+        )
+
+
+def _check_groups(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    sizes = [len(group["params"]) for group in optimizer.state_dict().get("param_groups", ())]
     saved_sizes = [len(group["params"]) for group in saved.get("param_groups", ())]
     if sizes != saved_sizes:
         raise ValueError(
@@ -122,3 +139,14 @@ def _check_groups(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
             "parameters, the "
             f"registered optimizer's {sizes}."
         )
+    settings = {
+        name
+        for name, value in getattr(optimizer, "defaults", {}).items()
+        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
+    }  # others come and go with the versions of PyTorch, which sets those that are missing
+    for group in saved.get("param_groups", ()):
+        if missing := sorted(settings - group.keys()):
+            raise ValueError(
+                "The state of an optimizer does not fit, nothing was loaded: it is that of another kind, without "
+                f"{', '.join(missing)}, which `{type(optimizer).__name__}` needs."
+            )

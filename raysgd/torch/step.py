@@ -16,6 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 
+def accept() -> None:
+    """Lets any step count, as an answer to `Step.check`."""
+
+
 def never_defer(is_deferred: bool) -> None:
     """Puts nothing off, as an answer to `Step.defer`."""
 
@@ -32,6 +36,7 @@ class Step:
         factor: With accumulation, what to multiply this batch's loss with.
         is_joint: Whether gradients are averaged over the ranks, so that all ranks' samples count.
         defer: Told before each batch, with accumulation, whether the exchange of gradients can wait for a later one.
+        check: Called before a step counts as done; raises if it cannot.
         began_at: When this rank asked for the batch.
         own_s: Seconds from there to the backward pass, summed up: time that this rank spent without the others.
         is_used: Whether a backward pass of this call was noted. Code that computes gradients past the library's
@@ -46,6 +51,8 @@ class Step:
         self.factor = 1.0
         self.is_joint = False
         self.defer: Callable[[bool], None] = never_defer
+        self.check: Callable[[], None] = accept
+        self._is_confirmed = False
         self.began_at = 0.0
         self.own_s = 0.0
         self.open_call(1)
@@ -72,6 +79,7 @@ class Step:
             is_last: Whether no batch will follow in this pass or in this call.
         """
         self.weight, self.num_samples = weight, num_samples
+        self._is_confirmed = False
         if self.window > 1:
             assert total is not None
             self._place(total if self.is_joint or num_samples is None else num_samples, is_last)
@@ -87,6 +95,12 @@ class Step:
         amount = self.weight * total if self.is_joint else total
         self.factor = amount / self._expected if self._expected else 0.0
         self.defer(not self.is_boundary)
+
+    def confirm(self) -> None:
+        """Sees to it that the step may count as done; whatever `check` raises says that it may not."""
+        if not self._is_confirmed:
+            self.check()
+            self._is_confirmed = True
 
     @property
     def is_padding(self) -> bool:

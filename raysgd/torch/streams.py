@@ -220,7 +220,13 @@ class BatchStream:
         return due, self.consumed, in_flight
 
     def settle(self) -> None:
-        """Says that the loop around the steps came to its end: what was handed out is done."""
+        """Says that the loop around the steps came to its end: what was handed out is done.
+
+        Raises:
+            RuntimeError: The group broke in the last step.
+        """
+        if self._num_open:
+            self._step.confirm()
         self._num_open = 0
 
     def break_off(self) -> None:
@@ -264,6 +270,7 @@ class BatchStream:
                 self._num_open += 1
                 yield batch
                 if self._step.is_boundary:
+                    self._step.confirm()
                     self._num_open = 0
                     if self.at_boundary is not None:
                         self.at_boundary()

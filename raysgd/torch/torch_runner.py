@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from raysgd._batching import config_for_worker
+from raysgd._class_arguments import is_integer
 from raysgd._class_runner import ClassRunner
 from raysgd._meters import AverageMeterCollection
 from raysgd.engine.epoch_run import EpochRun, RunState
@@ -20,6 +21,7 @@ from raysgd.engine.types import Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
+from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.feed import Feed
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
@@ -100,6 +102,7 @@ class TorchRunner(ClassRunner):
         self._num_optimizer_steps = 0
         self._watched: list[torch.nn.Parameter] = []
         self._num_changes_at_boundary = 0
+        self._global_step_at_boundary = 0
 
     @property
     def epoch(self) -> int:
@@ -202,6 +205,16 @@ class TorchRunner(ClassRunner):
         if self._world.rank < len(rank_states) and rank_states[self._world.rank] is not None:
             rng.restore(rank_states[self._world.rank])
 
+    def restore_file(self, identity: FileIdentity, weights_only: bool, rank_states: Sequence[Any]) -> None:
+        """Takes over a checkpoint out of a file that the driver keeps open; nothing is changed if it does not fit.
+
+        Raises:
+            OtherFileError: This process does not find that file.
+            KeyError, ValueError: As in `restore`.
+        """
+        with mapped_again(identity, weights_only=weights_only) as state:
+            self.restore(state, rank_states)
+
     def shutdown(self) -> None:
         """Drops the iterators, and with them the processes of the loaders. The operator itself stays usable."""
         self._feed.close()
@@ -219,6 +232,12 @@ class TorchRunner(ClassRunner):
 
     def _note_boundary(self) -> None:
         self._num_changes_at_boundary = self._num_changes()
+        self._global_step_at_boundary = self.operator.global_step
+
+    def _detach(self) -> None:
+        if self._run is not None and not self._run.is_finished:
+            self.operator.global_step = self._global_step_at_boundary  # the batches since then come again
+        super()._detach()
 
     def _words(self) -> str:
         data = self._feed.ledger()
@@ -336,7 +355,7 @@ class TorchRunner(ClassRunner):
         """Gets ready for the steps of a call."""
         operator = self.operator
         window = operator.accumulate_grad_batches(epoch_idx)
-        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+        if not is_integer(window) or window < 1:
             raise ValueError(
                 f"`{type(operator).__name__}.accumulate_grad_batches` returned {window!r}: return how many batches "
                 "make an optimizer step, at least 1."
@@ -419,7 +438,7 @@ def _make_parallel(spec: RunnerSpec, world: World, device: torch.device) -> NoPa
 
         return HorovodByHand() if spec.parallel == "none" else HorovodParallel(world.size)
     if not world.is_distributed or spec.parallel == "none":
-        return NoParallel()
+        return NoParallel(has_others=world.is_distributed)
     if spec.parallel == "ddp":
         return DDP()
     from raysgd.torch.fsdp import FSDP  # not everywhere: it loads parts of PyTorch that others do without

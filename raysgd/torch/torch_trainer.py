@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,12 +27,13 @@ from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, merged
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
+from raysgd.engine.worker_group import Storing
 from raysgd.exceptions import UnevenStepsError
 from raysgd.torch import arguments, checkpoint_file, constants
 from raysgd.torch.precision import choose_precision
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.replica_state import RESUME
-from raysgd.torch.state_codec import decode, lend
+from raysgd.torch.state_codec import EncodedState, decode, lend
 from raysgd.torch.torch_runner import RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_COUNT, BATCH_SIZE
@@ -85,7 +86,8 @@ class TorchTrainer(ClassTrainer):
         resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then goes on
             with the workers that are left instead of waiting for new ones. None: growing waits for the next call.
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
-        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost.
+        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
+            while it is made ready it gets at least 10 s.
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
@@ -146,7 +148,7 @@ class TorchTrainer(ClassTrainer):
         data_loader_args: Any = None,
         **unknown: Any,
     ) -> None:
-        _class_arguments.check_count(
+        num_workers = _class_arguments.check_count(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
         )
         arguments.refuse_creators(model_creator, data_creator, optimizer_creator, scheduler_creator, loss_creator)
@@ -282,11 +284,13 @@ class TorchTrainer(ClassTrainer):
             WorkersLostError: Workers were lost and the retries are used up.
         """
         _class_arguments.check_max_retries(max_retries)
-        _class_arguments.check_num_steps(num_steps)
+        num_steps = _class_arguments.check_num_steps(num_steps)
+        info = _class_arguments.check_info(info)
+        arguments.check_dataset(dataset)
         with ExitStack() as stack:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
             tick = (lambda: bar.show(self._progress())) if bar is not None else None
-            requests = partial(self._requests, num_steps, profile, dict(info or {}), dataset, tick)
+            requests = partial(self._requests, num_steps, profile, info, dataset, tick)
             resume = TorchRunner.resume_epoch if dataset is None else None
             call = Call(TorchRunner.train_epoch, requests, changes_state=True, tick=tick, resume=resume)
             began = time.perf_counter()
@@ -307,8 +311,9 @@ class TorchTrainer(ClassTrainer):
         info: Mapping[str, Any] | None = None,
     ) -> Any:
         """Evaluates on the validation loader, every sample once; arguments and result as in `train`, no `epoch`."""
-        _class_arguments.check_num_steps(num_steps)
-        requests = partial(self._requests, num_steps, profile, dict(info or {}), None, None)
+        num_steps = _class_arguments.check_num_steps(num_steps)
+        info = _class_arguments.check_info(info)
+        requests = partial(self._requests, num_steps, profile, info, None, None)
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         answers = self._controller.run(call)
         self._controller.touch()  # it may have drawn random numbers, which `save` keeps
@@ -386,7 +391,7 @@ class TorchTrainer(ClassTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
-        state = decode(self._controller.snapshot().shared_state, copy=True)
+        state = decode(self._snapshot().shared_state, copy=True)
         del state[RESUME]
         return dict(state)
 
@@ -401,7 +406,12 @@ class TorchTrainer(ClassTrainer):
             KeyError: A part is missing.
             ValueError: A part does not fit what is registered; the workers are as they were.
         """
-        self._load(dict(state_dict), is_file=False)
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"`load_state_dict` got `{type(state_dict).__name__}`: need what `state_dict` returns, a dict."
+            )
+        self._load(self._checked(dict(state_dict), is_file=False))
+        self._note_load()
 
     def save(self, checkpoint: Any, blocking: bool = True, weights_only: bool = True) -> Any:
         """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
@@ -419,7 +429,7 @@ class TorchTrainer(ClassTrainer):
         Raises:
             ValueError: The operator's own state could not be loaded back; the message names the key.
         """
-        snapshot = self._controller.snapshot()
+        snapshot = self._snapshot()
         state = decode(snapshot.shared_state, copy=False)
         state[RESUME] = {**state[RESUME], _RNG: list(snapshot.rank_states)}
         state = checkpoint_file.check_loadable(state, allow_pickle=not weights_only)
@@ -442,8 +452,12 @@ class TorchTrainer(ClassTrainer):
             CheckpointCorruptedError: The file is truncated or was changed.
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
-        with checkpoint_file.mapped(checkpoint, weights_only=weights_only) as state:
-            self._load(state, is_file=True)
+        with ExitStack() as held:
+            file = held.enter_context(checkpoint_file.mapped(checkpoint, weights_only=weights_only))
+            content = self._checked(file.state, is_file=True)
+            if not self._load_where_it_lies(file, content, weights_only, held):
+                self._load(content)
+        self._note_load()
 
     def restore(self, *args: Any) -> None:
         """Retired.
@@ -453,26 +467,63 @@ class TorchTrainer(ClassTrainer):
         """
         raise DeprecationWarning("`TorchTrainer.restore` was renamed: use `load`.")
 
-    def _load(self, state: dict[str, Any], is_file: bool) -> None:
-        """Loads into all workers; nothing of `state` is kept."""
+    def _checked(self, state: dict[str, Any], is_file: bool) -> _Content:
+        """What of `state` concerns all ranks, and what each of them.
+
+        Raises:
+            ValueError, KeyError: It does not fit.
+        """
         _check_parts(state, self._facts)
         resume = dict(state.get(RESUME) or {})
         rank_states = tuple(resume.pop(_RNG, ()))
-        whole = {**state, RESUME: resume}
-        if self._controller.group.is_driver_only:
-            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, rank_states)]))
-            self._controller.touch()
-            return
-        stored = self._controller.group.store(lend(whole))
         # A file of this very group leaves nothing out: afterwards it is what the workers have.
         is_complete = is_file and len(rank_states) == self.num_workers
+        return _Content({**state, RESUME: resume}, rank_states, is_complete)
+
+    def _load_where_it_lies(
+        self, file: checkpoint_file.OpenedFile, content: _Content, weights_only: bool, held: ExitStack
+    ) -> bool:
+        """Lets the workers map the file themselves. Only afterwards the driver stores what a recovery starts from.
+
+        Args:
+            file: The file, checked.
+            content: What it holds.
+            weights_only: How it may be read.
+            held: Keeps it open; taken over by the one who stores it.
+
+        Returns:
+            Whether that was possible: not if a worker is on another machine. Then some may have loaded it.
+        """
+        group = self._controller.group
+        if group.is_driver_only or not (file.is_mapped and content.is_complete and group.is_on_one_node):
+            return False
+        args = (file.identity, weights_only, content.rank_states)
+        call = Call(TorchRunner.restore_file, lambda worlds: [args] * len(worlds))
+        try:
+            self._controller.run(call)
+        except checkpoint_file.OtherFileError as error:
+            logger.debug("the workers get the state from the driver: %s", error)
+            return False
+        file.check_unchanged()
+        kept = held.pop_all()
+        storing = Storing(self._controller.group, partial(_lent, content.shared, kept))
+        self._controller.expect(storing, content.rank_states, call)
+        return True
+
+    def _load(self, content: _Content) -> None:
+        """Loads into all workers; nothing of `content` is kept."""
+        whole, rank_states = content.shared, content.rank_states
+        if self._controller.group.is_driver_only:
+            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, rank_states)]))
+            return
+        stored = self._controller.group.store(lend(whole))
         call = Call(
             TorchRunner.restore,
             lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(stored)],
-            changes_state=not is_complete,
+            changes_state=not content.is_complete,
         )
         self._controller.run(call)
-        if is_complete:
+        if content.is_complete:
             self._controller.adopt(Snapshot(stored.value, rank_states))
 
     # ------------------------------------------------------------------------------------------------ life
@@ -506,6 +557,28 @@ class TorchTrainer(ClassTrainer):
                 self.max_replicas,
                 split.effective,
             )
+
+
+@dataclass(frozen=True)
+class _Content:
+    """A state to load.
+
+    Attributes:
+        shared: What concerns all ranks.
+        rank_states: What each rank had for itself.
+        is_complete: Whether it leaves nothing out: it is of a file, with one of those for each rank of today.
+    """
+
+    shared: dict[str, Any]
+    rank_states: tuple[Any, ...]
+    is_complete: bool
+
+
+@contextmanager
+def _lent(state: dict[str, Any], held: ExitStack) -> Iterator[EncodedState]:
+    """`state`, to be copied as long as its file is held."""
+    with held:
+        yield lend(state)
 
 
 def _warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:

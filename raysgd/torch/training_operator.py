@@ -31,7 +31,7 @@ from raysgd.torch.blocks import checkpoint_activations
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.torch.metric_objects import capture
 from raysgd.torch.options import ModelOptions, StepOptions
-from raysgd.torch.parallel import NoParallel
+from raysgd.torch.parallel import NoParallel, unwrap
 from raysgd.torch.precision import Precision
 from raysgd.torch.sampling import ShardedLoader, Unsharded, count_samples, shard_loader
 from raysgd.utils import NUM_SAMPLES
@@ -156,11 +156,16 @@ class TrainingOperator:
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **info}
             metrics = self.train_batch(batch, batch_info=batch_info)
-            if steps_scheduler and step.is_boundary and not self._precision.has_skipped():
-                scheduler.step()  # type: ignore[union-attr]
+            if step.is_boundary:
+                step.confirm()
+                meters.count_held()
+                if steps_scheduler and not self._precision.has_skipped():
+                    scheduler.step()  # type: ignore[union-attr]
             if not step.is_padding:
-                self._count(meters, metrics)
+                count = meters.update if step.is_boundary else meters.hold
+                count(*self._checked(metrics))
             self.global_step += 1
+        meters.count_held()
         if scheduler is not None and self.scheduler_step_freq == SCHEDULER_STEP_EPOCH:
             scheduler.step()
         return meters.summary()
@@ -318,6 +323,7 @@ class TrainingOperator:
             optimizer_parts.items,
             lambda amp, models, optimizers: self._configure_apex_amp(amp, models, optimizers, apex_args),
         )
+        self._warn_of_models_left_out(prepared)
         self._original_models = prepared
         self._optimizers = [self._parallel.wrap_optimizer(optimizer) for optimizer in optimizers]
         self._use_fp16 = self._precision.flag
@@ -335,6 +341,14 @@ class TrainingOperator:
         if scheduler_parts is not None:
             result.append(scheduler_parts.mirror(self._schedulers))
         return tuple(result)
+
+    def _warn_of_models_left_out(self, prepared: Sequence[torch.nn.Module]) -> None:
+        kept = {id(unwrap(model)) for model in prepared}
+        if any(id(unwrap(model)) not in kept for model in getattr(self, "_original_models", None) or ()):
+            logger.warning(
+                "`register` was called again: what it was given before is not trained together, saved or restored any "
+                "more. Pass all models at once, as a tuple: `register(models=(a, b), optimizers=(...))`"
+            )
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         """Hands the loaders to the library.
@@ -582,6 +596,10 @@ class TrainingOperator:
         return AverageMeterCollection(to_floats=read_tensors, capture_object=capture)
 
     def _count(self, meters: AverageMeterCollection, metrics: dict[str, Any]) -> None:
+        meters.update(*self._checked(metrics))
+
+    def _checked(self, metrics: dict[str, Any]) -> tuple[dict[str, Any], int | float]:
+        """Metrics of a batch, and their weight."""
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"`{type(self).__name__}.train_batch` or `validate_batch` returned a `{type(metrics).__name__}`: "
@@ -589,7 +607,7 @@ class TrainingOperator:
             )
         self._latest_metrics = metrics
         values = {name: value for name, value in metrics.items() if name != NUM_SAMPLES}
-        meters.update(values, n=metrics.get(NUM_SAMPLES, 1))
+        return values, metrics.get(NUM_SAMPLES, 1)
 
 
 class CreatorOperator(TrainingOperator):

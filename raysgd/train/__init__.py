@@ -14,8 +14,9 @@ What it leaves to others: the loop, the data and when to save a checkpoint are t
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raysgd._lazy import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.train.backend import BackendConfig
@@ -57,26 +58,15 @@ _SESSION = (
     "world_rank",
     "world_size",
 )
-_LAZY_MODULES: dict[str, str] = {
-    "BackendConfig": "raysgd.train.backend",
-    "CheckpointStrategy": "raysgd.train.checkpoint",
-    "Trainer": "raysgd.train.trainer",
-    "TrainingCallback": "raysgd.train.callbacks.callback",
-    "TrainingIterator": "raysgd.train.trainer",
-    "TrainWorkerGroup": "raysgd.train.trainer",
-    **dict.fromkeys(_SESSION, "raysgd.train.session"),
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import the module behind a public name on first use: a worker needs the session, not the trainer."""
-    if name not in _LAZY_MODULES:
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    value = getattr(importlib.import_module(_LAZY_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List the lazy names too."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "BackendConfig": "raysgd.train.backend",
+        "CheckpointStrategy": "raysgd.train.checkpoint",
+        "Trainer": "raysgd.train.trainer",
+        "TrainingCallback": "raysgd.train.callbacks.callback",
+        "TrainingIterator": "raysgd.train.trainer",
+        "TrainWorkerGroup": "raysgd.train.trainer",
+        **dict.fromkeys(_SESSION, "raysgd.train.session"),
+    },
+)

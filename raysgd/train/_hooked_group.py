@@ -24,6 +24,7 @@ class HookedGroup(EngineGroup):
         config: What the plug-in was chosen with.
         on_started: Told of the face with which the group can be reached.
         guest: What every worker makes an object of, as the last step of its start; None for nothing.
+        before_end: Called before the workers are ended, in whatever way, once.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class HookedGroup(EngineGroup):
         config: BackendConfig,
         on_started: Callable[[WorkerGroup], None],
         guest: Guest | None = None,
+        before_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(spec, num_workers)
         self._resources = spec.resources
         self._backend, self._config = backend, config
         self._on_started = on_started
         self._guest = guest
+        self._before_end: Callable[[], None] | None = before_end
         self._face: WorkerGroup | None = None
 
     def start(self, reservation_timeout_s: float | None = None) -> GroupReport:
@@ -64,9 +67,22 @@ class HookedGroup(EngineGroup):
     def stop(self, timeout_s: float) -> None:
         """Lets the plug-in say goodbye, whatever comes of that, then stops the workers."""
         try:
+            self._prepare_end()
             if self._face is not None:
                 self._backend.on_shutdown(self._face, self._config)
         except Exception as error:
             logger.warning("`on_shutdown` failed; the workers are ended all the same: %s", error)
         finally:
             super().stop(timeout_s)
+
+    def kill(self, timeout_s: float = 5.0) -> None:
+        """Ends the workers at once, but for what has to come first."""
+        try:
+            self._prepare_end()
+        finally:
+            super().kill(timeout_s)
+
+    def _prepare_end(self) -> None:
+        prepare, self._before_end = self._before_end, None
+        if prepare is not None:
+            prepare()

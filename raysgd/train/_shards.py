@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -12,11 +13,19 @@ class DividedData:
     Args:
         dataset: Has `split(n, equal=True)`, which returns n parts; or a dict of such.
         place: Puts a part where one worker can take it from.
+        actors: Ray's handles on the workers, by rank. A dataset that takes them as `locality_hints` gives each worker
+            what is near it.
     """
 
-    def __init__(self, dataset: Any, place: Callable[[Any], Any] = lambda part: part) -> None:
+    def __init__(
+        self,
+        dataset: Any,
+        place: Callable[[Any], Any] = lambda part: part,
+        actors: Callable[[], Sequence[Any]] | None = None,
+    ) -> None:
         self._dataset = dataset
         self._place = place
+        self._actors = actors
         self._num_workers = 0
         self._parts: Sequence[Any] = ()
 
@@ -29,9 +38,14 @@ class DividedData:
 
     def _divided(self, num_workers: int) -> list[Any]:
         if not isinstance(self._dataset, Mapping):
-            return list(self._dataset.split(num_workers, equal=True))
-        by_name = {name: dataset.split(num_workers, equal=True) for name, dataset in self._dataset.items()}
+            return self._split(self._dataset, num_workers)
+        by_name = {name: self._split(dataset, num_workers) for name, dataset in self._dataset.items()}
         return [{name: parts[rank] for name, parts in by_name.items()} for rank in range(num_workers)]
+
+    def _split(self, dataset: Any, num_workers: int) -> list[Any]:
+        if self._actors is None or "locality_hints" not in inspect.signature(dataset.split).parameters:
+            return list(dataset.split(num_workers, equal=True))
+        return list(dataset.split(num_workers, equal=True, locality_hints=list(self._actors())))
 
 
 def check_dataset(dataset: Any) -> None:

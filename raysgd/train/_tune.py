@@ -57,9 +57,9 @@ def make_trainable(plan: TrialPlan) -> type[Any]:
             result, is_saved = self._trial.step()
             if result is not None:
                 return {**result, names.SHOULD_CHECKPOINT: is_saved}
-            if not is_saved or self._trial.last is None:
+            if not is_saved:
                 return {names.RESULT_DUPLICATE: True, names.DONE: True}
-            return {**self._trial.last, names.SHOULD_CHECKPOINT: True, names.DONE: True}
+            return {**(self._trial.last or {}), names.SHOULD_CHECKPOINT: True, names.DONE: True}
 
         def save_checkpoint(self, checkpoint_dir: str) -> None:
             self._trial.save(Path(checkpoint_dir))

@@ -10,13 +10,14 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from raysgd._lazy import lazy_names
 from raysgd.backends.base import Backend as Connection
 from raysgd.engine.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
+from raysgd.train.checkpoint import CheckpointManager
 
 if TYPE_CHECKING:
     from raysgd.train.executor import BackendExecutor
@@ -26,15 +27,18 @@ __all__ = [
     "Backend",
     "BackendConfig",
     "BackendExecutor",
+    "CheckpointManager",
     "Connection",
     "EncodedData",
     "InactiveWorkerGroupError",
+    "SGDBackendError",
     "TrainBackendError",
     "TrainingWorkerError",
     "resolve",
 ]
 
 EncodedData = Any
+SGDBackendError = TrainBackendError  # its first name
 _NAMED = {
     "torch": ("raysgd.train.torch", "TorchConfig"),
     "tensorflow": ("raysgd.train.tensorflow", "TensorflowConfig"),
@@ -175,7 +179,7 @@ def resolve(backend: str | BackendConfig) -> BackendConfig:
     Raises:
         ValueError: A name that is not known.
         TypeError: Neither a name nor a config.
-        ImportError: The framework is not installed.
+        ModuleNotFoundError: The framework is not installed.
     """
     if isinstance(backend, BackendConfig):
         return backend
@@ -209,11 +213,5 @@ def backend_of(config: BackendConfig) -> Backend:
     return backend
 
 
-_LAZY: Mapping[str, str] = {"BackendExecutor": "raysgd.train.executor"}
-
-
-def __getattr__(name: str) -> Any:
-    """The executor stands on this module, and is also found here."""
-    if name not in _LAZY:
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    return getattr(importlib.import_module(_LAZY[name]), name)
+# The executor stands on this module, and is also found here.
+__getattr__, __dir__ = lazy_names(__name__, {"BackendExecutor": "raysgd.train.executor"})

@@ -51,6 +51,19 @@ class CheckpointStrategy:
             )
 
 
+def check_strategy(strategy: CheckpointStrategy | None) -> None:
+    """Checks what says which checkpoints stay.
+
+    Raises:
+        TypeError: It is neither a strategy nor None.
+    """
+    if strategy is not None and not isinstance(strategy, CheckpointStrategy):
+        raise TypeError(
+            f"`checkpoint_strategy={strategy!r}`: need a `CheckpointStrategy`, such as "
+            "`CheckpointStrategy(num_to_keep=2)`, or None, which keeps all."
+        )
+
+
 @dataclass(frozen=True)
 class Verdict:
     """Whether a checkpoint is written, and which one is deleted for it."""
@@ -143,6 +156,7 @@ class CheckpointManager:
         self._strategy = CheckpointStrategy()
         self._retention = Retention(self._strategy)
         self._landing: threading.Thread | None = None
+        self._has_arrived = threading.Event()
         self._error: BaseException | None = None
 
     def begin_run(
@@ -162,9 +176,14 @@ class CheckpointManager:
 
         Raises:
             ValueError: There is no file at that path.
+            TypeError: `strategy` is no strategy.
         """
+        check_strategy(strategy)
         begun_from = load_checkpoint(checkpoint)
-        self.flush()
+        try:
+            self.flush()
+        except Exception as error:  # of a run that has ended, with another error or before its end
+            logger.error("the last checkpoint of the run before could not be kept: %r", error)
         self._begun_from = begun_from
         self._latest_of_run = self._latest_path = None
         self._strategy = strategy or CheckpointStrategy()
@@ -191,6 +210,7 @@ class CheckpointManager:
         self._retention.check(score)
         self.flush()
         self.latest_checkpoint_id += 1
+        self._has_arrived.clear()
         self._landing = threading.Thread(
             target=self._land,
             args=(self.latest_checkpoint_id, score, receive),
@@ -201,7 +221,10 @@ class CheckpointManager:
 
     def _land(self, identity: int, score: Any, receive: Callable[[], dict[str, Any]]) -> None:
         try:
-            checkpoint = receive()
+            try:
+                checkpoint = receive()
+            finally:
+                self._has_arrived.set()
             self._latest = self._latest_of_run = checkpoint
             self._keep(identity, score, checkpoint)
         except CheckpointLostError as error:
@@ -218,6 +241,15 @@ class CheckpointManager:
         self._latest_path = path
         if verdict.dropped is not None:
             self._path(verdict.dropped).unlink(missing_ok=True)
+
+    def await_arrival(self, timeout_s: float) -> None:
+        """Waits until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
+        if self._landing is not None and not self._has_arrived.wait(timeout_s):
+            logger.warning(
+                "checkpoint %s did not arrive within %g s; its worker is ended all the same",
+                self.latest_checkpoint_id,
+                timeout_s,
+            )
 
     def flush(self) -> None:
         """Waits until what is on its way has arrived and is written.

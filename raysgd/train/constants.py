@@ -36,14 +36,20 @@ ENABLE_DETAILED_AUTOFILLED_METRICS_ENV = "TRAIN_RESULT_ENABLE_DETAILED_AUTOFILLE
 ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV = "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES"
 TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV = "TRAIN_PLACEMENT_GROUP_TIMEOUT_S"
 TRAIN_ENABLE_WORKER_SPREAD_ENV = "TRAIN_ENABLE_WORKER_SPREAD"
+_FIRST_NAMES = {  # which two of them had in `ray.util.sgd.v2`
+    ENABLE_DETAILED_AUTOFILLED_METRICS_ENV: "SGD_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS",
+    ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV: "SGD_ENABLE_SHARE_CUDA_VISIBLE_DEVICES",
+}
 
 
 def env_integer(name: str, default: int) -> int:
-    """The value of an environment variable; `default` when it is not set.
+    """The value of an environment variable, or of the one of its first name; `default` when neither is set.
 
     Raises:
         ValueError: It is no integer.
     """
+    if name not in os.environ:
+        name = _FIRST_NAMES.get(name, name)
     text = os.environ.get(name)
     if text is None:
         return default

@@ -6,6 +6,7 @@ A thin face over the engine's controller. Nothing is retried here.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +38,8 @@ from raysgd.train.worker_group import Guest, LostDuringCallError, WorkerGroup, c
 logger = logging.getLogger(__name__)
 
 _RELEASE_S = 30.0
+_ARRIVAL_S = 30.0  # for a checkpoint on its way from workers that are to be ended
+_ARRIVAL_AT_CTRL_C_S = 3.0  # a second Ctrl-C ends even that
 
 
 class BackendExecutor:
@@ -48,7 +51,8 @@ class BackendExecutor:
         num_cpus_per_worker: CPUs for each.
         num_gpus_per_worker: GPUs for each.
         additional_resources_per_worker: Other resources for each.
-        max_retries: The loss of workers with this number, counted over a run, is the one that is raised; -1 for none.
+        max_retries: The loss of workers with this number is the one that is raised; -1 for none. They are counted anew
+            for each start, each training and each `run`, and workers that die while they are started count too.
         resize_check_s: How often a run on fewer workers than it might have looks for more.
         heartbeat_s: A worker process that gives no sign of life for so long is lost.
 
@@ -77,6 +81,7 @@ class BackendExecutor:
             num_cpus_per_worker, num_gpus_per_worker, dict(additional_resources_per_worker or {})
         )
         self._max_retries = max_retries
+        self._budget = RetryBudget(restarts_allowed(max_retries))
         self._resize_check_s, self._heartbeat_s = resize_check_s, heartbeat_s
         self._shares_gpus = bool(
             constants.env_integer(
@@ -89,7 +94,6 @@ class BackendExecutor:
         self._controller: ElasticController | None = None
         self._face: WorkerGroup | None = None
         self._run: FunctionRun | None = None
-        self._num_failures = 0
         self.checkpoint_manager = CheckpointManager()
 
     # ---------------------------------------------------------------------------------------------- start and end
@@ -119,14 +123,17 @@ class BackendExecutor:
             RuntimeError: They were started already.
             ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
             WorkerError: The hook or the class raised; of that class too.
+            WorkersLostError: Workers died over it, too often.
         """
         if self._controller is not None:
             raise RuntimeError("The workers were started already: call `shutdown` before another `start`.")
         ensure_ray()
         guest = Guest(train_cls, tuple(train_cls_args or ()), train_cls_kwargs or {}) if train_cls is not None else None
         controller = self._make_controller(initialization_hook, guest)
+        self._budget.renew()
         try:
-            controller.start(as_fits=self._is_elastic)
+            with self._naming_max_retries():
+                controller.start(as_fits=self._is_elastic)
         except BaseException:
             controller.stop(force=True)
             self._face = None
@@ -147,18 +154,27 @@ class BackendExecutor:
             reservation_timeout_s=self._timeout_s,
             captures=False,
             packs=self._packs,
+            heartbeat_s=self._heartbeat_s,
         )
         return ElasticController(
             spec,
             ScalingPolicy(max_workers=self._max_workers, min_workers=self._min_workers),
             FailurePolicy(),
-            make_group=lambda spec, size: HookedGroup(spec, size, self._backend, self._config, self._note_group, guest),
+            make_group=lambda spec, size: HookedGroup(
+                spec, size, self._backend, self._config, self._note_group, guest, self._await_checkpoint
+            ),
             release_timeout_s=_RELEASE_S,
-            rules=ElasticRules(None, self._heartbeat_s, self._leaving_nodes),
+            rules=ElasticRules(leaving_nodes=self._leaving_nodes),
+            start_budget=self._budget,
         )
 
     def _note_group(self, face: WorkerGroup) -> None:
         self._face = face
+
+    def _await_checkpoint(self) -> None:
+        """Lets a checkpoint that was handed over leave its worker. From one that is dead it ceases to come at once."""
+        is_interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
+        self.checkpoint_manager.await_arrival(_ARRIVAL_AT_CTRL_C_S if is_interrupted else _ARRIVAL_S)
 
     def _leaving_nodes(self) -> frozenset[str]:
         """Nodes that will go away soon, where leaving them loses nothing: between runs and after a checkpoint."""
@@ -169,12 +185,17 @@ class BackendExecutor:
             self.checkpoint_manager.flush()
         return nodes
 
-    def shutdown(self) -> None:
-        """Ends the workers and gives the resources back. What was not started is left alone."""
+    def shutdown(self, patience_s: float = 5) -> None:
+        """Ends the workers and gives the resources back. What was not started is left alone.
+
+        Args:
+            patience_s: With more than 0 they may close what they have first. A checkpoint that was handed over comes
+                first in any case.
+        """
         controller, self._controller = self._controller, None
         self._run, self._face = None, None
         if controller is not None:
-            controller.stop()
+            controller.stop(force=patience_s <= 0)
 
     # ---------------------------------------------------------------------------------------------- a run
 
@@ -186,25 +207,29 @@ class BackendExecutor:
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | None = None,
         latest_checkpoint_id: int | None = None,
+        *,
+        config: Any = None,
     ) -> None:
         """Starts a function on all workers.
 
         Args:
-            train_func: The function; it takes nothing, or the config, which then is empty.
+            train_func: The function; it takes nothing, or the config.
             run_dir: Where its checkpoints go; None to write none.
             dataset: What is divided over the workers: has `split(n, equal=True)`; or a dict of such.
             checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved one.
             checkpoint_strategy: Which checkpoints are kept.
             latest_checkpoint_id: The number that those of this run follow.
+            config: What the function is given, as it is; an empty dict for None.
 
         Raises:
             InactiveWorkerGroupError: There are no workers.
             TrainBackendError: A function is running already.
             ValueError: There is no file at the path `checkpoint`.
+            TypeError: An argument is of the wrong kind.
         """
         controller = self._active()
         self.check_free()
-        function = without_arguments(train_func, None)
+        function = without_arguments(train_func, config)
         check_dataset(dataset)
         self.checkpoint_manager.begin_run(run_dir, checkpoint, checkpoint_strategy, latest_checkpoint_id)
         order = Order(function, self._backend.encode_data, self.checkpoint_manager.score_attribute, self._is_detailed)
@@ -213,13 +238,14 @@ class BackendExecutor:
             order,
             self._backend.decode_data,
             self.checkpoint_manager,
-            DividedData(dataset, self._put) if dataset is not None else None,
-            RetryBudget(restarts_allowed(self._max_retries)),
+            DividedData(dataset, self._put, self._actors) if dataset is not None else None,
+            self._budget,
             before_start=self._tell_backend,
             max_workers=self._max_workers,
             resize_check_s=self._resize_check_s,
         )
-        with self._counting_losses(self._run):
+        self._budget.renew()
+        with self._naming_max_retries():
             self._run.start()
 
     def check_free(self) -> None:
@@ -242,6 +268,9 @@ class BackendExecutor:
     def _put(self, part: Any) -> Any:
         return self._active().group.store(part).reference
 
+    def _actors(self) -> list[Any]:
+        return [worker.actor.ray_actor for worker in self.get_worker_group().workers]
+
     def _tell_backend(self) -> None:
         hook = getattr(self._backend, "on_training_start", None)  # plug-ins need not derive from our class
         if hook is None:
@@ -254,13 +283,13 @@ class BackendExecutor:
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """The metrics of all workers at their next report; None when all functions have ended."""
         run = self._running()
-        with self._counting_losses(run):
+        with self._naming_max_retries():
             return run.next_reports()
 
     def get_next_results(self) -> list[TrainingResult] | None:
         """The next step of all workers, also those in which they saved; None when all functions have ended."""
         run = self._running()
-        with self._counting_losses(run):
+        with self._naming_max_retries():
             step = run.next_step()
         if step.kind is None:
             return None
@@ -275,13 +304,13 @@ class BackendExecutor:
     def pause_reporting(self) -> None:
         """From here on the functions do not wait for their reports to be fetched."""
         run = self._running()
-        with self._counting_losses(run):
+        with self._naming_max_retries():
             run.mute()
 
     def finish_training(self) -> list[Any]:
         """Lets the functions come to their end, without their reports; returns what they returned, by rank."""
         run, self._run = self._running(), None
-        with self._counting_losses(run):
+        with self._naming_max_retries():
             return run.finish()
 
     def abort_training(self) -> None:
@@ -291,18 +320,22 @@ class BackendExecutor:
             run.abort()
 
     @contextmanager
-    def _counting_losses(self, run: FunctionRun) -> Iterator[None]:
-        before = run.budget.num_spent
+    def _naming_max_retries(self) -> Iterator[None]:
+        """Where a loss of workers is the last that is allowed, says what allows more."""
+        num_refused = self._budget.num_refused
         try:
             yield
         except WorkersLostError as error:
-            self._num_failures += 1
-            raise WorkersLostError(
-                f"{error}\nWith `max_retries={self._max_retries}` a run is given up at this loss: a larger number "
-                "allows more of them, -1 any number."
-            ) from error
-        finally:
-            self._num_failures += run.budget.num_spent - before
+            if self._budget.num_refused == num_refused:
+                raise
+            raise WorkersLostError(f"{error}\n{self._allowance}") from error
+
+    @property
+    def _allowance(self) -> str:
+        return (
+            f"With `max_retries={self._max_retries}` nothing is tried after loss number {self._get_num_failures()}: a "
+            "larger number allows more of them, -1 any number."
+        )
 
     def _running(self) -> FunctionRun:
         self._active()
@@ -323,7 +356,9 @@ class BackendExecutor:
         Raises:
             InactiveWorkerGroupError: There are none.
         """
-        _ = self._active().group  # one that was given up is replaced here
+        controller = self._active()
+        with self._naming_max_retries():
+            _ = controller.group  # one that was given up is replaced here
         assert self._face is not None
         return self._face
 
@@ -337,6 +372,7 @@ class BackendExecutor:
         controller = self._active()
         self.check_free()
         controller.give_up()
+        self._budget.renew()
         return self.get_worker_group()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -345,7 +381,10 @@ class BackendExecutor:
         Raises:
             WorkerError: The function raised; of that class too.
             TrainingWorkerError: A worker died; there are new workers. A `RuntimeError`.
+            WorkersLostError: A worker died, and `max_retries` allows no loss, or the new workers died as well.
         """
+        if self._run is None or self._run.is_over:
+            self._budget.renew()
         return self.get_with_failure_handling(self.get_worker_group().execute_async(function, *args, **kwargs))
 
     def get_with_failure_handling(self, references: Sequence[Any]) -> list[Any]:
@@ -359,12 +398,11 @@ class BackendExecutor:
         try:
             return gather(references)
         except LostDuringCallError as lost:
-            self._num_failures += 1
             controller.give_up()
-            if self._max_retries >= 0 and self._num_failures >= self._max_retries:
-                raise WorkersLostError(
-                    f"Workers were lost {self._num_failures} times, and `max_retries={self._max_retries}`."
-                ) from lost
+            if self._budget.is_spent:
+                self._budget.refuse()
+                raise WorkersLostError(f"{lost}. {self._allowance}") from lost
+            self._budget.pay_for_rebuild()
             self.get_worker_group()
             raise TrainingWorkerError(f"{lost}; there are new workers now") from lost
 
@@ -376,7 +414,7 @@ class BackendExecutor:
     # ---------------------------------------------------------------------------------------------- what happened
 
     def _get_num_failures(self) -> int:
-        return self._num_failures
+        return self._budget.num_spent + self._budget.num_refused
 
     @property
     def history(self) -> History:

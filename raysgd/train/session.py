@@ -20,6 +20,7 @@ from typing import Any
 
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Beat, World
+from raysgd.exceptions import SessionMisuseError as SessionMisuseError  # is found here too
 from raysgd.exceptions import TrainBackendError
 from raysgd.train._copying import Copier
 from raysgd.train._hand_off import Ended, HandOff

@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 from raysgd.backends.base import Backend as Connection  # noqa: E402
 from raysgd.backends.torch import TorchBackend as ProcessGroup  # noqa: E402
+from raysgd.backends.torch import end_process_group  # noqa: E402
 from raysgd.exceptions import SessionMisuseError  # noqa: E402
 from raysgd.torch.options import FSDPOptions  # noqa: E402
 from raysgd.torch.parallel import DDP, NoParallel  # noqa: E402
@@ -39,7 +40,10 @@ from raysgd.train.session import Session, current_session  # noqa: E402
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
 
+    from raysgd.train.worker_group import WorkerGroup
+
 _UNSET: Any = object()
+_GOODBYE_S = 2.0
 
 
 @dataclass
@@ -83,6 +87,13 @@ class TorchBackend(Backend):
 
     share_cuda_visible_devices = True
 
+    def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
+        """Lets the workers leave their process group; one that is busy is not waited for, it is ended all the same."""
+        import ray
+
+        references = worker_group.execute_async(_leave_group)
+        ray.wait(references, num_returns=len(references), timeout=_GOODBYE_S)
+
     @staticmethod
     def encode_data(data_dict: dict[str, Any]) -> EncodedData:
         data = {key: unwrapped(value) for key, value in data_dict.items()}
@@ -100,6 +111,12 @@ class TorchBackend(Backend):
         # It comes from our own worker, and may hold whole models.
         decoded: dict[str, Any] = torch.load(io.BytesIO(encoded_data.content), map_location="cpu", weights_only=False)
         return decoded
+
+
+def _leave_group() -> None:
+    """Leaves the process group, unless a function still runs, whose collectives would be in the way."""
+    if current_session() is None:
+        end_process_group()
 
 
 # -------------------------------------------------------------------------------------------------- helpers

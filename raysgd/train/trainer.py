@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from raysgd.engine.history import History
+from raysgd.engine.resources import cluster_view
 from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train import constants
 from raysgd.train._shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback, call_with_known
-from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
+from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, check_strategy, load_checkpoint
 from raysgd.train.executor import BackendExecutor, Flag, as_range
 from raysgd.train.utils import construct_path, without_arguments
 from raysgd.train.worker_group import WorkerGroup, WorkerHandle
@@ -42,11 +43,12 @@ class Trainer:
         max_retries: The loss of workers with this number in a run is the one that is raised: 3 allows two. -1 allows
             any number.
         resize_check_s: How often a run on fewer workers than it might have looks for room; it grows after a checkpoint.
-        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost.
+        heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
+            while it is made ready it gets at least 10 s.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
-        ImportError: The framework of the backend is not installed.
+        ModuleNotFoundError: The framework of the backend is not installed.
 
     Example:
         >>> from raysgd import train
@@ -79,6 +81,7 @@ class Trainer:
         self._num_workers = num_workers
         self._use_gpu = use_gpu
         self._resources_per_worker = dict(resources_per_worker or {})
+        self._pace: dict[str, Any] = {"resize_check_s": resize_check_s, "heartbeat_s": heartbeat_s}
         self._executor = BackendExecutor(
             self._config,
             num_workers,
@@ -86,8 +89,7 @@ class Trainer:
             num_gpus,
             custom,
             max_retries,
-            resize_check_s=resize_check_s,
-            heartbeat_s=heartbeat_s,
+            **self._pace,
         )
         self._run_id = 0
         self.logdir = self.create_logdir(logdir)
@@ -106,6 +108,9 @@ class Trainer:
             WorkerError: The hook raised; of that class too.
         """
         self._executor.start(initialization_hook)
+        num_gpus = 0 if self._use_gpu else sum(node.total.get("GPU", 0) for node in cluster_view().nodes)
+        if num_gpus:
+            logger.info("the cluster has %g GPUs, of which none is used: pass `use_gpu=True` to use them", num_gpus)
 
     def shutdown(self) -> None:
         """Ends the workers. The trainer can be started again."""
@@ -130,7 +135,7 @@ class Trainer:
     def run(
         self,
         train_func: Callable[..., Any],
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         callbacks: Sequence[TrainingCallback] | None = None,
         dataset: Any = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
@@ -140,7 +145,7 @@ class Trainer:
 
         Args:
             train_func: Takes nothing, or one argument, the config.
-            config: That argument.
+            config: That argument, as it is; an empty dict for None. It need not be a dict, but has to pickle.
             callbacks: Told of the start, of each report, and of the end, in this order.
             dataset: Divided over the workers, see `get_dataset_shard`: has `split(n, equal=True)`; or a dict of such.
             checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved one.
@@ -152,16 +157,17 @@ class Trainer:
         Raises:
             RuntimeError: The trainer was not started, or a run is going on.
             ValueError: The function takes more than one argument; there is no such checkpoint.
+            TypeError: An argument is of the wrong kind. Like with a `ValueError` nothing was started, no folder made.
             WorkerError: The function raised; of that class too. Never retried.
             StepMismatchError: The functions were out of step; a `RuntimeError`.
             WorkersLostError: Workers were lost too often; a `RuntimeError`.
         """
-        self._check_ready(train_func, dataset, checkpoint)
+        self._check_ready(train_func, dataset, checkpoint, checkpoint_strategy)
         callbacks = list(callbacks or ())
         run_dir = self.create_run_dir()
         with _told(callbacks):
             for callback in callbacks:
-                call_with_known(callback.start_training, logdir=str(run_dir), config=dict(config or {}))
+                call_with_known(callback.start_training, logdir=str(run_dir), config={} if config is None else config)
             iterator = self._iterate(train_func, config, run_dir, dataset, checkpoint, checkpoint_strategy)
             try:
                 for results in iterator:
@@ -176,17 +182,21 @@ class Trainer:
     def run_iterator(
         self,
         train_func: Callable[..., Any],
-        config: Mapping[str, Any] | None = None,
+        config: Any = None,
         dataset: Any = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | None = None,
     ) -> TrainingIterator:
         """Starts a function on all workers and returns an iterator over what it reports; arguments as in `run`."""
-        self._check_ready(train_func, dataset, checkpoint)
+        self._check_ready(train_func, dataset, checkpoint, checkpoint_strategy)
         return self._iterate(train_func, config, self.create_run_dir(), dataset, checkpoint, checkpoint_strategy)
 
     def _check_ready(
-        self, train_func: Callable[..., Any], dataset: Any, checkpoint: Mapping[str, Any] | str | Path | None
+        self,
+        train_func: Callable[..., Any],
+        dataset: Any,
+        checkpoint: Mapping[str, Any] | str | Path | None,
+        checkpoint_strategy: CheckpointStrategy | None,
     ) -> None:
         """Everything that can be wrong with a run before it leaves a trace."""
         if not self._executor.is_started:
@@ -194,19 +204,19 @@ class Trainer:
         self._executor.check_free()
         without_arguments(train_func, None)
         check_dataset(dataset)
+        check_strategy(checkpoint_strategy)
         load_checkpoint(checkpoint)
 
     def _iterate(
         self,
         train_func: Callable[..., Any],
-        config: Mapping[str, Any] | None,
+        config: Any,
         run_dir: Path,
         dataset: Any,
         checkpoint: Mapping[str, Any] | str | Path | None,
         checkpoint_strategy: CheckpointStrategy | None,
     ) -> TrainingIterator:
-        function = without_arguments(train_func, config)
-        self._executor.start_training(function, run_dir, dataset, checkpoint, checkpoint_strategy)
+        self._executor.start_training(train_func, run_dir, dataset, checkpoint, checkpoint_strategy, config=config)
         return TrainingIterator(self._executor)
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:
@@ -228,8 +238,9 @@ class Trainer:
     def to_tune_trainable(self, train_func: Callable[..., Any], dataset: Any = None) -> type[Any]:
         """A class for `ray.tune`: each trial makes a trainer like this one and runs the function with its own config.
 
-        A trial tells Tune what rank 0 reports, and gives its checkpoints to Tune. `max_retries` and `logdir` are not
-        taken over: a trial has the default retries and the folder of the trial.
+        A trial tells Tune what rank 0 reports, and with each report, and at the end, gives it the newest checkpoint if
+        that is a new one: of several that were saved between two reports Tune gets the last. `max_retries` and `logdir`
+        are not taken over: a trial has the default retries and the folder of the trial.
 
         Args:
             train_func: The function.
@@ -246,7 +257,7 @@ class Trainer:
         without_arguments(train_func, None)
         check_dataset(dataset)
         make_trainer = partial(
-            Trainer, self._config, self._num_workers, self._use_gpu, dict(self._resources_per_worker)
+            Trainer, self._config, self._num_workers, self._use_gpu, dict(self._resources_per_worker), **self._pace
         )
         for_each = {"CPU": 1, "GPU": int(self._use_gpu), **self._resources_per_worker}
         bundle = {name: float(amount) for name, amount in for_each.items() if amount > 0}
@@ -424,8 +435,8 @@ class TrainWorkerGroup:
         self._executor.replace_workers()
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Ends the workers."""
-        self._executor.shutdown()
+        """Ends the workers; with `patience_s` above 0 they may close what they have first."""
+        self._executor.shutdown(patience_s)
 
 
 @contextmanager
@@ -477,4 +488,8 @@ def amounts_for_each(
     return num_cpus, num_gpus, rest
 
 
-__all__ = ["Trainer", "TrainWorkerGroup", "TrainingIterator"]
+# Their first names.
+SGDIterator = TrainingIterator
+SGDWorkerGroup = TrainWorkerGroup
+
+__all__ = ["SGDIterator", "SGDWorkerGroup", "Trainer", "TrainWorkerGroup", "TrainingIterator"]

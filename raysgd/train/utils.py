@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,18 +19,19 @@ def construct_path(path: str | Path, parent: str | Path) -> Path:
     return (path if path.is_absolute() else Path(parent).expanduser() / path).resolve()
 
 
-def without_arguments(train_func: Callable[..., Any], config: Mapping[str, Any] | None) -> Callable[[], Any]:
+def without_arguments(train_func: Callable[..., Any], config: Any) -> Callable[[], Any]:
     """The function with its argument bound: `config` if it takes one parameter, nothing if it takes none.
 
     Raises:
-        TypeError: It cannot be called.
+        TypeError: It cannot be called, or takes its parameter by name only.
         ValueError: It takes more than one parameter.
     """
     if not callable(train_func):
         raise TypeError(
             f"`train_func={train_func!r}`: need a function that takes no argument, or one, the `config` dict."
         )
-    num_parameters = len(inspect.signature(train_func).parameters)
+    parameters = list(inspect.signature(train_func).parameters.values())
+    num_parameters = len(parameters)
     if num_parameters > 1:
         raise ValueError(
             f"`train_func` takes {num_parameters} parameters: allowed are none, or one, the `config` dict. Put "
@@ -38,4 +39,9 @@ def without_arguments(train_func: Callable[..., Any], config: Mapping[str, Any] 
         )
     if num_parameters == 0:
         return train_func
-    return partial(train_func, dict(config) if config is not None else {})
+    if parameters[0].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD):
+        raise TypeError(
+            f"`train_func` takes `{parameters[0]}`, by name only: it is called with the `config` by position, as "
+            "`train_func(config)`."
+        )
+    return partial(train_func, config if config is not None else {})

@@ -13,10 +13,17 @@ from typing import Any
 
 from raysgd.engine.failures import classify
 from raysgd.engine.gathering import Listener
+from raysgd.engine.policies import num_fitting
 from raysgd.engine.types import GroupReport, Resources
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.engine.worker_group import WorkerGroup as EngineGroup
-from raysgd.exceptions import InactiveWorkerGroupError, TrainingWorkerError, WorkersLostError, worker_error
+from raysgd.exceptions import (
+    InactiveWorkerGroupError,
+    TrainBackendError,
+    TrainingWorkerError,
+    WorkersLostError,
+    worker_error,
+)
 from raysgd.train.backend import Unconnected
 from raysgd.train.session import FunctionSession
 
@@ -54,10 +61,21 @@ class LostDuringCallError(TrainingWorkerError):
 
 @dataclass(frozen=True)
 class WorkerHandle:
-    """Stands for the object in a worker: `handle.method.remote(...)` returns a Ray reference to the result."""
+    """Stands for the object in a worker: `handle.method.remote(...)` returns a Ray reference to the result.
+
+    Attributes:
+        ray_actor: Ray's own handle on the worker's process, for `ray.kill` and whatever else takes one. Its methods are
+            the worker's, not those of the object.
+    """
 
     group: EngineGroup
     rank: int
+    ray_actor: Any
+
+    @property
+    def kill(self) -> KillMethod:
+        """`handle.kill()` ends the worker's process at once; `handle.kill.remote()` calls the object's `kill`."""
+        return KillMethod(self.group, self.rank, "kill", self.ray_actor)
 
     def __getattr__(self, name: str) -> RemoteMethod:
         if name.startswith("__"):
@@ -87,6 +105,19 @@ class RemoteMethod:
         if self.name in _MIXIN_NAMES:
             return self.group.submit(self.rank, "execute", *args, **kwargs)
         return self.group.submit(self.rank, "host", call_guest, self.name, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class KillMethod(RemoteMethod):
+    """The method `kill` of the object in a worker; called itself, it ends the worker's process."""
+
+    ray_actor: Any
+
+    def __call__(self) -> None:
+        """Ends the process at once, whatever it is doing, as `ray.kill` does."""
+        import ray
+
+        ray.kill(self.ray_actor)
 
 
 @dataclass(frozen=True)
@@ -120,9 +151,11 @@ def call_guest(replica: FunctionSession, name: str, /, *args: Any, **kwargs: Any
     return getattr(replica.guest, name)(*args, **kwargs)
 
 
-def describe_host() -> str:
-    """The name of this worker's host."""
-    return socket.gethostname()
+def describe_process() -> tuple[str, Any]:
+    """The name of this worker's host, and Ray's handle on this worker."""
+    import ray
+
+    return socket.gethostname(), ray.get_runtime_context().current_actor
 
 
 class Workers:
@@ -144,13 +177,13 @@ class Workers:
 
     def describe(self) -> list[Worker]:
         """The workers with where they live."""
-        hosts = gather([self.submit(index, describe_host) for index in range(len(self))])
+        processes = gather([self.submit(index, describe_process) for index in range(len(self))])
         return [
             Worker(
-                WorkerHandle(self.group, rank),
+                WorkerHandle(self.group, rank, ray_actor),
                 WorkerMetadata(info.node_id, info.node_ip, host, [int(g) if g.isdigit() else g for g in info.gpu_ids]),
             )
-            for rank, (info, host) in enumerate(zip(self.group.infos, hosts, strict=True))
+            for rank, (info, (host, ray_actor)) in enumerate(zip(self.group.infos, processes, strict=True))
         ]
 
 
@@ -182,6 +215,8 @@ class WorkerGroup:
         actor_cls: A class of which every worker makes an object, reached through its handle.
         actor_cls_args: Arguments for that.
         actor_cls_kwargs: Keyword arguments for that.
+        placement_group: Where their resources come from: a placement group of yours with room for all; "default", the
+            one that this process itself is in, else a new one; None, a new one in any case.
 
     Raises:
         ValueError: No workers, less than nothing for each, or arguments for no class.
@@ -197,6 +232,7 @@ class WorkerGroup:
         actor_cls: type[Any] | None = None,
         actor_cls_args: Sequence[Any] | None = None,
         actor_cls_kwargs: Mapping[str, Any] | None = None,
+        placement_group: Any = "default",
     ) -> None:
         check_group(num_workers, num_cpus_per_worker, num_gpus_per_worker)
         if actor_cls is None and (actor_cls_args or actor_cls_kwargs):
@@ -205,20 +241,24 @@ class WorkerGroup:
         self.num_cpus_per_worker = num_cpus_per_worker
         self.num_gpus_per_worker = num_gpus_per_worker
         self.additional_resources_per_worker = additional_resources_per_worker
+        self._placement_group = placement_group
         self._guest = Guest(actor_cls, tuple(actor_cls_args or ()), dict(actor_cls_kwargs or {})) if actor_cls else None
+        self._is_borrowed = False
         self._groups: list[EngineGroup] = []
         self.workers: list[Worker] = []
         self.start()
 
     @classmethod
     def of(cls, group: EngineGroup, resources: Resources) -> WorkerGroup:
-        """A face for a group that somebody else started and will stop."""
+        """A face for a group that an executor started and will stop."""
         face = cls.__new__(cls)
         face.num_workers = len(group)
         face.num_cpus_per_worker = resources.num_cpus
         face.num_gpus_per_worker = resources.num_gpus
         face.additional_resources_per_worker = resources.custom or None
+        face._placement_group = "default"
         face._guest = None
+        face._is_borrowed = True
         face._groups = []
         face.workers = Workers(group).describe()
         return face
@@ -234,11 +274,16 @@ class WorkerGroup:
         self.add_workers(self.num_workers)
 
     def add_workers(self, num_workers: int) -> None:
-        """Starts more workers, behind those that there are."""
+        """Starts more workers, behind those that there are.
+
+        Raises:
+            ValueError: The placement group that was given has too few bundles that hold a worker.
+        """
         resources = Resources(
             self.num_cpus_per_worker, self.num_gpus_per_worker, dict(self.additional_resources_per_worker or {})
         )
-        spec = GroupSpec(Unconnected(), FunctionSession, resources, captures=False)
+        self._check_room(resources, len(self) + num_workers)
+        spec = GroupSpec(Unconnected(), FunctionSession, resources, captures=False, within=self._placement_group)
         group = EngineGroup(spec, num_workers)
         report = group.start()
         if not report.ok:
@@ -257,6 +302,18 @@ class WorkerGroup:
             group.kill()
             raise
 
+    def _check_room(self, need: Resources, num_workers: int) -> None:
+        """Ray would let workers wait for ever that a placement group can never hold."""
+        bundles = getattr(self._placement_group, "bundle_specs", None)
+        if bundles is None:
+            return
+        room = sum(num_fitting(bundle, need) for bundle in bundles)
+        if room < num_workers:
+            raise ValueError(
+                f"`placement_group` has room for {room} workers of {need.bundle()}, and there are to be {num_workers}: "
+                f"its bundles are {list(bundles)}."
+            )
+
     def invite(self, guest: Guest) -> None:
         """Makes an object of the user's class in every worker, to be reached through its handle.
 
@@ -274,7 +331,15 @@ class WorkerGroup:
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
     def shutdown(self, patience_s: float = 5) -> None:
-        """Ends the workers; with `patience_s` above 0 they may close what they have first."""
+        """Ends the workers; with `patience_s` above 0 they may close what they have first.
+
+        Raises:
+            TrainBackendError: They are those of an executor or a trainer, whose own `shutdown` ends them.
+        """
+        if self._is_borrowed:
+            raise TrainBackendError(
+                "These workers are those of a `BackendExecutor`: call its `shutdown`, or that of its `Trainer`."
+            )
         groups, self._groups, self.workers = self._groups, [], []
         for group in groups:
             if patience_s > 0:

@@ -23,6 +23,8 @@ def DistributedTrainableCreator(
     num_workers: int = 2,
     num_gpus_per_worker: float = 0,
     num_cpus_per_worker: float = 1,
+    num_workers_per_host: int | None = None,
+    timeout_s: float = 15 * 60,
 ) -> type[Any]:
     """A class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on workers of its own.
 
@@ -35,11 +37,22 @@ def DistributedTrainableCreator(
         num_workers: How many workers a trial has.
         num_gpus_per_worker: GPUs for each.
         num_cpus_per_worker: CPUs for each.
+        num_workers_per_host: Refused: Tune reserves the resources of a trial, and Ray chooses the nodes.
+        timeout_s: Accepted, as in the old library, where it bounded the wait for a reservation by host. How long a
+            trial waits for its resources is Tune's affair.
 
     Raises:
-        ValueError: `func` cannot be called like that, or a number is out of range.
+        ValueError: `func` cannot be called like that, a number is out of range, or `num_workers_per_host` was passed.
         ImportError: Ray Tune or TensorFlow is not installed.
     """
+    if num_workers_per_host is not None:
+        raise ValueError(
+            f"`num_workers_per_host={num_workers_per_host!r}` cannot be kept: Ray Tune reserves one bundle of "
+            "resources for each worker, as close together as there is room, and Ray chooses the nodes. Leave it out; "
+            "to keep workers apart give each as many CPUs or GPUs as only one of them finds on a node."
+        )
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
+        raise ValueError(f"`timeout_s={timeout_s!r}`: need a positive number of seconds.")
     try:
         inspect.signature(func).bind({}, checkpoint_dir=None)
     except TypeError as error:

@@ -1,11 +1,26 @@
-"""`ray.util.sgd.v2` as it was: the names of `raysgd.train` under their first names, strict outside of a run."""
+"""`ray.util.sgd.v2` as it was: `raysgd.train` with its first names and its first order of arguments.
 
+Its functions are strict: outside of a run they raise. The configs of the frameworks are here too, but not in `__all__`:
+`import *` has to work without the frameworks.
+"""
+
+from typing import Any
+
+from raysgd._lazy import lazy_names
+from raysgd.exceptions import MissingFrameworkError
 from raysgd.exceptions import TrainBackendError as SGDBackendError
-from raysgd.train import BackendConfig, CheckpointStrategy, Trainer
+from raysgd.train import BackendConfig, CheckpointStrategy, TrainingCallback, TrainingIterator
 from raysgd.train import TrainingCallback as SGDCallback
-from raysgd.train import TrainingIterator as SGDIterator
-from raysgd.train import TrainWorkerGroup as SGDWorkerGroup
-from raysgd.train._strict import load_checkpoint, local_rank, report, save_checkpoint, world_rank
+from raysgd.train._strict import (
+    get_dataset_shard,
+    load_checkpoint,
+    local_rank,
+    report,
+    save_checkpoint,
+    world_rank,
+    world_size,
+)
+from raysgd.v2.trainer import SGDIterator, SGDWorkerGroup, Trainer
 
 __all__ = [
     "BackendConfig",
@@ -15,26 +30,34 @@ __all__ = [
     "SGDIterator",
     "SGDWorkerGroup",
     "Trainer",
+    "TrainingCallback",
+    "TrainingIterator",
+    "get_dataset_shard",
     "load_checkpoint",
     "local_rank",
     "report",
     "save_checkpoint",
     "world_rank",
+    "world_size",
 ]
 
+_find, __dir__ = lazy_names(
+    __name__,
+    {
+        "HorovodConfig": "raysgd.train.horovod",
+        "TensorflowConfig": "raysgd.train.tensorflow",
+        "TorchConfig": "raysgd.train.torch",
+    },
+)
 
-def __getattr__(name: str) -> object:
-    """Import the config of a framework when it is first asked for."""
-    if name == "TorchConfig":
-        from raysgd.train.torch import TorchConfig
 
-        return TorchConfig
-    if name == "TensorflowConfig":
-        from raysgd.train.tensorflow import TensorflowConfig
+def __getattr__(name: str) -> Any:
+    """The config of a framework, imported when it is first asked for.
 
-        return TensorflowConfig
-    if name == "HorovodConfig":
-        from raysgd.train.horovod import HorovodConfig
-
-        return HorovodConfig
-    raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
+    Raises:
+        MissingFrameworkError: That is not installed.
+    """
+    try:
+        return _find(name)
+    except ModuleNotFoundError as error:
+        raise MissingFrameworkError(str(error), name=error.name) from error

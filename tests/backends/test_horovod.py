@@ -220,7 +220,9 @@ def without_horovod(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_missing_horovod_is_reported_with_the_command(without_horovod: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "horovod", None)
-    with pytest.raises(ImportError, match=r"`backend=\"horovod\"` needs Horovod, which is not installed") as caught:
+    with pytest.raises(
+        ModuleNotFoundError, match=r"`backend=\"horovod\"` needs Horovod, which is not installed"
+    ) as caught:
         HorovodBackend().load()
     assert "Run: python -m raysgd.horovod.install\n" in str(caught.value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,11 +15,11 @@ import ray
 
 from raysgd.backends.base import Backend
 from raysgd.backends.horovod import HorovodBackend
-from raysgd.backends.tensorflow import TensorFlowBackend
+from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine.types import Rendezvous, Resources, WorkerInfo, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
-from tests.fakes import CountingReplica, NullBackend
+from tests.fakes import CountingReplica, NullBackend, raise_from_compiled_code
 
 pytestmark = pytest.mark.integration
 
@@ -140,6 +141,7 @@ def errors_of_a_broken_group(replica: Any, case: Case, num_tries: int) -> list[t
             found.append((replica.backend.is_connection_error(error), f"{type(error).__name__}: {error}"))
             if len(found) == num_tries:
                 return found
+            time.sleep(0.2)  # Horovod locks up for good when it is asked again in the very moment in which it gives up
     raise AssertionError("nothing broke")
 
 
@@ -333,24 +335,74 @@ def test_ordinary_mistakes_are_no_broken_connections() -> None:
     assert [error for error in errors if TorchBackend().is_connection_error(error)] == []
 
 
+def caught(function: Callable[..., Any], *args: Any) -> Exception:
+    try:
+        function(*args)
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+CLOSED = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:23199."
+
+
 @pytest.mark.parametrize(
-    ("error", "expected"),
+    ("kind", "text", "expected"),
     [
-        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:23199."), True),
-        (RuntimeError("Read error [127.0.0.1]:433: Connection reset by peer."), True),
-        (RuntimeError("Timed out waiting 4000ms for recv operation to complete"), True),
-        (RuntimeError("writev [10.0.0.1]:1: Broken pipe"), True),
-        (RuntimeError("NCCL error: remote process exited or there was a network error"), True),
-        (RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB"), False),
-        (RuntimeError("DataLoader worker (pid 7) exited unexpectedly with exit code 1"), False),
-        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
-        (ValueError("connection refused by the database"), False),
-        (KeyError("gloo/transport"), False),
-        (TimeoutError("the download timed out waiting"), False),
+        (RuntimeError, CLOSED, True),
+        (RuntimeError, "Read error [127.0.0.1]:433: Connection reset by peer.", True),
+        (RuntimeError, "Timed out waiting 4000ms for recv operation to complete", True),
+        (RuntimeError, "writev [10.0.0.1]:1: Broken pipe", True),
+        (RuntimeError, "NCCL error: remote process exited or there was a network error", True),
+        (RuntimeError, "CUDA out of memory. Tried to allocate 2.00 GiB", False),
+        (RuntimeError, "DataLoader worker (pid 7) exited unexpectedly with exit code 1", False),
+        (RuntimeError, "mat1 and mat2 shapes cannot be multiplied", False),
+        (ValueError, "connection refused by the database", False),
+        (KeyError, "gloo/transport", False),
+        (TimeoutError, "the download timed out waiting", False),
     ],
 )
-def test_a_broken_connection_is_known_by_its_words_in_a_runtime_error(error: Exception, expected: bool) -> None:
-    assert TorchBackend().is_connection_error(error) is expected
+def test_a_broken_connection_is_known_by_its_words_in_a_runtime_error_of_pytorchs(
+    kind: type[Exception], text: str, expected: bool
+) -> None:
+    assert TorchBackend().is_connection_error(caught(raise_from_compiled_code, kind, text)) is expected
+
+
+def raise_own(text: str, cause: Exception | None = None) -> None:
+    raise RuntimeError(text) from cause
+
+
+def raise_in_the_end(text: str) -> None:
+    try:
+        raise_from_compiled_code(RuntimeError, text)
+    finally:
+        raise RuntimeError(f"while giving up: {text}")
+
+
+def test_an_error_that_the_users_code_raises_is_no_broken_connection_whatever_it_says() -> None:
+    for text in (CLOSED, "database: connection refused", "broken pipe"):
+        assert not TorchBackend().is_connection_error(caught(raise_own, text))
+    refused = caught(raise_from_compiled_code, ConnectionRefusedError, "connection refused")
+    assert not TorchBackend().is_connection_error(caught(raise_own, "database: connection refused", refused))
+
+
+def test_an_error_that_the_users_code_raises_in_the_process_of_a_loader_is_no_broken_connection() -> None:
+    from torch._utils import ExceptionWrapper
+
+    try:
+        raise_own("database: connection refused")
+    except RuntimeError:
+        wrapped = ExceptionWrapper(where="in DataLoader worker process 0")
+    error = caught(wrapped.reraise)  # type: ignore[no-untyped-call]
+    assert "connection refused" in str(error)
+    assert not TorchBackend().is_connection_error(error)
+
+
+def test_a_broken_connection_that_the_users_code_puts_into_other_words_is_still_one() -> None:
+    broken = caught(raise_from_compiled_code, RuntimeError, CLOSED)
+    assert TorchBackend().is_connection_error(caught(raise_own, f"in the epoch: {CLOSED}", broken))
+    assert TorchBackend().is_connection_error(caught(raise_in_the_end, CLOSED))
+    assert not TorchBackend().is_connection_error(caught(raise_own, "in the epoch", broken))
 
 
 @pytest.mark.parametrize("name", ["DistBackendError", "DistNetworkError", "DistStoreError"])
@@ -358,6 +410,36 @@ def test_errors_of_the_distributed_package_itself_are_broken_connections(name: s
     import torch.distributed as dist
 
     assert TorchBackend().is_connection_error(getattr(dist, name)("whatever it says"))
+
+
+# -------------------------------------------------------------------------------------------- tensorflow's strategy
+
+
+def read_a_dataset_that_fails() -> None:
+    import tensorflow as tf
+
+    def samples() -> Iterator[int]:
+        raise_own("database: connection refused")
+        yield 1
+
+    list(tf.data.Dataset.from_generator(samples, output_signature=tf.TensorSpec((), tf.int64)))
+
+
+def raise_an_error_of_tensorflow() -> None:
+    import tensorflow as tf
+
+    raise tf.errors.UnavailableError(None, None, "the feature store: connection refused")
+
+
+def test_tensorflows_strategy_tells_errors_of_its_collectives_from_those_that_pass_through_tensorflow() -> None:
+    import tensorflow as tf
+
+    backend = MultiWorkerBackend()
+    for mistake in (read_a_dataset_that_fails, raise_an_error_of_tensorflow):
+        error = caught(mistake)
+        assert isinstance(error, tf.errors.OpError)
+        assert "connection refused" in str(error)
+        assert not backend.is_connection_error(error)
 
 
 # -------------------------------------------------------------------------------------------- horovod

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from raysgd.backends.torch import TorchBackend
+from raysgd.engine import newcomers
 from raysgd.engine.policies import choose_source, takers
 from raysgd.engine.types import GroupReport, Handover, Resources, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
@@ -279,6 +280,37 @@ def test_whoever_fails_while_being_made_ready_is_told_and_leaves_the_seat(
     wait_until(lambda: rig.group.recruits.num_coming == 0)
     assert rig.group.recruits.num_ready == 0
     assert "a worker that was to step in failed: injected" in caplog.text
+    assert rig.group.call_up(1, 2) == 1
+    wait_until(lambda: ready(rig, 1))
+
+
+class FreezesLater(SteppingReplica):
+    """Stops its process while it is primed, where a file says so."""
+
+    def __init__(self, order: Path, world: World) -> None:
+        super().__init__(world)
+        self.order = order
+
+    def prime(self) -> None:
+        if self.order.exists():
+            self.order.unlink()
+            time.sleep(0.5)  # until it has been heard
+            os.kill(os.getpid(), signal.SIGSTOP)
+        super().prime()
+
+
+def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
+    make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(newcomers, "_LOADING_S", 0.0)
+    order = tmp_path / "freeze"
+    order.touch()
+    freezes = partial(FreezesLater, order)
+    rig = make(backend=NullBackend(), make_replica=freezes, num_workers=1, num_spares=1, heartbeat_s=3.0)
+    rig.group.call_up(1, 2)
+    wait_until(lambda: rig.group.recruits.num_coming == 0)
+    assert rig.group.recruits.num_ready == 0
+    assert "gave no sign of life" in caplog.text
     assert rig.group.call_up(1, 2) == 1
     wait_until(lambda: ready(rig, 1))
 

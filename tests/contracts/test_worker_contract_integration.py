@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import ray
 
+from raysgd.engine import ranks
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import GroupReport, Resources, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
@@ -173,6 +174,22 @@ def test_the_hook_runs_before_the_framework_is_loaded_and_the_group_forms_before
         assert answer.value == [*threads, "hook", "load", *opening, join, "setup"]
 
 
+def test_whoever_turns_out_to_be_rank_0_opens_the_meeting_point(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which of the workers that is, is seen only when all are there."""
+    monkeypatch.setattr(ranks, "in_order", lambda infos, first_stays: [1, 0])
+    group = WorkerGroup(spec(), 2)
+    try:
+        assert group.start().ok
+        answers = [answer.value for answer in group.on_replica(steps, {0: (), 1: ()}).values]
+        assert ["open" in found for found in answers] == [True, False]
+        placed = [answer.value for answer in group.on_replica(where, {0: (), 1: ()}).values]
+        assert placed == [(rank, info.pid) for rank, info in enumerate(group.infos)]
+    finally:
+        group.kill(10)
+
+
 def test_remote_workers_are_told_their_number_of_threads_and_the_driver_is_left_alone(
     started: Started,
 ) -> None:
@@ -270,16 +287,36 @@ def test_the_words_name_every_rank_once(started: Started) -> None:
     assert isinstance(error, ValueError)
 
 
-class Unknown(Exception):
-    """It cannot be pickled, because of what it holds."""
+class Locked(Exception):
+    """What it holds cannot be pickled."""
 
     def __init__(self) -> None:
-        super().__init__("unknown")
+        super().__init__("locked")
         self.lock = threading.Lock()
 
 
+class Unknown(Exception):
+    """It says itself how it is pickled, and that fails."""
+
+    def __reduce__(self) -> Any:
+        return threading.Lock, ()
+
+
+def raise_locked(replica: CountingReplica) -> None:
+    raise Locked
+
+
 def raise_unknown(replica: CountingReplica) -> None:
-    raise Unknown
+    raise Unknown("unknown")
+
+
+def test_of_an_exception_travels_what_can(started: Started) -> None:
+    for rank, outcome in enumerate(started.call(raise_locked).outcomes):
+        assert outcome.failure is not None
+        error = outcome.failure.fault.error
+        assert isinstance(error, Locked)
+        assert str(error) == "locked"
+        assert isinstance(error.lock, str) == (rank in started.kind.remote_ranks)
 
 
 def test_an_exception_that_cannot_travel_is_told_in_words(started: Started) -> None:

@@ -20,10 +20,11 @@ from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.policies import ScalingPolicy, capacity
 from raysgd.engine.resources import cluster_view
 from raysgd.engine.types import Resources
-from raysgd.engine.worker_group import GroupSpec
+from raysgd.engine.worker_group import GroupSpec, WorkerGroup
 from tests.fakes import CountingReplica, NullBackend, add
 
 CPUS_PER_NODE = 3
+NUM_SMALL = 4
 NEED = Resources(num_cpus=2)
 STORE_BYTES = 80 * 1024 * 1024
 FAST_HEALTH_CHECKS = {
@@ -40,6 +41,10 @@ def add_node(cluster: Cluster) -> Any:
 def wait_for_end_of(pid: int) -> None:
     while Path(f"/proc/{pid}").exists():
         time.sleep(0.05)
+
+
+def where(replica: CountingReplica) -> tuple[int, str]:
+    return replica.world.rank, ray.get_runtime_context().get_node_id()
 
 
 class Story:
@@ -63,14 +68,25 @@ class Story:
         return next(node for node in self.nodes if node.node_id == node_id)
 
     def tell(self) -> dict[str, Any]:
+        self.seen["capacity"] = capacity(cluster_view(), NEED)
+        self.look_at_many_small_workers()
         self.begin()
         self.lose_the_node_of_rank_0()
         self.gain_a_node()
         self.controller.stop()
         return self.seen
 
+    def look_at_many_small_workers(self) -> None:
+        """Ray deals them out to the nodes in turns."""
+        group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica, reservation_timeout_s=60), NUM_SMALL)
+        assert group.start().ok
+        self.seen["small"] = [(world.node_rank, world.local_rank) for world in group.worlds]
+        answers = group.on_replica(where, dict.fromkeys(range(NUM_SMALL), ())).values
+        self.seen["small where they say"] = [answer.value for answer in answers]
+        self.seen["small where they are"] = [(rank, info.node_id) for rank, info in enumerate(group.infos)]
+        group.stop(10.0)
+
     def begin(self) -> None:
-        self.seen["capacity"] = capacity(cluster_view(), NEED)
         self.controller.start()
         group = self.controller.group
         self.seen["nodes"] = len({info.node_id for info in group.infos})

@@ -28,6 +28,7 @@ class Trainer:
         use_local: bool = False,
         is_large: bool = False,
         nodes: Sequence[str] = (),
+        heartbeat_s: float = 30.0,
         **rules: Any,
     ) -> None:
         self.cluster = FakeCluster(num_slots, nodes=nodes)
@@ -40,6 +41,7 @@ class Trainer:
                 use_local=use_local,
                 regroups=True,
                 num_spares=num_spares,
+                heartbeat_s=heartbeat_s,
             ),
             ScalingPolicy(max_workers, min_workers, num_local=int(use_local), draw=lambda: 0.0),
             FailurePolicy(rejoins),

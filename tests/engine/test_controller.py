@@ -10,7 +10,7 @@ import pytest
 
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.lifecycle import Clock
-from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.policies import RetryBudget, ScalingPolicy
 from raysgd.engine.types import ClusterView, World
 from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
@@ -43,6 +43,7 @@ class Trainer:
         use_local: bool = False,
         captures: bool = True,
         max_workers: int = 3,
+        start_budget: RetryBudget | None = None,
         **scaling: Any,
     ) -> None:
         self.cluster = cluster or FakeCluster()
@@ -58,6 +59,7 @@ class Trainer:
             make_group=self.cluster.make_group,
             view=self.cluster.view,
             clock=self.clock.as_clock(),
+            start_budget=start_budget,
         )
 
     def start(self) -> Trainer:
@@ -224,7 +226,7 @@ def test_the_last_state_can_be_had_without_workers_also_if_something_was_done_to
     trainer.controller.touch()
     trainer.cluster.num_slots = 0
     trainer.next_calls(Lost((0, 1, 2)))
-    with pytest.raises(WorkersLostError, match="No workers can be had"):
+    with pytest.raises(WorkersLostError, match="Too few workers can be had"):
         trainer.add(10)
     waited = len(trainer.clock.sleeps)
     assert trainer.controller.snapshot().shared_state == 1
@@ -421,9 +423,51 @@ def test_a_worker_that_dies_while_starting_is_tried_again() -> None:
 
 def test_after_some_deaths_starting_ends_with_a_runtime_error() -> None:
     cluster = FakeCluster(starts=deque([Lost((0,))] * 10))
-    with pytest.raises(RuntimeError, match="died in each of 4 attempts"):
+    with pytest.raises(RuntimeError, match="died over it, and the 3 allowed retries"):
         started(cluster)
     assert len(cluster.groups) == 4
+
+
+@pytest.mark.parametrize("num_restarts", [0, 2])
+def test_a_budget_for_starts_is_what_they_cost(num_restarts: int) -> None:
+    cluster, budget = FakeCluster(starts=deque([Lost((0,))] * 10)), RetryBudget(num_restarts)
+    with pytest.raises(WorkersLostError, match=f"the {num_restarts} allowed retries are used up"):
+        started(cluster, start_budget=budget)
+    assert len(cluster.groups) == 1 + num_restarts
+    assert (budget.num_spent, budget.num_refused) == (num_restarts, 1)
+
+
+def test_a_start_on_what_there_is_room_for_costs_the_same() -> None:
+    budget = RetryBudget(1)
+    trainer = Trainer(FakeCluster(2, starts=deque([Lost((0,))])), start_budget=budget)
+    trainer.controller.start(as_fits=True)
+    assert (trainer.cluster.sizes, budget.num_spent) == ([2, 2], 1)
+    assert [event.kind for event in trainer.controller.history.events] == ["started"]
+
+
+def test_without_an_end_of_the_budget_a_start_is_tried_until_it_works() -> None:
+    cluster, budget = FakeCluster(starts=deque([Lost((0,))] * 10)), RetryBudget(float("inf"))
+    trainer = started(cluster, start_budget=budget)
+    assert (len(cluster.groups), budget.num_spent) == (11, 10)
+    trainer.next_calls(Lost((1,)))
+    cluster.starts = deque([Lost((0,))] * 20)  # more than the attempts to find room, which these are not
+    assert trainer.controller.run(Call(read), budget=budget) == [(0, 0)] * 3
+    assert (len(cluster.groups), budget.num_spent) == (32, 31)
+
+
+def test_deaths_at_the_start_of_new_workers_are_paid_for_out_of_what_the_loss_has_left() -> None:
+    budget = RetryBudget(3)
+    trainer = started(start_budget=budget)
+    trainer.next_calls(Lost((1,)))
+    trainer.cluster.starts = deque([Lost((0,)), Lost((2,)), Lost((1,)), Lost((0,))])
+    with pytest.raises(WorkersLostError, match="start-up failed"):
+        trainer.controller.run(Call(read), budget=budget)
+    assert len(trainer.cluster.groups) == 1 + 3
+    assert (budget.num_spent, budget.num_refused) == (3, 1)
+    budget.renew()
+    trainer.cluster.starts = deque([Denied(), Lost((0,))])
+    assert trainer.controller.run(Call(read), budget=budget) == [(0, 0)] * 3
+    assert budget.num_spent == 1, "it costs nothing that somebody else was faster"
 
 
 def test_an_exception_in_the_first_set_up_is_raised_at_once() -> None:
@@ -492,6 +536,8 @@ def test_after_giving_up_the_state_is_there_and_the_next_call_looks_again() -> N
     assert trainer.controller.snapshot().shared_state == 1
     trainer.cluster.num_slots = 3
     assert trainer.add(100) == [101, 101, 101]
+    assert trainer.controller.history.num_failures == 0, "nothing was tried again"
+    assert [event.kind for event in trainer.controller.history.events] == ["started", "restarted"]
 
 
 def test_resources_that_come_back_while_waiting_are_taken() -> None:

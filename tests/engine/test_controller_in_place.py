@@ -112,6 +112,61 @@ def test_an_exception_of_the_user_is_never_gone_on_from() -> None:
     assert trainer.kinds == []
 
 
+def test_all_who_are_lost_are_named_also_where_others_saw_only_the_connection_break() -> None:
+    trainer = Trainer()
+    trainer.cluster.silent = {2}
+    assert trainer.walk(5, Lost((0,), "disconnected", after={1: 2, 2: 2})) == [5, 5, 5]
+    assert trainer.controller.history.events[-1].cause == (
+        "lost rank 2; lost the connection between ranks, says rank 0 (RuntimeError: the process is gone); rank 2 does "
+        "not answer any more"
+    )
+
+
+def test_why_survivors_could_not_go_on_is_told_with_the_loss() -> None:
+    trainer = Trainer()
+    trainer.group.replicas[0].obstacle = "a hook of its own"
+    trainer.cluster.stands = deque([Lost((2,))])
+    trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
+    assert trainer.controller.history.events[-1].cause == (
+        "lost rank 1, 2 (RuntimeError: the process is gone); the survivors cannot go on by themselves: a hook of its "
+        "own"
+    )
+
+
+@pytest.mark.parametrize("how", ["dies", "freezes"])
+def test_who_is_lost_while_somebody_new_is_awaited_is_left_out_and_the_others_go_on(how: str) -> None:
+    trainer = Trainer(max_workers=4, num_slots=4)
+    trainer.cluster.recruits_are_slow = True
+    survivor = trainer.group.replicas[2]
+    if how == "dies":
+        trainer.cluster.waits = deque([Lost((0,))])
+    else:
+        arrive = trainer.group.recruits.arrive
+
+        def arrive_late() -> None:
+            trainer.cluster.silent = {0}
+            arrive()
+
+        trainer.group.recruits.arrive = arrive_late  # type: ignore[method-assign]
+    assert trainer.walk(5, Lost((1, 3), after={0: 3, 2: 2})) == [5, 5, 5, 5]
+    assert trainer.kinds == ["rejoined"]
+    assert trainer.group.replicas[0] is survivor
+    assert (trainer.group.handovers[0].source, trainer.group.handovers[0].takers) == (0, (1, 2, 3))
+    event = trainer.controller.history.events[-1]
+    assert (event.cause, event.detail) == ("lost rank 0, 1, 3 (RuntimeError: the process is gone)", "2 steps done")
+
+
+def test_where_all_are_lost_while_somebody_new_is_awaited_whoever_came_is_sent_away() -> None:
+    trainer = Trainer()
+    trainer.cluster.recruits_are_slow = True
+    trainer.cluster.waits = deque([Lost((0, 2))])
+    group = trainer.group
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
+    assert trainer.kinds == ["rebuilt"]
+    assert len(group.recruits.dismissed) == 1
+    assert trainer.controller.history.events[-1].cause == "lost rank 0, 1, 2 (RuntimeError: the process is gone)"
+
+
 # -------------------------------------------------------------------------------------------- the budget
 
 
@@ -308,7 +363,9 @@ def test_growing_that_fails_in_place_goes_on_from_the_snapshot() -> None:
     trainer.cluster.num_slots = 3
     trainer.cluster.regroups = deque([Lost((0,))])
     assert trainer.walk(1, max_retries=0) == [6, 6, 6]
-    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined", "grown"], 2)
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined", "rebuilt"], 2)
+    cause = trainer.controller.history.events[-1].cause
+    assert cause.startswith("there is room for more workers; forming a new group failed: lost rank 0 (")
 
 
 def test_a_node_that_is_going_away_is_left_before_the_next_call() -> None:
@@ -340,6 +397,62 @@ def test_nobody_leaves_where_nobody_would_be_left_or_the_driver_is_bound() -> No
         trainer.clock.now_s += 60
         trainer.walk(1)
         assert trainer.kinds == []
+
+
+def shrunk() -> Trainer:
+    """A trainer that lost one of three workers, and has room for another one since."""
+    trainer = Trainer()
+    trainer.cluster.num_slots = 2
+    trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
+    trainer.cluster.num_slots = 3
+    return trainer
+
+
+def test_a_loss_between_two_calls_is_a_loss_also_where_there_is_room_to_grow() -> None:
+    trainer = shrunk()
+    survivor = trainer.group.replicas[1]
+    trainer.cluster.restores = deque([Lost((0,))])
+    assert trainer.walk(3, Lost((0,), after={1: 1})) == [8, 8, 8]
+    assert trainer.kinds == ["rejoined", "rejoined"]
+    assert trainer.group.replicas[0] is survivor
+    assert trainer.controller.history.num_failures == 2
+    assert trainer.controller.history.events[-1].cause == "lost rank 0 (RuntimeError: the process is gone)"
+
+
+def test_a_loss_that_is_found_while_the_group_grows_is_counted_and_named() -> None:
+    trainer = shrunk()
+    trainer.cluster.stands = deque([Lost((0,))])
+    assert trainer.walk(3, max_retries=0) == [8, 8, 8]
+    assert trainer.kinds == ["rejoined", "rejoined"]
+    assert trainer.controller.history.num_failures == 2
+    assert trainer.controller.history.events[-1].cause == "lost rank 0; there is room for more workers"
+
+
+def test_a_loss_on_the_way_from_a_node_that_is_going_away_is_counted_and_named() -> None:
+    trainer = Trainer(nodes=["a", "a", "b"])
+    trainer.cluster.num_slots = 2
+    trainer.walk(1)
+    trainer.leaving = {"b"}
+    trainer.clock.now_s += 60
+    trainer.cluster.stands = deque([Lost((0,))])
+    trainer.walk(1, max_retries=0)
+    assert trainer.kinds == ["rejoined"]
+    assert trainer.controller.history.events[-1].cause == "lost rank 0; a node is going away"
+
+
+def test_nobody_grows_for_somebody_who_is_dead() -> None:
+    trainer = shrunk()
+    trainer.group.recruits.drop_dead = trainer.group.recruits.ready.clear  # type: ignore[method-assign]
+    assert trainer.walk(1) == [6, 6]
+    assert trainer.kinds == ["rejoined"]
+    assert trainer.group.handovers == trainer.group.handovers[:1], "the group was left as it was"
+
+
+def test_where_whoever_was_to_join_dies_at_the_last_moment_nothing_is_told() -> None:
+    trainer = shrunk()
+    trainer.group.recruits.take = lambda *_: []  # type: ignore[method-assign]
+    assert trainer.walk(1) == [6, 6]
+    assert trainer.kinds == ["rejoined"]
 
 
 # -------------------------------------------------------------------------------------------- held inside a call
@@ -386,7 +499,8 @@ def test_a_held_call_whose_group_cannot_be_formed_anew_goes_on_from_the_snapshot
     trainer.during_calls(4, happens)
     trainer.cluster.regroups = deque([Lost((0,))])
     assert trainer.walk(9, max_retries=0) == [9, 9, 9]
-    assert trainer.kinds == ["left"]
+    assert trainer.kinds == ["rebuilt"]
+    assert "a node is going away; forming a new group failed" in trainer.controller.history.events[-1].cause
     assert trainer.cluster.groups[1].functions == ["_restore_inside", "walk_on"]
     assert [replica.num_own_calls for replica in trainer.group.replicas] == [1, 1, 1]
 

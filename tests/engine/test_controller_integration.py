@@ -159,7 +159,7 @@ def test_a_worker_may_die_while_it_starts_while_it_is_restored_and_when_it_start
 
 
 def test_a_worker_that_always_dies_while_it_starts_is_an_error_in_the_end(make: Make, plan: FailurePlan) -> None:
-    with pytest.raises(WorkersLostError, match="died in each of 4 attempts"):
+    with pytest.raises(WorkersLostError, match="died over it, and the 3 allowed retries"):
         make(plan.die(rank=0, step=SET_UP, times=99), num_workers=1)
     assert plan.num_fired == 4
 

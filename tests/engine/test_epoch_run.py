@@ -215,6 +215,20 @@ def test_a_run_to_the_end_of_the_pass_ends_there_however_often_it_is_broken_off(
     assert run.num_completed == 10
 
 
+def test_what_was_measured_of_a_window_that_broke_off_is_forgotten() -> None:
+    run, stream = a_run(), stream_of()
+    batches = begun(run, stream)
+    for loss in (1.0, 2.0):
+        next(batches)
+        run.meters.update({"loss": loss})
+    run.meters.hold({"loss": 9.0})
+    stream.break_off()
+    run.detach()
+    run.meters.count_held()
+    assert run.meters.summary()["loss"] == 1.5
+    assert run.meters.num_batches == 2
+
+
 @pytest.mark.parametrize("num_steps", [10, None])
 def test_a_run_without_steps_left_is_exhausted_though_it_was_not_finished(num_steps: int | None) -> None:
     run, stream = a_run(num_steps), stream_of()

@@ -34,6 +34,13 @@ def test_workers_are_spread_and_ranked_by_node(seen: dict[str, Any]) -> None:
     assert seen["node ranks"] == [[0, 2], [1, 2]]
 
 
+def test_workers_of_a_node_have_ranks_that_follow_each_other(seen: dict[str, Any]) -> None:
+    assert len(seen["small"]) == 4
+    assert seen["small"] == sorted(seen["small"])
+    assert {node_rank for node_rank, _ in seen["small"]} == {0, 1}
+    assert seen["small where they say"] == seen["small where they are"]
+
+
 def test_the_state_survives_the_node_of_the_worker_that_had_told_it(seen: dict[str, Any]) -> None:
     assert seen["first"] == [1.0, 1.0]
     assert seen["after the loss"] == [11.0]

@@ -44,3 +44,34 @@ def test_a_worker_knows_its_gpus_and_those_of_its_node_in_the_order_of_their_num
     assert [world.gpu_ids for world in found] == [ids for _, ids in gpus]
     assert found[0].node_gpu_ids == found[2].node_gpu_ids == ("2", "10", "MIG-x")
     assert found[1].node_gpu_ids == ("0", "1")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "expected"),
+    [
+        ("", []),
+        ("a", [0]),
+        ("abab", [0, 2, 1, 3]),
+        ("abaa", [0, 2, 3, 1]),
+        ("bacab", [0, 4, 1, 3, 2]),
+        ("aabb", [0, 1, 2, 3]),
+    ],
+)
+def test_new_workers_get_their_ranks_node_by_node(nodes: str, expected: list[int]) -> None:
+    found = infos(nodes)
+    assert ranks.in_order(found) == expected
+    worlds = ranks.assign([found[index] for index in expected])
+    assert [world.node_rank for world in worlds] == sorted(world.node_rank for world in worlds)
+
+
+def test_on_a_node_the_lowest_gpu_comes_first_and_equals_stay_as_they_came() -> None:
+    gpus = [("a", ("10", "3")), ("b", ("1",)), ("a", ("2",)), ("a", ("GPU-7",)), ("b", ("0",)), ("a", ("2",))]
+    found = [WorkerInfo(node, node, pid, ids) for pid, (node, ids) in enumerate(gpus)]
+    assert ranks.in_order(found) == [2, 5, 0, 3, 4, 1]
+
+
+def test_the_driver_stays_the_first_and_brings_its_node_along() -> None:
+    gpus = [("b", ("1",)), ("a", ("0",)), ("b", ("0",)), ("a", ("1",)), ("b", ())]
+    found = [WorkerInfo(node, node, pid, ids) for pid, (node, ids) in enumerate(gpus)]
+    assert ranks.in_order(found, first_stays=True) == [0, 4, 2, 1, 3]
+    assert ranks.in_order(found) == [4, 2, 0, 1, 3]

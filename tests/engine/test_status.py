@@ -74,13 +74,14 @@ def test_times_of_another_number_of_ranks_are_not_shown() -> None:
 
 def test_losses_are_counted_by_how_they_ended() -> None:
     history = History()
-    history.num_failures = 3
     history.record("rejoined", 3, 2, 0.1, "lost rank 1", "pass 0: 5 of 9 samples used, 1 in flight come again")
-    history.record("rebuilt", 2, 2, 3.0, "lost rank 0, 1")
+    history.record("rebuilt", 2, 2, 3.0, "lost rank 0, 1", "from the last completed call")
+    history.record("restarted", 2, 2, 3.0, "the last group was given up", "from the last completed call")
     history.record("grown", 2, 3, 0.1, "there is room")
     found = status(history=history)
-    assert (found.num_failures, found.num_rejoins, found.num_rebuilds) == (3, 1, 1)
-    assert found.losses == ("pass 0: 5 of 9 samples used, 1 in flight come again",)
+    assert (found.num_failures, found.num_rejoins, found.num_rebuilds) == (2, 1, 1)
+    assert found.losses == ("pass 0: 5 of 9 samples used, 1 in flight come again", "from the last completed call")
+    assert "2 losses: 1 rejoined, 1 rebuilt" in str(found)
     assert "rebuilt: 2 -> 2 workers in 3.00 s: lost rank 0, 1" in str(found)
 
 

@@ -59,6 +59,30 @@ def test_a_rank_that_is_silent_for_too_long_is_ended_and_everything_told(caplog:
     assert "rank 1: not heard of yet\n  no answer" in text
 
 
+def test_of_a_rank_that_froze_early_it_is_told_how_far_it_was(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(heartbeat_s=5.0)
+
+    def wait(tick: Any) -> None:
+        for tenth in range(100):
+            trainer.clock.now_s += 0.1
+            trainer.cluster.silent = {1} if tenth >= 4 else set()
+            tick()
+
+    trainer.cluster.while_waiting = wait
+    with caplog.at_level(logging.WARNING, logger="raysgd"):
+        trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
+    assert "rank 1: epoch 0, step 0, stepping\n  no answer" in caplog.records[0].getMessage()
+
+
+def test_recruits_are_looked_after_while_a_call_runs() -> None:
+    trainer = Trainer()
+    looks: list[float] = []
+    trainer.group.recruits.look_after = lambda: looks.append(trainer.clock.now_s)  # type: ignore[method-assign]
+    trainer.during_calls(5)
+    trainer.walk(5)
+    assert len(looks) == 5
+
+
 def test_a_rank_that_answers_again_in_time_is_left_alone() -> None:
     trainer = Trainer(heartbeat_s=5.0)
 

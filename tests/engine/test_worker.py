@@ -6,13 +6,14 @@ import os
 import pickle
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raysgd.engine.types import Failure, Handover, Held, Rendezvous, World
 from raysgd.engine.worker import WorkerFailed, WorkerProcess, describe_fault
 from raysgd.exceptions import WorkerFault
-from tests.fakes import NullBackend, SteppingReplica, walk, walk_on
+from tests.fakes import CountingReplica, NullBackend, SteppingReplica, walk, walk_on
 
 
 class NeedsMore(Exception):
@@ -81,11 +82,26 @@ def test_an_exception_travels_although_its_class_does_not_pickle() -> None:
     assert copy.error.code == 7
 
 
-def test_what_cannot_travel_stays_behind_and_its_words_go() -> None:
+class OwnWay(Exception):
+    """It says itself how it is pickled, and that fails."""
+
+    def __reduce__(self) -> Any:
+        return threading.Lock, ()
+
+
+def test_what_cannot_travel_stays_behind_and_the_rest_goes() -> None:
     fault = described(Locked())
+    copy = pickle.loads(pickle.dumps(fault)).error
+    assert isinstance(copy, Locked)
+    assert str(copy) == "locked"
+    assert "lock object" in copy.lock  # type: ignore[operator]
+    assert not isinstance(described(Locked(), portable=False).error.lock, str)  # type: ignore[union-attr]
+
+
+def test_an_exception_that_cannot_travel_at_all_sends_its_words() -> None:
+    fault = described(OwnWay("stuck"))
     assert fault.error is None
-    assert (fault.type_name, fault.message) == ("Locked", "locked")
-    assert isinstance(described(Locked(), portable=False).error, Locked)
+    assert (fault.type_name, fault.message) == ("OwnWay", "stuck")
 
 
 def test_the_carrier_of_a_failure_is_brief_and_brings_all_of_it() -> None:
@@ -227,3 +243,19 @@ def test_beside_its_work_a_worker_answers_until_it_is_closed() -> None:
     assert worker.beside(lambda replica, text: f"{text} {replica.world.rank}", "rank") == "rank 1"
     worker.close()
     assert worker.beside(lambda replica: replica.world.rank) is None
+
+
+def interrupt(replica: CountingReplica) -> None:
+    raise KeyboardInterrupt("from the user's own code")
+
+
+def test_an_interrupt_is_the_users_code_in_a_process_of_its_own_and_the_user_in_the_driver() -> None:
+    for is_remote in (True, False):
+        process = WorkerProcess(NullBackend(), num_threads=None, is_remote=is_remote)
+        process.build(World(0, 1), Rendezvous("127.0.0.1", 1, True), CountingReplica, capture=False)
+        with pytest.raises(WorkerFailed if is_remote else KeyboardInterrupt) as caught:
+            process.on_replica(interrupt, False, None)
+        if is_remote:
+            failure = caught.value.failure  # type: ignore[attr-defined]
+            assert (failure.kind, failure.fault.type_name) == ("user", "KeyboardInterrupt")
+            assert "raise KeyboardInterrupt" in failure.fault.location

@@ -19,7 +19,7 @@ import ray
 from ray.util import placement_group_table
 
 from raysgd.backends.torch import TorchBackend
-from raysgd.engine import gathering, worker_group
+from raysgd.engine import gathering, newcomers, worker_group
 from raysgd.engine.failures import classify
 from raysgd.engine.types import GroupReport, Resources, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
@@ -231,6 +231,28 @@ class PlannedReplica(CountingReplica):
     def setup(self) -> str:
         self.plan.check(self.world.rank)
         return super().setup()
+
+
+class FreezingReplica(CountingReplica):
+    """That of rank 1 stops its process while it is set up."""
+
+    def setup(self) -> str:
+        if self.world.rank == 1:
+            time.sleep(0.5)  # until it has been heard
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return super().setup()
+
+
+def test_a_worker_that_freezes_while_it_is_set_up_is_ended_like_one_that_dies(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(newcomers, "_LOADING_S", 0.0)
+    group = make_group(make_replica=FreezingReplica, heartbeat_s=3.0)
+    report = group.start()
+    assert kinds(report)[1] == "died"
+    assert group._workers == []
+    assert "gave no sign of life" in caplog.text
+    wait_until(lambda: not is_alive(group.infos[1].pid))
 
 
 def test_an_interrupted_start_leaves_nothing(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import ray.cloudpickle
@@ -36,16 +38,18 @@ def keras(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
+def keras_here(keras: str) -> Iterator[Any]:
+    """The same Keras, as `tf.keras` in the driver too, which TensorFlow chooses once in the life of a process."""
+    import tensorflow as tf
+
+    module = importlib.import_module("tf_keras" if keras == "keras2" else "keras")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tf, "keras", module)
+        yield module
+
+
+@pytest.fixture(scope="module")
 def lab(ray_cluster: None, keras: str) -> Iterator[TFTrainer]:
     """Two connected workers to run replicas in."""
     with TFTrainer(training_operator_cls=models.Line, num_workers=2, seed=1, timeout_s=60) as trainer:
         yield trainer
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leaves most of the tests with tf_keras to `make soak`: they take as long as those with Keras 3 again."""
-    for item in items:
-        parameters = getattr(getattr(item, "callspec", None), "params", {})
-        if parameters.get("keras") == "keras2" and parameters.get("case") not in ("adam", None):
-            item.add_marker(pytest.mark.soak)

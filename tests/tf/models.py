@@ -57,6 +57,7 @@ def make_layers(config: dict[str, Any]) -> list[Any]:
             layers.Embedding(5, 3),
             layers.Flatten(),
         ],
+        "sequences": lambda: [layers.Reshape([2, 2]), layers.Dense(3), layers.Flatten()],
         "dropout": lambda: [layers.Dense(8), layers.Dropout(0.5)],
     }[setting(config, "layers")]()
     first = [] if config.get("unbuilt") else [layers.Input([NUM_FEATURES])]
@@ -85,6 +86,30 @@ def make_model(config: dict[str, Any]) -> Any:
     finally:
         if "policy" in config:
             tf.keras.mixed_precision.set_global_policy("float32")
+    return model
+
+
+def make_model_with_a_step_of_its_own(config: dict[str, Any]) -> Any:
+    """Two optimizers train a part each; they are attributes of the model, or with `hides_optimizers` of nothing."""
+    import tensorflow as tf
+
+    class Model(tf.keras.Sequential):  # type: ignore[misc, name-defined]
+        def train_step(self, data: Any) -> dict[str, Any]:
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            variables = self.trainable_variables
+            gradients = tape.gradient(loss, variables)
+            optimizers[0].apply_gradients(zip(gradients[:2], variables[:2], strict=True))
+            optimizers[1].apply_gradients(zip(gradients[2:], variables[2:], strict=True))
+            return {"loss": loss}
+
+    tf.keras.utils.set_random_seed(7)
+    model = Model(make_layers(config))
+    optimizers = [tf.keras.optimizers.SGD(0.1), tf.keras.optimizers.Adam(0.05)]
+    if not config.get("hides_optimizers"):
+        model.first, model.others = optimizers[0], {"second": optimizers[1]}
+    model.compile(loss="mse")
     return model
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import importlib
 import os
 import time
 from collections.abc import Iterator
@@ -92,7 +91,7 @@ def uses(folder: Path) -> dict[str, collections.Counter[int]]:
 
 
 def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
-    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path
+    ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:
     config = {"folder": str(tmp_path), BATCH_SIZE: 6, "optimizer": "adam"}
     trainer = TFTrainer(training_operator_cls=Ledger, config=config, num_workers=3, seed=1)
@@ -117,7 +116,7 @@ def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
 
 
 def test_an_epoch_that_shrank_grows_back_before_its_end(
-    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path
+    ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:
     config = {"folder": str(tmp_path), "alone_s": 0.4, "total": 400}
     trainer = TFTrainer(training_operator_cls=Ledger, config=config, num_workers=2, seed=1, resize_check_s=0.2)
@@ -152,18 +151,15 @@ def patience(keras: Any, num_epochs: int) -> Any:
     return Patience()
 
 
-@pytest.mark.parametrize("legacy", ["0", pytest.param("1", marks=pytest.mark.soak)])
 def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
-    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path, legacy: str, monkeypatch: pytest.MonkeyPatch
+    ray_cluster: None, keras_here: Any, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:
     """As on two workers whom nobody harmed: the same samples in the same steps, hence the same weights.
 
     A callback ends the training after three epochs. That of the new worker has seen two by then.
     """
-    monkeypatch.setenv("TF_USE_LEGACY_KERAS", legacy)
-    keras = importlib.import_module("tf_keras" if legacy == "1" else "keras")
     config = {
-        "fit_config": {"epochs": 5, "callbacks": [patience(keras, 3)]},
+        "fit_config": {"epochs": 5, "callbacks": [patience(keras_here, 3)]},
         "batch_size": 4,
         "num_samples": NUM_SAMPLES,
         "optimizer": "adam",
@@ -212,7 +208,7 @@ def make_model_that_waits(config: dict[str, Any]) -> Any:
 
 @pytest.mark.soak
 def test_a_snapshot_inside_fit_is_where_a_rebuild_goes_on(
-    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path
+    ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:
     config = {"fit_config": {"epochs": 40}, "batch_size": 4, "num_samples": NUM_SAMPLES, "pause_s": 0.02}
     options: dict[str, Any] = {"recovery": "rebuild", "snapshot_every_n_steps": 10, "heartbeat_s": 1.0}
@@ -231,7 +227,7 @@ def test_a_snapshot_inside_fit_is_where_a_rebuild_goes_on(
 
 @pytest.mark.soak
 def test_fit_that_shrank_grows_back_in_the_same_epoch(
-    ray_cluster: None, trainers: list[TFTrainer], tmp_path: Path
+    ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:
     config = {"batch_size": 2, "num_samples": 400, "pause_s": 0.0, "alone_s": 0.3}
     options: dict[str, Any] = {"config": config, "num_replicas": 2, "seed": 1}

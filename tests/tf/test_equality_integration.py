@@ -13,7 +13,7 @@ from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.tf_runner import RunnerSpec, TFRunner
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, run_alone, run_together
-from tests.tf.models import Line, make_data, make_model
+from tests.tf.models import Line, make_data, make_model, make_model_with_a_step_of_its_own
 
 pytestmark = pytest.mark.integration
 
@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "clipping_by_the_global_norm": {"options": {"global_clipnorm": 0.1}},
     "regularized": {"layers": "regularized"},
     "embedding": {"layers": "embedding", "optimizer": "adam", "lr": 0.05},
+    "dense_on_sequences": {"layers": "sequences"},
     "unbuilt": {"unbuilt": True},
     "one_sample_to_test_on": {"num_test_samples": 1},
 }
@@ -62,6 +63,26 @@ def test_an_operator_on_two_workers_is_one_in_one_process(lab: TFTrainer, case: 
     assert_same(*both(lab, Line, CASES[case]))
 
 
+def test_optimizers_of_a_train_step_of_its_own_are_those_of_one_process(lab: TFTrainer) -> None:
+    """And a new replica takes over what all of them keep."""
+    operator_cls = make_operator(make_model_with_a_step_of_its_own, make_data)
+
+    def restored(state: Any) -> Any:
+        runner = TFRunner(RunnerSpec(operator_cls, {"batch_size": 4}, SEED, num_workers=2), World(0, 1))
+        runner.setup()
+        runner.restore(state, ())
+        return runner.state()
+
+    experiment = Experiment(operator_cls, {"batch_size": 4}, (("train", None), ("train", None)))
+    alone, together = run_alone(lab, experiment), run_together(lab, experiment)
+    for part in ("models", "optimizers"):
+        assert largest_difference(together.state[0], together.state[1], part) == 0
+        assert largest_difference(alone.state[0], together.state[0], part) < 1e-5
+    assert len(together.state[0]["optimizers"]) == 3  # with the one of `compile`, which is not used
+    new = lab.apply_all_workers(lambda: restored(together.state[0]))[0]
+    assert largest_difference(new, together.state[0], "optimizers") == 0
+
+
 def test_batches_of_one_worker_make_a_joint_batch(lab: TFTrainer) -> None:
     alone = run_alone(lab, Experiment(Line, {"batch_size": 4}, CALLS))
     together = run_together(lab, Experiment(Line, {"batch_size": 2}, CALLS))
@@ -75,12 +96,31 @@ def test_steps_go_on_where_the_last_call_stopped(lab: TFTrainer) -> None:
     assert [(result["num_samples"], result["epoch"]) for result in found.results] == [(16, 1), (13, 2), (13, 2)]
 
 
-def test_statistics_of_batch_norm_are_the_mean_of_the_ranks(lab: TFTrainer) -> None:
-    config = {"layers": "batch_norm", "num_samples": 16, "batch_size": 4}
-    found = run_together(lab, Experiment(make_operator(make_model, make_data), config, (("train", None),)))
+class Noticing(make_operator(make_model, make_data)):  # type: ignore[misc]
+    """Notes what callbacks see at the end of an epoch: the weights, and what validation in `fit` came to."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        class Notes(tf.keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+            def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+                seen.append((self.model.get_weights(), logs.get("val_loss")))
+
+        super().setup(config)
+        seen = self.seen = []
+        data = self.validation_dataset if config["validates"] else None
+        config["fit_config"] = {"callbacks": [Notes()], "validation_data": data}
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_callbacks_and_validation_see_the_mean_of_the_statistics_of_batch_norm(lab: TFTrainer, validates: bool) -> None:
+    config = {"layers": "batch_norm", "num_samples": 16, "batch_size": 4, "validates": validates}
+    found = run_together(lab, Experiment(Noticing, config, (("train", None), ("validate", None))))
     assert largest_difference(found.state[0], found.state[1]) == 0
-    moving_mean = found.state[0]["models"][0][4]
-    assert np.abs(moving_mean).max() > 0
+    weights, val_loss = found.seen[0][0]
+    assert largest_difference({"models": [weights]}, found.state[1]) == 0
+    assert np.abs(weights[4]).max() > 0, "the moving mean"
+    assert val_loss == (pytest.approx(found.results[1]["validation_loss"]) if validates else None)
 
 
 def test_ranks_skip_a_step_together_when_half_precision_overflows(lab: TFTrainer) -> None:
@@ -114,11 +154,18 @@ class OwnData(Line):
         self.register_data(train_dataset=train.rebatch(2).with_options(train.options()), validation_dataset=test)
 
 
-@pytest.mark.parametrize("operator_cls", [make_operator(make_model, make_own_data), OwnData])
+FitOwnData = make_operator(make_model, make_own_data)
+
+
+# 4 batches on rank 0 and 2 on rank 1: the second epoch of three steps runs out of data on both.
+@pytest.mark.parametrize(
+    ("operator_cls", "fit_config"),
+    [(FitOwnData, {}), (FitOwnData, {"steps_per_epoch": 3, "epochs": 3}), (OwnData, {})],
+)
 def test_workers_with_different_numbers_of_batches_end_together(
-    lab: TFTrainer, operator_cls: type[TrainingOperator]
+    lab: TFTrainer, operator_cls: type[TrainingOperator], fit_config: dict[str, Any]
 ) -> None:
-    found = run_together(lab, Experiment(operator_cls, {}, CALLS))
+    found = run_together(lab, Experiment(operator_cls, {"fit_config": fit_config}, CALLS))
     assert largest_difference(found.state[0], found.state[1]) == 0
     if operator_cls is OwnData:
         assert [rank["num_samples"] for rank in found.single[0]] == [8, 2]

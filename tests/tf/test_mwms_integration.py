@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,24 @@ def task_of(operator: Any) -> dict[str, Any]:
     return task
 
 
+def hide_pytorch() -> None:
+    """As on a machine without it."""
+    assert sys.modules.get("torch") is None
+    sys.modules["torch"] = None  # type: ignore[assignment]
+
+
 def test_a_strategy_trains_restores_and_recovers(ray_cluster: None, legacy_keras: None, tmp_path: Path) -> None:
-    with TFTrainer(make_model, make_data, config=CONFIG, backend="mwms", num_replicas=2, seed=1) as trainer:
+    from tf_keras import callbacks
+
+    written = [callbacks.ModelCheckpoint(str(tmp_path / "model.keras")), callbacks.CSVLogger(tmp_path / "log.csv")]
+    config = {**CONFIG, "fit_config": {"callbacks": written}}
+    options: dict[str, Any] = {"config": config, "backend": "mwms", "initialization_hook": hide_pytorch}
+    with TFTrainer(make_model, make_data, num_replicas=2, seed=1, **options) as trainer:
         assert [task["index"] for task in trainer.apply_all_operators(task_of)] == [0, 1]
         first = trainer.train()
         assert sorted(first) == ["train_loss", "train_mae"]
+        assert (tmp_path / "model.keras").is_file()
+        assert len((tmp_path / "log.csv").read_text().splitlines()) == 2
         path = trainer.save(tmp_path / "state.npz")
         second = trainer.train()
         trainer.load(path)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.tf.keras_sync import Step
-from raysgd.tf.streams import BatchStream, Item, OwnSource, in_lockstep
+from raysgd.tf.streams import BatchStream, Item, OwnSource, in_lockstep, lockstep_dataset
 
 
 class Numbers:
@@ -158,6 +158,15 @@ class Votes:
 def test_ranks_step_until_all_have_run_out(own: int, others: int) -> None:
     found = list(in_lockstep(iter(range(own)), Votes(others)))  # type: ignore[arg-type]
     assert found == list(range(own)) + [None] * max(0, others - own)
+
+
+def test_ranks_agree_on_nothing_ahead_of_what_fit_draws() -> None:
+    import tensorflow as tf
+
+    votes = Votes(100)
+    batches = iter(lockstep_dataset(tf.data.Dataset.range(50).batch(1), votes))  # type: ignore[arg-type]
+    assert [int(next(batches)[0]) for _ in range(3)] == [0, 1, 2]
+    assert votes.others == 100 - 4  # one for each draw, and one for the next
 
 
 class Batch(list[int]):

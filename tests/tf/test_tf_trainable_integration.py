@@ -25,7 +25,15 @@ def test_a_trial_asks_for_its_workers() -> None:
     assert [bundle["CPU"] for bundle in request.bundles] == [3, 3]
 
 
-def test_a_trial_trains_saves_and_restores(ray_cluster: None, tmp_path: Path) -> None:
+def test_it_is_found_where_the_old_library_had_it() -> None:
+    from raysgd.tf import tf_trainer
+
+    assert tf_trainer.TFTrainable is TFTrainable
+    with pytest.raises(AttributeError, match="no attribute `TFTrainables`"):
+        _ = tf_trainer.TFTrainables
+
+
+def test_a_trial_trains_saves_and_restores(ray_cluster: None, keras: str, tmp_path: Path) -> None:
     trial = TFTrainable(dict(CONFIG))
     try:
         first = trial.step()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.tf import TFTrainer, TrainingOperator, arguments
 from raysgd.utils import BATCH_SIZE
 
 
@@ -25,8 +25,12 @@ class Operator(TrainingOperator):
         raise AssertionError("nothing may start")
 
 
+class BackupAndRestore:
+    """Told by its name, like that of Keras: no framework is loaded here."""
+
+
 @pytest.mark.parametrize(
-    ("arguments", "error", "message"),
+    ("options", "error", "message"),
     [
         ({}, TypeError, "needs `model_creator` and `data_creator`.*or `training_operator_cls`"),
         ({"model_creator": creator}, TypeError, "needs `data_creator`"),
@@ -42,6 +46,11 @@ class Operator(TrainingOperator):
         ({"training_operator_cls": Operator, "backend": "mwms"}, ValueError, 'use `backend="gloo"`'),
         ({**CREATORS, "config": 3}, TypeError, "`config=3`: need a dict"),
         ({**CREATORS, "config": {"fit_config": 3}}, TypeError, r"`config\['fit_config'\]=3`"),
+        (
+            {**CREATORS, "num_workers": 2, "config": {"fit_config": {"callbacks": BackupAndRestore()}}},
+            ValueError,
+            r"`BackupAndRestore` .* with `num_workers=2` .*`save` and `load`",
+        ),
         ({**CREATORS, "timeout_s": 0}, ValueError, "`timeout_s=0`"),
         ({**CREATORS, "seed": -1}, ValueError, "`seed=-1`"),
         ({**CREATORS, "num_cpus_per_worker": -1}, ValueError, "`num_cpus_per_worker=-1`"),
@@ -59,10 +68,10 @@ class Operator(TrainingOperator):
     ],
 )
 def test_bad_arguments_are_refused_before_anything_starts(
-    arguments: dict[str, Any], error: type[Exception], message: str
+    options: dict[str, Any], error: type[Exception], message: str
 ) -> None:
     with pytest.raises(error, match=message):
-        TFTrainer(**arguments)
+        TFTrainer(**options)
 
 
 @pytest.mark.parametrize("package", ["tensorflow", "torch"])
@@ -75,6 +84,9 @@ def test_a_missing_package_is_named_with_what_installs_it(package: str, monkeypa
     monkeypatch.setattr(importlib.util, "find_spec", without)
     with pytest.raises(ImportError, match=rf"needs `{package}`.*pip install \"raysgd\[tf\]\""):
         TFTrainer(**CREATORS, num_workers=2)
+    if package == "torch":
+        arguments.check_installed("mwms", 2)
+        arguments.check_installed("gloo", 1)
 
 
 def test_the_driver_loads_no_framework() -> None:

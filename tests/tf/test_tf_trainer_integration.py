@@ -14,8 +14,9 @@ import pytest
 from raysgd import testing
 from raysgd.exceptions import IncompatibleModelError, WorkerError
 from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.tf.registry import variables_of_optimizer
 from tests.tf import models
-from tests.tf.lab import largest_difference
+from tests.tf.lab import Experiment, largest_difference, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
 
 pytestmark = pytest.mark.integration
@@ -43,18 +44,17 @@ class DiesOnce:
 
 def make_model_that_dies(config: dict[str, Any]) -> Any:
     model = make_model(config)
-    if "folder" in config:
-        fit = model.fit
+    fit = model.fit
 
-        def fit_and_die(*args: Any, callbacks: Any = None, **options: Any) -> Any:
-            return fit(*args, callbacks=[*(callbacks or []), DiesOnce(Path(config["folder"])).made()], **options)
+    def fit_and_die(*args: Any, callbacks: Any = None, **options: Any) -> Any:
+        return fit(*args, callbacks=[*(callbacks or []), DiesOnce(Path(config["folder"])).made()], **options)
 
-        object.__setattr__(model, "fit", fit_and_die)
+    object.__setattr__(model, "fit", fit_and_die)
     return model
 
 
 @pytest.fixture(scope="module")
-def trainer(ray_cluster: None) -> Iterator[TFTrainer]:
+def trainer(ray_cluster: None, keras_here: Any) -> Iterator[TFTrainer]:
     config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam"}
     with TFTrainer(make_model, make_data, config=config, num_replicas=2, seed=1, timeout_s=60) as made:
         yield made
@@ -145,16 +145,19 @@ def test_only_rank_0_prints_and_writes(trainer: TFTrainer) -> None:
     def found(operator: Any) -> Any:
         import tensorflow as tf
 
-        given = [tf.keras.callbacks.CSVLogger("unused"), tf.keras.callbacks.EarlyStopping()]
+        class Saves(tf.keras.callbacks.ModelCheckpoint):  # type: ignore[misc, name-defined]
+            """A class of the user's."""
+
+        given = [tf.keras.callbacks.CSVLogger("unused"), tf.keras.callbacks.EarlyStopping(), Saves("unused.keras")]
         kept = [type(callback).__name__ for callback in operator._callbacks({"callbacks": given})]
         return operator._verbosity({"verbose": 2}), kept
 
     first, second = trainer.apply_all_operators(found)
-    assert first == (2, ["CSVLogger", "EarlyStopping"])
+    assert first == (2, ["CSVLogger", "EarlyStopping", "Saves"])
     assert second == (0, ["EarlyStopping"])
 
 
-def test_a_rebuild_costs_one_call_at_most(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_rebuild_costs_one_call_at_most(ray_cluster: None, keras: str, tmp_path: Path) -> None:
     config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam", "folder": str(tmp_path)}
     options: dict[str, Any] = {"config": config, "recovery": "rebuild"}
     with TFTrainer(make_model_that_dies, make_data, num_replicas=2, seed=1, **options) as trainer:
@@ -273,6 +276,34 @@ def test_loops_with_a_tape_of_their_own_keep_equal_models(trainer: TFTrainer) ->
     assert len(first[1]["state"]["models"]) == 2
 
 
+class OwnBatches(Line):
+    """Rank 0 has two batches, rank 1 has one; a single process has what they have together."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        super().setup(config)
+        x, y = models.samples(10)
+        joint, of_ranks = [[0, 1, 2, 3, 8, 9], [4, 5, 6, 7]], [[[0, 1, 2, 3], [4, 5, 6, 7]], [[8, 9]]]
+        batches = joint if self.world_size == 1 else of_ranks[self.world_rank]
+        options = tf.data.Options()
+        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+        signature = (tf.TensorSpec([None, models.NUM_FEATURES]), tf.TensorSpec([None, 1]))
+        dataset = tf.data.Dataset.from_generator(lambda: ((x[b], y[b]) for b in batches), output_signature=signature)
+        self.register_data(train_dataset=dataset.with_options(options))
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adam"])
+def test_workers_with_different_numbers_of_batches_are_one_process(trainer: TFTrainer, optimizer: str) -> None:
+    config, calls = {"optimizer": optimizer}, (("train", None), ("train", None))
+    together = run_together(trainer, Experiment(OwnBatches, config, calls))
+    alone = run_alone(trainer, Experiment(OwnBatches, config, calls))
+    assert largest_difference(together.state[0], together.state[1]) == 0
+    for part in ("models", "optimizers"):
+        assert largest_difference(alone.state[0], together.state[0], part) < 1e-5
+    assert [result["num_samples"] for result in together.results] == [10, 10]
+
+
 def not_compiled(config: dict[str, Any]) -> Any:
     import tensorflow as tf
 
@@ -281,6 +312,10 @@ def not_compiled(config: dict[str, Any]) -> Any:
 
 def with_xla(config: dict[str, Any]) -> Any:
     return make_model({**config, "compile": {"jit_compile": True}})
+
+
+def with_hidden_optimizers(config: dict[str, Any]) -> Any:
+    return models.make_model_with_a_step_of_its_own({**config, "hides_optimizers": True})
 
 
 def one_dataset(config: dict[str, Any]) -> Any:
@@ -305,6 +340,8 @@ def not_batched(config: dict[str, Any]) -> Any:
     ("model_creator", "data_creator", "error", "message"),
     [
         (not_compiled, make_data, IncompatibleModelError, "`model_creator` returned a model that was not compiled"),
+        (with_xla, make_data, IncompatibleModelError, '`jit_compile=True` does not work with `backend="gloo"`'),
+        (with_hidden_optimizers, make_data, IncompatibleModelError, "`Model.train_step` uses no optimizer"),
         (make_model, one_dataset, ValueError, "return two datasets"),
         (make_model, three_datasets, ValueError, "returned 3 things"),
         (make_model, not_a_dataset, TypeError, "is a `tuple`: need a `tf.data.Dataset`"),
@@ -321,7 +358,8 @@ def test_creators_that_return_something_wrong_are_told_so(
         from raysgd.tf.creator_operator import make_operator
         from raysgd.tf.tf_runner import RunnerSpec, TFRunner
 
-        TFRunner(RunnerSpec(make_operator(model_creator, data_creator), {}, 0), World(0, 1)).setup()
+        operator_cls = make_operator(model_creator, data_creator)
+        TFRunner(RunnerSpec(operator_cls, {}, 0, num_workers=2), World(0, 1)).setup()
 
     with pytest.raises(error, match=message):
         trainer.apply_all_workers(try_out)
@@ -339,8 +377,9 @@ def test_xla_is_refused_with_advice(trainer: TFTrainer) -> None:
     assert state["epoch"] > 0
 
 
-def test_an_operator_is_trained_saved_and_handed_out(ray_cluster: None, tmp_path: Path) -> None:
-    with TFTrainer(training_operator_cls=Line, config={"batch_size": 2}, num_workers=2, seed=1) as trainer:
+def test_an_operator_is_trained_saved_and_handed_out(ray_cluster: None, keras_here: Any, tmp_path: Path) -> None:
+    config = {"batch_size": 2, "optimizer": "adam"}
+    with TFTrainer(training_operator_cls=Line, config=config, num_workers=2, seed=1) as trainer:
         first = trainer.train(num_steps=3, info={"note": 1})
         assert list(first)[:3] == ["num_samples", "epoch", "batch_count"]
         assert first["num_samples"] == 12
@@ -350,9 +389,24 @@ def test_an_operator_is_trained_saved_and_handed_out(ray_cluster: None, tmp_path
         trainer.load(path)
         again = trainer.train()
         assert again == rest
-        model = trainer.get_model()
-        assert all(
-            np.array_equal(a, b) for a, b in zip(model.get_weights(), trainer.state_dict()["models"][0], strict=True)
-        )
+        trainer.get_model().save(tmp_path / "model.keras")
+        state, tested = trainer.state_dict(), trainer.validate()
     with pytest.raises(RuntimeError, match="not active any more"):
         trainer.train()
+    model = keras_here.models.load_model(tmp_path / "model.keras")
+    assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), state["models"][0], strict=True))
+    slots = [np.array(variable.numpy()) for variable in variables_of_optimizer(model.optimizer)]
+    assert type(model.optimizer).__name__ == "Adam"
+    assert any(np.any(slot) for slot in slots)
+    assert all(np.array_equal(a, b) for a, b in zip(slots, state["optimizers"][0], strict=True))
+    found = model.evaluate(make_data({})[1], verbose=0, return_dict=True)
+    assert found == pytest.approx({"loss": tested["val_loss"], "mae": tested["val_mae"]}, rel=1e-5)
+
+
+def test_what_was_changed_by_hand_in_the_driver_is_in_the_next_state(keras_here: Any) -> None:
+    with TFTrainer(make_model, make_data, config={"batch_size": 4}, num_replicas=1, use_local=True, seed=1) as alone:
+        model = alone.get_local_operator().model
+        assert any(np.any(values) for values in alone.state_dict()["models"][0])
+        for variable in model.weights:
+            variable.assign(0 * variable)
+        assert not any(np.any(values) for values in alone.state_dict()["models"][0])

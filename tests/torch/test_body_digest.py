@@ -49,6 +49,13 @@ def test_it_is_what_its_description_says(content: bytes, length: int) -> None:
     assert digest(content[:length]) == described(content[:length])
 
 
+@pytest.mark.parametrize("num_cpus", [1, 3])
+def test_several_threads_find_the_same(monkeypatch: pytest.MonkeyPatch, num_cpus: int) -> None:
+    content = np.random.default_rng(0).bytes(11 * BLOCK + 12_345)
+    monkeypatch.setattr("os.cpu_count", lambda: num_cpus)
+    assert digest(content) == digest(content, piece=65_536)
+
+
 def test_it_stays_the_same_from_version_to_version() -> None:
     content = bytes(range(256)) * 20_000
     assert digest(content) == "844735c2a1aa20d537f4b1d6fc44d2427efa1fb633deb0dfd8160f7c928039fd"

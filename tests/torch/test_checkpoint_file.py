@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import fcntl
 import os
@@ -29,9 +30,11 @@ from raysgd.torch import checkpoint_file
 from raysgd.torch.checkpoint_file import (
     AsyncWriter,
     CheckpointCorruptedError,
+    OtherFileError,
     UnsafeCheckpointError,
     check_loadable,
     mapped,
+    mapped_again,
     read,
     write,
 )
@@ -333,26 +336,26 @@ class TestMapped:
     def test_tensors_lie_in_the_file_inside_the_block(self, tmp_path: Path) -> None:
         state = training_state(width=300, operator={"scores": np.arange(5000.0)})
         write(tmp_path / "last.pt", state)
-        with mapped(tmp_path / "last.pt") as got:
+        with mapped(tmp_path / "last.pt") as file:
             assert num_mappings_of(tmp_path / "last.pt")
-            assert_same(got["models"], state["models"])
-            assert_same(got["optimizers"], state["optimizers"])
-        del got
+            assert_same(file.state["models"], state["models"])
+            assert_same(file.state["optimizers"], state["optimizers"])
+        del file
         assert not num_mappings_of(tmp_path / "last.pt")
 
     def test_writing_to_a_tensor_does_not_reach_the_file(self, tmp_path: Path) -> None:
         state = training_state(width=300)
         write(tmp_path / "last.pt", state)
-        with mapped(tmp_path / "last.pt") as got:
-            got["models"][0]["0.weight"].fill_(7)
+        with mapped(tmp_path / "last.pt") as file:
+            file.state["models"][0]["0.weight"].fill_(7)
         assert_same(read(tmp_path / "last.pt"), state)
 
     def test_a_file_that_is_replaced_meanwhile_is_read_to_its_end(self, tmp_path: Path) -> None:
         state = training_state(1, width=300)
         write(tmp_path / "last.pt", state)
-        with mapped(tmp_path / "last.pt") as got:
+        with mapped(tmp_path / "last.pt") as file:
             write(tmp_path / "last.pt", training_state(2, width=300))
-            assert_same(got, state)
+            assert_same(file.state, state)
 
     def test_a_file_that_is_written_to_meanwhile_is_found(self, tmp_path: Path) -> None:
         write(tmp_path / "last.pt", training_state(width=300))
@@ -370,21 +373,45 @@ class TestMapped:
         state = training_state(width=300)
         write(tmp_path / "last.pt", state)
         monkeypatch.setattr(checkpoint_file.mmap, "mmap", refuse)
-        with mapped(tmp_path / "last.pt") as got:
+        with mapped(tmp_path / "last.pt") as file:
             assert not num_mappings_of(tmp_path / "last.pt")
-            assert_same(got, state)
+            assert_same(file.state, state)
 
     @pytest.mark.parametrize("zipped", [True, False])
     def test_files_without_a_checksum_are_read(self, tmp_path: Path, zipped: bool) -> None:
         state = training_state(7)
         torch.save(state, tmp_path / "old.pt", _use_new_zipfile_serialization=zipped)
-        with mapped(tmp_path / "old.pt") as got:
-            assert_same(got, state)
+        with mapped(tmp_path / "old.pt") as file:
+            assert_same(file.state, state)
 
-    @pytest.mark.parametrize("use", [read, lambda path: mapped(path).__enter__()])
+    @pytest.mark.parametrize("use", [read, lambda path: mapped(path).__enter__().state])
     def test_the_name_says_nothing_about_the_format(self, tmp_path: Path, use: Callable[[Path], Any]) -> None:
         write(tmp_path / "last.safetensors", training_state(4))
         assert use(tmp_path / "last.safetensors")["epoch"] == 4
+
+    def test_another_process_is_told_which_file_it_is_and_maps_it_too(self, tmp_path: Path) -> None:
+        state = training_state(3, width=300)
+        write(tmp_path / "last.pt", state)
+        with mapped(tmp_path / "last.pt") as file:
+            assert file.is_mapped
+            with mapped_again(pickle.loads(pickle.dumps(file.identity))) as again:
+                assert num_mappings_of(tmp_path / "last.pt") > 1
+                assert_same(again, state)
+
+    @pytest.mark.parametrize("becomes", ["replaced", "written", "gone"])
+    def test_a_file_that_is_another_one_by_now_is_refused(self, tmp_path: Path, becomes: str) -> None:
+        path = tmp_path / "last.pt"
+        write(path, training_state(width=300))
+        os.utime(path, (1, 1))
+        with contextlib.suppress(CheckpointCorruptedError), mapped(path) as file:
+            if becomes == "replaced":
+                write(path, training_state(width=300))
+            elif becomes == "written":
+                path.open("r+b").write(b"PK")
+            else:
+                path.unlink()
+            with pytest.raises(OtherFileError, match=r"last\.pt"), mapped_again(file.identity):
+                pass
 
 
 def num_mappings_of(path: Path) -> int:

@@ -11,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, checkpoint_file
 from raysgd.torch.checkpoint_file import CheckpointCorruptedError
 from raysgd.torch.replica_state import RESUME
@@ -130,6 +131,29 @@ def test_a_file_keeps_the_random_state_of_every_rank(drops: TorchTrainer, tmp_pa
     saved = torch.load(drops.save(tmp_path / "last.pt"), weights_only=False)
     first, second = saved[RESUME]["rng"]
     assert first != second
+
+
+def test_a_loss_after_a_load_goes_back_to_what_was_loaded(ray_cluster: None, tmp_path: Path) -> None:
+    """Also when the file is gone by then: the driver has the state itself."""
+    with start(2, config={"dropout": 0.5}) as trainer:
+        trainer.train()
+        path = Path(trainer.save(tmp_path / "last.pt"))
+        results, end = [trainer.train(), trainer.train()], trainer.state_dict()
+        trainer.load(path)
+        path.unlink()
+        kill_worker(trainer, (0, 1))
+        assert [trainer.train(), trainer.train()] == results
+        assert equal(trainer.state_dict(), end)
+
+
+def test_a_file_that_the_workers_do_not_find_is_loaded_all_the_same(drops: TorchTrainer, tmp_path: Path) -> None:
+    path = Path(drops.save(tmp_path / "last.pt"))
+    saved = drops.state_dict()
+    drops.train()
+    with path.open("rb") as file:
+        path.unlink()
+        drops.load(f"/proc/self/fd/{file.fileno()}")
+    assert equal(drops.state_dict(), saved)
 
 
 # ------------------------------------------------------------------------------------------------ another number

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from raysgd import testing
+from raysgd.backends import torch as torch_backend
 from raysgd.torch import TorchTrainer
 from tests.torch.ledger import Ledger, uses
 
@@ -20,6 +25,32 @@ class WaitsForOthers(Ledger):
     def optimizer_step(self) -> None:
         super().optimizer_step()
         time.sleep(0.1 if self.world_size == 1 else 0.0)
+
+
+class GoesOn(Ledger):
+    """Catches whatever a batch raises. Rank 1 cuts its connections once, if the config says where to note that."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        note = Path(self.config.get("note_of_cut", "."))
+        if self.world_rank == 1 and batch_info["global_step"] == 7 and not note.exists():
+            note.touch()
+            assert torch_backend._joined is not None
+            torch_backend._joined.interrupt()
+        try:
+            return super().train_batch(batch, batch_info)
+        except Exception:
+            return {}
+
+
+class GoesOnByHand(GoesOn):
+    """Averages gradients itself."""
+
+    def backward(self, loss: torch.Tensor) -> None:
+        super().backward(loss)
+        for parameter in self.net.parameters():
+            assert parameter.grad is not None
+            dist.all_reduce(parameter.grad)
+            parameter.grad /= self.world_size
 
 
 @pytest.fixture
@@ -99,3 +130,46 @@ def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
     stack_of_rank_1 = caplog.text.partition("rank 1: epoch 1, step 0, training\n")[2]
     assert "in train_epoch" in stack_of_rank_1
     assert "sleep(" in stack_of_rank_1
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "parallel", "dies", "recovery"),
+    [
+        (GoesOn, "ddp", True, "rejoined"),
+        (GoesOn, "ddp", False, "rejoined"),
+        (GoesOnByHand, "none", False, "rebuilt"),
+    ],
+)
+def test_no_sample_is_lost_where_user_code_catches_what_a_lost_connection_raises(
+    operator_cls: type[Ledger],
+    parallel: str,
+    dies: bool,
+    recovery: str,
+    ray_cluster: None,
+    trainers: list[TorchTrainer],
+    tmp_path: Path,
+) -> None:
+    config = {} if dies else {"note_of_cut": str(tmp_path / "cut")}
+    trainer = TorchTrainer(training_operator_cls=operator_cls, num_workers=2, config=config, parallel=parallel)
+    trainers.append(trainer)
+    if dies:
+        testing.kill_worker(trainer, 1, at="step:7")
+    trainer.train()
+    assert kinds(trainer) == [recovery]
+    assert uses(trainer) == {1}
+    data = trainer.status().data
+    assert data is not None
+    assert (data.due, data.used) == (240, 240)
+
+
+def test_batches_of_a_window_that_broke_off_count_once(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, accumulate_grad_batches=4)
+    trainers.append(trainer)
+    testing.kill_worker(trainer, 1, at="step:6")
+    result = trainer.train(num_steps=12)
+    assert kinds(trainer) == ["rejoined"]
+    assert result["batch_count"] == 12
+    assert result["num_samples"] == 12 * 3 + 8 * 3, "the new worker was there for two of the three windows"
+    assert trainer.apply_all_operators(lambda operator: operator.global_step) == [12, 12]
+    trainer.train()
+    assert uses(trainer) == {1}

@@ -70,6 +70,10 @@ def divide_by_zero() -> None:
     raise ZeroDivisionError("on purpose")
 
 
+def lose_the_database() -> None:
+    raise RuntimeError("database: connection refused")
+
+
 @pytest.fixture
 def mishap(tmp_path: Path) -> Callable[..., dict[str, Any]]:
     """Make an `info` with a mishap in it."""
@@ -284,6 +288,10 @@ def test_an_exception_on_one_rank_is_raised_once_and_soon(
         assert trainer.apply_all_workers(os.getpid) == pids, "all have answered, so all are kept"
         with pytest.raises(ZeroDivisionError):
             trainer.validate(info=mishap(divide_by_zero, rank=0, where="validate_batch"))
+        with pytest.raises(RuntimeError, match="database: connection refused") as refused:
+            trainer.validate(info=mishap(lose_the_database, rank=1, where="validate_batch"))
+        assert isinstance(refused.value, WorkerError), "only PyTorch's own words tell of a lost connection"
+        assert trainer._num_failures == 0
         assert trainer.apply_all_workers(os.getpid) == pids
         assert trainer.validate()["num_samples"] == 13
         assert trainer.train()["epoch"] == 3

@@ -661,6 +661,20 @@ def test_the_last_survivor_goes_on_alone_with_all_samples_that_are_left(process_
     assert runner.epoch == 1
 
 
+def test_the_batches_of_a_window_that_broke_off_are_counted_once(process_group: None) -> None:
+    class InPairs(BreaksOff):
+        def accumulate_grad_batches(self, epoch_idx: int) -> int:
+            return 2
+
+    runner = broken_off(survivor(InPairs), in_step=3)
+    assert runner.standing().progress == 2
+    runner.regroup(ALONE, Handover())
+    assert runner.operator.global_step == 2
+    answer = resume(runner)
+    assert answer.num_steps == values(answer)["batch_count"] == runner.operator.global_step == 2 + 6
+    assert values(answer)["num_samples"] == 4 + 12
+
+
 def test_a_call_that_broke_off_before_its_first_step_is_begun(process_group: None) -> None:
     runner = survivor()
     runner.regroup(ALONE, Handover())

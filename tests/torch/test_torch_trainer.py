@@ -14,6 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import ray
 import torch
@@ -237,6 +238,7 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
         )
     ],
     ({"scheduler_step_freq": 1}, ValueError, "`scheduler_step_freq=1`"),
+    ({"scheduler_step_freq": ["batch"]}, ValueError, "`scheduler_step_freq="),
     ({"config": {BATCH_SIZE: 1}, "num_workers": 2}, ValueError, "`num_workers=2`"),
     ({"config": {BATCH_SIZE: "8"}}, ValueError, "8"),
     ({"config": 3}, TypeError, "`config=3`"),
@@ -488,6 +490,32 @@ def test_a_negative_number_of_retries_is_refused(kind: type[Exception], make_loc
     with pytest.raises(kind, match="`max_retries=-1`"):
         trainer.train(max_retries=-1)
     assert trainer.train()["epoch"] == 1
+
+
+def test_whole_numbers_may_be_numpys(make_local: MakeTrainer) -> None:
+    trainer = make_local(num_workers=numpy.int64(1), accumulate_grad_batches=numpy.int64(1))
+    assert trainer.train(num_steps=numpy.int64(2), max_retries=numpy.int64(0))["batch_count"] == 2
+
+
+@pytest.mark.parametrize("what", ["train", "validate"])
+def test_info_is_a_dict(what: str, make_local: MakeTrainer) -> None:
+    with pytest.raises(TypeError, match="`info=3`"):
+        getattr(make_local(), what)(info=3)
+
+
+def test_a_dataset_is_something_that_can_be_divided(make_local: MakeTrainer) -> None:
+    with pytest.raises(TypeError, match=r"`train\(dataset=...\)` got `list`"):
+        make_local().train(dataset=[1])
+
+
+class CountsByClass(LinearOperator):
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[Any, Any]:
+        return {0: 0.9, 1: 0.8}
+
+
+def test_metrics_may_have_any_names(make_local: MakeTrainer) -> None:
+    found = make_local(CountsByClass).train()
+    assert (found[0], found[1]) == (0.9, 0.8)
 
 
 @pytest.mark.parametrize("num_steps", [-1, 1.5, "3", True])

@@ -102,6 +102,52 @@ def test_states_of_small_models_compare_to_a_plain_truth(make_local: MakeTrainer
     assert (first.state_dict() == second.state_dict()) is False
 
 
+def test_what_was_changed_by_hand_in_live_objects_is_in_the_next_state(make_local: MakeTrainer, tmp_path: Path) -> None:
+    trainer = stateful(make_local)
+    trainer.train()
+    operator, model = trainer.get_local_operator(), trainer.get_model()
+    trainer.save(tmp_path / "before.pt")
+    operator.optimizer.param_groups[0]["lr"] = 7.0  # type: ignore[attr-defined]
+    trainer.save(tmp_path / "after.pt")
+    assert checkpoint_file.read(tmp_path / "after.pt")["optimizers"][0]["param_groups"][0]["lr"] == 7.0
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert not any(tensor.any() for tensor in trainer.state_dict()["models"][0].values())
+
+
+class Lazy(LinearOperator):
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.LazyLinear(1)
+
+
+def test_a_state_is_loaded_into_a_model_that_has_no_shape_yet(make_local: MakeTrainer, tmp_path: Path) -> None:
+    first = make_local(Lazy)
+    first.train()
+    path = first.save(tmp_path / "lazy.pt")
+    second = make_local(Lazy)
+    second.load(path)
+    assert equal(second.state_dict(), first.state_dict())
+    assert second.train()["epoch"] == 2
+
+
+class Remembering(LinearOperator):
+    """Has models that keep what they computed last."""
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.utils.spectral_norm(torch.nn.Linear(NUM_FEATURES, 1))
+
+
+def test_a_model_that_keeps_what_it_computed_is_handed_out(make_local: MakeTrainer) -> None:
+    trainer = make_local(Remembering)
+    trainer.train()
+    model, live = trainer.get_model(to_cpu=True), trainer.get_model()
+    assert model is not live
+    assert equal(model.state_dict(), live.state_dict())
+    features = torch.ones(2, NUM_FEATURES)
+    assert torch.equal(model.eval()(features), live.eval()(features))
+
+
 def test_a_state_goes_from_one_trainer_to_another(make_local: MakeTrainer) -> None:
     first = stateful(make_local, extra={"best": 0.5})
     first.train()
@@ -124,6 +170,18 @@ def test_what_was_loaded_is_not_taken_for_the_state_itself(make_local: MakeTrain
     assert list(trainer.state_dict()) == ["epoch", "operator", "models", "optimizers", "schedulers"]
 
 
+def test_what_was_used_of_the_data_by_the_last_call_is_not_told_after_a_load(
+    tmp_path: Path, make_local: MakeTrainer
+) -> None:
+    trainer = make_local()
+    path = trainer.save(tmp_path / "first.pt")
+    for load in (lambda: trainer.load(path), lambda: trainer.load_state_dict(trainer.state_dict())):
+        trainer.train()
+        assert trainer.status().data is not None
+        load()
+        assert trainer.status().data is None
+
+
 def test_a_loaded_state_is_not_shared_with_the_trainer(make_local: MakeTrainer) -> None:
     trainer = make_local(config={"optimizer": "adam"})
     trainer.train()
@@ -138,6 +196,11 @@ def without(state: dict[str, Any], key: str) -> dict[str, Any]:
     return {name: value for name, value in state.items() if name != key}
 
 
+def as_of_sgd(adam: dict[str, Any]) -> dict[str, Any]:
+    """What is left of a state where another optimizer does not know it."""
+    return {**adam, "param_groups": [without(without(group, "betas"), "eps") for group in adam["param_groups"]]}
+
+
 BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Exception], str]] = [
     *[(f"no {key}", lambda s, key=key: without(s, key), KeyError, f"'{key}'") for key in ("epoch", "operator")],
     ("no models", lambda s: without(s, "models"), KeyError, "'models'"),
@@ -146,6 +209,13 @@ BROKEN: list[tuple[str, Callable[[dict[str, Any]], dict[str, Any]], type[Excepti
     ("two models", lambda s: {**s, "models": s["models"] * 2}, ValueError, "2 models.*registered 1"),
     ("no optimizer", lambda s: {**s, "optimizers": []}, ValueError, "0 optimizers.*registered 1"),
     ("two schedulers", lambda s: {**s, "schedulers": s["schedulers"] * 2}, ValueError, "2 schedulers.*registered 1"),
+    ("no state of a scheduler", lambda s: {**s, "schedulers": [3]}, ValueError, "of them a `int`, which is no state"),
+    (
+        "other optimizer",
+        lambda s: {**s, "optimizers": [as_of_sgd(s["optimizers"][0])]},
+        ValueError,
+        "without betas, eps",
+    ),
     ("other model", lambda s: {**s, "models": [{"weight": torch.ones(2)}]}, ValueError, "nothing was loaded"),
 ]
 
@@ -162,6 +232,12 @@ def test_a_state_that_does_not_fit_leaves_the_trainer_as_it_was(
     assert equal(trainer.state_dict(), before)
     trainer.train(num_steps=1)
     assert trainer.apply_all_operators(samples_seen)[0][-1] == [8, 9, 10, 11]
+
+
+@pytest.mark.parametrize("state", [None, [1]])
+def test_what_is_no_state_at_all_is_refused(state: Any, make_local: MakeTrainer) -> None:
+    with pytest.raises(TypeError, match=f"got `{type(state).__name__}`"):
+        make_local().load_state_dict(state)
 
 
 def test_schedulers_that_nobody_registered_are_not_ignored(make_local: MakeTrainer) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from raysgd.engine.types import World
+from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import CreatorOperator, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.options import ModelOptions
@@ -168,6 +169,20 @@ def test_an_iterable_model_is_one_model() -> None:
     registered, _ = operator.register(models=model, optimizers=an_optimizer(model))
     assert registered is model
     assert operator._original_models == [model]
+
+
+def test_models_that_a_second_registration_leaves_out_are_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    operator, first, second = make(Bare), a_model(), a_model()
+    operator.register(models=first, optimizers=an_optimizer(first))
+    operator.register(models=(first, second), optimizers=an_optimizer(first))
+    assert not caplog.records
+    operator.register(models=second, optimizers=an_optimizer(second))
+    assert "`register` was called again" in caplog.text
+
+
+def test_a_dict_of_models_is_refused_as_what_it_is() -> None:
+    with pytest.raises(InvalidRegistrationError, match="got `dict`"):
+        make(Bare).register(models={"a": a_model()}, optimizers=an_optimizer())
 
 
 def test_schedulers_need_to_know_when_to_step() -> None:

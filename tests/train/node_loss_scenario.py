@@ -1,7 +1,7 @@
 """A run that loses a node and gains another, told by a program of its own because it needs a Ray cluster of its own.
 
-It prints one line of JSON with what was seen. The driver sits on a node without CPUs; each other one has room for one
-worker.
+It prints one line of JSON with what was seen. The driver sits on a node without CPUs but with GPUs, which stay unused;
+each other one has room for one worker.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ FAST_HEALTH_CHECKS = {
     "health_check_failure_threshold": 4,
 }
 LOSS_AT, GAIN_AT, NUM_STEPS = 1, 4, 8
+NUM_GPUS = 3
 
 
 class Numbers:
@@ -89,9 +90,11 @@ class Fate(TrainingCallback):
 
 
 def main(logdir: str) -> None:
-    head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "_system_config": FAST_HEALTH_CHECKS}
+    sizes = {"num_cpus": 0, "num_gpus": NUM_GPUS, "object_store_memory": STORE_BYTES}
+    head = {**sizes, "_system_config": FAST_HEALTH_CHECKS}
     cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     try:
         fate, numbers = Fate(cluster), Numbers()
         trainer = Trainer("torch", num_workers=(1, 2), logdir=Path(logdir), resize_check_s=0)

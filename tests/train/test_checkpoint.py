@@ -164,6 +164,38 @@ class TestManager:
         with pytest.raises(KeyError, match="no such module"):
             made.add(2, dict)
 
+    def test_does_not_bother_the_next_run_with_it(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        made = manager(tmp_path / "1")
+        made.add(1, lambda: {}["no such module"])
+        made.begin_run(tmp_path / "2")
+        assert "KeyError('no such module')" in caplog.text
+        made.add(1, lambda: {"epoch": 1})
+        assert made.latest_checkpoint == {"epoch": 1}
+
+    def test_waits_for_what_comes_but_not_for_ever(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        comes = threading.Event()
+
+        def receive() -> dict[str, Any]:
+            assert comes.wait(5)
+            return {"epoch": 1}
+
+        made = manager(tmp_path)
+        made.await_arrival(5)
+        made.add(1, receive)
+        made.await_arrival(0)
+        assert "checkpoint 1 did not arrive within 0 s" in caplog.text
+        comes.set()
+        made.await_arrival(5)
+        assert caplog.text.count("did not arrive") == 1
+        made.flush()
+        made.add(2, lost)
+        made.await_arrival(5)
+        assert caplog.text.count("did not arrive") == 1
+
+    def test_refuses_what_is_no_strategy(self, tmp_path: Path) -> None:
+        with pytest.raises(TypeError, match=r"`checkpoint_strategy=\{'num_to_keep': 1\}`: need a `CheckpointStrategy`"):
+            manager(tmp_path, strategy={"num_to_keep": 1})
+
     def test_writes_nothing_without_a_folder(self) -> None:
         made = manager(None)
         made.add(1, lambda: {"epoch": 1})

@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -75,6 +76,56 @@ def test_a_training_is_driven_by_hand(executor: BackendExecutor, tmp_path: Path)
     assert executor.latest_checkpoint is not None
     assert executor.latest_checkpoint["number"] == 2
     assert executor.run(sum, [1, 2]) == [3, 3]
+    with pytest.raises(TrainBackendError, match="call its `shutdown`"):
+        executor.worker_group.shutdown()
+    assert len(executor.worker_group) == 2
+
+
+class PoliteBackend(Backend):
+    """Says goodbye, in the driver."""
+
+    goodbyes: ClassVar[list[int]] = []
+
+    def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
+        self.goodbyes.append(len(worker_group))
+
+
+class PoliteConfig(BackendConfig):
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return PoliteBackend
+
+
+def test_workers_are_ended_at_once_without_patience() -> None:
+    PoliteBackend.goodbyes.clear()
+    executor = BackendExecutor(PoliteConfig())
+    for patience_s, expected in ((0, []), (5, [1])):
+        executor.start()
+        executor.shutdown(patience_s)
+        assert PoliteBackend.goodbyes == expected
+
+
+def has_process_group() -> bool:
+    import torch.distributed as dist
+
+    return dist.is_initialized()
+
+
+def test_workers_of_pytorch_leave_their_group_at_a_word_and_are_ended_as_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    from raysgd.train.torch import TorchBackend, TorchConfig
+
+    config = TorchConfig()
+    executor = BackendExecutor(config, num_workers=2)
+    executor.start()
+    try:
+        assert executor.run(has_process_group) == [True, True]
+        TorchBackend().on_shutdown(executor.get_worker_group(), config)
+        assert executor.run(has_process_group) == [False, False]
+    finally:
+        executor.shutdown()
+    assert not caplog.records
 
 
 def test_a_death_outside_of_a_run_brings_new_workers(executor: BackendExecutor) -> None:
@@ -136,6 +187,7 @@ def _notes() -> str:
 def test_a_backend_of_the_users_own_is_told_of_everything_and_survives_a_death(tmp_path: Path) -> None:
     executor = BackendExecutor(ChattyConfig(tmp_path / "flag"), num_workers=2)
     executor.start()
+    assert executor._get_num_failures() == 1, "a worker died in `on_start`"
     try:
         executor.start_training(_notes)
         results = executor.fetch_next_result()
@@ -200,6 +252,55 @@ def test_a_group_of_workers_grows_shrinks_and_starts_again() -> None:
         group.shutdown(patience_s=0)
 
 
+def test_workers_go_into_a_placement_group_of_the_users_own_and_leave_it_alone() -> None:
+    from ray.util import placement_group, placement_group_table, remove_placement_group
+
+    mine = placement_group([{"CPU": 0.5}, {"CPU": 0.5}], name="mine")
+    try:
+        group = WorkerGroup(num_workers=2, num_cpus_per_worker=0.5, placement_group=mine)
+        try:
+            assert set(group.execute(placement_group_of)) == {mine.id.hex()}
+            with pytest.raises(ValueError, match="room for 2 workers"):
+                group.add_workers(1)
+            assert len(group) == 2
+        finally:
+            group.shutdown()
+        assert placement_group_table(mine)["state"] == "CREATED"
+    finally:
+        remove_placement_group(mine)
+
+
+@pytest.mark.parametrize(("option", "is_outside"), [("default", False), (None, True)])
+def test_workers_may_leave_the_placement_group_of_the_one_who_starts_them(option: str | None, is_outside: bool) -> None:
+    import ray
+    from ray.util import placement_group, remove_placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    around = placement_group([{"CPU": 0.5}, {"CPU": 0.5}], name="around")
+    try:
+        strategy = PlacementGroupSchedulingStrategy(around, placement_group_capture_child_tasks=True)
+        starter = ray.remote(num_cpus=0.5, scheduling_strategy=strategy)(start_one_inside)
+        assert (ray.get(starter.remote(option)) != around.id.hex()) is is_outside
+    finally:
+        remove_placement_group(around)
+
+
+def start_one_inside(option: str | None) -> str:
+    group = WorkerGroup(num_cpus_per_worker=0.5, placement_group=option)
+    try:
+        [found] = group.execute(placement_group_of)
+        return str(found)
+    finally:
+        group.shutdown()
+
+
+def placement_group_of() -> str | None:
+    import ray
+
+    group = ray.util.get_current_placement_group()
+    return group.id.hex() if group is not None else None
+
+
 def gather_death(group: WorkerGroup) -> None:
     from raysgd.train.worker_group import gather
 
@@ -234,6 +335,49 @@ def test_too_many_deaths_are_an_error() -> None:
     try:
         with pytest.raises(WorkersLostError, match="max_retries=1"):
             executor.run(die)
+    finally:
+        executor.shutdown()
+
+
+def test_deaths_in_the_hook_are_counted_like_others(tmp_path: Path) -> None:
+    def die_at_first(num_times: int) -> None:
+        import tempfile
+
+        if len(list(tmp_path.iterdir())) < num_times:
+            tempfile.mkstemp(dir=tmp_path)
+            die()
+
+    executor = BackendExecutor(BackendConfig(), max_retries=2)
+    try:
+        with pytest.raises(WorkersLostError, match=r"start-up failed(.|\n)*max_retries=2"):
+            executor.start(lambda: die_at_first(99))
+        assert len(list(tmp_path.iterdir())) == executor._get_num_failures() == 2
+        assert not executor.is_started
+        executor.start(lambda: die_at_first(3))
+        assert executor._get_num_failures() == 1, "those of the start before do not count"
+        assert executor.run(sum, [1, 2]) == [3]
+    finally:
+        executor.shutdown()
+
+
+def test_losses_are_counted_anew_for_each_piece_of_work(tmp_path: Path) -> None:
+    executor = BackendExecutor(BackendConfig(), max_retries=2)
+    executor.start()
+    try:
+        for number in range(2):
+            config = {"num_steps": 2, "deaths": [(0, 1, tmp_path / f"{number}")]}
+            executor.start_training(partial(lab.count_up, config))
+            assert len(executor.finish_training()) == 1
+            assert executor._get_num_failures() == 1
+        with pytest.raises(TrainingWorkerError, match="there are new workers"):
+            executor.run(die)
+        assert executor._get_num_failures() == 1
+        with pytest.raises(WorkersLostError, match="`max_retries=2` nothing is tried after loss number 2"):
+            executor.get_with_failure_handling(executor.worker_group.execute_async(die))
+        assert executor.run(sum, [1, 2]) == [3], "there are new workers all the same"
+        executor.shutdown()
+        executor.start()
+        assert executor._get_num_failures() == 0
     finally:
         executor.shutdown()
 

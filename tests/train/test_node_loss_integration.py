@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.node_loss_scenario import GAIN_AT, LOSS_AT, NUM_STEPS
+from tests.train.node_loss_scenario import GAIN_AT, LOSS_AT, NUM_GPUS, NUM_STEPS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 
@@ -24,7 +24,11 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=160, check=False)
     assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-3000:]
     found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
-    return found
+    return {**found, "log": told.stderr}
+
+
+def test_the_log_tells_once_of_gpus_that_nobody_uses(seen: dict[str, Any]) -> None:
+    assert seen["log"].count(f"the cluster has {NUM_GPUS} GPUs, of which none is used") == 1
 
 
 def test_every_step_is_seen_and_none_comes_before_one_that_was_saved(seen: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from raysgd.train._shards import DividedData, check_dataset
@@ -10,7 +12,7 @@ class Numbers:
         self.values = values
         self.num_splits = 0
 
-    def split(self, n: int, *, equal: bool) -> list[tuple[int, ...]]:
+    def split(self, n: int, *, equal: bool) -> list[Any]:
         assert equal
         self.num_splits += 1
         return [self.values[rank::n] for rank in range(n)]
@@ -32,6 +34,20 @@ def test_a_restart_gets_the_same_parts_and_another_number_of_workers_new_ones() 
     assert data.of(2) is first
     assert numbers.num_splits == 1
     assert data.of(1) == [[(1, 2, 3, 4)]]
+
+
+class NearNumbers(Numbers):
+    def split(self, n: int, *, equal: bool, locality_hints: Any = None) -> list[Any]:
+        return [(part, locality_hints) for part in super().split(n, equal=equal)]
+
+
+def test_each_part_is_near_its_worker_where_the_data_can_do_that() -> None:
+    data = DividedData({"near": NearNumbers(1, 2), "far": Numbers(3, 4)}, actors=lambda: ("a", "b"))
+    assert data.of(2) == [
+        {"near": ((1,), ["a", "b"]), "far": (3,)},
+        {"near": ((2,), ["a", "b"]), "far": (4,)},
+    ]
+    assert DividedData(NearNumbers(1)).of(1) == [((1,), None)]
 
 
 def test_what_cannot_be_divided_is_refused() -> None:

@@ -115,6 +115,39 @@ def test_workers_are_close_to_each_other_unless_the_environment_says_otherwise(
     assert made._executor._make_controller(None, None)._spec.packs is packs
 
 
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, (False, False)),
+        ({"SGD_RESULT_ENABLE_DETAILED_AUTOFILLED_METRICS": "1"}, (True, False)),
+        ({"SGD_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "1"}, (False, True)),
+        (
+            {"SGD_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "1", "TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES": "0"},
+            (False, False),
+        ),
+    ],
+)
+def test_settings_of_the_environment_have_their_first_names_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], expected: tuple[bool, bool]
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    executor = trainer(tmp_path)._executor
+    assert (executor._is_detailed, executor._shares_gpus) == expected
+
+
+def test_ctrl_c_waits_less_for_a_checkpoint_than_other_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = trainer(tmp_path)._executor
+    waits: list[float] = []
+    monkeypatch.setattr(executor.checkpoint_manager, "await_arrival", waits.append)
+    for error in (KeyError(), KeyboardInterrupt()):
+        try:
+            raise error
+        except BaseException:
+            executor._await_checkpoint()
+    assert waits[1] < waits[0]
+
+
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no such file"):
         Trainer.load_checkpoint_from_path(tmp_path / "none")
@@ -125,6 +158,14 @@ def test_a_flag_is_a_property_and_a_method(value: bool) -> None:
     flag = Flag(value)
     assert bool(flag) is flag() is value
     assert repr(flag) == repr(value)
+
+
+def test_a_trial_keeps_the_pace_of_its_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans: list[Any] = []
+    monkeypatch.setattr("raysgd.train._tune.make_trainable", plans.append)
+    trainer(tmp_path, heartbeat_s=50, resize_check_s=7).to_tune_trainable(lambda: None)
+    executor = plans[0].make_trainer(logdir=tmp_path)._executor
+    assert (executor._heartbeat_s, executor._resize_check_s) == (50, 7)
 
 
 def test_a_missing_tune_is_named_and_of_the_old_class_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

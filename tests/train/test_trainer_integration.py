@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from raysgd import train
 from raysgd.exceptions import InactiveWorkerGroupError, StepMismatchError, WorkerError, WorkersLostError
 from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
 from raysgd.train.backend import BackendConfig
+from raysgd.train.worker_group import WorkerHandle
 from tests.train import lab
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
@@ -37,12 +39,13 @@ class Recorder(TrainingCallback):
     """Writes down what it is told."""
 
     def __init__(self, fails_at: int | None = None) -> None:
-        self.started: list[tuple[str, dict[str, Any]]] = []
+        self.started: list[tuple[str, Any]] = []
         self.results: list[list[dict[str, Any]]] = []
         self.ended: list[bool] = []
         self._fails_at = fails_at
 
-    def start_training(self, logdir: str, config: dict[str, Any], **info: Any) -> None:
+    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
+        super().start_training(logdir)
         self.started.append((logdir, config))
 
     def handle_result(self, results: list[dict[str, Any]]) -> None:  # type: ignore[override]
@@ -147,7 +150,22 @@ def test_a_rejected_call_leaves_no_folder(shared: Trainer) -> None:
         shared.run(lab.count_up, {}, checkpoint="/no/such/file")
     with pytest.raises(TypeError, match="`dataset`"):
         shared.run(lab.count_up, {}, dataset=3)
+    with pytest.raises(TypeError, match="by name only"):
+        shared.run(lambda **kwargs: kwargs)
+    recorder = Recorder()
+    with pytest.raises(TypeError, match="`checkpoint_strategy="):
+        shared.run(lab.count_up, {}, callbacks=[recorder], checkpoint_strategy={"num_to_keep": 1})  # type: ignore[arg-type]
+    assert (recorder.started, recorder.ended) == ([], [])
     assert shared.latest_run_dir == before
+
+
+def test_a_config_arrives_as_it_is_and_once(shared: Trainer) -> None:
+    recorder = Recorder()
+    config = Namespace(number=3)
+    assert shared.run(lambda config: config.number, config, callbacks=[recorder]) == [3, 3]
+    assert recorder.started[0][1] is config
+    assert shared.run(lambda *args: args) == [({},), ({},)]
+    assert shared.run(lambda *args: (lambda config: config)(*args), [1]) == [[1], [1]]
 
 
 def test_an_exception_of_all_ranks_is_raised_as_what_it_is_and_keeps_the_workers(shared: Trainer) -> None:
@@ -166,6 +184,21 @@ def test_an_exception_of_all_ranks_is_raised_as_what_it_is_and_keeps_the_workers
     assert "in function" in caught.value.faults[0].location
     assert recorder.ended == [True]
     assert shared.run(os.getpid) == pids
+
+
+def test_an_exception_that_speaks_of_connections_is_no_lost_worker(shared: Trainer, tmp_path: Path) -> None:
+    def function() -> None:
+        import tempfile
+
+        tempfile.mkstemp(dir=tmp_path)
+        raise RuntimeError("database: connection refused")
+
+    with pytest.raises(RuntimeError, match="database: connection refused") as caught:
+        shared.run(function)
+    assert isinstance(caught.value, WorkerError)
+    assert [fault.rank for fault in caught.value.faults] == [0, 1]
+    assert len(list(tmp_path.iterdir())) == 2, "the function was started once on each rank"
+    assert shared._executor._get_num_failures() == 0
 
 
 @pytest.mark.parametrize("blocks", [False, True])
@@ -293,11 +326,8 @@ class Counter:
         self.value += self.step
         return self.value
 
-    def die(self) -> None:
-        import os
-        import signal
-
-        os.kill(os.getpid(), signal.SIGKILL)
+    def kill(self) -> str:
+        return "only a method"
 
     def total(self) -> float:
         import torch
@@ -306,6 +336,13 @@ class Counter:
         value = torch.tensor(float(self.value))
         dist.all_reduce(value)
         return float(value)
+
+
+def call_until_it_is_dead(handle: WorkerHandle) -> None:
+    import ray
+
+    while True:
+        ray.get(handle.up.remote())
 
 
 def test_a_class_of_the_users_own_lives_in_connected_workers_and_anew_after_a_loss(tmp_path: Path) -> None:
@@ -320,8 +357,12 @@ def test_a_class_of_the_users_own_lives_in_connected_workers_and_anew_after_a_lo
         with pytest.raises(RuntimeError, match="started already"):
             trainer.to_worker_group(Counter, 1)
         old = group[0]
-        with pytest.raises(RayActorError):
-            ray.get(group[1].die.remote())
+        assert ray.get(old.kill.remote()) == "only a method"
+        group[1].kill()
+        ray.kill(old.ray_actor)
+        for handle in group[1], old:
+            with pytest.raises(RayActorError):
+                call_until_it_is_dead(handle)
         group.restart()
         with pytest.raises(InactiveWorkerGroupError, match=r"take a new handle, `group\[0\]`"):
             old.up.remote()
@@ -424,6 +465,74 @@ class Stuck:
 
     def __reduce__(self) -> Any:
         raise LookupError("cannot be pickled")
+
+
+@pytest.mark.parametrize(
+    ("ending", "error"),
+    [("exception", KeyError), ("mismatch", StepMismatchError), ("callback", ArithmeticError)],
+)
+def test_a_large_checkpoint_that_was_handed_over_arrives_although_the_run_fails(
+    trainer: Trainer, ending: str, error: type[Exception]
+) -> None:
+    def function() -> None:
+        import time
+
+        import numpy as np
+
+        train.save_checkpoint(number=1, weights=np.zeros(1 << 18), slow=Slow())
+        if ending == "exception" and train.world_rank() == 1:
+            raise KeyError("bad sample 7")
+        if ending == "exception":
+            time.sleep(600)
+        if ending == "callback" or train.world_rank() == 0:
+            train.report(number=1)
+
+    trainer.start()
+    with pytest.raises(error):
+        trainer.run(function, callbacks=[Recorder(fails_at=1)])
+    assert trainer.latest_checkpoint is not None
+    assert trainer.latest_checkpoint["number"] == 1
+    assert trainer.latest_checkpoint_path is not None
+
+
+def test_a_large_checkpoint_that_was_handed_over_is_gone_on_from_although_another_worker_dies(
+    trainer: Trainer, tmp_path: Path
+) -> None:
+    flag = tmp_path / "flag"
+
+    def function() -> int:
+        import os
+        import signal
+        import time
+
+        import numpy as np
+
+        checkpoint = train.load_checkpoint()
+        if not lab.claim(flag / str(train.world_rank())):
+            return checkpoint["number"] if checkpoint else 0
+        train.save_checkpoint(number=1, weights=np.zeros(1 << 18), slow=Slow())
+        train.report(number=1)
+        if train.world_rank() == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(600)
+        return -1
+
+    flag.mkdir()
+    trainer.start()
+    assert trainer.run(function) == [1, 1]
+
+
+class Slow:
+    """Takes longer to leave its worker than it takes to see that another one failed."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self
+
+    def __reduce__(self) -> Any:
+        import time
+
+        time.sleep(1.5)
+        return Slow, ()
 
 
 def test_a_report_may_bring_a_checkpoint_of_any_rank(shared: Trainer) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from raysgd import train
 from raysgd.train import Trainer
 from raysgd.train._tune import Trial, TrialPlan
 from raysgd.train.backend import BackendConfig
@@ -54,6 +55,25 @@ def test_what_a_trial_asks_for(tmp_path: Path) -> None:
     request = trainer.to_tune_trainable(lab.count_up).default_resource_request({})
     assert request.bundles == [{"CPU": 1}, {"CPU": 2, "extra": 1}, {"CPU": 2, "extra": 1}]
     assert request.strategy == "PACK"
+
+
+@RunIf(modules=["pandas", "pyarrow"])
+def test_what_a_function_saved_that_never_reports_is_given_to_tune(tmp_path: Path) -> None:
+    from ray import tune
+
+    def function() -> None:
+        train.save_checkpoint(number=1)
+        train.save_checkpoint(number=2)
+
+    trainer = Trainer(BackendConfig(), logdir=tmp_path / "unused")
+    tuner = tune.Tuner(
+        trainer.to_tune_trainable(function),
+        run_config=tune.RunConfig(storage_path=str(tmp_path / "tune"), verbose=0),
+    )
+    [result] = tuner.fit()
+    assert result.error is None
+    with result.checkpoint.as_directory() as folder:
+        assert pickle.loads((Path(folder) / "checkpoint").read_bytes())["number"] == 2
 
 
 @RunIf(modules=["pandas", "pyarrow"])

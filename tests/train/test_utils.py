@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ def test_where_a_path_is(path: str, parent: str, expected: Path) -> None:
         (lambda config: config, None, {}),
         (lambda config=5: config, None, {}),
         (lambda *args: args, None, ({},)),
+        (lambda config: config, Namespace(a=1), Namespace(a=1)),
+        (lambda config: config, [], []),
     ],
 )
 def test_the_config_is_bound_where_it_is_wanted(function: Any, config: Any, expected: Any) -> None:
@@ -40,6 +43,20 @@ def test_the_config_is_bound_where_it_is_wanted(function: Any, config: Any, expe
 def test_a_function_of_two_arguments_is_refused() -> None:
     with pytest.raises(ValueError, match="takes 2 parameters"):
         without_arguments(lambda config, extra=1: None, {})
+
+
+def test_the_config_is_passed_on_as_it_is() -> None:
+    class Config(dict[str, int]):
+        pass
+
+    config = Config(a=1)
+    assert without_arguments(lambda config: config, config)() is config
+
+
+@pytest.mark.parametrize("function", [lambda **kwargs: kwargs, lambda *, config: config])
+def test_a_function_that_takes_its_argument_by_name_only_is_refused(function: Any) -> None:
+    with pytest.raises(TypeError, match="by name only"):
+        without_arguments(function, {})
 
 
 def test_what_is_no_function_is_refused() -> None:

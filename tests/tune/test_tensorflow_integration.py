@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,23 +24,33 @@ def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 def count(config: dict[str, Any], checkpoint_dir: str | None = None) -> None:
-    """Counts on from where the checkpoint says, and keeps what rank 0 says."""
+    """Counts on from where the checkpoint says, and keeps what rank 0 says; Keras does the counting."""
+    os.environ["TF_USE_LEGACY_KERAS"] = config["legacy"]
+    import tensorflow as tf
+
+    counter = tf.keras.metrics.Sum()
     start = int(Path(checkpoint_dir, "deep", "step").read_text()) + 1 if checkpoint_dir else 0
     for step in range(start, config["num_steps"]):
         with distributed_checkpoint_dir(step=step) as folder:
             path = Path(folder, "deep", "step")
             path.parent.mkdir()
             path.write_text(str(step + 100 * train.world_rank()))
-        train.report(step=step, rank=train.world_rank(), num_workers=get_num_workers())
+        counter.update_state(1.0)
+        sums = {"counted": start + int(counter.result()), "keras": type(counter).__module__.partition(".")[0]}
+        train.report(step=step, rank=train.world_rank(), num_workers=get_num_workers(), **sums)
 
 
-def test_a_trial_reports_what_rank_0_does_and_goes_on_from_its_checkpoint(ray_cluster: None, tmp_path: Path) -> None:
-    trainable_cls = DistributedTrainableCreator(count, num_workers=2)
+@pytest.mark.parametrize(("legacy", "keras"), [("0", "keras"), ("1", "tf_keras")])
+def test_a_trial_reports_what_rank_0_does_and_goes_on_from_its_checkpoint(
+    ray_cluster: None, tmp_path: Path, legacy: str, keras: str
+) -> None:
+    trainable_cls = DistributedTrainableCreator(count, 2, 0, 1, None, timeout_s=60)
     assert trainable_cls.default_resource_request({}).bundles == [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}]
-    trial = trainable_cls({"num_steps": 3})
+    trial = trainable_cls({"num_steps": 3, "legacy": legacy})
     try:
         first = [trial.step() for _ in range(2)]
         assert [(result["step"], result["rank"], result["num_workers"]) for result in first] == [(0, 0, 2), (1, 0, 2)]
+        assert [(result["counted"], result["keras"]) for result in first] == [(1, keras), (2, keras)]
         trial.save_checkpoint(str(tmp_path))
         trial.load_checkpoint(str(tmp_path))
         assert trial.step()["step"] in (1, 2), "after the newest checkpoint, which may be ahead of the reports"
@@ -50,6 +61,15 @@ def test_a_trial_reports_what_rank_0_does_and_goes_on_from_its_checkpoint(ray_cl
 def test_a_function_that_does_not_take_a_checkpoint_is_refused() -> None:
     with pytest.raises(ValueError, match="give it these two parameters"):
         DistributedTrainableCreator(lambda config: None)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"num_workers_per_host": 1}, "`num_workers_per_host=1` cannot be kept"), ({"timeout_s": 0}, "`timeout_s=0`")],
+)
+def test_what_cannot_be_kept_is_refused_with_the_reason(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DistributedTrainableCreator(count, **options)
 
 
 def test_the_number_of_workers_is_read_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:

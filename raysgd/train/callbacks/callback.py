@@ -21,7 +21,7 @@ class TrainingCallback:
     results_preprocessor: ResultsPreprocessor | None = None
     RESERVED_KEYS: ClassVar[Set[str]] = frozenset()
 
-    def start_training(self, logdir: str, config: dict[str, Any], **info: Any) -> None:
+    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         """Called before the function is started, with the folder of the run and the config of the function."""
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:

@@ -68,6 +68,9 @@ class LogdirManager:
         return path
 
 
+TrainCallbackLogdirManager = LogdirManager  # its old name
+
+
 class SafeFallbackEncoder(json.JSONEncoder):
     """Writes arrays as lists, scalars of numpy as numbers, and everything else that JSON does not know as text."""
 
@@ -111,7 +114,7 @@ class JsonLoggerCallback(TrainingCallback):
         """The file."""
         return self.logdir / self._filename
 
-    def start_training(self, logdir: str, config: dict[str, Any] | None = None, **info: Any) -> None:
+    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         self._logdir.setup_logdir(logdir)
         self.log_path.write_text("[]")
         self._is_empty = True
@@ -148,7 +151,7 @@ class TBXLoggerCallback(TrainingCallback):
         """The folder."""
         return self._logdir.logdir_path
 
-    def start_training(self, logdir: str, config: dict[str, Any] | None = None, **info: Any) -> None:
+    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         self._writer = self._tensorboard.SummaryWriter(str(self._logdir.setup_logdir(logdir)), flush_secs=30)
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
@@ -184,6 +187,13 @@ class TBXLoggerCallback(TrainingCallback):
     def finish_training(self, error: bool = False, **info: Any) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+def _parameters(config: Any) -> dict[str, Any]:
+    """The config of a function by its names, where it has such."""
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    return dict(vars(config)) if hasattr(config, "__dict__") else {"config": config}
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -226,7 +236,7 @@ class MLflowLoggerCallback(TrainingCallback):
         worker_to_log: The rank whose reports are written.
 
     Raises:
-        ImportError: MLflow is not installed.
+        ModuleNotFoundError: MLflow is not installed.
     """
 
     def __init__(
@@ -253,14 +263,14 @@ class MLflowLoggerCallback(TrainingCallback):
         """The folder."""
         return self._logdir.logdir_path
 
-    def start_training(self, logdir: str, config: dict[str, Any] | None = None, **info: Any) -> None:
+    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         folder = self._logdir.setup_logdir(logdir)
         default = str(folder / "mlruns")
         self._mlflow.set_tracking_uri(self._tracking_uri or default)
         self._mlflow.set_registry_uri(self._registry_uri or default)
         experiment = self._find_experiment()
         self._mlflow.start_run(experiment_id=experiment, tags=self._tags)
-        self._mlflow.log_params(dict(config or {}))
+        self._mlflow.log_params(_parameters(config))
 
     def _find_experiment(self) -> str:
         identity = self._experiment_id or os.environ.get("MLFLOW_EXPERIMENT_ID")

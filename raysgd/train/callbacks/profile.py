@@ -28,7 +28,7 @@ class TorchTensorboardProfilerCallback(TrainingCallback):
         self._logdir = LogdirManager(logdir)
         self.results_preprocessor = IndexedResultsPreprocessor(workers_to_log)
 
-    def start_training(self, logdir: str, config: dict[str, Any] | None = None, **info: Any) -> None:
+    def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         self._logdir.setup_logdir(str(Path(logdir) / _FOLDER))
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:

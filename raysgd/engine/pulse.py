@@ -1,0 +1,80 @@
+"""Pure: who is asked for a sign of life, and who has given none for too long."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from raysgd.engine.types import Outcome
+
+KeyT = TypeVar("KeyT")
+
+_ROUND_S = 1.0
+_ROUNDS_PER_HEARTBEAT = 5
+_LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and heard nothing
+
+
+@dataclass(frozen=True)
+class Heard(Generic[KeyT]):
+    """What came of the questions since the last look.
+
+    Attributes:
+        answers: Who answered, what, and how many seconds after the question.
+        silent: Who has not answered for too long, and for how many seconds. They are not waited for any more.
+    """
+
+    answers: list[tuple[KeyT, Outcome, float]]
+    silent: list[tuple[KeyT, float]]
+
+
+class Pulse(Generic[KeyT]):
+    """Keeps the questions that are open.
+
+    Args:
+        heartbeat_s: Whoever does not answer for so long is silent.
+        hear: What became of a question, as of now.
+        now: Time.
+    """
+
+    def __init__(self, heartbeat_s: float, hear: Callable[[KeyT, Any], Outcome], now: Callable[[], float]) -> None:
+        self._heartbeat_s, self._hear, self._now = heartbeat_s, hear, now
+        self.round_s = min(_ROUND_S, heartbeat_s / _ROUNDS_PER_HEARTBEAT)
+        self._asked: dict[KeyT, tuple[Any, float]] = {}
+        self._left_at = now()
+
+    def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Any]) -> None:
+        """Asks all who do not owe an answer already."""
+        for key in keys:
+            if key not in self._asked:
+                self._asked[key] = submit(key), self._now()
+
+    def hear(self) -> Heard[KeyT]:
+        """Looks who has answered."""
+        now = self._now()
+        self._forgive(now - self._left_at - _LONGEST_GAP_S)
+        heard: Heard[KeyT] = Heard([], [])
+        for key, (question, asked_at) in list(self._asked.items()):
+            found = self._hear(key, question)
+            if found.answered:
+                heard.answers.append((key, found, now - asked_at))
+            elif now - asked_at > self._heartbeat_s:
+                heard.silent.append((key, now - asked_at))
+            else:
+                continue
+            del self._asked[key]
+        self.rest()
+        return heard
+
+    def rest(self) -> None:
+        """Says that until now this process was here to hear."""
+        self._left_at = self._now()
+
+    def forget(self, key: KeyT) -> None:
+        """Waits for nothing any more from `key`."""
+        self._asked.pop(key, None)
+
+    def _forgive(self, away_s: float) -> None:
+        """Does not hold time against anybody in which this process, stopped or busy elsewhere, could not hear."""
+        if away_s > 0:
+            self._asked = {key: (question, asked_at + away_s) for key, (question, asked_at) in self._asked.items()}

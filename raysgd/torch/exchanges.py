@@ -1,0 +1,72 @@
+"""Whether a step's exchanges with the other ranks came through, also where user code catches what they raise.
+
+A `train_batch` that goes on after any exception goes on after a lost connection too. Each step from there on would be
+one without an exchange and perhaps without an update, and yet count as done. So this is looked at before a step counts.
+
+What is looked at: every exchange of gradients that `DistributedDataParallel` or Horovod makes says how it ended, and
+where fewer of them were made than in other steps, or where nobody can tell, whether the connections are still there. A
+rank that was lost *after* the step's exchanges leaves the step valid, with the gradients of all ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.distributed import DistNetworkError
+
+from raysgd.backends.torch import is_connection_error, is_group_broken
+
+
+class Exchanges:
+    """The exchanges of the running step.
+
+    Args:
+        is_lost: Whether an exception means that the group is broken.
+        is_broken: Whether a connection of the group has ended.
+    """
+
+    def __init__(
+        self,
+        is_lost: Callable[[BaseException], bool] = is_connection_error,
+        is_broken: Callable[[], bool] = is_group_broken,
+    ) -> None:
+        self._is_lost = is_lost
+        self._is_broken = is_broken
+        self.forget()
+
+    def forget(self) -> None:
+        """Begins anew, in another group."""
+        self._error: BaseException | None = None
+        self._num_made = 0
+        self._num_usual = 1
+
+    def watch(self, future: Any, is_last: bool) -> Any:
+        """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
+        self._num_made += is_last
+        return future.then(self._received)  # not a callback beside it, which the backward pass would not wait for
+
+    def _received(self, future: Any) -> Any:
+        try:
+            return future.value()
+        except Exception as error:
+            self.note(error)
+            raise
+
+    def note(self, error: BaseException) -> None:
+        """Keeps the first exception that an exchange raised because the group is broken."""
+        if self._error is None and self._is_lost(error):
+            self._error = error
+
+    def check(self) -> None:
+        """Ends a step; raises if it cannot count because the group broke in it.
+
+        Raises:
+            RuntimeError: One that the backend takes for a lost connection.
+        """
+        num_made, self._num_made = self._num_made, 0
+        if self._error is not None:
+            raise self._error
+        if num_made < self._num_usual and self._is_broken():
+            raise DistNetworkError("the connection to another rank ended, and user code went on with the next batch")
+        self._num_usual = max(self._num_usual, num_made)

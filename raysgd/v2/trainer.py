@@ -1,0 +1,42 @@
+"""`Trainer` with the arguments of `run` in their first order: `dataset` came later, before `checkpoint`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from raysgd import train
+from raysgd.train import CheckpointStrategy, TrainingCallback
+from raysgd.train.trainer import SGDIterator, SGDWorkerGroup
+
+__all__ = ["SGDIterator", "SGDWorkerGroup", "Trainer"]
+
+
+class Trainer(train.Trainer):
+    """`raysgd.train.Trainer` as `ray.util.sgd.v2` had it. Its `dataset`, which that had not, goes by name."""
+
+    def run(  # type: ignore[override]
+        self,
+        train_func: Callable[..., Any],
+        config: Any = None,
+        callbacks: Sequence[TrainingCallback] | None = None,
+        checkpoint: Mapping[str, Any] | str | Path | None = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+        *,
+        dataset: Any = None,
+    ) -> list[Any]:
+        """Runs a function on all workers until it ends everywhere, see `raysgd.train.Trainer.run`."""
+        return super().run(train_func, config, callbacks, dataset, checkpoint, checkpoint_strategy)
+
+    def run_iterator(  # type: ignore[override]
+        self,
+        train_func: Callable[..., Any],
+        config: Any = None,
+        checkpoint: Mapping[str, Any] | str | Path | None = None,
+        checkpoint_strategy: CheckpointStrategy | None = None,
+        *,
+        dataset: Any = None,
+    ) -> SGDIterator:
+        """Starts a function on all workers and returns an iterator over what it reports; arguments as in `run`."""
+        return super().run_iterator(train_func, config, dataset, checkpoint, checkpoint_strategy)

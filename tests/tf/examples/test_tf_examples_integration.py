@@ -1,0 +1,45 @@
+"""The example modules for TensorFlow that user code imports from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raysgd.tf import TFTrainer
+from raysgd.tf.examples import cifar_tf_example
+from raysgd.tf.examples.tensorflow_train_example import (
+    create_config,
+    simple_dataset,
+    simple_model,
+    train_example,
+    tune_example,
+)
+
+pytestmark = pytest.mark.integration
+
+
+def test_the_line_is_found(ray_cluster: None) -> None:
+    config = create_config(100)
+    assert (config["fit_config"], config["evaluate_config"]) == ({"steps_per_epoch": 10}, {"steps": 4})
+    with TFTrainer(simple_model, simple_dataset, config=config, num_replicas=1, use_local=True, seed=1) as trainer:
+        first, second = ({**trainer.train(), **trainer.validate()} for _ in range(2))
+    for name in ("train_loss", "validation_loss", "validation_mean_squared_error"):
+        assert second[name] < first[name]
+
+
+def test_the_example_prints_its_results(ray_cluster: None, capsys: pytest.CaptureFixture[str]) -> None:
+    train_example()
+    lines = capsys.readouterr().out.splitlines()
+    assert "'validation_loss'" in lines[0]
+    assert lines[-1].startswith("half of 0.5 is about 0.2")
+
+
+def test_tune_finds_a_config(ray_cluster: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # Tune writes there
+    assert tune_example()["trainer_config"] == create_config(128)
+
+
+def test_the_network_for_images_trains(ray_cluster: None) -> None:
+    results = cifar_tf_example.main(smoke_test=True, num_replicas=1, augment_data=True)
+    assert set(results) == {"train_loss", "train_accuracy", "validation_loss", "validation_accuracy"}
