@@ -287,9 +287,10 @@ class ClassRunner(ABC):
     def _at_boundary(self, run: EpochRun) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
         self._note_boundary()
-        if self._inside.is_due(run.num_completed):
-            self._inside.keep(run.num_completed, self._capture_inside(run))
-        if run.gate.stops(run.num_completed):
+        num_completed = run.num_completed
+        if self._inside.is_due(num_completed):
+            self._inside.keep(num_completed, self._capture_inside(run))
+        if run.gate.stops(num_completed):
             raise HeldAtBoundary
 
     def progress(self) -> Progress | None:

@@ -191,9 +191,10 @@ class AverageMeterCollection:
 
     def count_held(self) -> None:
         """Count what was held back; raises what `update` raises."""
-        held, self._held = self._held, []
-        for metrics, n in held:
-            self.update(metrics, n)
+        if self._held:
+            held, self._held = self._held, []
+            for metrics, n in held:
+                self.update(metrics, n)
 
     def drop_held(self) -> None:
         """Forget what was held back: these batches do not count."""

@@ -16,6 +16,8 @@ from types import TracebackType
 
 Clock = Callable[[], float]
 
+_NOTHING = nullcontext()
+
 
 class TimerStat(AbstractContextManager[None]):
     """Durations of one repeated piece of work, over a window of the latest ones.
@@ -151,7 +153,7 @@ class TimerCollection:
     def record(self, key: str) -> AbstractContextManager[None]:
         """Time the body of a `with` block under a name; does nothing while disabled."""
         if not self._enabled:
-            return nullcontext()
+            return _NOTHING
         timer = self._timers.get(key)
         if timer is None:
             timer = self._timers[key] = TimerStat(clock=self._clock)

@@ -1,4 +1,4 @@
-"""How TensorFlow replicas are connected: by a gloo group beside them, or by TensorFlow's own strategy.
+"""How TensorFlow replicas are connected: by sockets of raysgd's own, or by TensorFlow's own strategy.
 
 Both set `TF_CONFIG` in each worker of a group of several, as TensorFlow documents it, so that code which reads its rank
 from there finds it.
@@ -8,18 +8,20 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.backends._meeting import Meeting, MeetingFailed
-from raysgd.backends._origins import is_of
+from raysgd.backends._mesh import Door, Mesh, MeshBroken
+from raysgd.backends._origins import is_of, with_causes
 from raysgd.backends.base import Backend
-from raysgd.backends.torch import TorchBackend
 from raysgd.engine.types import Rendezvous, World
 
 _TF_CONFIG = "TF_CONFIG"
+_TOKEN_BYTES = 16
 
 # What TensorFlow's collectives say when a peer is gone. Matched in lower case, in the text of one of its own errors.
 _BROKEN = (
@@ -39,49 +41,11 @@ _FROM_PYTHON = "traceback (most recent call last)"  # such an error is what Tens
 
 
 @dataclass
-class TensorFlowBackend(TorchBackend):
-    """Replicas that each have a TensorFlow of their own, and exchange numbers through one gloo group.
-
-    The group is PyTorch's. A trainer that never has more than one worker needs none, and loads no PyTorch.
+class _MeetingBackend(Backend):
+    """Ranks that load TensorFlow and meet to learn one another's addresses.
 
     Attributes:
-        connects: Whether there may ever be several workers.
-        variables: Environment variables to set in remote workers before TensorFlow is imported.
-    """
-
-    connects: bool = True
-    variables: Mapping[str, str] = field(default_factory=dict)
-    _num_threads: int | None = field(default=None, repr=False, compare=False)
-
-    def limit_threads(self, num_threads: int) -> None:
-        super().limit_threads(num_threads)
-        self._num_threads = num_threads
-
-    def load(self) -> None:
-        load_tensorflow(self.variables, self._num_threads)
-        if self.connects:
-            super().load()
-
-    def open_rendezvous(self) -> int:
-        return super().open_rendezvous() if self.connects else 0
-
-    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        super().join(rendezvous, world, even_alone=even_alone)
-        if world.is_distributed:
-            self._store.set(f"raysgd/address/{world.rank}", free_address(rendezvous))
-            addresses = [self._store.get(f"raysgd/address/{rank}").decode() for rank in range(world.size)]
-            self._own_variables += announce(addresses, world)
-
-    def is_connection_error(self, error: BaseException) -> bool:
-        return self.connects and super().is_connection_error(error)
-
-
-@dataclass
-class MultiWorkerBackend(Backend):
-    """One `MultiWorkerMirroredStrategy` over all workers. A process can join one group in its life.
-
-    Attributes:
-        timeout_s: How long to wait for the other ranks to come.
+        timeout_s: How long to wait for the other ranks.
         variables: Environment variables to set in remote workers before TensorFlow is imported.
     """
 
@@ -102,31 +66,90 @@ class MultiWorkerBackend(Backend):
         self._meeting = Meeting(self.timeout_s)
         return self._meeting.open()
 
-    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Meets the others to learn their addresses, and makes the strategy; returns when all ranks did."""
-        global _STRATEGY
-        if not world.is_distributed:
-            return
-        meeting = self._meeting = self._meeting or Meeting(self.timeout_s)
-        own = free_address(rendezvous)
-        addresses = meeting.exchange(rendezvous.address, rendezvous.port, world.rank, world.size, own)
-        self._own_variables += announce(addresses, world)
-        import tensorflow as tf
-
-        _STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
-
     def interrupt(self) -> None:
         if self._meeting is not None:
             self._meeting.interrupt()
 
     def leave(self) -> None:
-        """Takes the variables back. TensorFlow keeps its servers until the process ends."""
-        global _STRATEGY
         if self._meeting is not None:
             self._meeting.close()
-        _STRATEGY, self._meeting = None, None
+        self._meeting = None
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
+
+    def _meet(self, rendezvous: Rendezvous, world: World, word: Mapping[str, Any]) -> list[dict[str, Any]]:
+        """What every rank says, by rank. Sets `TF_CONFIG`."""
+        self._meeting = self._meeting or Meeting(self.timeout_s)
+        own = json.dumps({"address": free_address(rendezvous), **word})
+        said = self._meeting.exchange(rendezvous.address, rendezvous.port, world.rank, world.size, own)
+        words: list[dict[str, Any]] = [json.loads(each) for each in said]
+        self._own_variables += announce([each["address"] for each in words], world)
+        return words
+
+
+@dataclass
+class TensorFlowBackend(_MeetingBackend):
+    """Replicas that each have a TensorFlow of their own, and exchange numbers over connections of raysgd's own."""
+
+    _door: Door | None = field(default=None, repr=False, compare=False)
+    _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        """Connects to all other ranks. A group of one rank needs no connections."""
+        global _LANES
+        if not world.is_distributed:
+            return
+        host = host_of(rendezvous)
+        self._door = Door(host if rendezvous.on_one_node else "", self.timeout_s)
+        words = self._meet(
+            rendezvous, world, {"host": host, "port": self._door.port, "token": secrets.token_hex(_TOKEN_BYTES)}
+        )
+        addresses = [(word["host"], word["port"]) for word in words]
+        token = bytes.fromhex(words[0]["token"])
+        self._lanes = _LANES = self._door.connect(world.rank, addresses, token, NUM_LANES)
+        self._door.close()
+
+    def interrupt(self) -> None:
+        super().interrupt()
+        if self._door is not None:
+            self._door.interrupt()
+        for lane in self._lanes:
+            lane.interrupt()
+
+    def leave(self) -> None:
+        global _LANES
+        if self._door is not None:
+            self._door.close()
+        for lane in self._lanes:
+            lane.close()
+        if self._lanes is _LANES:
+            _LANES = []
+        self._door, self._lanes = None, []
+        super().leave()
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        return any(isinstance(link, MeshBroken | MeetingFailed) for link in with_causes(error))
+
+
+@dataclass
+class MultiWorkerBackend(_MeetingBackend):
+    """One `MultiWorkerMirroredStrategy` over all workers. A process can join one group in its life."""
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        """Meets the others to learn their addresses, and makes the strategy; returns when all ranks did."""
+        global _STRATEGY
+        if not world.is_distributed:
+            return
+        self._meet(rendezvous, world, {})
+        import tensorflow as tf
+
+        _STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
+
+    def leave(self) -> None:
+        """Takes the variables back. TensorFlow keeps its servers until the process ends."""
+        global _STRATEGY
+        _STRATEGY = None
+        super().leave()
 
     def is_connection_error(self, error: BaseException) -> bool:
         import tensorflow as tf
@@ -142,7 +165,16 @@ class MultiWorkerBackend(Backend):
         )
 
 
+NUM_LANES = 2
+"""The first is for gradients, the second for votes that are asked for while gradients are on their way."""
+
+_LANES: list[Mesh] = []
 _STRATEGY: Any = None
+
+
+def mesh(lane: int = 0) -> Mesh:
+    """The connections of the group that this process joined as one of several ranks."""
+    return _LANES[lane]
 
 
 def strategy() -> Any:
@@ -171,9 +203,13 @@ def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> No
 
 
 def free_address(rendezvous: Rendezvous) -> str:
-    """Where this rank could listen; on a single node that is the loopback address."""
-    host = rendezvous.address if rendezvous.on_one_node else _own_address()
-    return f"{host}:{_free_port()}"
+    """Where this rank could listen."""
+    return f"{host_of(rendezvous)}:{_free_port()}"
+
+
+def host_of(rendezvous: Rendezvous) -> str:
+    """Under which address the other ranks find this one; on a single node that is the loopback address."""
+    return rendezvous.address if rendezvous.on_one_node else _own_address()
 
 
 def announce(addresses: list[str], world: World) -> list[str]:

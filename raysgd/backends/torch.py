@@ -61,6 +61,7 @@ class TorchBackend(Backend):
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def load(self) -> None:
+        import torch._dynamo  # the first optimizer would import it, and takes as long again as PyTorch itself
         import torch.distributed  # noqa: F401
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:

@@ -131,11 +131,9 @@ def check_seed(seed: Any) -> int:
     return seed
 
 
-def check_installed(backend: str, num_workers: int) -> None:
+def check_installed() -> None:
     """Refuses to start without the packages that the workers will need."""
     require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
-    if num_workers > 1 and backend == "gloo":
-        require_installed("torch", extra="tf", purpose='`TFTrainer` with several workers (`backend="gloo"`)')
 
 
 def check_batch_size(config: Mapping[str, Any], num_workers: int, trains_with_fit: bool) -> None:

@@ -188,7 +188,7 @@ class CreatorOperator(TrainingOperator):
         pieces = datasets.own_part_of(dataset, world.size)
         if not world.is_distributed:
             return pieces
-        self._agreement = self._agreement or Agreement()
+        self._agreement = self._agreement or Agreement(world)
         return lockstep_dataset(pieces, self._agreement)
 
     def practise(self) -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
+from raysgd.backends import tensorflow as backends
 from raysgd.engine.types import World
 from raysgd.tf import datasets
 from raysgd.tf.datasets import Sharding
@@ -198,28 +197,40 @@ def lockstep_dataset(dataset: Any, agreement: Agreement) -> Any:
 class Agreement:
     """Tells every rank, ahead of a step, whether any rank has a batch. All ranks must make theirs at the same time."""
 
-    def __init__(self) -> None:
-        import torch.distributed as dist
-
-        # A group of its own: on the default one these calls could overtake those that exchange gradients.
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, world: World) -> None:
+        # A lane of its own: these calls go on beside those that exchange gradients.
+        self._mesh = backends.mesh(lane=1)
+        self._others = [rank for rank in range(world.size) if rank != world.rank]
+        self._num_asked = self._num_heard = 0
 
     def ask(self, has_batch: bool) -> _Vote:
         """Says whether this rank has one; the answer is there when all ranks have said so."""
-        import torch
-        import torch.distributed as dist
+        own = memoryview(bytes([has_batch]))
+        self._mesh.swap(dict.fromkeys(self._others, own), {})
+        self._num_asked += 1
+        return _Vote(self, self._num_asked, has_batch)
 
-        number = torch.from_numpy(np.array([int(has_batch)]))
-        return _Vote(dist.all_reduce(number, group=self._group, async_op=True), number)
+    def hear(self, number: int) -> bool:
+        """Whether another rank had a batch when it was asked for the `number`th time, from 1.
+
+        A vote that was asked for may never have been heard, where a `fit` ended before its data.
+        """
+        while True:
+            heard = {rank: bytearray(1) for rank in self._others}
+            self._mesh.swap({}, {rank: memoryview(word) for rank, word in heard.items()})
+            self._num_heard += 1
+            if self._num_heard == number:
+                return any(word[0] for word in heard.values())
 
 
+@dataclass(frozen=True)
 class _Vote:
-    def __init__(self, work: Any, number: Any) -> None:
-        self._work, self._number = work, number
+    agreement: Agreement
+    number: int
+    own: bool
 
     def result(self) -> bool:
-        self._work.wait()
-        return int(self._number[0]) > 0
+        return self.agreement.hear(self.number) or self.own
 
 
 class BatchStream:

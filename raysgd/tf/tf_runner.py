@@ -436,7 +436,7 @@ class TFRunner(ClassRunner):
             passes = self._passes_of(name, dataset)
             return DividedSource(passes, self.operator._sharding, self._world, pads=training, num_joint=num_joint)
         if training and self._world.is_distributed:
-            self._agreement = self._agreement or Agreement()
+            self._agreement = self._agreement or Agreement(self._world)
             return OwnSource(dataset, self._agreement)
         return OwnSource(dataset, None)
 

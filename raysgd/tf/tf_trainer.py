@@ -74,7 +74,7 @@ class TFTrainer(ClassTrainer):
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
-        ImportError: TensorFlow is not installed, or with several workers and "gloo" PyTorch is not.
+        ImportError: TensorFlow is not installed.
         ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
         WorkerError: The user's set-up failed; also of the class that it raised.
 
@@ -129,7 +129,7 @@ class TFTrainer(ClassTrainer):
         )
         arguments.check_spares(spare_workers, self.max_replicas, recovery, backend)
         arguments.check_snapshots_inside(snapshot_every_n_steps, backend)
-        arguments.check_installed(backend, self.max_replicas)
+        arguments.check_installed()
         self.config_of_user = dict(config or {})
         arguments.check_batch_size(self.config_of_user, self.max_replicas, self._trains_with_fit)
         self.model_creator = model_creator
@@ -186,7 +186,7 @@ class TFTrainer(ClassTrainer):
         variables = _variables_for_workers(self.use_gpu)
         if self.backend == "mwms" and self.max_replicas > 1:
             return MultiWorkerBackend(self.timeout_s, variables)
-        return TensorFlowBackend("gloo", self.timeout_s, connects=self.max_replicas > 1, variables=variables)
+        return TensorFlowBackend(self.timeout_s, variables)
 
     # ------------------------------------------------------------------------------------------------ epochs
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+_NOTHING = nullcontext()
 _STATE_KEYS_OF_OLD = "amp"  # the name under which old checkpoints keep the state of Apex
 
 
@@ -44,7 +45,7 @@ class Precision:
 
     def forward(self) -> AbstractContextManager[Any]:
         """The context for forward passes and losses."""
-        return nullcontext()
+        return _NOTHING
 
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
         """Computes the gradients."""

@@ -66,11 +66,12 @@ class DividedSource:
         if self._generator is not None:
             self._generator.manual_seed(_mixed(self.seed, pass_index, consumed, rank))
             self._sharded.loader.generator = self._generator
-        for step, batch in enumerate(self._sharded.loader):
-            share = plan.share(step, rank)
-            yield batch, share.weight, share.num_samples, plan.joint_samples(step)
+        shares = plan.shares(rank)
+        for batch in self._sharded.loader:
+            share = next(shares)
+            yield batch, share.weight, share.num_samples, share.num_joint
         if plan.num_batches(rank) < plan.num_steps:
-            yield _NO_BATCH, 0.0, 0, plan.joint_samples(plan.num_steps - 1)
+            yield _NO_BATCH, 0.0, 0, next(shares).num_joint
 
     def num_steps(self) -> int | None:
         plan = self._sharded.sampler.plan

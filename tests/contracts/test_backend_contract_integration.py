@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import threading
@@ -10,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
@@ -50,10 +52,19 @@ def horovod_sum(number: float) -> float:
     return hvd.allreduce(torch.tensor([number]), name="sum", op=hvd.Sum).item()
 
 
+def mesh_sum(number: float) -> float:
+    from raysgd.tf.exchange import Group
+
+    place = json.loads(os.environ.get("TF_CONFIG", '{"cluster": {"worker": [""]}, "task": {"index": 0}}'))
+    numbers = np.array([number])
+    Group(World(place["task"]["index"], len(place["cluster"]["worker"]))).add_up(numbers)
+    return float(numbers[0])
+
+
 CASES = {
     "gloo": Case(TorchBackend("gloo", timeout_s=20), torch_sum),
     "horovod": Case(HorovodBackend(timeout_s=20), horovod_sum),
-    "tensorflow": Case(TensorFlowBackend("gloo", timeout_s=20), torch_sum),
+    "tensorflow": Case(TensorFlowBackend(timeout_s=20), mesh_sum),
 }
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.tf import TFTrainer, TrainingOperator, arguments
+from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
 
@@ -74,19 +74,15 @@ def test_bad_arguments_are_refused_before_anything_starts(
         TFTrainer(**options)
 
 
-@pytest.mark.parametrize("package", ["tensorflow", "torch"])
-def test_a_missing_package_is_named_with_what_installs_it(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tensorflow_is_named_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
 
     def without(name: str, *rest: Any) -> Any:
-        return None if name == package else find(name, *rest)
+        return None if name == "tensorflow" else find(name, *rest)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    with pytest.raises(ImportError, match=rf"needs `{package}`.*pip install \"raysgd\[tf\]\""):
+    with pytest.raises(ImportError, match=r"needs `tensorflow`.*pip install \"raysgd\[tf\]\""):
         TFTrainer(**CREATORS, num_workers=2)
-    if package == "torch":
-        arguments.check_installed("mwms", 2)
-        arguments.check_installed("gloo", 1)
 
 
 def test_the_driver_loads_no_framework() -> None:

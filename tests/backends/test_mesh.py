@@ -1,0 +1,170 @@
+"""Ranks that swap bytes, as threads."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from raysgd.backends._mesh import Door, Mesh, MeshBroken
+
+HERE = "127.0.0.1"
+TOKEN = b"sixteen letters."
+LARGE = 8 * 2**20  # more than any buffer of a socket holds
+
+
+def connected(size: int, timeout_s: float = 20, num_lanes: int = 1) -> list[list[Mesh]]:
+    """The meshes of each rank."""
+    doors = [Door(HERE, timeout_s) for _ in range(size)]
+    addresses = [(HERE, door.port) for door in doors]
+    with ThreadPoolExecutor(size) as pool:
+        found = list(pool.map(lambda rank: doors[rank].connect(rank, addresses, TOKEN, num_lanes), range(size)))
+    for door in doors:
+        door.close()
+    return found
+
+
+@pytest.fixture
+def ranks(request: pytest.FixtureRequest) -> Iterator[list[Mesh]]:
+    """Three ranks, or as many as asked for."""
+    meshes = [lane for [lane] in connected(getattr(request, "param", 3))]
+    yield meshes
+    for mesh in meshes:
+        mesh.close()
+
+
+def on_all(meshes: list[Mesh], function: Callable[[int, Mesh], Any]) -> list[Future[Any]]:
+    """What `function` returns or raises on each rank, all at the same time."""
+    with ThreadPoolExecutor(len(meshes)) as pool:
+        return [pool.submit(function, rank, mesh) for rank, mesh in enumerate(meshes)]
+
+
+def everything_to_everybody(rank: int, mesh: Mesh, length: int, size: int) -> dict[int, bytes]:
+    """What each other rank sent, which is its number, `length` times."""
+    others = [other for other in range(size) if other != rank]
+    rooms = {other: bytearray(length) for other in others}
+    mesh.swap(
+        dict.fromkeys(others, memoryview(bytes([rank]) * length)),
+        {other: memoryview(room) for other, room in rooms.items()},
+    )
+    return {other: bytes(room) for other, room in rooms.items()}
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5], indirect=True)
+@pytest.mark.parametrize("length", [0, 1, 1000, LARGE])
+def test_everybody_gets_what_the_others_send(ranks: list[Mesh], length: int) -> None:
+    size = len(ranks)
+    for _ in range(2):
+        answers = on_all(ranks, lambda rank, mesh: everything_to_everybody(rank, mesh, length, size))
+        for rank, answer in enumerate(answers):
+            assert answer.result() == {other: bytes([other]) * length for other in range(size) if other != rank}
+
+
+def test_a_rank_may_send_without_receiving_and_the_other_way_round(ranks: list[Mesh]) -> None:
+    content = secrets.token_bytes(LARGE)
+    room = bytearray(LARGE)
+
+    def one_way(rank: int, mesh: Mesh) -> None:
+        if rank == 2:
+            mesh.swap({0: memoryview(content)}, {})
+        elif rank == 0:
+            mesh.swap({}, {2: memoryview(room)})
+
+    for answer in on_all(ranks, one_way):
+        answer.result()
+    assert room == content
+
+
+def test_lanes_do_not_disturb_each_other() -> None:
+    (one, other), (one_there, other_there) = connected(2, num_lanes=2)
+    one.swap({1: memoryview(b"first")}, {})
+    other.swap({1: memoryview(b"second")}, {})
+    heard = bytearray(6)
+    other_there.swap({}, {0: memoryview(heard)})
+    assert heard == b"second"
+    one_there.swap({}, {0: memoryview(heard)[:5]})
+    assert heard[:5] == b"first"
+    for mesh in (one, other, one_there, other_there):
+        mesh.close()
+
+
+def test_ranks_at_different_exchanges_are_told_so_and_nobody_hangs(ranks: list[Mesh]) -> None:
+    lengths = [10, 10, 20]
+    answers = on_all(ranks, lambda rank, mesh: everything_to_everybody(rank, mesh, lengths[rank], 3))
+    errors = [answer.exception() for answer in answers]
+    assert all(isinstance(error, ValueError | MeshBroken) for error in errors)
+    told = [str(error) for error in errors if isinstance(error, ValueError)]
+    assert told
+    assert all("not at the same exchange" in text for text in told)
+
+
+def test_who_waits_for_a_rank_that_went_away_is_told_and_goes_on_being_told(ranks: list[Mesh]) -> None:
+    ranks[2].close()
+    for _ in range(3):
+        answers = on_all(ranks[:2], lambda rank, mesh: everything_to_everybody(rank, mesh, LARGE, 3))
+        assert [type(answer.exception()) for answer in answers] == [MeshBroken, MeshBroken]
+
+
+def test_a_rank_that_does_not_come_is_waited_for_and_named() -> None:
+    [[alone], [silent]] = connected(2, timeout_s=0.2)
+    with pytest.raises(MeshBroken, match=r"waited 0\.2 s in vain for rank 1"):
+        everything_to_everybody(0, alone, 10, 2)
+    for mesh in (alone, silent):
+        mesh.close()
+
+
+def test_a_swap_can_be_ended_from_another_thread(ranks: list[Mesh]) -> None:
+    threading.Timer(0.2, ranks[0].interrupt).start()
+    began = time.monotonic()
+    answers = on_all(ranks[:2], lambda rank, mesh: everything_to_everybody(rank, mesh, 10, 3))
+    assert [type(answer.exception()) for answer in answers] == [MeshBroken, MeshBroken]
+    assert time.monotonic() - began < 10
+
+
+def test_waiting_for_others_to_connect_can_be_ended_from_another_thread() -> None:
+    door = Door(HERE, timeout_s=60)
+    threading.Timer(0.2, door.interrupt).start()
+    with pytest.raises(MeshBroken, match="before it had connected"):
+        door.connect(0, [(HERE, door.port), (HERE, 1)], TOKEN, 1)
+    door.close()
+
+
+def test_others_that_nobody_hears_of_are_waited_for_no_longer_than_that() -> None:
+    door = Door(HERE, timeout_s=0.2)
+    with pytest.raises(MeshBroken, match="took too long"):
+        door.connect(0, [(HERE, door.port), (HERE, 1)], TOKEN, 1)
+    door.close()
+
+
+def test_a_rank_that_is_gone_already_is_said_to_be() -> None:
+    gone, door = Door(HERE, 5), Door(HERE, 5)
+    address = (HERE, gone.port)
+    gone.close()
+    with pytest.raises(MeshBroken, match="rank 1 could not connect"):
+        door.connect(1, [address, (HERE, door.port)], TOKEN, 1)
+    door.close()
+
+
+def test_strangers_at_the_door_do_no_harm() -> None:
+    door, guest = Door(HERE, 20), Door(HERE, 20)
+    addresses = [(HERE, door.port), (HERE, guest.port)]
+    strangers = []
+    for greeting in (b"", b"GET / HTTP/1.0\r\n\r\n", b"x" * 24):
+        strangers.append(socket.create_connection(addresses[0]))
+        strangers[-1].sendall(greeting)
+        with suppress(OSError):
+            strangers[-1].shutdown(socket.SHUT_WR)
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(each.connect, rank, addresses, TOKEN, 1) for rank, each in enumerate((door, guest))]
+        meshes = [lane for end in ends for lane in end.result()]
+    answers = on_all(meshes, lambda rank, mesh: everything_to_everybody(rank, mesh, 3, 2))
+    assert [answer.result() for answer in answers] == [{1: b"\1\1\1"}, {0: b"\0\0\0"}]
+    for part in (*strangers, *meshes, door, guest):
+        part.close()
