@@ -6,46 +6,61 @@ that no other rank waits for it; so does `interrupt`, from any thread.
 
 from __future__ import annotations
 
+import secrets
 import select
 import socket
 import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
+
+from raysgd.engine.types import Rendezvous
 
 _POLL_S = 0.05
 _GREETING_S = 10.0
-_GREETING = struct.Struct("<16sII")  # the token of the group, the rank that speaks, the lane
+_TOKEN_BYTES = 16
+_GREETING = struct.Struct(f"<{_TOKEN_BYTES}sII")  # the token of the group, the rank that speaks, the lane
 _LENGTH = struct.Struct("<Q")
 
 _IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere it is seen once the connection is used
 
-Bytes = memoryview
+Bytes: TypeAlias = memoryview
+Invitation: TypeAlias = tuple[str, int, str]
+"""Host, port and a token; also as a list, which is what JSON makes of it."""
 
 
 class MeshBroken(ConnectionError):
     """A connection to another rank ended, could not be made, or kept this rank waiting for too long."""
 
 
+def host_of(rendezvous: Rendezvous) -> str:
+    """Under which address the other ranks find this one; on a single node that is the loopback address."""
+    if rendezvous.on_one_node:
+        return rendezvous.address
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 class Door:
     """Where a rank listens for others that are about to connect; `connect` makes the meshes, one for each lane.
 
     Args:
-        address: Where to listen; an empty text for everywhere.
+        rendezvous: Where the ranks meet: on one node nobody from outside needs to come in.
         timeout_s: How long to wait for another rank, here and in every swap.
+
+    Attributes:
+        invitation: What to tell the others, all of which need the invitations of all.
     """
 
-    def __init__(self, address: str, timeout_s: float) -> None:
+    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._listener = socket.create_server((address, 0), backlog=512)
+        host = host_of(rendezvous)
+        self._listener = socket.create_server((host if rendezvous.on_one_node else "", 0), backlog=512)
         self._listener.settimeout(_POLL_S)
         self._is_interrupted = False
-
-    @property
-    def port(self) -> int:
-        """Where it listens."""
-        return int(self._listener.getsockname()[1])
+        self.invitation: Invitation = (host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
 
     def interrupt(self) -> None:
         """From another thread: ends the wait for others."""
@@ -55,27 +70,27 @@ class Door:
         """Stops listening."""
         self._listener.close()
 
-    def connect(self, rank: int, addresses: Sequence[tuple[str, int]], token: bytes, num_lanes: int) -> list[Mesh]:
+    def connect(self, rank: int, invitations: Sequence[Invitation], num_lanes: int) -> list[Mesh]:
         """Connects to all ranks, which must all do so at this time; each lane is a mesh of its own.
 
         Args:
             rank: Who this is.
-            addresses: Where each rank listens, by rank.
-            token: 16 bytes that the ranks of this group know, and nobody else.
+            invitations: Those of all ranks, by rank.
             num_lanes: How many meshes to make.
 
         Raises:
             MeshBroken: Another rank is gone, or did not come in time.
         """
         lanes: list[dict[int, socket.socket]] = [{} for _ in range(num_lanes)]
+        token = bytes.fromhex(invitations[0][2])  # known to the ranks of this group, and to nobody else
         deadline = time.monotonic() + self._timeout_s
         with ExitStack() as undo:
             try:
-                for peer, address in enumerate(addresses[:rank]):
+                for peer, (host, port, _) in enumerate(invitations[:rank]):
                     for lane, connections in enumerate(lanes):
-                        connections[peer] = undo.enter_context(socket.create_connection(address, self._timeout_s))
+                        connections[peer] = undo.enter_context(socket.create_connection((host, port), self._timeout_s))
                         connections[peer].sendall(_GREETING.pack(token, rank, lane))
-                for _ in range((len(addresses) - 1 - rank) * num_lanes):
+                for _ in range((len(invitations) - 1 - rank) * num_lanes):
                     peer, lane, connection = self._await_guest(token, deadline)
                     lanes[lane][peer] = undo.enter_context(connection)
             except OSError as error:
@@ -178,6 +193,11 @@ class Mesh:
         if not any(self._connections[rank].fileno() in ready for rank in awaited):
             # Whoever is gone will not be there for the next swap, and those that wait for it may wait in vain.
             raise MeshBroken("another rank has ended its connection")
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the connections have ended, as far as this rank has noticed."""
+        return self._is_broken
 
     def interrupt(self) -> None:
         """From any thread: ends all connections, and with them the swaps of this rank and of those that wait for it."""

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.backends._meeting import Meeting, MeetingFailed
-from raysgd.backends._mesh import Door, Mesh, MeshBroken
+from raysgd.backends._mesh import Door, Mesh, MeshBroken, host_of
 from raysgd.backends._origins import is_of, with_causes
 from raysgd.backends.base import Backend
+from raysgd.backends.group import Group
 from raysgd.engine.types import Rendezvous, World
 
 _TF_CONFIG = "TF_CONFIG"
-_TOKEN_BYTES = 16
 
 # What TensorFlow's collectives say when a peer is gone. Matched in lower case, in the text of one of its own errors.
 _BROKEN = (
@@ -99,14 +98,9 @@ class TensorFlowBackend(_MeetingBackend):
         global _LANES
         if not world.is_distributed:
             return
-        host = host_of(rendezvous)
-        self._door = Door(host if rendezvous.on_one_node else "", self.timeout_s)
-        words = self._meet(
-            rendezvous, world, {"host": host, "port": self._door.port, "token": secrets.token_hex(_TOKEN_BYTES)}
-        )
-        addresses = [(word["host"], word["port"]) for word in words]
-        token = bytes.fromhex(words[0]["token"])
-        self._lanes = _LANES = self._door.connect(world.rank, addresses, token, NUM_LANES)
+        self._door = Door(rendezvous, self.timeout_s)
+        invitations = [word["door"] for word in self._meet(rendezvous, world, {"door": self._door.invitation})]
+        self._lanes = _LANES = self._door.connect(world.rank, invitations, NUM_LANES)
         self._door.close()
 
     def interrupt(self) -> None:
@@ -172,9 +166,14 @@ _LANES: list[Mesh] = []
 _STRATEGY: Any = None
 
 
-def mesh(lane: int = 0) -> Mesh:
+def mesh(lane: int) -> Mesh:
     """The connections of the group that this process joined as one of several ranks."""
     return _LANES[lane]
+
+
+def group_of(world: World) -> Group:
+    """What a rank at this place exchanges gradients through, in the group that this process joined."""
+    return Group(world, _LANES[0] if world.is_distributed else None)
 
 
 def strategy() -> Any:
@@ -207,22 +206,11 @@ def free_address(rendezvous: Rendezvous) -> str:
     return f"{host_of(rendezvous)}:{_free_port()}"
 
 
-def host_of(rendezvous: Rendezvous) -> str:
-    """Under which address the other ranks find this one; on a single node that is the loopback address."""
-    return rendezvous.address if rendezvous.on_one_node else _own_address()
-
-
 def announce(addresses: list[str], world: World) -> list[str]:
     """Sets `TF_CONFIG` and returns the names of the variables that it set."""
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": world.rank}}
     os.environ[_TF_CONFIG] = json.dumps(config)
     return [_TF_CONFIG]
-
-
-def _own_address() -> str:
-    import ray
-
-    return str(ray.util.get_node_ip_address())
 
 
 def _free_port() -> int:

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.backends._mesh import Door, Invitation, Mesh, MeshBroken
 from raysgd.backends._origins import is_of, with_causes
 from raysgd.backends._sockets import Connection, between_ranks, open_sockets, opened_since
 from raysgd.backends.base import Backend
 from raysgd.backends.gpus import ordinal_of, visible_to_all
+from raysgd.backends.group import Group
 from raysgd.engine.types import Rendezvous, World
 
 logger = logging.getLogger(__name__)
@@ -56,6 +58,9 @@ class TorchBackend(Backend):
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
     _connections: list[Connection] = field(default_factory=list, repr=False, compare=False)
+    _door: Door | None = field(default=None, repr=False, compare=False)
+    _mesh: Mesh | None = field(default=None, repr=False, compare=False)
+    _group: Group | None = field(default=None, repr=False, compare=False)
     _is_cut: bool = field(default=False, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
@@ -105,7 +110,11 @@ class TorchBackend(Backend):
             self.transport, store=store, rank=world.rank, world_size=world.size, timeout=self._timeout
         )
         if self.transport == "gloo" and world.is_distributed:
-            self._connections = self._find_connections(sockets_before, world)
+            self._door = Door(rendezvous, self.timeout_s)
+            self._connections, invitations = self._exchange_ends(sockets_before, world, self._door.invitation)
+            [self._mesh] = self._door.connect(world.rank, invitations, num_lanes=1)
+            self._door.close()
+            self._group = Group(world, self._mesh)
         self._is_cut = False
         global _joined
         _joined = self
@@ -124,13 +133,19 @@ class TorchBackend(Backend):
             self._see_gpus_of_node(world)
         return self._store
 
-    def _find_connections(self, sockets_before: dict[int, str], world: World) -> list[Connection]:
-        """The connections to other ranks: those that were opened meanwhile, and that another rank has the end of."""
+    def _exchange_ends(
+        self, sockets_before: dict[int, str], world: World, invitation: Invitation
+    ) -> tuple[list[Connection], list[Invitation]]:
+        """Gloo's connections to other ranks, and all ranks' invitations.
+
+        The former are those that were opened meanwhile, and that another rank has the other end of.
+        """
         own = opened_since(sockets_before)
-        self._store.set(_sockets_of(world.rank), json.dumps([connection.ends for connection in own]))
-        keys = [_sockets_of(rank) for rank in range(world.size) if rank != world.rank]
-        others = [tuple(ends) for found in self._store.multi_get(keys) for ends in json.loads(found)]
-        return between_ranks(own, others)
+        word = {"ends": [connection.ends for connection in own], "invitation": invitation}
+        self._store.set(_ends_of(world.rank), json.dumps(word))
+        words = [json.loads(found) for found in self._store.multi_get([_ends_of(rank) for rank in range(world.size)])]
+        others = [tuple(ends) for rank, said in enumerate(words) if rank != world.rank for ends in said["ends"]]
+        return between_ranks(own, others), [said["invitation"] for said in words]
 
     def _see_gpus_of_node(self, world: World) -> None:
         """Lets this process see the GPUs of all workers on its node, and computes on its own.
@@ -166,6 +181,8 @@ class TorchBackend(Backend):
 
     def interrupt(self) -> None:
         self._is_interrupted = True
+        if self._door is not None:
+            self._door.interrupt()
         self._cut()
 
     def _cut(self) -> None:
@@ -173,13 +190,16 @@ class TorchBackend(Backend):
         self._is_cut = True
         for connection in connections:
             connection.shut()
+        if self._mesh is not None:
+            self._mesh.interrupt()
         if self.transport == "nccl" and self._has_joined:
             _abort_process_group()
 
     @property
     def is_broken(self) -> bool:
         """Whether a connection to another rank has ended; only those of gloo are known."""
-        return self._is_cut or not all(connection.is_open for connection in self._connections)
+        is_mesh_broken = self._mesh is not None and self._mesh.is_broken
+        return self._is_cut or is_mesh_broken or not all(connection.is_open for connection in self._connections)
 
     def leave(self) -> None:
         global _joined
@@ -188,6 +208,10 @@ class TorchBackend(Backend):
         self._cut()
         if self._has_joined:  # another group in this process is not ours to end
             end_process_group()
+        for part in (self._door, self._mesh):
+            if part is not None:
+                part.close()
+        self._door = self._mesh = self._group = None
         self._store, self._has_joined, self._gpus_of_driver = None, False, ()
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
@@ -215,6 +239,11 @@ class TorchBackend(Backend):
 _joined: TorchBackend | None = None  # the one whose group is the default group, of which a process has one
 
 
+def small_exchanges() -> Group | None:
+    """What sums of small arrays go through in the group of this process: quicker than gloo. None: there is no such."""
+    return None if _joined is None else _joined._group
+
+
 def is_group_broken() -> bool:
     """Whether the default group of this process, formed by `TorchBackend`, has lost a connection that is known."""
     return _joined is not None and _joined.is_broken
@@ -225,7 +254,7 @@ def is_connection_error(error: BaseException) -> bool:
     import torch.distributed as dist
 
     for link in with_causes(error):  # user code may have put its own words before PyTorch's
-        if isinstance(link, dist.DistError):
+        if isinstance(link, dist.DistError | MeshBroken):
             return True
         text = str(link).lower()
         if not (isinstance(link, RuntimeError) and any(phrase in text for phrase in _BROKEN)):
@@ -243,8 +272,8 @@ def _arrival(rank: int) -> str:
     return f"raysgd/arrived/{rank}"
 
 
-def _sockets_of(rank: int) -> str:
-    return f"raysgd/sockets/{rank}"
+def _ends_of(rank: int) -> str:
+    return f"raysgd/ends/{rank}"
 
 
 def _store(*args: Any, **options: Any) -> Any:

@@ -19,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from raysgd.backends.group import Array
+from raysgd.backends.tensorflow import group_of
 from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf import registry
 from raysgd.tf.datasets import num_samples
-from raysgd.tf.exchange import Array, Group, Layout
+from raysgd.tf.exchange import Layout
 
 _EQUAL_WEIGHTS = 1e-6
 """The sum of the ranks' weights is 1 up to this when all have as many samples as the first step had."""
@@ -62,7 +64,7 @@ class Synchronizer:
     """
 
     def __init__(self, world: World, watches: bool = False) -> None:
-        self.group = Group(world)
+        self.group = group_of(world)
         self.step = Step()
         self.before_exchange: Callable[[], None] | None = None
         self.num_exchanges = 0
@@ -76,7 +78,7 @@ class Synchronizer:
 
     def rejoin(self, world: World) -> None:
         """Goes on with another group, which all its ranks have joined already; what is watched stays watched."""
-        self.group = Group(world)
+        self.group = group_of(world)
         for averager in self._averagers:
             averager.forget_full_step()
 

@@ -43,8 +43,12 @@ class Exchanges:
 
     def watch(self, future: Any, is_last: bool) -> Any:
         """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
-        self._num_made += is_last
+        self.count(is_last)
         return future.then(self._received)  # not a callback beside it, which the backward pass would not wait for
+
+    def count(self, is_last: bool) -> None:
+        """Counts an exchange; for one that raises by itself, what it raises is to be given to `note`."""
+        self._num_made += is_last
 
     def _received(self, future: Any) -> Any:
         try:

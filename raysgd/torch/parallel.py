@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from raysgd.backends.group import Group
+from raysgd.backends.torch import small_exchanges
 from raysgd.torch.blocks import without_checkpointing
 from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.loading import load_model, load_optimizer
@@ -27,6 +29,9 @@ from raysgd.torch.step import Step, accept, never_defer
 # Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
 
+
+_MAX_BYTES_AT_ONCE = 2**20  # what `DistributedDataParallel` puts into its first bucket
+_DTYPES = (torch.float32, torch.float64)
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
 
@@ -173,7 +178,7 @@ class DDP(NoParallel):
     def __init__(self) -> None:
         super().__init__()
         self._wrapped: list[tuple[DistributedDataParallel, dict[str, Any]]] = []
-        self._hooked: set[int] = set()
+        self._hooked: dict[int, bool] = {}  # models with a hook of ours, by identity: whether they are small
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -189,7 +194,7 @@ class DDP(NoParallel):
         if hook is not None:
             wrapped.register_comm_hook(*_weighting_first(self, hook))
         elif id(wrapped) in self._hooked:
-            wrapped.register_comm_hook(self, _weight_and_average)
+            wrapped.register_comm_hook((self, self._hooked[id(wrapped)]), _average)
 
     @property
     def obstacle(self) -> str | None:
@@ -212,20 +217,19 @@ class DDP(NoParallel):
     def arm(
         self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
     ) -> None:
-        """Installs the hook that weights and watches gradients, once and only if it is needed.
+        """Installs a hook, once and only where it is of use: for weighting and watching gradients, or for speed.
 
         A model for which the user registered a hook of his own by hand keeps that one; PyTorch allows one each.
         """
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         self.step.defer = _deferrer(wrapped) if may_defer else never_defer
         super().arm(models, weight_in_hook, window)
-        if self._weights_in_hook or not weight_in_hook:
-            return
-        self._weights_in_hook = True
+        self._weights_in_hook = self._weights_in_hook or weight_in_hook
         for model in wrapped:
-            if not model._comm_hooks:
-                self._hooked.add(id(model))
-                model.register_comm_hook(self, _weight_and_average)
+            is_small = _is_small(model)  # and nothing else, such as how many ranks there are: all must do the same
+            if (is_small or self._weights_in_hook) and not model._comm_hooks:
+                self._hooked[id(model)] = is_small
+                self._register_hook(model, {})
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         for parameter in parameters:
@@ -266,12 +270,44 @@ def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], Non
     return defer
 
 
-def _weight_and_average(parallel: DDP, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+def _average(state: tuple[DDP, bool], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    parallel, is_small = state
+    if parallel._weights_in_hook:
+        _weight(parallel.step, bucket)
+    group = small_exchanges() if is_small else None
+    if group is not None:
+        return _average_at_once(parallel, group, bucket)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    _weight(parallel.step, bucket)
     future = allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
     return parallel.exchanges.watch(future, bucket.is_last())
+
+
+def _average_at_once(parallel: DDP, group: Group, bucket: Any) -> Any:
+    gradients = bucket.buffer()
+    parallel.exchanges.count(bucket.is_last())
+    try:
+        group.add_up(gradients.numpy())
+    except Exception as error:
+        parallel.exchanges.note(error)
+        raise
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradients.div_(group.size))
+    return future
+
+
+def _is_small(model: DistributedDataParallel) -> bool:
+    """Whether the gradients fit the first bucket: their exchange begins when the backward pass is over, and is short.
+
+    Gloo, whose threads exchange one bucket while the next is computed, has no use for them.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return (
+        model.process_group is dist.group.WORLD
+        and not any(getattr(module, "sparse", False) for module in model.modules())
+        and all(each.device.type == "cpu" and each.dtype in _DTYPES for each in parameters)
+        and sum(each.nbytes for each in parameters) <= _MAX_BYTES_AT_ONCE
+    )
 
 
 def _weight(step: Step, bucket: Any) -> None:

@@ -14,18 +14,20 @@ from typing import Any
 import pytest
 
 from raysgd.backends._mesh import Door, Mesh, MeshBroken
+from raysgd.engine.types import Rendezvous
 
 HERE = "127.0.0.1"
-TOKEN = b"sixteen letters."
+MEETING = Rendezvous(HERE, 0, on_one_node=True)
+NOBODY = (HERE, 1, "")
 LARGE = 8 * 2**20  # more than any buffer of a socket holds
 
 
 def connected(size: int, timeout_s: float = 20, num_lanes: int = 1) -> list[list[Mesh]]:
     """The meshes of each rank."""
-    doors = [Door(HERE, timeout_s) for _ in range(size)]
-    addresses = [(HERE, door.port) for door in doors]
+    doors = [Door(MEETING, timeout_s) for _ in range(size)]
+    invitations = [door.invitation for door in doors]
     with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(lambda rank: doors[rank].connect(rank, addresses, TOKEN, num_lanes), range(size)))
+        found = list(pool.map(lambda rank: doors[rank].connect(rank, invitations, num_lanes), range(size)))
     for door in doors:
         door.close()
     return found
@@ -129,40 +131,39 @@ def test_a_swap_can_be_ended_from_another_thread(ranks: list[Mesh]) -> None:
 
 
 def test_waiting_for_others_to_connect_can_be_ended_from_another_thread() -> None:
-    door = Door(HERE, timeout_s=60)
+    door = Door(MEETING, timeout_s=60)
     threading.Timer(0.2, door.interrupt).start()
     with pytest.raises(MeshBroken, match="before it had connected"):
-        door.connect(0, [(HERE, door.port), (HERE, 1)], TOKEN, 1)
+        door.connect(0, [door.invitation, NOBODY], 1)
     door.close()
 
 
 def test_others_that_nobody_hears_of_are_waited_for_no_longer_than_that() -> None:
-    door = Door(HERE, timeout_s=0.2)
+    door = Door(MEETING, timeout_s=0.2)
     with pytest.raises(MeshBroken, match="took too long"):
-        door.connect(0, [(HERE, door.port), (HERE, 1)], TOKEN, 1)
+        door.connect(0, [door.invitation, NOBODY], 1)
     door.close()
 
 
 def test_a_rank_that_is_gone_already_is_said_to_be() -> None:
-    gone, door = Door(HERE, 5), Door(HERE, 5)
-    address = (HERE, gone.port)
+    gone, door = Door(MEETING, 5), Door(MEETING, 5)
     gone.close()
     with pytest.raises(MeshBroken, match="rank 1 could not connect"):
-        door.connect(1, [address, (HERE, door.port)], TOKEN, 1)
+        door.connect(1, [gone.invitation, door.invitation], 1)
     door.close()
 
 
 def test_strangers_at_the_door_do_no_harm() -> None:
-    door, guest = Door(HERE, 20), Door(HERE, 20)
-    addresses = [(HERE, door.port), (HERE, guest.port)]
+    door, guest = Door(MEETING, 20), Door(MEETING, 20)
+    invitations = [door.invitation, guest.invitation]
     strangers = []
     for greeting in (b"", b"GET / HTTP/1.0\r\n\r\n", b"x" * 24):
-        strangers.append(socket.create_connection(addresses[0]))
+        strangers.append(socket.create_connection(door.invitation[:2]))
         strangers[-1].sendall(greeting)
         with suppress(OSError):
             strangers[-1].shutdown(socket.SHUT_WR)
     with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(each.connect, rank, addresses, TOKEN, 1) for rank, each in enumerate((door, guest))]
+        ends = [pool.submit(each.connect, rank, invitations, 1) for rank, each in enumerate((door, guest))]
         meshes = [lane for end in ends for lane in end.result()]
     answers = on_all(meshes, lambda rank, mesh: everything_to_everybody(rank, mesh, 3, 2))
     assert [answer.result() for answer in answers] == [{1: b"\1\1\1"}, {0: b"\0\0\0"}]

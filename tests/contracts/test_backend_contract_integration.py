@@ -53,11 +53,11 @@ def horovod_sum(number: float) -> float:
 
 
 def mesh_sum(number: float) -> float:
-    from raysgd.tf.exchange import Group
+    from raysgd.backends.tensorflow import group_of
 
     place = json.loads(os.environ.get("TF_CONFIG", '{"cluster": {"worker": [""]}, "task": {"index": 0}}'))
     numbers = np.array([number])
-    Group(World(place["task"]["index"], len(place["cluster"]["worker"]))).add_up(numbers)
+    group_of(World(place["task"]["index"], len(place["cluster"]["worker"]))).add_up(numbers)
     return float(numbers[0])
 
 

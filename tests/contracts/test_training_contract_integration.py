@@ -152,6 +152,26 @@ def test_two_workers_train_as_one_process_does(two: TorchTrainer, parallel: str,
             assert result["train_loss"] == pytest.approx(whole["train_loss"], rel=TOLERANCE[precision])
 
 
+def test_a_model_too_large_to_exchange_at_once_trains_likewise(two: TorchTrainer) -> None:
+    class Wide(DeepOperator):
+        def make_model(self) -> torch.nn.Module:
+            num_hidden = 100_000
+            model = torch.nn.Sequential(
+                torch.nn.Linear(operators_for_tests.NUM_FEATURES, num_hidden), torch.nn.Linear(num_hidden, 1)
+            )
+            assert sum(each.nbytes for each in model.parameters()) > 2**20
+            return model
+
+    class WideInOwn(OwnBatchOperator, Wide):
+        pass
+
+    config = {"lr": 1e-7}  # so many weights learn fast
+    expected = big_batch(Wide, 2, "fp32", config=config)
+    for operator_cls in (Wide, WideInOwn):
+        found = run_together(two, experiment(operator_cls, config=config))
+        assert_close(found.model[0], expected.model[0], 1e-6, operator_cls.__name__)
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_a_single_worker_accumulates_likewise(precision: str) -> None:
     for operator_cls, window in itertools.product((DeepOperator, RungsOperator), (2, 4, 100)):

@@ -58,7 +58,21 @@ def test_the_loss_is_weighted_where_only_the_library_computes_gradients(weight: 
     parallel.arm([model], weight_in_hook=False)
     parallel.step.weight = weight
     assert gradient(parallel, model) == [weight, weight]
-    assert not model._comm_hooks
+
+
+def test_a_hook_is_installed_where_it_is_of_use() -> None:
+    """All ranks have to do the same, so it may depend on nothing but the model, and on what its operator overrides."""
+    parallel = DDP()
+    small = parallel.wrap(a_model(), None, {})
+    large = parallel.wrap(torch.nn.Linear(600, 600), None, {})
+    short = parallel.wrap(a_model().bfloat16(), None, {})
+    sparse = parallel.wrap(torch.nn.Embedding(3, 2, sparse=True), None, {})
+    models = [small, large, short, sparse]
+    parallel.arm(models, weight_in_hook=False)
+    assert [bool(model._comm_hooks) for model in models] == [True, False, False, False]
+    parallel.arm(models, weight_in_hook=True)
+    assert all(model._comm_hooks for model in models)
+    assert parallel.obstacle is None
 
 
 @pytest.mark.parametrize("weight", [1.0, 0.25, 0.0])
@@ -153,7 +167,7 @@ def test_in_a_new_group_gradients_are_weighted_as_before(is_armed: bool) -> None
         reformed(parallel)
         parallel.step.weight = 0.25
         assert gradient(parallel, model) == [0.25, 0.25]
-        assert bool(model._comm_hooks) is is_armed
+        assert model._comm_hooks
 
 
 def test_in_a_new_group_all_models_learn_and_frozen_ones_are_left_alone() -> None:

@@ -1,0 +1,154 @@
+"""What ranks exchange as NumPy arrays, over a mesh: an order of magnitude quicker than gloo where arrays are small."""
+
+from __future__ import annotations
+
+import itertools
+import pickle
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raysgd.backends._mesh import Mesh
+from raysgd.engine.types import World
+
+_MAX_WHOLE_BYTES = 64 * 1024
+"""Up to this size an array is added up by every rank for itself."""
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Group:
+    """What the replicas exchange numbers through: sums over all ranks, values told and passed on.
+
+    All ranks come to the same sums, to the bit: terms are added in the order of ranks.
+
+    Args:
+        world: The place among the replicas.
+        mesh: The connections; None for a replica that is alone.
+    """
+
+    def __init__(self, world: World, mesh: Mesh | None = None) -> None:
+        self.rank, self.size = world.rank, world.size
+        self._connections = mesh
+        self._others = [rank for rank in range(world.size) if rank != world.rank]
+        self._scratch = np.empty(0, np.uint8)
+
+    @property
+    def _mesh(self) -> Mesh:
+        assert self._connections is not None, "a group of several ranks needs connections"
+        return self._connections
+
+    def add_up(self, numbers: Array) -> None:
+        """Puts the sums over all ranks into `numbers`."""
+        if self.size > 1:
+            flat = _flat(numbers)
+            if flat.nbytes <= _MAX_WHOLE_BYTES:
+                self._add_up_whole(flat)
+            else:
+                self._add_up_in_parts(flat)
+
+    def _add_up_whole(self, flat: Array) -> None:
+        """Everybody sends everything to everybody: one wait for others, which is what small arrays cost."""
+        received = self._room(flat.dtype, len(flat))
+        own = _bytes(flat)
+        self._mesh.swap(dict.fromkeys(self._others, own), {rank: _bytes(room) for rank, room in received.items()})
+        _add_in_order({**received, self.rank: flat}, flat)
+
+    def _add_up_in_parts(self, flat: Array) -> None:
+        """Each rank adds up a part of the array, then sends the sums to all: twice the array travels, however many."""
+        bounds = [len(flat) * rank // self.size for rank in range(self.size + 1)]
+        parts = [flat[start:stop] for start, stop in itertools.pairwise(bounds)]
+        views = [_bytes(part) for part in parts]
+        own = parts[self.rank]
+        received = self._room(flat.dtype, len(own))
+        self._mesh.swap(
+            {rank: views[rank] for rank in self._others}, {rank: _bytes(room) for rank, room in received.items()}
+        )
+        _add_in_order({**received, self.rank: own}, own)
+        self._mesh.swap(dict.fromkeys(self._others, views[self.rank]), {rank: views[rank] for rank in self._others})
+
+    def _room(self, dtype: np.dtype[Any], num_numbers: int) -> dict[int, Array]:
+        """An array for each other rank, in memory that is used again: fresh memory costs as much as the sum."""
+        num_bytes = num_numbers * dtype.itemsize
+        if len(self._scratch) < num_bytes * len(self._others):
+            self._scratch = np.empty(num_bytes * len(self._others), np.uint8)
+        starts = range(0, num_bytes * len(self._others), num_bytes) if num_bytes else [0] * len(self._others)
+        return {
+            rank: self._scratch[start : start + num_bytes].view(dtype)
+            for rank, start in zip(self._others, starts, strict=True)
+        }
+
+    def gather(self, numbers: Array) -> list[Array]:
+        """Every rank's array, all of one shape, by rank."""
+        if self.size == 1:
+            return [numbers]
+        own = np.ascontiguousarray(numbers).reshape(numbers.shape)  # NumPy makes a row of a single number
+        received = [own if rank == self.rank else np.empty_like(own) for rank in range(self.size)]
+        sent = _bytes(_flat(own))
+        self._mesh.swap(
+            dict.fromkeys(self._others, sent), {rank: _bytes(_flat(received[rank])) for rank in self._others}
+        )
+        return received
+
+    def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
+        """All ranks' rows one behind the other, of which each rank has as many as `counts` says."""
+        padded = np.zeros((max(counts), *rows.shape[1:]), rows.dtype)
+        padded[: len(rows)] = rows
+        parts = self.gather(padded)
+        return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
+
+    def largest(self, number: float) -> float:
+        """The largest of the ranks' numbers."""
+        return max(float(one[0]) for one in self.gather(np.array([number], np.float64)))
+
+    def from_first(self, numbers: Array) -> None:
+        """Puts rank 0's into `numbers`."""
+        if self.size > 1:
+            view = _bytes(_flat(numbers))
+            if self.rank == 0:
+                self._mesh.swap(dict.fromkeys(self._others, view), {})
+            else:
+                self._mesh.swap({}, {0: view})
+
+    def send(self, value: Any, ranks: Collection[int]) -> None:
+        """Sends anything that can be pickled to `ranks`, which must all `receive` it at this time."""
+        buffers: list[pickle.PickleBuffer] = []
+        head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
+        parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
+        sizes = np.array([len(part) for part in parts], np.int64)
+        for part in (_bytes(np.array([len(parts)], np.int64)), _bytes(sizes), *parts):
+            self._mesh.swap(dict.fromkeys(ranks, part), {})
+
+    def receive(self, source: int) -> Any:
+        """What `source` sends."""
+        (num_parts,) = self._received(np.zeros(1, np.int64), source)
+        sizes = self._received(np.zeros(num_parts, np.int64), source)
+        head, *buffers = [self._received(np.empty(size, np.uint8), source) for size in sizes]
+        return pickle.loads(head.data, buffers=buffers)
+
+    def _received(self, part: Array, source: int) -> Array:
+        self._mesh.swap({}, {source: _bytes(part)})
+        return part
+
+
+def _flat(array: Array) -> Array:
+    """The same memory as a row."""
+    assert array.flags.c_contiguous, "an array with gaps cannot be exchanged in place"
+    return array.reshape(-1)
+
+
+def _bytes(row: Array) -> memoryview:
+    """The same memory as bytes; NumPy knows kinds of numbers that `memoryview` does not."""
+    return row.view(np.uint8).data
+
+
+def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
+    """Puts the sum of the terms, added in the order of ranks, into `target`, which is one of them."""
+    first, second, *more = (terms[rank] for rank in sorted(terms))
+    total = target if not more or target is first or target is second else first
+    np.add(first, second, out=total)
+    for term in more:
+        np.add(total, term, out=total)
+    if total is not target:
+        target[:] = total
