@@ -34,8 +34,7 @@ TORCH = ["torch>=2.6"]
 
 EXTRAS = {
     "torch": TORCH,
-    # PyTorch connects the workers; a trainer that never has more than one does without.
-    "tf": union(TORCH, ["tensorflow>=2.16", "tf_keras>=2.16"]),
+    "tf": ["tensorflow>=2.16", "tf_keras>=2.16"],
     # Horovod itself is absent: its last release does not build against today's PyTorch as it is. These are what
     # building it (`python -m raysgd.horovod.install`, with a C++ compiler and make) and running it need; nothing
     # imports cffi, but Horovod asks for it.

@@ -172,8 +172,11 @@ def mesh(lane: int) -> Mesh:
 
 
 def group_of(world: World) -> Group:
-    """What a rank at this place exchanges gradients through, in the group that this process joined."""
-    return Group(world, _LANES[0] if world.is_distributed else None)
+    """What a rank at this place exchanges gradients through, in the group that this process joined.
+
+    Before it has joined one, as a worker that is made ready to step in, it is alone wherever its place will be.
+    """
+    return Group(world, _LANES[0]) if world.is_distributed and _LANES else Group(World(0, 1))
 
 
 def strategy() -> Any:

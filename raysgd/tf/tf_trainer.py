@@ -54,7 +54,7 @@ class TFTrainer(ClassTrainer):
         verbose: Keras's verbosity, on rank 0 only.
         training_operator_cls: The operator class, not an instance; instead of the creators.
         num_workers: How many workers to train with. After losses there may be fewer for a while.
-        backend: "gloo": each worker has a model of its own, and gradients are averaged. "mwms": one
+        backend: "gloo": each worker has a model of its own, and gradients are averaged, over sockets. "mwms": one
             `MultiWorkerMirroredStrategy`, for creators with models of tf_keras.
         initialization_hook: Called without arguments in each worker process before anything else.
         timeout_s: Seconds that workers may wait for each other.

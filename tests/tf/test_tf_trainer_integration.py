@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,6 +75,11 @@ def test_results_have_the_keys_of_the_old_library(trainer: TFTrainer) -> None:
 def test_every_worker_reports_the_same(trainer: TFTrainer) -> None:
     first, second = trainer.validate(reduce_results=False)
     assert first == second
+
+
+def test_no_worker_needs_pytorch(trainer: TFTrainer) -> None:
+    trainer.train()
+    assert trainer.apply_all_workers(lambda: "torch" in sys.modules) == [False, False]
 
 
 def test_a_profile_is_added(trainer: TFTrainer) -> None:

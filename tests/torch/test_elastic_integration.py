@@ -133,23 +133,25 @@ def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
 
 
 @pytest.mark.parametrize(
-    ("operator_cls", "parallel", "dies", "recovery"),
+    ("operator_cls", "parallel", "dies", "is_large", "recovery"),
     [
-        (GoesOn, "ddp", True, "rejoined"),
-        (GoesOn, "ddp", False, "rejoined"),
-        (GoesOnByHand, "none", False, "rebuilt"),
+        (GoesOn, "ddp", True, True, "rejoined"),
+        (GoesOn, "ddp", True, False, "rejoined"),
+        (GoesOn, "ddp", False, False, "rejoined"),
+        (GoesOnByHand, "none", False, False, "rebuilt"),
     ],
 )
 def test_no_sample_is_lost_where_user_code_catches_what_a_lost_connection_raises(
     operator_cls: type[Ledger],
     parallel: str,
     dies: bool,
+    is_large: bool,
     recovery: str,
     ray_cluster: None,
     trainers: list[TorchTrainer],
     tmp_path: Path,
 ) -> None:
-    config = {} if dies else {"note_of_cut": str(tmp_path / "cut")}
+    config = {"is_large": is_large, **({} if dies else {"note_of_cut": str(tmp_path / "cut")})}
     trainer = TorchTrainer(training_operator_cls=operator_cls, num_workers=2, config=config, parallel=parallel)
     trainers.append(trainer)
     if dies:
@@ -163,7 +165,8 @@ def test_no_sample_is_lost_where_user_code_catches_what_a_lost_connection_raises
 
 
 def test_batches_of_a_window_that_broke_off_count_once(ray_cluster: None, trainers: list[TorchTrainer]) -> None:
-    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, accumulate_grad_batches=4)
+    config = {"is_large": True}
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, config=config, accumulate_grad_batches=4)
     trainers.append(trainer)
     testing.kill_worker(trainer, 1, at="step:6")
     result = trainer.train(num_steps=12)
