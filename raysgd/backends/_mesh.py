@@ -57,7 +57,8 @@ class Door:
     def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
         self._timeout_s = timeout_s
         host = host_of(rendezvous)
-        self._listener = socket.create_server((host if rendezvous.on_one_node else "", 0), backlog=512)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host if rendezvous.on_one_node else "", 0), family=family, backlog=512)
         self._listener.settimeout(_POLL_S)
         self._is_interrupted = False
         self.invitation: Invitation = (host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))

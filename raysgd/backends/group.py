@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -130,6 +131,51 @@ class Group:
     def _received(self, part: Array, source: int) -> Array:
         self._mesh.swap({}, {source: _bytes(part)})
         return part
+
+
+class Votes:
+    """Whether any rank says yes, asked ahead of the answer. All ranks have to ask the same questions in the same order.
+
+    Args:
+        world: The place among the ranks.
+        mesh: Connections that nothing else uses.
+    """
+
+    def __init__(self, world: World, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._others = [rank for rank in range(world.size) if rank != world.rank]
+        self._num_asked = self._num_heard = 0
+
+    def ask(self, says_yes: bool) -> Vote:
+        """Says what this rank says; the answer is there when all ranks have."""
+        self._mesh.swap(dict.fromkeys(self._others, memoryview(bytes([says_yes]))), {})
+        self._num_asked += 1
+        return Vote(self, self._num_asked, says_yes)
+
+    def hear(self, number: int) -> bool:
+        """Whether another rank said yes when it was asked for the `number`th time, from 1.
+
+        Answers before that one were not wanted any more, as when a `fit` ends before its data does.
+        """
+        while True:
+            heard = {rank: bytearray(1) for rank in self._others}
+            self._mesh.swap({}, {rank: memoryview(word) for rank, word in heard.items()})
+            self._num_heard += 1
+            if self._num_heard == number:
+                return any(word[0] for word in heard.values())
+
+
+@dataclass(frozen=True)
+class Vote:
+    """One question."""
+
+    votes: Votes
+    number: int
+    own: bool
+
+    def result(self) -> bool:
+        """Waits for all ranks; to be asked for once."""
+        return self.votes.hear(self.number) or self.own
 
 
 def _flat(array: Array) -> Array:

@@ -17,7 +17,7 @@ from raysgd.backends._meeting import Meeting, MeetingFailed
 from raysgd.backends._mesh import Door, Mesh, MeshBroken, host_of
 from raysgd.backends._origins import is_of, with_causes
 from raysgd.backends.base import Backend
-from raysgd.backends.group import Group
+from raysgd.backends.group import Group, Votes
 from raysgd.engine.types import Rendezvous, World
 
 _TF_CONFIG = "TF_CONFIG"
@@ -95,13 +95,15 @@ class TensorFlowBackend(_MeetingBackend):
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Connects to all other ranks. A group of one rank needs no connections."""
-        global _LANES
+        global _JOINED
         if not world.is_distributed:
             return
         self._door = Door(rendezvous, self.timeout_s)
         invitations = [word["door"] for word in self._meet(rendezvous, world, {"door": self._door.invitation})]
-        self._lanes = _LANES = self._door.connect(world.rank, invitations, NUM_LANES)
+        self._lanes = self._door.connect(world.rank, invitations, num_lanes=2)
         self._door.close()
+        gradients, votes = self._lanes
+        _JOINED = Joined(Group(world, gradients), Votes(world, votes))
 
     def interrupt(self) -> None:
         super().interrupt()
@@ -111,13 +113,13 @@ class TensorFlowBackend(_MeetingBackend):
             lane.interrupt()
 
     def leave(self) -> None:
-        global _LANES
+        global _JOINED
         if self._door is not None:
             self._door.close()
         for lane in self._lanes:
             lane.close()
-        if self._lanes is _LANES:
-            _LANES = []
+        if self._lanes:
+            _JOINED = None
         self._door, self._lanes = None, []
         super().leave()
 
@@ -159,16 +161,21 @@ class MultiWorkerBackend(_MeetingBackend):
         )
 
 
-NUM_LANES = 2
-"""The first is for gradients, the second for votes that are asked for while gradients are on their way."""
+@dataclass(frozen=True)
+class Joined:
+    """What the ranks of a group exchange with each other.
 
-_LANES: list[Mesh] = []
+    Attributes:
+        group: Gradients, metrics and states.
+        votes: Which ranks have data left: asked for, and answered, while gradients are on their way.
+    """
+
+    group: Group
+    votes: Votes
+
+
+_JOINED: Joined | None = None
 _STRATEGY: Any = None
-
-
-def mesh(lane: int) -> Mesh:
-    """The connections of the group that this process joined as one of several ranks."""
-    return _LANES[lane]
 
 
 def group_of(world: World) -> Group:
@@ -176,7 +183,13 @@ def group_of(world: World) -> Group:
 
     Before it has joined one, as a worker that is made ready to step in, it is alone wherever its place will be.
     """
-    return Group(world, _LANES[0]) if world.is_distributed and _LANES else Group(World(0, 1))
+    return _JOINED.group if world.is_distributed and _JOINED is not None else Group(World(0, 1))
+
+
+def votes() -> Votes:
+    """The votes of the group that this process joined as one of several ranks."""
+    assert _JOINED is not None, "a rank that is alone has nobody to ask"
+    return _JOINED.votes
 
 
 def strategy() -> Any:

@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
+from raysgd.backends import tensorflow as backends
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.tf import datasets, registry
 from raysgd.tf.datasets import check_dataset, is_divided
 from raysgd.tf.fit_run import FitStream, merger, one_part, tracker
 from raysgd.tf.keras_sync import refuse_xla
-from raysgd.tf.streams import Agreement, lockstep_dataset
+from raysgd.tf.streams import lockstep_dataset
 from raysgd.tf.training_operator import TrainingOperator
 
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
@@ -30,7 +31,6 @@ class CreatorOperator(TrainingOperator):
     _model_creator: Callable[[dict[str, Any]], Any]
     _data_creator: Callable[[dict[str, Any]], Any]
     _fit: FitStream
-    _agreement: Agreement | None = None
 
     def setup(self, config: dict[str, Any]) -> None:
         """Calls the creators and registers what they return."""
@@ -188,8 +188,7 @@ class CreatorOperator(TrainingOperator):
         pieces = datasets.own_part_of(dataset, world.size)
         if not world.is_distributed:
             return pieces
-        self._agreement = self._agreement or Agreement(world)
-        return lockstep_dataset(pieces, self._agreement)
+        return lockstep_dataset(pieces, backends.votes())
 
     def practise(self) -> None:
         """Trains on zeros, so that everything that happens for the first time has happened."""

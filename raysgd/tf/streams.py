@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raysgd.backends import tensorflow as backends
+from raysgd.backends.group import Votes
 from raysgd.engine.types import World
 from raysgd.tf import datasets
 from raysgd.tf.datasets import Sharding
@@ -134,14 +134,14 @@ class OwnSource:
 
     Args:
         dataset: This rank's batches.
-        agreement: How ranks that step together agree; None for those that do not.
+        votes: How ranks that step together agree; None for those that do not.
     """
 
-    def __init__(self, dataset: Any, agreement: Agreement | None) -> None:
-        self._dataset, self._agreement = dataset, agreement
+    def __init__(self, dataset: Any, votes: Votes | None) -> None:
+        self._dataset, self._votes = dataset, votes
 
     def open(self, consumed: int) -> Iterator[Item]:
-        batches = self._alone() if self._agreement is None else in_lockstep(self._alone(), self._agreement)
+        batches = self._alone() if self._votes is None else in_lockstep(self._alone(), self._votes)
         last = None
         for item in batches:
             if item is not None:
@@ -161,20 +161,20 @@ class OwnSource:
 
     def num_steps(self) -> int | None:
         number = int(self._dataset.cardinality())
-        return number if self._agreement is None and number >= 0 else None
+        return number if self._votes is None and number >= 0 else None
 
 
-def in_lockstep(items: Iterator[Any], agreement: Agreement) -> Iterator[Any]:
+def in_lockstep(items: Iterator[Any], votes: Votes) -> Iterator[Any]:
     """The items of this rank, then None until all ranks have run out."""
     coming = next(items, None)
-    vote = agreement.ask(coming is not None)
+    vote = votes.ask(coming is not None)
     while vote.result():
         item, coming = coming, next(items, None) if coming is not None else None
-        vote = agreement.ask(coming is not None)  # answered while this step is computed
+        vote = votes.ask(coming is not None)  # answered while this step is computed
         yield item
 
 
-def lockstep_dataset(dataset: Any, agreement: Agreement) -> Any:
+def lockstep_dataset(dataset: Any, votes: Votes) -> Any:
     """A dataset of this rank's batches, then of empty ones until all ranks have run out: for `fit`.
 
     Nothing is drawn ahead of time, because ranks agree on each draw, and a `fit` may end before all was drawn.
@@ -183,7 +183,7 @@ def lockstep_dataset(dataset: Any, agreement: Agreement) -> Any:
 
     def generate() -> Iterator[Any]:
         last = None
-        for batch in in_lockstep(iter(dataset), agreement):
+        for batch in in_lockstep(iter(dataset), votes):
             if batch is None and last is None:
                 raise ValueError("The train dataset of this rank is empty while other ranks have data.")
             last = batch if batch is not None else tf.nest.map_structure(lambda tensor: tensor[:0], last)
@@ -192,45 +192,6 @@ def lockstep_dataset(dataset: Any, agreement: Agreement) -> Any:
     options = tf.data.Options()
     options.experimental_optimization.inject_prefetch = False
     return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec).with_options(options)
-
-
-class Agreement:
-    """Tells every rank, ahead of a step, whether any rank has a batch. All ranks must make theirs at the same time."""
-
-    def __init__(self, world: World) -> None:
-        # A lane of its own: these calls go on beside those that exchange gradients.
-        self._mesh = backends.mesh(lane=1)
-        self._others = [rank for rank in range(world.size) if rank != world.rank]
-        self._num_asked = self._num_heard = 0
-
-    def ask(self, has_batch: bool) -> _Vote:
-        """Says whether this rank has one; the answer is there when all ranks have said so."""
-        own = memoryview(bytes([has_batch]))
-        self._mesh.swap(dict.fromkeys(self._others, own), {})
-        self._num_asked += 1
-        return _Vote(self, self._num_asked, has_batch)
-
-    def hear(self, number: int) -> bool:
-        """Whether another rank had a batch when it was asked for the `number`th time, from 1.
-
-        A vote that was asked for may never have been heard, where a `fit` ended before its data.
-        """
-        while True:
-            heard = {rank: bytearray(1) for rank in self._others}
-            self._mesh.swap({}, {rank: memoryview(word) for rank, word in heard.items()})
-            self._num_heard += 1
-            if self._num_heard == number:
-                return any(word[0] for word in heard.values())
-
-
-@dataclass(frozen=True)
-class _Vote:
-    agreement: Agreement
-    number: int
-    own: bool
-
-    def result(self) -> bool:
-        return self.agreement.hear(self.number) or self.own
 
 
 class BatchStream:

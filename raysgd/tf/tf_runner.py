@@ -29,7 +29,7 @@ from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.fit_run import FitStream
 from raysgd.tf.keras_sync import Step, Synchronizer
-from raysgd.tf.streams import Agreement, BatchStream, DividedSource, OwnSource, Passes, Source
+from raysgd.tf.streams import BatchStream, DividedSource, OwnSource, Passes, Source
 from raysgd.tf.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -96,7 +96,6 @@ class TFRunner(ClassRunner):
         self._train_stream: BatchStream | None = None
         self._validation_stream: BatchStream | None = None
         self._fit: FitStream | None = None
-        self._agreement: Agreement | None = None
         self._resume: Mapping[str, Any] | None = None
         self._passes: dict[str, Passes] = {}
         self._num_exchanges = 0  # at the last step boundary
@@ -436,8 +435,7 @@ class TFRunner(ClassRunner):
             passes = self._passes_of(name, dataset)
             return DividedSource(passes, self.operator._sharding, self._world, pads=training, num_joint=num_joint)
         if training and self._world.is_distributed:
-            self._agreement = self._agreement or Agreement(self._world)
-            return OwnSource(dataset, self._agreement)
+            return OwnSource(dataset, backends.votes())
         return OwnSource(dataset, None)
 
     def _passes_of(self, name: str, dataset: Any) -> Passes:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from raysgd.backends._mesh import Door
-from raysgd.backends.group import Group
+from raysgd.backends.group import Group, Votes
 from raysgd.engine.types import Rendezvous, World
 
 
@@ -105,3 +105,18 @@ def test_values_travel_from_one_rank_to_some(groups: list[Group]) -> None:
 def test_what_has_gaps_cannot_be_added_up_in_place(groups: list[Group]) -> None:
     with pytest.raises(AssertionError, match="gaps"):
         groups[0].add_up(np.zeros((4, 4))[:, ::2])
+
+
+def test_votes_that_nobody_wanted_to_hear_do_not_answer_later_questions(groups: list[Group]) -> None:
+    """A `fit` that ends before its data leaves one behind; whoever asks next, in another `fit`, gets his own answer."""
+    size = len(groups)
+
+    def asked(group: Group) -> list[bool]:
+        votes = Votes(World(group.rank, size), group._mesh)
+        votes.ask(True)
+        wanted = [votes.ask(group.rank == 0), votes.ask(False)]
+        answers = [vote.result() for vote in wanted]
+        votes.ask(True)
+        return [*answers, votes.ask(group.rank == size - 1).result(), votes.ask(False).result()]
+
+    assert on_all(groups, asked) == [[True, False, True, False]] * size
