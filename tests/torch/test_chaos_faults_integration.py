@@ -209,6 +209,7 @@ def test_three_workers_that_were_killed_and_resumed_end_where_others_do(ray_clus
 
 # ------------------------------------------------------------------------------------------------ endings
 
+WHILE_REPLACED = "an interrupt while workers are replaced"
 ENDINGS = {
     "two interrupts": """
         for after_s in (0.5, 0.55):
@@ -219,7 +220,7 @@ ENDINGS = {
             print("INTERRUPTED")
         time.sleep(0.5)
     """,
-    "an interrupt while workers are replaced": """
+    WHILE_REPLACED: """
         threading.Timer(0.5, testing.kill_worker, (trainer, [0, 1])).start()
         threading.Timer(1.5, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
@@ -234,7 +235,10 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize(
+    "ending",
+    ["two interrupts", "an exception in the driver", pytest.param(WHILE_REPLACED, marks=pytest.mark.soak)],
+)
 def test_a_program_that_is_ended_amid_losses_leaves_nothing(ending: str, ray_cluster: None) -> None:
     before = RaySurroundings.now()
     ended = run_program(
