@@ -187,6 +187,8 @@ class Mesh:
         poll, awaited = select.poll(), {*sending, *receiving}
         for rank, connection in self._connections.items():
             events = (select.POLLOUT if rank in sending else 0) | (select.POLLIN if rank in receiving else 0)
+            if connection.fileno() < 0:
+                raise MeshBroken("the connections to the other ranks were closed")
             poll.register(connection, events or _IS_GONE)
         ready = {number for number, _ in poll.poll(self._timeout_s * 1000)}
         if not ready:

@@ -94,10 +94,19 @@ class TensorFlowBackend(_MeetingBackend):
     _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Connects to all other ranks. A group of one rank needs no connections."""
+        """Connects to all other ranks. A group of one rank needs no connections.
+
+        Raises:
+            RuntimeError: This process is in another group.
+        """
         global _JOINED
         if not world.is_distributed:
             return
+        if _JOINED is not None:
+            raise RuntimeError(
+                "Another trainer with `use_local=True` has its rank 0 in this process, which can hold one only: "
+                "shut that trainer down first."
+            )
         self._door = Door(rendezvous, self.timeout_s)
         invitations = [word["door"] for word in self._meet(rendezvous, world, {"door": self._door.invitation})]
         self._lanes = self._door.connect(world.rank, invitations, num_lanes=2)

@@ -178,7 +178,7 @@ class DDP(NoParallel):
     def __init__(self) -> None:
         super().__init__()
         self._wrapped: list[tuple[DistributedDataParallel, dict[str, Any]]] = []
-        self._hooked: dict[int, bool] = {}  # models with a hook of ours, by identity: whether they are small
+        self._hooked: set[int] = set()
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -194,7 +194,7 @@ class DDP(NoParallel):
         if hook is not None:
             wrapped.register_comm_hook(*_weighting_first(self, hook))
         elif id(wrapped) in self._hooked:
-            wrapped.register_comm_hook((self, self._hooked[id(wrapped)]), _average)
+            wrapped.register_comm_hook((self, _is_small(wrapped)), _average)
 
     @property
     def obstacle(self) -> str | None:
@@ -226,9 +226,9 @@ class DDP(NoParallel):
         super().arm(models, weight_in_hook, window)
         self._weights_in_hook = self._weights_in_hook or weight_in_hook
         for model in wrapped:
-            is_small = _is_small(model)  # and nothing else, such as how many ranks there are: all must do the same
-            if (is_small or self._weights_in_hook) and not model._comm_hooks:
-                self._hooked[id(model)] = is_small
+            # Nothing else decides, such as how many ranks there are: all must do the same.
+            if not model._comm_hooks and (self._weights_in_hook or _is_small(model)):
+                self._hooked.add(id(model))
                 self._register_hook(model, {})
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:

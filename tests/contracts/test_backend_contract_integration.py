@@ -220,6 +220,27 @@ def test_a_peer_that_never_comes_counts_as_a_broken_connection(rig: Rig, case: C
     assert known, text
 
 
+# -------------------------------------------------------------------------------------------- TensorFlow
+
+
+def test_a_process_is_in_one_group_of_replicas_at_a_time() -> None:
+    pair = [TensorFlowBackend(timeout_s=20) for _ in range(2)]
+    meeting = Rendezvous("127.0.0.1", pair[0].open_rendezvous(), on_one_node=True)
+    joining = [
+        threading.Thread(target=backend.join, args=(meeting, World(rank, 2))) for rank, backend in enumerate(pair)
+    ]
+    for thread in joining:
+        thread.start()
+    for thread in joining:
+        thread.join(20)
+    third = TensorFlowBackend(timeout_s=20)
+    with pytest.raises(RuntimeError, match="shut that trainer down first"):
+        third.join(Rendezvous("127.0.0.1", third.open_rendezvous(), on_one_node=True), World(0, 2))
+    for backend in (third, *pair):
+        backend.leave()
+    assert "TF_CONFIG" not in os.environ
+
+
 # -------------------------------------------------------------------------------------------- torch
 
 
