@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ from tests.hygiene import RaySurroundings, Surroundings
 # Before anything loads a numeric library: many processes share few cores here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; some tests press Ctrl-C
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 NUM_CPUS = 4
 OBJECT_STORE_BYTES = 256 * 1024 * 1024

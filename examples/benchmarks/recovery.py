@@ -3,9 +3,9 @@
     python examples/benchmarks/recovery.py [--smoke-test] [--repetitions 5] [--peers torchrun,ray_train]
 
 Every repetition is a program of its own, and the contenders take turns. Each worker notes when each of its steps began
-and ended, on the machine's monotonic clock; the one to die notes when it does. All contenders have their state saved
-after each epoch of 30 batches, where they save any, and lose a worker 15 batches into the third one. What counts is the
-first step that began after the death.
+and ended, on the machine's monotonic clock, and with how many workers; the one to die notes when it does. All
+contenders have their state saved after each epoch of 30 batches, where they save any, and lose a worker 15 batches into
+the third one. What counts is the first step that began after the death, and the first of as many workers as before.
 
 The last part pairs epochs with and without `snapshot_every_n_steps`, of two trainers that take turns.
 """
@@ -48,14 +48,19 @@ VICTIM = 1
 NUM_BATCHES = 90
 EPOCH = 30  # batches; behind each, those who save do
 KILLED_AFTER = 75
+LONG_EPOCH = 300  # batches: time enough to grow back inside the epoch
 
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
-    f"{OWN}, shrinking": {"resize_check_s": 60.0},
+    f"{OWN}, going on": {"resize_check_s": 60.0},
     f"{OWN}, new process": {},
     f"{OWN}, rebuild": {"recovery": "rebuild"},
 }
-_FIGURES = {"recovery_s": "kill -> end of the next step, s", "batches_again": "batches done again"}
+_FIGURES = {
+    "recovery_s": "kill -> end of the next step, s",
+    "full_size_s": "-> of all workers again, s",
+    "batches_again": "batches done again",
+}
 
 
 # ------------------------------------------------------------------------------------------------------ stamps
@@ -80,17 +85,17 @@ class Stamps:
             os.kill(os.getpid(), signal.SIGKILL)
         self._began = time.monotonic()
 
-    def end(self, batch: int) -> None:
-        """Its optimizer step is over."""
-        self._file.write(json.dumps([batch, self._began, time.monotonic()]) + "\n")
+    def end(self, batch: int, num_workers: int = NUM_WORKERS) -> None:
+        """Its optimizer step, of so many workers, is over."""
+        self._file.write(json.dumps([batch, self._began, time.monotonic(), num_workers]) + "\n")
         self._file.flush()
 
 
 def read_stamps(folder: str) -> dict[str, float]:
-    """The two figures.
+    """The figures.
 
     Raises:
-        RuntimeError: Nobody died, or nobody went on.
+        RuntimeError: Nobody died, or nobody went on, or not with as many as before.
     """
     killed = Path(folder) / "killed"
     lines = [line for path in Path(folder).glob("steps-*") for line in path.read_text().splitlines()]
@@ -98,11 +103,14 @@ def read_stamps(folder: str) -> dict[str, float]:
     if not killed.exists():
         raise RuntimeError(f"no worker came to batch {KILLED_AFTER}; {len(steps)} steps were noted")
     at = float(killed.read_text())
-    later = [(ended, batch) for batch, began, ended in steps if began > at]
+    later = [(ended, batch, num_workers) for batch, began, ended, num_workers in steps if began > at]
     if not later:
         raise RuntimeError(f"no step began after the kill; {len(steps)} steps were noted before")
-    ended, batch = min(later)
-    return {"recovery_s": ended - at, "batches_again": KILLED_AFTER - batch}
+    full = [ended for ended, _, num_workers in later if num_workers == NUM_WORKERS]
+    if not full:
+        raise RuntimeError(f"none of the {len(later)} steps after the kill was one of {NUM_WORKERS} workers")
+    ended, batch, _ = min(later)
+    return {"recovery_s": ended - at, "full_size_s": min(full) - at, "batches_again": KILLED_AFTER - batch}
 
 
 # ------------------------------------------------------------------------------------------------------ raysgd
@@ -123,7 +131,7 @@ class NotingOperator(StockOperator):
     def optimizer_step(self) -> None:
         super().optimizer_step()
         if self.global_step:  # a new process warms up with a step by itself, before it joins
-            self.stamps.end(self.global_step)
+            self.stamps.end(self.global_step, self.world_size)
 
 
 def run_raysgd(workload: str, **options: Any) -> dict[str, float]:
@@ -138,8 +146,8 @@ def run_raysgd(workload: str, **options: Any) -> dict[str, float]:
         ) as trainer:
             trainer.train(num_steps=EPOCH)
             _await_spares(trainer, num_spares)
-            for _ in range(NUM_BATCHES // EPOCH - 1):
-                trainer.train(num_steps=EPOCH)
+            trainer.train(num_steps=EPOCH)
+            trainer.train(num_steps=LONG_EPOCH if "resize_check_s" in options else EPOCH)
         return read_stamps(folder)
 
 
@@ -399,7 +407,7 @@ def main() -> None:
     ways, workload, cases = OWN_WAYS, "recovery", SNAPSHOT_CASES
     if arguments.smoke_test:
         arguments.repetitions, workload = 1, "recovery_tiny"
-        ways = {name: options for name, options in OWN_WAYS.items() if "shrinking" in name}
+        ways = {name: options for name, options in OWN_WAYS.items() if "new process" in name}
         cases = (SnapshotCase("small_state", 0, 0.02, 1, 1),)
     report = Report("recovery", arguments, peers)
 
@@ -457,13 +465,13 @@ def _recovery_targets(medians: dict[tuple[str, str], float]) -> list[Target]:
         return None if own is None or other is None else own / other
 
     targets = []
-    for name in ("spare", "shrinking"):
+    for name in ("spare", "going on"):
         targets.append(Target(f"{OWN}, {name}: recovery, s", 0.25, True, figure(name)))
         targets.append(Target(f"{OWN}, {name} / Ray Train", 0.05, True, ratio(name, "ray_train")))
     targets.append(Target(f"{OWN}, new process / Ray Train", 0.40, True, ratio("new process", "ray_train")))
     targets.append(Target(f"{OWN}, new process / torchrun", 0.70, True, ratio("new process", "torchrun")))
     targets.append(Target(f"{OWN}, rebuild / Ray Train", 1.0, True, ratio("rebuild", "ray_train")))
-    for name in ("spare", "shrinking", "new process"):
+    for name in ("spare", "going on", "new process"):
         targets.append(Target(f"{OWN}, {name}: batches again", 0, True, figure(name, "batches_again")))
     return targets
 

@@ -87,7 +87,7 @@ class Chaos(threading.Thread):
             while not self.is_enough:
                 self._await_workers()
                 time.sleep(self._chance.uniform(0.0, 0.5))
-                with suppress(RuntimeError, ValueError):  # they are just being replaced, or fewer than a moment before
+                with suppress(RuntimeError, LookupError, ValueError):  # just being replaced, or fewer than just now
                     self._choose()()
         except BaseException as error:
             self.failure = repr(error)
@@ -133,15 +133,18 @@ class Chaos(threading.Thread):
         self._kill(range(self.trainer.num_workers))
 
     def _kill(self, ranks: Any) -> None:
-        group = self.trainer._controller._life.group
-        pids = [group.infos[rank].pid for rank in ranks if group is not None and rank < len(group.infos)]
-        alive = {pid for pid in pids if is_alive(pid)}
+        pids = self._pids()
+        alive = {pids[rank] for rank in ranks if is_alive(pids[rank])}
         testing.kill_worker(self.trainer, list(ranks))
         self.killed |= {pid for pid in alive if not is_alive(pid)}
 
+    def _pids(self) -> list[int]:
+        group = self.trainer._controller._life.group
+        return [] if group is None else [info.pid for info in group.infos]
+
     def _lose_node(self) -> None:
         rank = self._chance.randrange(self.trainer.num_workers)
-        pid = self.trainer._controller._life.group.infos[rank].pid  # type: ignore[union-attr]
+        pid = self._pids()[rank]
         testing.remove_node(self.cluster, trainer=self.trainer, rank=rank)
         self._nodes_lost += 1
         self.killed.add(pid)
