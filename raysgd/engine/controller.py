@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from raysgd.engine.failures import Diagnosis, classify
+from raysgd.engine.failures import Diagnosis, classify, words
 from raysgd.engine.history import History
-from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle, Unformed, words
+from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle, Unformed
 from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.replica import Capture, Replica
 from raysgd.engine.snapshots import Snapshot, SnapshotKeeper, Transfer

@@ -1,12 +1,15 @@
-"""Pure: what went wrong in a call, seen over all ranks."""
+"""Pure: what went wrong in a call, seen over all ranks, and how that is said."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
+from textwrap import shorten
 
 from raysgd.engine.types import Failure, FailureKind, GroupReport
 from raysgd.exceptions import WorkerFault
 
+_REASON_LENGTH = 160
 _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 
@@ -41,6 +44,21 @@ def classify(report: GroupReport) -> Diagnosis:
         if faults:
             return Diagnosis(kind, faults)
     raise AssertionError("unreachable: every failure has a known kind")
+
+
+def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
+    """The cause in a few words, for logs and messages; `gone` are all ranks that are lost, as far as that is known."""
+    message = shorten(diagnosis.faults[0].message.partition("\n")[0], _REASON_LENGTH, placeholder=" ...")
+    reason = f"{diagnosis.faults[0].type_name}: {message}"
+    if diagnosis.kind == "died":
+        return f"lost rank {listed({*gone, *diagnosis.ranks})} ({reason})"
+    lost = f"lost rank {listed(gone)}; " if gone else ""
+    return f"{lost}lost the connection between ranks, says rank {listed(diagnosis.ranks)} ({reason})"
+
+
+def listed(ranks: Collection[int]) -> str:
+    """Ranks in order, for sentences."""
+    return ", ".join(map(str, sorted(ranks)))
 
 
 def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:

@@ -9,12 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, replace
-from textwrap import shorten
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from raysgd.engine.failures import Diagnosis, classify
+from raysgd.engine.failures import classify, listed, words
 from raysgd.engine.history import EventKind, History
+from raysgd.engine.party import RECRUIT_S, CannotForm, Muster
 from raysgd.engine.policies import (
     GiveUp,
     Resize,
@@ -22,7 +22,6 @@ from raysgd.engine.policies import (
     ScalingPolicy,
     Wait,
     capacity,
-    choose_source,
     takers,
 )
 from raysgd.engine.replica import Capture, Replica
@@ -41,9 +40,7 @@ logger = logging.getLogger(__name__)
 START_ATTEMPTS = 4
 _SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
 _REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or somebody else took it
-_REASON_LENGTH = 160
 _SUSPICION_S = 60.0
-_RECRUIT_S = 30.0  # survivors do not wait longer for somebody new; who is late steps in later
 
 
 @dataclass(frozen=True)
@@ -103,45 +100,6 @@ class Unformed:
 
     kind: EventKind
     cause: str
-
-
-class _CannotForm(Exception):
-    """The ranks cannot form a new group.
-
-    Args:
-        reason: Why; empty where that is plain, because nobody is left.
-        staying: Who is left.
-        is_loss: Whether somebody was lost that is not counted among those who are gone.
-    """
-
-    def __init__(self, reason: str, staying: Collection[int], is_loss: bool = False) -> None:
-        super().__init__(reason)
-        self.reason, self.staying, self.is_loss = reason, staying, is_loss
-
-
-@dataclass
-class _Party:
-    """Who is to form the next group.
-
-    Attributes:
-        staying: Ranks that stay.
-        standings: How far each of them is.
-        port: The meeting point that the first of them opened.
-        joining: Recruits that join them.
-    """
-
-    staying: list[int]
-    standings: list[Standing]
-    port: int
-    joining: list[Any]
-
-    @property
-    def source(self) -> int:
-        """Index of the one that all others go on from."""
-        source = choose_source(self.standings)
-        if source is None:
-            raise _CannotForm(f"the survivors cannot go on by themselves: {_obstacle(self.standings)}", self.staying)
-        return source
 
 
 class Lifecycle:
@@ -433,8 +391,8 @@ class Lifecycle:
         group = self.group
         assert group is not None
         survivors = group.settle(report, tell_stuck)
-        silent = f"; rank {_listed(group.silent)} does not answer any more" if group.silent else ""
-        self._suspect(group, survivors)
+        silent = f"; rank {listed(group.silent)} does not answer any more" if group.silent else ""
+        self._suspect(survivors)
 
         def cause(gone: Collection[int]) -> str:
             return words(classify(report), gone) + silent
@@ -463,7 +421,7 @@ class Lifecycle:
         kind: EventKind = "left" if len(staying) < len(group) else "grown"
         change = _Change(
             kind,
-            cause=lambda gone: f"lost rank {_listed(gone)}; {cause}" if gone else cause,
+            cause=lambda gone: f"lost rank {listed(gone)}; {cause}" if gone else cause,
             staying=staying,
             began=began,
             can_wait=kind == "left",
@@ -472,11 +430,13 @@ class Lifecycle:
         )
         return self._reform(change, tick)
 
-    def _suspect(self, group: WorkerGroup, survivors: Sequence[int]) -> None:
+    def _suspect(self, survivors: Sequence[int]) -> None:
         """Avoids for a while the nodes of ranks that went silent without a report of their death: perhaps all is gone.
 
         Ray tells of the death of a process at once, of that of a node half a minute later.
         """
+        group = self.group
+        assert group is not None
         silent = {group.infos[rank].node_id for rank in group.silent}
         until = self._clock.monotonic() + _SUSPICION_S
         self._suspected |= dict.fromkeys(silent - {group.infos[rank].node_id for rank in survivors}, until)
@@ -486,7 +446,7 @@ class Lifecycle:
         ranks = frozenset(range(len(self.group))) - change.leaving
         try:
             self._try_reform(change, ranks, tick)
-        except _CannotForm as failed:
+        except CannotForm as failed:
             gone = ranks - frozenset(failed.staying)
             cause = change.cause(gone)
             is_loss = change.kind == "rejoined" or bool(gone) or failed.is_loss
@@ -501,7 +461,17 @@ class Lifecycle:
         group = self.group
         assert group is not None
         old_size = len(group)
-        party = self._assemble(change, tick)
+        muster = Muster(
+            group,
+            self.scaling,
+            change.budget,
+            can_wait=change.can_wait,
+            nodes_to_avoid=lambda: self.nodes_to_avoid,
+            suspect=self._suspect,
+            now=self.now,
+            tick=tick,
+        )
+        party = muster.assemble(change.staying)
         staying, standings, joining = party.staying, party.standings, party.joining
         source = party.source
         progress = standings[source].progress
@@ -512,7 +482,7 @@ class Lifecycle:
             diagnosis = classify(report)
             logger.warning("forming a new group failed: %s", words(diagnosis))
             is_loss = diagnosis.kind != "user"
-            raise _CannotForm(f"forming a new group failed: {words(diagnosis)}", staying, is_loss)
+            raise CannotForm(f"forming a new group failed: {words(diagnosis)}", staying, is_loss)
         if staying[0] != 0:
             self._snapshots.leave_group()
         self.facts = list(report.values)
@@ -523,77 +493,6 @@ class Lifecycle:
         if kind != "grown" or joining:  # else whoever was to join is dead, and all is as it was
             self._record(kind, old_size, change.began, change.cause(gone), standings[source].words)
         self.call_up_spares()
-
-    def _assemble(self, change: _Change, tick: Callable[[], None]) -> _Party:
-        """Lets those who stay leave the old group, and finds others to fill it up; whoever dies meanwhile is left out.
-
-        Raises:
-            _CannotForm: That makes no group.
-        """
-        group = self.group
-        assert group is not None
-        party = self._stand(change.staying, tick)
-        deadline = self._clock.monotonic() + _RECRUIT_S
-        try:
-            while True:
-                progress = party.standings[party.source].progress
-                if change.budget is not None and not change.budget.covers_rejoin(progress):
-                    raise _CannotForm("no retry is left to pay for going on", party.staying)
-                group.let_go([r for r in range(len(group)) if r not in party.staying and r not in group.gone])
-                wait_s = max(0.0, deadline - self._clock.monotonic()) if change.can_wait else 0.0
-                if not self._fill_up(party, wait_s, tick):
-                    break
-                answering = group.answering(party.staying)  # nobody looked after them while they waited
-                if answering == party.staying:
-                    break
-                self._suspect(group, answering)
-                party = replace(self._stand(answering, tick), joining=party.joining)
-            num_workers = len(party.staying) + len(party.joining)
-            if num_workers < self.scaling.min_workers:
-                reason = f"{num_workers} of at least {self.scaling.min_workers} workers are left"
-                raise _CannotForm(reason, party.staying)
-        except BaseException:  # Ctrl-C too
-            for recruit in party.joining:
-                group.recruits.dismiss(recruit)
-            raise
-        return party
-
-    def _stand(self, survivors: Sequence[int], tick: Callable[[], None]) -> _Party:
-        """Lets the survivors leave the group; those that turn out to be dead are no survivors.
-
-        Raises:
-            _CannotForm: None is left, or one of them failed.
-        """
-        group = self.group
-        assert group is not None
-        ranks = list(survivors)
-        while ranks:
-            report = group.stand(ranks, tick)
-            if report.ok:
-                return _Party(ranks, [stood.standing for stood in report.values], report.values[0].port, [])
-            failed = [o for o in report.outcomes if not o.ok]
-            if any(o.failure is not None and o.failure.kind == "user" for o in failed):
-                logger.warning("a survivor could not say how far it is: %s", words(classify(report)))
-                raise _CannotForm("a survivor could not say how far it is", ranks)
-            ranks = [rank for rank in ranks if rank not in {o.rank for o in failed}]
-        raise _CannotForm("", ())
-
-    def _fill_up(self, party: _Party, wait_s: float, tick: Callable[[], None]) -> bool:
-        """Lets those join who are ready; and new ones, if there is room and time to wait. Returns whether it waited."""
-        group = self.group
-        assert group is not None
-        missing = self.scaling.max_workers - len(party.staying) - len(party.joining)
-        if missing <= 0:
-            return False
-        group.recruits.avoid(self.nodes_to_avoid)
-        coming = group.recruits.num_coming + group.recruits.num_ready
-        group.call_up(missing - coming, self.scaling.max_workers, self.nodes_to_avoid)
-        found = group.recruits.take(missing, 0.0)
-        party.joining += found
-        if not wait_s or len(found) == missing or not group.recruits.num_coming:
-            return False
-        party.joining += group.recruits.take(missing - len(found), wait_s, tick)
-        return True
 
     def call_up_spares(self) -> None:
         """Begins to make as many workers ready as are to wait as spares, and were used up or lost."""
@@ -647,7 +546,7 @@ class Lifecycle:
         group = self.group
         assert group is not None
         self.call_up_growth()
-        deadline = self._clock.monotonic() + _RECRUIT_S
+        deadline = self._clock.monotonic() + RECRUIT_S
         while group.recruits.num_coming and self._clock.monotonic() < deadline:
             self._clock.sleep(0.005)
             tick()
@@ -663,25 +562,6 @@ class Lifecycle:
         if kind != "started":
             self.history.last_resize = now
         self.history.record(kind, old_size, self.num_workers, now - began, cause, detail)
-
-
-def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
-    """The cause in a few words, for logs and messages; `gone` are all ranks that are lost, as far as that is known."""
-    message = shorten(diagnosis.faults[0].message.partition("\n")[0], _REASON_LENGTH, placeholder=" ...")
-    reason = f"{diagnosis.faults[0].type_name}: {message}"
-    if diagnosis.kind == "died":
-        return f"lost rank {_listed({*gone, *diagnosis.ranks})} ({reason})"
-    lost = f"lost rank {_listed(gone)}; " if gone else ""
-    return f"{lost}lost the connection between ranks, says rank {_listed(diagnosis.ranks)} ({reason})"
-
-
-def _listed(ranks: Collection[int]) -> str:
-    return ", ".join(map(str, sorted(ranks)))
-
-
-def _obstacle(standings: Sequence[Standing]) -> str:
-    obstacles = [standing.obstacle for standing in standings if standing.obstacle]
-    return obstacles[0] if obstacles else "each was in the middle of a step that had begun to change its state"
 
 
 def _fetch(replica: Replica, token: int) -> Any:

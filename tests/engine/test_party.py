@@ -1,0 +1,99 @@
+"""Who is to form the next group."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, cast
+
+import pytest
+
+from raysgd.engine.party import CannotForm, Muster, Party
+from raysgd.engine.policies import RetryBudget, ScalingPolicy
+from raysgd.engine.worker_group import WorkerGroup
+from tests.engine.stepping_trainer import Trainer
+from tests.fakes import Interrupted, Lost
+
+
+class Scene:
+    """A group of three, of which rank 1 is lost; `muster` gathers who goes on."""
+
+    def __init__(self, min_workers: int = 1, num_slots: int = 3) -> None:
+        self.trainer = Trainer(num_slots=num_slots)
+        self.trainer.cluster.num_slots = num_slots
+        self.scaling = ScalingPolicy(3, min_workers)
+        self.suspected: list[Sequence[int]] = []
+
+    def muster(self, *, can_wait: bool = True, budget: RetryBudget | None = None) -> Party:
+        muster = Muster(
+            cast(WorkerGroup, self.trainer.group),
+            self.scaling,
+            budget,
+            can_wait=can_wait,
+            nodes_to_avoid=frozenset,
+            suspect=self.suspected.append,
+            now=self.trainer.clock.monotonic,
+            tick=lambda: None,
+        )
+        return muster.assemble([0, 2])
+
+    @property
+    def recruits(self) -> Any:
+        return self.trainer.group.recruits
+
+
+def test_a_new_worker_joins_the_survivors_where_there_is_room() -> None:
+    party = Scene().muster()
+    assert (party.staying, len(party.joining), len(party.standings)) == ([0, 2], 1, 2)
+
+
+def test_survivors_that_do_not_wait_go_on_without_whoever_is_not_ready() -> None:
+    scene = Scene()
+    scene.trainer.cluster.recruits_are_slow = True
+    assert scene.muster(can_wait=False).joining == []
+    assert scene.recruits.num_coming == 1, "it is made ready meanwhile"
+
+
+def test_who_is_lost_while_the_others_wait_is_left_out_and_who_came_stays() -> None:
+    scene = Scene()
+    scene.trainer.cluster.recruits_are_slow = True
+    scene.trainer.cluster.waits = deque([Lost((0,))])
+    party = scene.muster()
+    assert party.staying == [2]
+    assert len(party.joining) == 2, "the one that was waited for, and one for rank 0"
+    assert scene.suspected == [[2]]
+
+
+def test_too_few_are_no_party_and_the_newcomers_are_sent_home() -> None:
+    scene = Scene(min_workers=3)
+    scene.trainer.cluster.stands = deque([Lost((0,))])
+    scene.trainer.cluster.num_slots = 2
+    with pytest.raises(CannotForm, match="2 of at least 3 workers are left") as raised:
+        scene.muster()
+    assert raised.value.staying == [2]
+    assert len(scene.recruits.dismissed) == 1
+
+
+def test_an_interrupt_while_they_wait_sends_the_newcomers_home() -> None:
+    scene = Scene()
+    scene.trainer.cluster.recruits_are_slow = True
+    scene.trainer.cluster.waits = deque([Lost((0,))])
+    scene.trainer.cluster.stands = deque([None, Interrupted()])
+    with pytest.raises(KeyboardInterrupt):
+        scene.muster()
+    assert len(scene.recruits.dismissed) == 1
+
+
+def test_nobody_left_needs_no_words() -> None:
+    scene = Scene()
+    scene.trainer.cluster.stands = deque([Lost((0, 2))])
+    with pytest.raises(CannotForm, match=r"^$") as raised:
+        scene.muster()
+    assert list(raised.value.staying) == []
+
+
+def test_going_on_has_to_be_paid_for() -> None:
+    scene = Scene()
+    with pytest.raises(CannotForm, match="no retry is left") as raised:
+        scene.muster(budget=RetryBudget(0))
+    assert raised.value.staying == [0, 2]
