@@ -6,32 +6,28 @@ that no other rank waits for it; so does `interrupt`, from any thread.
 
 from __future__ import annotations
 
-import secrets
 import select
 import socket
 import struct
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any, Protocol, TypeAlias
 
+from raysgd.backends._guests import MeetingFailed, Patience, Reception, call_on, expect
 from raysgd.engine.types import Rendezvous
 
-_POLL_S = 0.05
-_GREETING_S = 10.0
-_TOKEN_BYTES = 16
-_GREETING = struct.Struct(f"<{_TOKEN_BYTES}sII")  # the token of the group, the rank that speaks, the lane
-_LENGTH = struct.Struct("<Q")
+_HEAD = struct.Struct("<QI")  # how many bytes follow, and of what kind they are
+_LONGEST_POLL_MS = 2**31 - 1
 
 _IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere it is seen once the connection is used
 
 Bytes: TypeAlias = memoryview
-Invitation: TypeAlias = tuple[str, int, str]
-"""Host, port and a token; also as a list, which is what JSON makes of it."""
+Invitation: TypeAlias = tuple[str, int]
+"""Host and port; also as a list, which is what JSON makes of it."""
 
 
 class MeshBroken(ConnectionError):
-    """A connection to another rank ended, could not be made, or kept this rank waiting for too long."""
+    """A connection to another rank ended, or kept this rank waiting for too long."""
 
 
 def host_of(rendezvous: Rendezvous) -> str:
@@ -48,86 +44,50 @@ class Door:
 
     Args:
         rendezvous: Where the ranks meet: on one node nobody from outside needs to come in.
-        timeout_s: How long to wait for another rank, here and in every swap.
 
     Attributes:
         invitation: What to tell the others, all of which need the invitations of all.
     """
 
-    def __init__(self, rendezvous: Rendezvous, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
+    def __init__(self, rendezvous: Rendezvous) -> None:
         host = host_of(rendezvous)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host if rendezvous.on_one_node else "", 0), family=family, backlog=512)
-        self._listener.settimeout(_POLL_S)
-        self._is_interrupted = False
-        self.invitation: Invitation = (host, self._listener.getsockname()[1], secrets.token_hex(_TOKEN_BYTES))
-
-    def interrupt(self) -> None:
-        """From another thread: ends the wait for others."""
-        self._is_interrupted = True
+        self._secret = rendezvous.secret
+        self._reception = Reception(host if rendezvous.on_one_node else "::" if ":" in host else "")
+        self.invitation: Invitation = (host, self._reception.port)
 
     def close(self) -> None:
         """Stops listening."""
-        self._listener.close()
+        self._reception.close()
 
-    def connect(self, rank: int, invitations: Sequence[Invitation], num_lanes: int) -> list[Mesh]:
+    def connect(self, rank: int, invitations: Sequence[Invitation], num_lanes: int, patience: Patience) -> list[Mesh]:
         """Connects to all ranks, which must all do so at this time; each lane is a mesh of its own.
 
         Args:
             rank: Who this is.
             invitations: Those of all ranks, by rank.
             num_lanes: How many meshes to make.
+            patience: How long to wait for another rank; and in every swap of the meshes just as long.
 
         Raises:
-            MeshBroken: Another rank is gone, or did not come in time.
+            MeetingFailed: Another rank is gone, or did not come in time.
         """
         lanes: list[dict[int, socket.socket]] = [{} for _ in range(num_lanes)]
-        token = bytes.fromhex(invitations[0][2])  # known to the ranks of this group, and to nobody else
-        deadline = time.monotonic() + self._timeout_s
+        num_guests = (len(invitations) - 1 - rank) * num_lanes
         with ExitStack() as undo:
             try:
-                for peer, (host, port, _) in enumerate(invitations[:rank]):
+                for peer, (host, port) in enumerate(invitations[:rank]):
                     for lane, connections in enumerate(lanes):
-                        connections[peer] = undo.enter_context(socket.create_connection((host, port), self._timeout_s))
-                        connections[peer].sendall(_GREETING.pack(token, rank, lane))
-                for _ in range((len(invitations) - 1 - rank) * num_lanes):
-                    peer, lane, connection = self._await_guest(token, deadline)
-                    lanes[lane][peer] = undo.enter_context(connection)
+                        connection = call_on(host, port, self._secret, rank, lane, patience)
+                        connections[peer] = undo.enter_context(connection)
+                for guest in expect(self._reception, self._secret, num_guests, patience):
+                    lanes[guest.number][guest.rank] = undo.enter_context(guest.connection)
+                meshes = [Mesh(connections, patience.timeout_s) for connections in lanes]
             except OSError as error:
-                if isinstance(error, MeshBroken):
+                if isinstance(error, MeetingFailed):
                     raise
-                raise MeshBroken(f"rank {rank} could not connect to the others: {error}") from error
+                raise MeetingFailed(f"rank {rank} could not connect to the others: {error}") from error
             undo.pop_all()
-        return [Mesh(connections, self._timeout_s) for connections in lanes]
-
-    def _await_guest(self, token: bytes, deadline: float) -> tuple[int, int, socket.socket]:
-        while True:
-            if self._is_interrupted or time.monotonic() > deadline:
-                raise MeshBroken("another rank failed, or took too long, before it had connected")
-            try:
-                guest, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            said, peer, lane = _GREETING.unpack(_greeting_of(guest))
-            if said == token:
-                return peer, lane, guest
-            guest.close()  # it came by mistake
-
-
-def _greeting_of(guest: socket.socket) -> bytes:
-    """What a guest says first; zeros where it is too short."""
-    guest.settimeout(_GREETING_S)
-    greeting = b""
-    try:
-        while len(greeting) < _GREETING.size:
-            part = guest.recv(_GREETING.size - len(greeting))
-            if not part:
-                break
-            greeting += part
-    except OSError:
-        pass
-    return greeting.ljust(_GREETING.size, b"\0")
+        return meshes
 
 
 class Mesh:
@@ -146,23 +106,24 @@ class Mesh:
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def swap(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes]) -> None:
+    def swap(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], kind: int = 0) -> None:
         """Sends bytes to some ranks and receives from some, all at the same time.
 
         Args:
             outgoing: What to send, by rank.
             incoming: Where to put what comes, by rank; as long as what that rank sends.
+            kind: What is sent and expected, as a number that all ranks know it by.
 
         Raises:
             MeshBroken: A connection ended, or nothing moved for too long.
-            ValueError: A rank sends another number of bytes: it is not at the same exchange.
+            ValueError: A rank sends another number of bytes, or another kind: it is not at the same exchange.
         """
         try:
             if self._is_broken:
                 raise MeshBroken("the connections to the other ranks have ended")
             self._move(
-                {rank: _Sending(self._connections[rank], view) for rank, view in outgoing.items()},
-                {rank: _Receiving(self._connections[rank], rank, view) for rank, view in incoming.items()},
+                {rank: _Sending(self._connections[rank], view, kind) for rank, view in outgoing.items()},
+                {rank: _Receiving(self._connections[rank], rank, view, kind) for rank, view in incoming.items()},
             )
         except BaseException as error:
             self.interrupt()
@@ -184,18 +145,23 @@ class Mesh:
                 self._wait(sending, receiving)
 
     def _wait(self, sending: Mapping[int, _Task], receiving: Mapping[int, _Task]) -> None:
-        poll, awaited = select.poll(), {*sending, *receiving}
+        poll, ranks = select.poll(), {}
         for rank, connection in self._connections.items():
-            events = (select.POLLOUT if rank in sending else 0) | (select.POLLIN if rank in receiving else 0)
-            if connection.fileno() < 0:
-                raise MeshBroken("the connections to the other ranks were closed")
-            poll.register(connection, events or _IS_GONE)
-        ready = {number for number, _ in poll.poll(self._timeout_s * 1000)}
+            # A rank that nothing is expected from may have ended its connection: it will not take what is sent to it,
+            # nor be there for the next swap, and those that wait for it may wait in vain.
+            events = select.POLLIN if rank in receiving else _IS_GONE
+            try:
+                poll.register(connection, events | (select.POLLOUT if rank in sending else 0))
+            except ValueError as error:
+                raise MeshBroken("the connections to the other ranks were closed") from error
+            ranks[connection.fileno()] = rank
+        ready = poll.poll(min(self._timeout_s * 1000, _LONGEST_POLL_MS))
         if not ready:
-            raise MeshBroken(f"waited {self._timeout_s:g} s in vain for rank {', '.join(map(str, sorted(awaited)))}")
-        if not any(self._connections[rank].fileno() in ready for rank in awaited):
-            # Whoever is gone will not be there for the next swap, and those that wait for it may wait in vain.
-            raise MeshBroken("another rank has ended its connection")
+            awaited = ", ".join(map(str, sorted({*sending, *receiving})))
+            raise MeshBroken(f"waited {self._timeout_s:g} s in vain for rank {awaited}")
+        gone = [ranks[number] for number, event in ready if ranks[number] not in receiving and event & ~select.POLLOUT]
+        if len(gone) == len(ready):
+            raise MeshBroken(f"rank {', '.join(map(str, sorted(gone)))} has ended its connection")
 
     @property
     def is_broken(self) -> bool:
@@ -226,13 +192,13 @@ class _Task(Protocol):
 
 
 class _Sending:
-    """A message on its way out: its length, then its bytes."""
+    """A message on its way out: its head, then its bytes."""
 
     __slots__ = ("_connection", "_parts", "is_done")
 
-    def __init__(self, connection: socket.socket, view: Bytes) -> None:
+    def __init__(self, connection: socket.socket, view: Bytes, kind: int) -> None:
         self._connection = connection
-        self._parts: list[Any] = [_LENGTH.pack(len(view)), view]
+        self._parts: list[Any] = [_HEAD.pack(len(view), kind), view]
         self.is_done = False
 
     def go_on(self) -> bool:
@@ -248,10 +214,10 @@ class _Sending:
 class _Receiving:
     """A message on its way in."""
 
-    __slots__ = ("_connection", "_head", "_rank", "_view", "is_done")
+    __slots__ = ("_connection", "_head", "_kind", "_rank", "_view", "is_done")
 
-    def __init__(self, connection: socket.socket, rank: int, view: Bytes) -> None:
-        self._connection, self._rank, self._view = connection, rank, view
+    def __init__(self, connection: socket.socket, rank: int, view: Bytes, kind: int) -> None:
+        self._connection, self._rank, self._view, self._kind = connection, rank, view, kind
         self._head: bytes | None = b""
         self.is_done = False
 
@@ -263,12 +229,13 @@ class _Receiving:
 
     def _receive_head(self) -> bool:
         assert self._head is not None
-        self._head += self._nonempty(self._connection.recv(_LENGTH.size - len(self._head)))
-        if len(self._head) == _LENGTH.size:
-            (length,) = _LENGTH.unpack(self._head)
-            if length != len(self._view):
+        self._head += self._nonempty(self._connection.recv(_HEAD.size - len(self._head)))
+        if len(self._head) == _HEAD.size:
+            length, kind = _HEAD.unpack(self._head)
+            if (length, kind) != (len(self._view), self._kind):
+                what = "bytes" if kind == self._kind else "bytes of another kind"
                 raise ValueError(
-                    f"rank {self._rank} sends {length} bytes where this rank expects {len(self._view)}: the ranks are "
+                    f"rank {self._rank} sends {length} {what} where this rank expects {len(self._view)}: the ranks are "
                     "not at the same exchange. All of them have to average the same gradients in the same order."
                 )
             self._head = None

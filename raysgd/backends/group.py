@@ -13,6 +13,7 @@ import numpy as np
 from raysgd.backends._mesh import Mesh
 from raysgd.engine.types import World
 
+_SUM, _ALL, _FIRST, _VALUE = range(4)  # kinds of exchanges
 _MAX_WHOLE_BYTES = 64 * 1024
 """Up to this size an array is added up by every rank for itself."""
 
@@ -52,8 +53,8 @@ class Group:
     def _add_up_whole(self, flat: Array) -> None:
         """Everybody sends everything to everybody: one wait for others, which is what small arrays cost."""
         received = self._room(flat.dtype, len(flat))
-        own = _bytes(flat)
-        self._mesh.swap(dict.fromkeys(self._others, own), {rank: _bytes(room) for rank, room in received.items()})
+        own, rooms = _bytes(flat), {rank: _bytes(room) for rank, room in received.items()}
+        self._mesh.swap(dict.fromkeys(self._others, own), rooms, _kind(_SUM, flat))
         _add_in_order({**received, self.rank: flat}, flat)
 
     def _add_up_in_parts(self, flat: Array) -> None:
@@ -63,11 +64,11 @@ class Group:
         views = [_bytes(part) for part in parts]
         own = parts[self.rank]
         received = self._room(flat.dtype, len(own))
-        self._mesh.swap(
-            {rank: views[rank] for rank in self._others}, {rank: _bytes(room) for rank, room in received.items()}
-        )
+        rooms = {rank: _bytes(room) for rank, room in received.items()}
+        of_others = {rank: views[rank] for rank in self._others}
+        self._mesh.swap(of_others, rooms, _kind(_SUM, flat))
         _add_in_order({**received, self.rank: own}, own)
-        self._mesh.swap(dict.fromkeys(self._others, views[self.rank]), {rank: views[rank] for rank in self._others})
+        self._mesh.swap(dict.fromkeys(self._others, views[self.rank]), of_others, _kind(_ALL, flat))
 
     def _room(self, dtype: np.dtype[Any], num_numbers: int) -> dict[int, Array]:
         """An array for each other rank, in memory that is used again: fresh memory costs as much as the sum."""
@@ -86,10 +87,8 @@ class Group:
             return [numbers]
         own = np.ascontiguousarray(numbers).reshape(numbers.shape)  # NumPy makes a row of a single number
         received = [own if rank == self.rank else np.empty_like(own) for rank in range(self.size)]
-        sent = _bytes(_flat(own))
-        self._mesh.swap(
-            dict.fromkeys(self._others, sent), {rank: _bytes(_flat(received[rank])) for rank in self._others}
-        )
+        rooms = {rank: _bytes(_flat(received[rank])) for rank in self._others}
+        self._mesh.swap(dict.fromkeys(self._others, _bytes(_flat(own))), rooms, _kind(_ALL, own))
         return received
 
     def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
@@ -106,11 +105,11 @@ class Group:
     def from_first(self, numbers: Array) -> None:
         """Puts rank 0's into `numbers`."""
         if self.size > 1:
-            view = _bytes(_flat(numbers))
+            view, kind = _bytes(_flat(numbers)), _kind(_FIRST, numbers)
             if self.rank == 0:
-                self._mesh.swap(dict.fromkeys(self._others, view), {})
+                self._mesh.swap(dict.fromkeys(self._others, view), {}, kind)
             else:
-                self._mesh.swap({}, {0: view})
+                self._mesh.swap({}, {0: view}, kind)
 
     def send(self, value: Any, ranks: Collection[int]) -> None:
         """Sends anything that can be pickled to `ranks`, which must all `receive` it at this time."""
@@ -119,7 +118,7 @@ class Group:
         parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
         sizes = np.array([len(part) for part in parts], np.int64)
         for part in (_bytes(np.array([len(parts)], np.int64)), _bytes(sizes), *parts):
-            self._mesh.swap(dict.fromkeys(ranks, part), {})
+            self._mesh.swap(dict.fromkeys(ranks, part), {}, _VALUE)
 
     def receive(self, source: int) -> Any:
         """What `source` sends."""
@@ -129,7 +128,7 @@ class Group:
         return pickle.loads(head.data, buffers=buffers)
 
     def _received(self, part: Array, source: int) -> Array:
-        self._mesh.swap({}, {source: _bytes(part)})
+        self._mesh.swap({}, {source: _bytes(part)}, _VALUE)
         return part
 
 
@@ -176,6 +175,11 @@ class Vote:
     def result(self) -> bool:
         """Waits for all ranks; to be asked for once."""
         return self.votes.hear(self.number) or self.own
+
+
+def _kind(exchange: int, numbers: Array) -> int:
+    """What is exchanged and how, as one number: ranks that differ in it would take each other's numbers for others."""
+    return exchange << 16 | ord(numbers.dtype.kind) << 8 | numbers.dtype.itemsize & 0xFF
 
 
 def _flat(array: Array) -> Array:

@@ -10,10 +10,12 @@ import json
 import os
 import socket
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.backends._meeting import Meeting, MeetingFailed
+from raysgd.backends._guests import MeetingFailed, Patience
+from raysgd.backends._meeting import Meeting
 from raysgd.backends._mesh import Door, Mesh, MeshBroken, host_of
 from raysgd.backends._origins import is_of, with_causes
 from raysgd.backends.base import Backend
@@ -52,6 +54,7 @@ class _MeetingBackend(Backend):
     variables: Mapping[str, str] = field(default_factory=dict)
     _num_threads: int | None = field(default=None, repr=False, compare=False)
     _meeting: Meeting | None = field(default=None, repr=False, compare=False)
+    _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def limit_threads(self, num_threads: int) -> None:
@@ -62,25 +65,28 @@ class _MeetingBackend(Backend):
         load_tensorflow(self.variables, self._num_threads)
 
     def open_rendezvous(self) -> int:
-        self._meeting = Meeting(self.timeout_s)
+        self._meeting = Meeting()
         return self._meeting.open()
 
     def interrupt(self) -> None:
-        if self._meeting is not None:
-            self._meeting.interrupt()
+        self._is_interrupted = True
 
     def leave(self) -> None:
         if self._meeting is not None:
             self._meeting.close()
-        self._meeting = None
+        self._meeting, self._is_interrupted = None, False
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
 
-    def _meet(self, rendezvous: Rendezvous, world: World, word: Mapping[str, Any]) -> list[dict[str, Any]]:
+    def _patience(self) -> Patience:
+        return Patience(self.timeout_s, lambda: self._is_interrupted)
+
+    def _meet(
+        self, rendezvous: Rendezvous, world: World, word: Mapping[str, Any], patience: Patience
+    ) -> list[dict[str, Any]]:
         """What every rank says, by rank. Sets `TF_CONFIG`."""
-        self._meeting = self._meeting or Meeting(self.timeout_s)
         own = json.dumps({"address": free_address(rendezvous), **word})
-        said = self._meeting.exchange(rendezvous.address, rendezvous.port, world.rank, world.size, own)
+        said = (self._meeting or Meeting()).exchange(rendezvous, world.rank, world.size, own, patience)
         words: list[dict[str, Any]] = [json.loads(each) for each in said]
         self._own_variables += announce([each["address"] for each in words], world)
         return words
@@ -90,7 +96,6 @@ class _MeetingBackend(Backend):
 class TensorFlowBackend(_MeetingBackend):
     """Replicas that each have a TensorFlow of their own, and exchange numbers over connections of raysgd's own."""
 
-    _door: Door | None = field(default=None, repr=False, compare=False)
     _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
@@ -107,29 +112,26 @@ class TensorFlowBackend(_MeetingBackend):
                 "Another trainer with `use_local=True` has its rank 0 in this process, which can hold one only: "
                 "shut that trainer down first."
             )
-        self._door = Door(rendezvous, self.timeout_s)
-        invitations = [word["door"] for word in self._meet(rendezvous, world, {"door": self._door.invitation})]
-        self._lanes = self._door.connect(world.rank, invitations, num_lanes=2)
-        self._door.close()
+        patience = self._patience()
+        with closing(Door(rendezvous)) as door:
+            words = self._meet(rendezvous, world, {"door": door.invitation}, patience)
+            self._lanes = door.connect(world.rank, [word["door"] for word in words], 2, patience)
+        patience.check()  # an interrupt that came before there was anything to cut
         gradients, votes = self._lanes
         _JOINED = Joined(Group(world, gradients), Votes(world, votes))
 
     def interrupt(self) -> None:
         super().interrupt()
-        if self._door is not None:
-            self._door.interrupt()
         for lane in self._lanes:
             lane.interrupt()
 
     def leave(self) -> None:
         global _JOINED
-        if self._door is not None:
-            self._door.close()
         for lane in self._lanes:
             lane.close()
         if self._lanes:
             _JOINED = None
-        self._door, self._lanes = None, []
+        self._lanes = []
         super().leave()
 
     def is_connection_error(self, error: BaseException) -> bool:
@@ -145,7 +147,7 @@ class MultiWorkerBackend(_MeetingBackend):
         global _STRATEGY
         if not world.is_distributed:
             return
-        self._meet(rendezvous, world, {})
+        self._meet(rendezvous, world, {}, self._patience())
         import tensorflow as tf
 
         _STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()

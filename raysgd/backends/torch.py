@@ -8,9 +8,11 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.backends._guests import MeetingFailed, Patience
 from raysgd.backends._mesh import Door, Invitation, Mesh, MeshBroken
 from raysgd.backends._origins import is_of, with_causes
 from raysgd.backends._sockets import Connection, between_ranks, open_sockets, opened_since
@@ -58,7 +60,6 @@ class TorchBackend(Backend):
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
     _connections: list[Connection] = field(default_factory=list, repr=False, compare=False)
-    _door: Door | None = field(default=None, repr=False, compare=False)
     _mesh: Mesh | None = field(default=None, repr=False, compare=False)
     _group: Group | None = field(default=None, repr=False, compare=False)
     _is_cut: bool = field(default=False, repr=False, compare=False)
@@ -82,7 +83,6 @@ class TorchBackend(Backend):
             torch.cuda.set_device(ordinal_of(gpu_ids[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
 
     def open_rendezvous(self) -> int:
-        self._is_interrupted = False
         self._store = _store("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         return int(self._store.port)
 
@@ -103,24 +103,30 @@ class TorchBackend(Backend):
                 "down."
             )
         self._choose_interface(rendezvous)
-        store = self.meet(rendezvous, world)
-        self._has_joined = True
+        patience = self._patience()
+        store = self._meet(rendezvous, world, patience)
+        self._has_joined, self._is_cut = True, False
         sockets_before = open_sockets()
         dist.init_process_group(
             self.transport, store=store, rank=world.rank, world_size=world.size, timeout=self._timeout
         )
         if self.transport == "gloo" and world.is_distributed:
-            self._door = Door(rendezvous, self.timeout_s)
-            self._connections, invitations = self._exchange_ends(sockets_before, world, self._door.invitation)
-            [self._mesh] = self._door.connect(world.rank, invitations, num_lanes=1)
-            self._door.close()
+            with closing(Door(rendezvous)) as door:
+                self._connections, invitations = self._exchange_ends(sockets_before, world, door.invitation, patience)
+                [self._mesh] = door.connect(world.rank, invitations, 1, patience)
             self._group = Group(world, self._mesh)
-        self._is_cut = False
+            patience.check()  # an interrupt that came before there was anything to cut
         global _joined
         _joined = self
 
     def meet(self, rendezvous: Rendezvous, world: World) -> Any:
         """Goes to the meeting point; returns the store that all ranks share there, on rank 0 once all have come."""
+        return self._meet(rendezvous, world, self._patience())
+
+    def _patience(self) -> Patience:
+        return Patience(self.timeout_s, lambda: self._is_interrupted)
+
+    def _meet(self, rendezvous: Rendezvous, world: World, patience: Patience) -> Any:
         if self._store is None:
             self._store = _store(rendezvous.address, rendezvous.port, is_master=False, timeout=self._timeout)
         shares_gpus = self.transport == "nccl" and world.local_size > 1
@@ -128,13 +134,13 @@ class TorchBackend(Backend):
             self._store.set(_gpus_key(world), ",".join(self._gpus_of_driver) or os.environ.get(_VISIBLE, ""))
         self._store.set(_arrival(world.rank), "here")
         if world.rank == 0:
-            self._await_others(world.size)
+            self._await_keys([_arrival(rank) for rank in range(world.size)], patience)
         if shares_gpus and not self._gpus_of_driver:
             self._see_gpus_of_node(world)
         return self._store
 
     def _exchange_ends(
-        self, sockets_before: dict[int, str], world: World, invitation: Invitation
+        self, sockets_before: dict[int, str], world: World, invitation: Invitation, patience: Patience
     ) -> tuple[list[Connection], list[Invitation]]:
         """Gloo's connections to other ranks, and all ranks' invitations.
 
@@ -143,7 +149,9 @@ class TorchBackend(Backend):
         own = opened_since(sockets_before)
         word = {"ends": [connection.ends for connection in own], "invitation": invitation}
         self._store.set(_ends_of(world.rank), json.dumps(word))
-        words = [json.loads(found) for found in self._store.multi_get([_ends_of(rank) for rank in range(world.size)])]
+        keys = [_ends_of(rank) for rank in range(world.size)]
+        self._await_keys(keys, patience)
+        words = [json.loads(found) for found in self._store.multi_get(keys)]
         others = [tuple(ends) for rank, said in enumerate(words) if rank != world.rank for ends in said["ends"]]
         return between_ranks(own, others), [said["invitation"] for said in words]
 
@@ -168,21 +176,14 @@ class TorchBackend(Backend):
             os.environ[_VISIBLE] = own
             torch.cuda.set_device(0)
 
-    def _await_others(self, world_size: int) -> None:
-        """Waits until all ranks are at the door. Forming the group cannot be interrupted, waiting for it can."""
-        from torch.distributed import DistNetworkError
-
-        arrivals = [_arrival(rank) for rank in range(world_size)]
-        deadline = time.monotonic() + self.timeout_s
-        while not self._store.check(arrivals):
-            if self._is_interrupted or time.monotonic() > deadline:
-                raise DistNetworkError("another rank failed, or took too long, before it joined the group")
+    def _await_keys(self, keys: Sequence[str], patience: Patience) -> None:
+        """Waits until the ranks have said these things. What PyTorch waits for cannot be interrupted, this can."""
+        while not self._store.check(keys):
+            patience.check()
             time.sleep(_POLL_S)
 
     def interrupt(self) -> None:
         self._is_interrupted = True
-        if self._door is not None:
-            self._door.interrupt()
         self._cut()
 
     def _cut(self) -> None:
@@ -190,8 +191,9 @@ class TorchBackend(Backend):
         self._is_cut = True
         for connection in connections:
             connection.shut()
-        if self._mesh is not None:
-            self._mesh.interrupt()
+        mesh = self._mesh
+        if mesh is not None:
+            mesh.interrupt()
         if self.transport == "nccl" and self._has_joined:
             _abort_process_group()
 
@@ -208,11 +210,10 @@ class TorchBackend(Backend):
         self._cut()
         if self._has_joined:  # another group in this process is not ours to end
             end_process_group()
-        for part in (self._door, self._mesh):
-            if part is not None:
-                part.close()
-        self._door = self._mesh = self._group = None
-        self._store, self._has_joined, self._gpus_of_driver = None, False, ()
+        if self._mesh is not None:
+            self._mesh.close()
+        self._mesh = self._group = None
+        self._store, self._has_joined, self._gpus_of_driver, self._is_interrupted = None, False, (), False
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
 
@@ -254,7 +255,7 @@ def is_connection_error(error: BaseException) -> bool:
     import torch.distributed as dist
 
     for link in with_causes(error):  # user code may have put its own words before PyTorch's
-        if isinstance(link, dist.DistError | MeshBroken):
+        if isinstance(link, dist.DistError | MeetingFailed | MeshBroken):
             return True
         text = str(link).lower()
         if not (isinstance(link, RuntimeError) and any(phrase in text for phrase in _BROKEN)):

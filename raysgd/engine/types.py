@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -26,11 +27,18 @@ class Rendezvous:
     """Where the ranks of a group meet.
 
     On a single node that is the loopback address, because the node's public address may be unreachable from itself.
+
+    Attributes:
+        address: Of rank 0.
+        port: Likewise.
+        on_one_node: Whether all ranks are.
+        secret: By which the ranks of this group know each other.
     """
 
     address: str
     port: int
     on_one_node: bool
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False, compare=False)
 
     @staticmethod
     def at(port: int, infos: Sequence[WorkerInfo]) -> Rendezvous:

@@ -74,7 +74,8 @@ class Synchronizer:
         self._applied: list[_Applied] = []  # what optimizers were given in the step that is being traced
         self._merges_metrics = False
         self._error: BaseException | None = None
-        self._averagers: list[_Averager] = []
+        self._of_user = _Averager(self)  # for all of a replica: which rank traces a graph anew is its own affair
+        self._averagers = [self._of_user]
 
     def rejoin(self, world: World) -> None:
         """Goes on with another group, which all its ranks have joined already; what is watched stays watched."""
@@ -100,7 +101,7 @@ class Synchronizer:
 
     def average(self, gradients: Sequence[Any]) -> list[Any]:
         """The mean of the ranks' gradients by samples; None stays None. For optimizers that are not watched."""
-        return list(gradients) if self.group.size == 1 else _Averager(self).average(gradients)
+        return self._of_user.average(gradients) if self.watches else list(gradients)
 
     def _apply(self, optimizer: Any, inner: Callable[..., Any], averager: _Averager) -> Any:
         """Keras 3."""
@@ -277,7 +278,7 @@ class Synchronizer:
             return
         for variable in variables:
             array = np.array(variable.numpy())
-            if array.dtype.kind not in "fiub":
+            if array.dtype.hasobject:  # strings
                 continue
             flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
             self.group.from_first(flat)

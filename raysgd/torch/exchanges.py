@@ -47,7 +47,7 @@ class Exchanges:
         return future.then(self._received)  # not a callback beside it, which the backward pass would not wait for
 
     def count(self, is_last: bool) -> None:
-        """Counts an exchange; for one that raises by itself, what it raises is to be given to `note`."""
+        """Counts an exchange; one that raises by itself is not one, and what it raises is to be given to `note`."""
         self._num_made += is_last
 
     def _received(self, future: Any) -> Any:

@@ -13,6 +13,7 @@ import copy
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,6 +47,33 @@ _KEPT_BY_WRAPPER = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+
+@dataclass(frozen=True, eq=False)
+class _HookState:
+    """What a communication hook of ours is called with.
+
+    PyTorch keeps it in the model. A copy of the model shares it, and a pickled one goes without: neither is trained.
+
+    Attributes:
+        parallel: Knows the weight of the step, and watches its exchanges.
+        process_group: Who takes part.
+        is_small: Whether to go past gloo where that can be done.
+        function: A hook of the user's that does the rest; None for an average.
+        state: What that one is called with.
+    """
+
+    parallel: "DDP"
+    process_group: Any
+    is_small: bool = False
+    function: Callable[..., Any] | None = None
+    state: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_HookState":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _HookState, (None, None)
 
 
 def _copied(model: torch.nn.Module) -> torch.nn.Module:
@@ -192,9 +220,11 @@ class DDP(NoParallel):
     def _register_hook(self, wrapped: DistributedDataParallel, options: dict[str, Any]) -> None:
         hook = options.get(COMM_HOOK)
         if hook is not None:
-            wrapped.register_comm_hook(*_weighting_first(self, hook))
+            state, function = _hook_of_user(hook)
+            theirs = _HookState(self, wrapped.process_group, function=function, state=state)
+            wrapped.register_comm_hook(theirs, _weight_and_call)
         elif id(wrapped) in self._hooked:
-            wrapped.register_comm_hook((self, _is_small(wrapped)), _average)
+            wrapped.register_comm_hook(_HookState(self, wrapped.process_group, _is_small(wrapped)), _average)
 
     @property
     def obstacle(self) -> str | None:
@@ -232,19 +262,22 @@ class DDP(NoParallel):
                 self._register_hook(model, {})
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
+        groups = {id(p): wrapped.process_group for wrapped, _ in self._wrapped for p in wrapped.parameters()}
         for parameter in parameters:
             if parameter.grad is None:  # of this rank; others may have one
                 parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(parameter.grad)
-            parameter.grad.div_(dist.get_world_size())
+            group = groups.get(id(parameter), dist.group.WORLD)
+            dist.all_reduce(parameter.grad, group=group)
+            parameter.grad.div_(dist.get_world_size(group))
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Gives every rank rank 0's buffers once, then keeps forward passes free of collectives."""
+        """Gives every rank those of the first one once, then keeps forward passes free of collectives."""
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         for model in wrapped:
+            first = dist.get_global_rank(model.process_group, 0)
             for buffer in model.module.buffers():
-                dist.broadcast(buffer, 0)
+                dist.broadcast(buffer, first, group=model.process_group)
         before = [model.require_forward_param_sync for model in wrapped]
         try:
             for model in wrapped:
@@ -270,27 +303,27 @@ def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], Non
     return defer
 
 
-def _average(state: tuple[DDP, bool], bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    parallel, is_small = state
+def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    parallel = state.parallel
     if parallel._weights_in_hook:
         _weight(parallel.step, bucket)
-    group = small_exchanges() if is_small else None
+    group = small_exchanges() if state.is_small else None
     if group is not None:
         return _average_at_once(parallel, group, bucket)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    future = allreduce_hook(dist.group.WORLD, bucket)  # type: ignore[arg-type]
+    future = allreduce_hook(state.process_group, bucket)
     return parallel.exchanges.watch(future, bucket.is_last())
 
 
 def _average_at_once(parallel: DDP, group: Group, bucket: Any) -> Any:
     gradients = bucket.buffer()
-    parallel.exchanges.count(bucket.is_last())
     try:
         group.add_up(gradients.numpy())
     except Exception as error:
         parallel.exchanges.note(error)
         raise
+    parallel.exchanges.count(bucket.is_last())
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(gradients.div_(group.size))
     return future
@@ -315,22 +348,25 @@ def _weight(step: Step, bucket: Any) -> None:
         bucket.buffer().mul_(step.weight)
 
 
-def _weighting_first(parallel: DDP, hook: Any) -> tuple[Any, Callable[..., Any]]:
-    """The state and the hook to register for a hook of the user's: `function`, or `(state, function)`."""
+def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
+    """The state and the function of a hook of the user's: `function`, or `(state, function)`."""
     state, function = hook if isinstance(hook, tuple) else (None, hook)
     if not callable(function):
         raise ValueError(
             f"`ddp_args={{'{COMM_HOOK}': {hook!r}}}`: need a communication hook of PyTorch, or a tuple of the state "
             "that it is called with and the hook."
         )
+    return state, function
 
-    def weight_and_call(state, bucket):  # type: ignore[no-untyped-def]  # PyTorch checks annotations
-        if not parallel._weights_in_hook:
-            return function(state, bucket)
-        _weight(parallel.step, bucket)
-        return parallel.exchanges.watch(function(state, bucket), bucket.is_last())
 
-    return state, weight_and_call
+def _weight_and_call(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """Does what a hook of the user's does."""
+    function, parallel = state.function, state.parallel
+    assert function is not None
+    if not parallel._weights_in_hook:
+        return function(state.state, bucket)
+    _weight(parallel.step, bucket)
+    return parallel.exchanges.watch(function(state.state, bucket), bucket.is_last())
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.backends._mesh import Door
+from raysgd.backends._guests import Patience
+from raysgd.backends._mesh import Door, MeshBroken
 from raysgd.backends.group import Group, Votes
 from raysgd.engine.types import Rendezvous, World
 
@@ -28,10 +29,11 @@ def test_a_replica_that_is_alone_exchanges_nothing() -> None:
 def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
     """The groups of some ranks, each to be used in a thread of its own."""
     size = request.param
-    doors = [Door(Rendezvous("127.0.0.1", 0, on_one_node=True), 20) for _ in range(size)]
+    meeting, patience = Rendezvous("127.0.0.1", 0, on_one_node=True), Patience(20)
+    doors = [Door(meeting) for _ in range(size)]
     invitations = [door.invitation for door in doors]
     with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(lambda rank: doors[rank].connect(rank, invitations, 1), range(size)))
+        found = list(pool.map(lambda rank: doors[rank].connect(rank, invitations, 1, patience), range(size)))
     yield [Group(World(rank, size), mesh) for rank, [mesh] in enumerate(found)]
     for part in (*doors, *(mesh for [mesh] in found)):
         part.close()
@@ -100,6 +102,20 @@ def test_values_travel_from_one_rank_to_some(groups: list[Group]) -> None:
     for found in on_all(groups, pass_on):
         assert found["name"] == "a"
         assert [part.tolist() for part in found["weights"]] == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], 1, []]
+
+
+def test_numbers_of_another_kind_are_not_added_up_though_they_have_as_many_bytes(groups: list[Group]) -> None:
+    def add_up(group: Group) -> str:
+        numbers = np.ones(20_000, np.float32) if group.rank else np.ones(10_000, np.float64)
+        try:
+            group.add_up(numbers)
+        except (ValueError, MeshBroken) as error:
+            return str(error)
+        return "added up"
+
+    told = on_all(groups, add_up)
+    assert any("not at the same exchange" in text for text in told)
+    assert "added up" not in told
 
 
 def test_what_has_gaps_cannot_be_added_up_in_place(groups: list[Group]) -> None:

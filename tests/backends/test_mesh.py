@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import closing
 from typing import Any
 
 import pytest
 
+from raysgd.backends._guests import MeetingFailed, Patience
 from raysgd.backends._mesh import Door, Mesh, MeshBroken
 from raysgd.engine.types import Rendezvous
 
 HERE = "127.0.0.1"
 MEETING = Rendezvous(HERE, 0, on_one_node=True)
-NOBODY = (HERE, 1, "")
+NOBODY = (HERE, 1)
 LARGE = 8 * 2**20  # more than any buffer of a socket holds
 
 
 def connected(size: int, timeout_s: float = 20, num_lanes: int = 1) -> list[list[Mesh]]:
     """The meshes of each rank."""
-    doors = [Door(MEETING, timeout_s) for _ in range(size)]
+    doors = [Door(MEETING) for _ in range(size)]
     invitations = [door.invitation for door in doors]
     with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(lambda rank: doors[rank].connect(rank, invitations, num_lanes), range(size)))
+        patience = Patience(timeout_s)
+        found = list(pool.map(lambda rank: doors[rank].connect(rank, invitations, num_lanes, patience), range(size)))
     for door in doors:
         door.close()
     return found
@@ -130,42 +131,42 @@ def test_a_swap_can_be_ended_from_another_thread(ranks: list[Mesh]) -> None:
     assert time.monotonic() - began < 10
 
 
-def test_waiting_for_others_to_connect_can_be_ended_from_another_thread() -> None:
-    door = Door(MEETING, timeout_s=60)
-    threading.Timer(0.2, door.interrupt).start()
-    with pytest.raises(MeshBroken, match="before it had connected"):
-        door.connect(0, [door.invitation, NOBODY], 1)
+def test_sending_to_a_rank_that_ended_its_connections_is_noticed_though_nothing_is_expected_from_it() -> None:
+    [[sender], [other]] = connected(2)
+    threading.Timer(0.2, other.interrupt).start()  # the socket stays open, as it does until the rank leaves its group
+    began = time.monotonic()
+    with pytest.raises(MeshBroken):
+        sender.swap({1: memoryview(bytes(4 * LARGE))}, {})
+    assert time.monotonic() - began < 10
+    for mesh in (sender, other):
+        mesh.close()
+
+
+def test_bytes_of_another_kind_are_not_taken_for_those_that_are_expected(ranks: list[Mesh]) -> None:
+    content, room = memoryview(b"12345678"), memoryview(bytearray(8))
+    ranks[1].swap({0: content}, {}, kind=2)
+    with pytest.raises(ValueError, match="8 bytes of another kind where this rank expects 8: the ranks are not at"):
+        ranks[0].swap({}, {1: room}, kind=3)
+
+
+def test_a_swap_may_wait_for_longer_than_a_system_call_can() -> None:
+    [[one], [other]] = connected(2, timeout_s=1e9)
+    threading.Timer(0.2, one.swap, ({1: memoryview(b"late")}, {})).start()
+    heard = bytearray(4)
+    other.swap({}, {0: memoryview(heard)})
+    assert heard == b"late"
+    for mesh in (one, other):
+        mesh.close()
+
+
+def test_a_rank_that_is_gone_already_is_said_to_be() -> None:
+    gone, door = Door(MEETING), Door(MEETING)
+    gone.close()
+    with pytest.raises(MeetingFailed, match="rank 1 could not connect"):
+        door.connect(1, [gone.invitation, door.invitation], 1, Patience(5))
     door.close()
 
 
 def test_others_that_nobody_hears_of_are_waited_for_no_longer_than_that() -> None:
-    door = Door(MEETING, timeout_s=0.2)
-    with pytest.raises(MeshBroken, match="took too long"):
-        door.connect(0, [door.invitation, NOBODY], 1)
-    door.close()
-
-
-def test_a_rank_that_is_gone_already_is_said_to_be() -> None:
-    gone, door = Door(MEETING, 5), Door(MEETING, 5)
-    gone.close()
-    with pytest.raises(MeshBroken, match="rank 1 could not connect"):
-        door.connect(1, [gone.invitation, door.invitation], 1)
-    door.close()
-
-
-def test_strangers_at_the_door_do_no_harm() -> None:
-    door, guest = Door(MEETING, 20), Door(MEETING, 20)
-    invitations = [door.invitation, guest.invitation]
-    strangers = []
-    for greeting in (b"", b"GET / HTTP/1.0\r\n\r\n", b"x" * 24):
-        strangers.append(socket.create_connection(door.invitation[:2]))
-        strangers[-1].sendall(greeting)
-        with suppress(OSError):
-            strangers[-1].shutdown(socket.SHUT_WR)
-    with ThreadPoolExecutor(2) as pool:
-        ends = [pool.submit(each.connect, rank, invitations, 1) for rank, each in enumerate((door, guest))]
-        meshes = [lane for end in ends for lane in end.result()]
-    answers = on_all(meshes, lambda rank, mesh: everything_to_everybody(rank, mesh, 3, 2))
-    assert [answer.result() for answer in answers] == [{1: b"\1\1\1"}, {0: b"\0\0\0"}]
-    for part in (*strangers, *meshes, door, guest):
-        part.close()
+    with closing(Door(MEETING)) as door, pytest.raises(MeetingFailed, match="took too long"):
+        door.connect(0, [door.invitation, NOBODY], 1, Patience(0.2))

@@ -16,6 +16,7 @@ from raysgd import testing
 from raysgd.exceptions import IncompatibleModelError, WorkerError
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.registry import variables_of_optimizer
+from raysgd.tf.tf_runner import RunnerSpec, TFRunner
 from tests.tf import models
 from tests.tf.lab import Experiment, largest_difference, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
@@ -280,6 +281,81 @@ def test_loops_with_a_tape_of_their_own_keep_equal_models(trainer: TFTrainer) ->
     assert largest_difference(first[1]["state"], second[1]["state"]) == 0
     assert largest_difference(first[1]["state"], alone[1]["state"]) < 1e-5
     assert len(first[1]["state"]["models"]) == 2
+
+
+class TwoInAGraph(Line):
+    """A registered model and one that is not, in one compiled step."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        super().setup(config)
+        self.other = tf.keras.Sequential(models.make_layers(config))
+        self.other.set_weights([np.full_like(weight, 0.1) for weight in self.other.get_weights()])
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        import tensorflow as tf
+
+        metrics = super().train_step(batch)
+        x, y = batch
+        variables = self.other.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.other(x) - y) ** 2)
+        gradients = self.average_gradients(tape.gradient(loss, variables))
+        for gradient, variable in zip(gradients, variables, strict=True):
+            variable.assign_sub(0.1 * gradient)
+        self.seen = self.other
+        return {**metrics, "other": loss}
+
+
+def test_a_compiled_step_may_average_by_itself_though_only_one_rank_traces_it_anew(trainer: TFTrainer) -> None:
+    """In the last of the joint batches, of three samples, the ranks have two and one."""
+
+    def trained() -> Any:
+        from raysgd.engine.types import World
+        from tests.tf.lab import Experiment, rank
+
+        config = {"batch_size": 4, "num_samples": 15, "sharding": "global"}
+
+        def weights(world: World) -> Any:
+            _, end = Experiment(TwoInAGraph, config, (("train", None), ("train", None))).run_in(world)
+            return end["state"], [np.array(weight) for weight in end["seen"].get_weights()]
+
+        return weights(World(rank(), 2)), weights(World(0, 1))
+
+    ((state, other), (state_alone, alone)), ((_, other_there), _) = trainer.apply_all_workers(trained)
+    assert largest_difference(state, state_alone) < 1e-5
+    for ours, theirs, expected in zip(other, other_there, alone, strict=True):
+        assert np.array_equal(ours, theirs)
+        assert np.allclose(ours, expected, atol=1e-5)
+        assert not np.allclose(ours, 0.1)
+
+
+class Short(Line):
+    """Weights of a kind of number that NumPy does not know, another on each rank."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        super().setup(config)
+        made = tf.keras.Sequential([tf.keras.Input([4]), tf.keras.layers.Dense(2, dtype="bfloat16")])
+        self.model, self.optimizer = self.register(models=made, optimizers=tf.keras.optimizers.SGD(0.1))
+        for variable in made.weights:
+            variable.assign(tf.fill(variable.shape, tf.cast(self.world_rank + 1, tf.bfloat16)))
+
+
+def test_all_ranks_begin_with_the_weights_of_the_first_whatever_numbers_they_are(trainer: TFTrainer) -> None:
+    def begun() -> Any:
+        from raysgd.engine.types import World
+        from tests.tf.lab import SEED, rank
+
+        runner = TFRunner(RunnerSpec(Short, {}, SEED), World(rank(), 2))
+        runner.setup()
+        weights = [np.array(weight, np.float32).tolist() for weight in runner.operator.model.weights]  # type: ignore[union-attr]
+        runner.shutdown()
+        return weights
+
+    assert trainer.apply_all_workers(begun) == [[[[1.0, 1.0]] * 4, [1.0, 1.0]]] * 2
 
 
 class OwnBatches(Line):

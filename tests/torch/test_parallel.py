@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +12,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.backends.torch import end_process_group
-from raysgd.torch.parallel import DDP, NoParallel, unwrap
+from raysgd.torch.exchanges import Exchanges
+from raysgd.torch.parallel import COMM_HOOK, DDP, NoParallel, unwrap
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -99,6 +103,43 @@ def test_a_hook_of_the_users_own_stays_the_only_one() -> None:
     model.register_comm_hook(None, doubles)
     parallel.arm([model], weight_in_hook=True)
     assert gradient(parallel, model) == [2.0, 2.0]
+
+
+def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Elsewhere:
+        def add_up(self, numbers: object) -> None:
+            raise ValueError("not at the same exchange")
+
+    monkeypatch.setattr("raysgd.torch.parallel.small_exchanges", Elsewhere)
+    parallel = DDP()
+    parallel.exchanges = Exchanges(is_broken=lambda: True)
+    model = parallel.wrap(a_model(), None, {})
+    parallel.arm([model], weight_in_hook=True)
+    with pytest.raises(ValueError, match="not at the same exchange"):
+        gradient(parallel, model)
+    with pytest.raises(dist.DistNetworkError, match="user code went on"):
+        parallel.step.check()
+
+
+def test_a_model_with_a_hook_of_ours_can_be_copied_and_saved(tmp_path: Path) -> None:
+    """As users do who keep the best one, or an average of the last; neither copies the other models of the operator."""
+
+    def doubles(state, bucket):  # type: ignore[no-untyped-def]
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    hooked = parallel.wrap(a_model(), None, {COMM_HOOK: doubles})
+    large = parallel.wrap(torch.nn.Linear(600, 600), None, {})
+    parallel.arm([model, hooked, large], weight_in_hook=True)
+    for each in (model, hooked):
+        torch.save(each, tmp_path / "model.pt")
+        assert (tmp_path / "model.pt").stat().st_size < 100_000
+        for other in (copy.deepcopy(each), torch.load(tmp_path / "model.pt", weights_only=False)):
+            assert torch.equal(other.module.weight, each.module.weight)
+            other(torch.ones(1, 2)).sum().backward()
+            assert other.module.weight.grad.tolist() == [[1.0, 1.0]]
+        assert each.module.weight.grad is None
 
 
 # ------------------------------------------------------------------------------------------------ a new group
