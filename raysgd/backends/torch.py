@@ -62,6 +62,7 @@ class TorchBackend(Backend):
     _connections: list[Connection] = field(default_factory=list, repr=False, compare=False)
     _mesh: Mesh | None = field(default=None, repr=False, compare=False)
     _group: Group | None = field(default=None, repr=False, compare=False)
+    _is_on_one_node: bool = field(default=False, repr=False, compare=False)
     _is_cut: bool = field(default=False, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
@@ -105,7 +106,7 @@ class TorchBackend(Backend):
         self._choose_interface(rendezvous)
         patience = self._patience()
         store = self._meet(rendezvous, world, patience)
-        self._has_joined, self._is_cut = True, False
+        self._has_joined, self._is_cut, self._is_on_one_node = True, False, rendezvous.on_one_node
         sockets_before = open_sockets()
         dist.init_process_group(
             self.transport, store=store, rank=world.rank, world_size=world.size, timeout=self._timeout
@@ -240,9 +241,14 @@ class TorchBackend(Backend):
 _joined: TorchBackend | None = None  # the one whose group is the default group, of which a process has one
 
 
-def small_exchanges() -> Group | None:
-    """What sums of small arrays go through in the group of this process: quicker than gloo. None: there is no such."""
+def exchanges_at_once() -> Group | None:
+    """What sums in the group of this process may go through: quicker than gloo, where one waits for them. Or None."""
     return None if _joined is None else _joined._group
+
+
+def is_on_one_node() -> bool:
+    """Whether all ranks of the group of this process, formed by `TorchBackend`, are on one node."""
+    return _joined is not None and _joined._is_on_one_node
 
 
 def is_group_broken() -> bool:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.backends.group import Group
-from raysgd.backends.torch import small_exchanges
+from raysgd.backends.torch import exchanges_at_once, is_on_one_node
 from raysgd.torch.blocks import without_checkpointing
 from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.loading import load_model, load_optimizer
@@ -31,7 +31,7 @@ from raysgd.torch.step import Step, accept, never_defer
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
 
 
-_MAX_BYTES_AT_ONCE = 2**20  # what `DistributedDataParallel` puts into its first bucket
+_FIRST_BUCKET_BYTES = 2**20  # of `DistributedDataParallel`
 _DTYPES = (torch.float32, torch.float64)
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
@@ -58,14 +58,14 @@ class _HookState:
     Attributes:
         parallel: Knows the weight of the step, and watches its exchanges.
         process_group: Who takes part.
-        is_small: Whether to go past gloo where that can be done.
+        goes_at_once: Whether to go past gloo where that can be done.
         function: A hook of the user's that does the rest; None for an average.
         state: What that one is called with.
     """
 
     parallel: "DDP"
     process_group: Any
-    is_small: bool = False
+    goes_at_once: bool = False
     function: Callable[..., Any] | None = None
     state: Any = None
 
@@ -206,7 +206,7 @@ class DDP(NoParallel):
     def __init__(self) -> None:
         super().__init__()
         self._wrapped: list[tuple[DistributedDataParallel, dict[str, Any]]] = []
-        self._hooked: set[int] = set()
+        self._armed: set[int] = set()
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         if not any(parameter.requires_grad for parameter in model.parameters()):
@@ -223,15 +223,18 @@ class DDP(NoParallel):
             state, function = _hook_of_user(hook)
             theirs = _HookState(self, wrapped.process_group, function=function, state=state)
             wrapped.register_comm_hook(theirs, _weight_and_call)
-        elif id(wrapped) in self._hooked:
-            wrapped.register_comm_hook(_HookState(self, wrapped.process_group, _is_small(wrapped)), _average)
+        elif id(wrapped) in self._armed:
+            # Nothing but this decides, such as how many ranks there are, or what was before: all must do the same.
+            goes_at_once = _goes_at_once(wrapped)
+            if self._weights_in_hook or goes_at_once:
+                wrapped.register_comm_hook(_HookState(self, wrapped.process_group, goes_at_once), _average)
 
     @property
     def obstacle(self) -> str | None:
         for wrapped, options in self._wrapped:
             if "process_group" in options:
                 return "`ddp_args` names a process group of its own"
-            if wrapped._comm_hooks and COMM_HOOK not in options and id(wrapped) not in self._hooked:
+            if any(hook not in (_average, _weight_and_call) for hook, _ in wrapped._comm_hooks):
                 return "a model has a communication hook that was registered by hand"
         return None
 
@@ -247,7 +250,7 @@ class DDP(NoParallel):
     def arm(
         self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
     ) -> None:
-        """Installs a hook, once and only where it is of use: for weighting and watching gradients, or for speed.
+        """Installs a hook where it is of use: for weighting and watching gradients, or for speed.
 
         A model for which the user registered a hook of his own by hand keeps that one; PyTorch allows one each.
         """
@@ -256,9 +259,8 @@ class DDP(NoParallel):
         super().arm(models, weight_in_hook, window)
         self._weights_in_hook = self._weights_in_hook or weight_in_hook
         for model in wrapped:
-            # Nothing else decides, such as how many ranks there are: all must do the same.
-            if not model._comm_hooks and (self._weights_in_hook or _is_small(model)):
-                self._hooked.add(id(model))
+            self._armed.add(id(model))
+            if not model._comm_hooks:
                 self._register_hook(model, {})
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -307,7 +309,7 @@ def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future
     parallel = state.parallel
     if parallel._weights_in_hook:
         _weight(parallel.step, bucket)
-    group = small_exchanges() if state.is_small else None
+    group = exchanges_at_once() if state.goes_at_once else None
     if group is not None:
         return _average_at_once(parallel, group, bucket)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -329,17 +331,19 @@ def _average_at_once(parallel: DDP, group: Group, bucket: Any) -> Any:
     return future
 
 
-def _is_small(model: DistributedDataParallel) -> bool:
-    """Whether the gradients fit the first bucket: their exchange begins when the backward pass is over, and is short.
+def _goes_at_once(model: DistributedDataParallel) -> bool:
+    """Whether the gradients are so few that their exchange begins when the backward pass is over, but for a first MiB.
 
-    Gloo, whose threads exchange one bucket while the next is computed, has no use for them.
+    Gloo, whose threads exchange one bucket while the next is computed, has no use for them. Between nodes, where nobody
+    has measured it, only those that fit the first bucket.
     """
+    most = _FIRST_BUCKET_BYTES + (model.bucket_bytes_cap if is_on_one_node() else 0)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return (
         model.process_group is dist.group.WORLD
         and not any(getattr(module, "sparse", False) for module in model.modules())
         and all(each.device.type == "cpu" and each.dtype in _DTYPES for each in parameters)
-        and sum(each.nbytes for each in parameters) <= _MAX_BYTES_AT_ONCE
+        and sum(each.nbytes for each in parameters) <= most
     )
 
 

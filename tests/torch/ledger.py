@@ -48,7 +48,7 @@ class LossAndMarks(torch.nn.Module):
 class Ledger(TrainingOperator):
     """Config: `batch_size`, `num_samples`, `step_s` (how long a step takes at least), `num_loader_processes`.
 
-    Also `is_large`: the gradients of a large model travel in another way.
+    Also `is_large`: the gradients of a model with many buckets travel in another way.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -58,7 +58,10 @@ class Ledger(TrainingOperator):
         optimizer = torch.optim.SGD([{"params": others}, {"params": [net.used], "lr": 1.0}], lr=0.03)
         self.net = net
         self.model, self.optimizer, self.criterion = self.register(
-            models=net, optimizers=optimizer, criterion=LossAndMarks()
+            models=net,
+            optimizers=optimizer,
+            criterion=LossAndMarks(),
+            ddp_args={"bucket_cap_mb": 0.1} if config.get("is_large") else None,
         )
         batch_size = config.get("batch_size", BATCH_SIZE_OF_ONE)
         self.register_data(

@@ -79,6 +79,25 @@ def test_a_hook_is_installed_where_it_is_of_use() -> None:
     assert parallel.obstacle is None
 
 
+def test_on_one_node_larger_models_are_exchanged_at_once_too_until_the_group_leaves_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    places = [True, True, False, True]
+    parallel = DDP()
+    small, medium = parallel.wrap(a_model(), None, {}), parallel.wrap(torch.nn.Linear(600, 600), None, {})
+    in_many_buckets = parallel.wrap(torch.nn.Linear(600, 600), None, {"bucket_cap_mb": 0.1})
+    found = []
+    for place in places:
+        monkeypatch.setattr("raysgd.torch.parallel.is_on_one_node", lambda: place)  # noqa: B023
+        if found:
+            reformed(parallel)
+        else:
+            parallel.arm([small, medium, in_many_buckets], weight_in_hook=False)
+        found.append([bool(model._comm_hooks) for model in (small, medium, in_many_buckets)])
+        assert parallel.obstacle is None
+    assert found == [[True, place, False] for place in places]
+
+
 @pytest.mark.parametrize("weight", [1.0, 0.25, 0.0])
 def test_the_gradient_is_weighted_once_where_user_code_may_compute_it(weight: float) -> None:
     parallel = DDP()
@@ -110,7 +129,7 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
         def add_up(self, numbers: object) -> None:
             raise ValueError("not at the same exchange")
 
-    monkeypatch.setattr("raysgd.torch.parallel.small_exchanges", Elsewhere)
+    monkeypatch.setattr("raysgd.torch.parallel.exchanges_at_once", Elsewhere)
     parallel = DDP()
     parallel.exchanges = Exchanges(is_broken=lambda: True)
     model = parallel.wrap(a_model(), None, {})
