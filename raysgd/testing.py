@@ -82,12 +82,12 @@ def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
 
 
 @contextlib.contextmanager
-def slow_rank(trainer: Any, rank: int, seconds: float) -> Iterator[None]:
-    """Lets one rank pause before each training step, as long as the block lasts.
+def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterator[None]:
+    """Lets one rank, or several, pause before each training step, as long as the block lasts.
 
     Args:
         trainer: A running trainer.
-        rank: Which one; the driver itself, too.
+        rank: Which one, or a list; the driver itself, too.
         seconds: How long it pauses.
 
     Raises:
@@ -96,9 +96,9 @@ def slow_rank(trainer: Any, rank: int, seconds: float) -> Iterator[None]:
     """
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
         raise ValueError(f"`seconds={seconds!r}`: need a positive number of seconds to pause before each step.")
-    [rank] = _check_ranks(trainer, rank, may_be_driver=True)
+    ranks = _check_ranks(trainer, rank, may_be_driver=True)
     trap = _Trap(_Pause(float(seconds)), "step", once=False)
-    _arm(trainer, [rank], trap)
+    _arm(trainer, ranks, trap)
     try:
         yield
     finally:
@@ -158,9 +158,15 @@ def _check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) -
     return sorted(set(ranks))
 
 
+def _controller(trainer: Any) -> Any:
+    if not hasattr(trainer, "_controller"):
+        raise TypeError(f"`trainer={trainer!r}`: need a `TorchTrainer` or a `TFTrainer` that is running.")
+    return trainer._controller
+
+
 def _group(trainer: Any) -> WorkerGroup:
     """The workers as they are; to ask the controller itself would start new ones where there are none."""
-    controller = trainer._controller
+    controller = _controller(trainer)
     group: WorkerGroup | None = controller._life.group
     if group is None and not controller._is_stopped:
         raise RuntimeError("The trainer has no workers at this moment, they are being replaced: try again later.")
@@ -455,6 +461,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
         raise ValueError(f"`after_bytes={after_bytes!r}`: need a whole number of bytes, 0 or more.")
     if error is not None and not isinstance(error, OSError):
         raise ValueError(f"`error={error!r}`: need an `OSError`, which is what a write that fails raises.")
+    _controller(trainer)
     front_end = next(cls.__module__ for cls in type(trainer).__mro__ if cls.__module__.startswith("raysgd."))
     writing: Any = importlib.import_module(f"{front_end.rpartition('.')[0]}.checkpoint_file")
     number = errno.ENOSPC

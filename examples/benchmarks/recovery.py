@@ -7,15 +7,18 @@ and ended, on the machine's monotonic clock, and with how many workers; the one 
 contenders have their state saved after each epoch of 30 batches, where they save any, and lose a worker 15 batches into
 the third one. What counts is the first step that began after the death, and the first of as many workers as before.
 
-The last part pairs epochs with and without `snapshot_every_n_steps`, of two trainers that take turns.
+The last part times the steps of epochs with `snapshot_every_n_steps`. What a snapshot costs is what the steps behind
+it, up to half-way to the next one, take longer than those from there on: both halves see the same noise of the machine.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -38,6 +41,7 @@ from _common import (
     make_parser,
     ray_cluster,
     run_job,
+    scaled,
     take_turns,
 )
 from _workloads import STATES, HandWritten, StockOperator, config_of
@@ -332,56 +336,65 @@ class SnapshotCase:
     Attributes:
         workload: Of whose state.
         mib: Its size.
-        period_s: Seconds from one snapshot to the next.
-        num_snapshots: How many an epoch has.
-        num_pairs: How many epochs with them, and as many without.
+        period_s: Seconds from one snapshot to the next, for which there is a bar.
+        interval_s: Seconds from one to the next here: long enough that one is over by half of it.
+        num_snapshots: How many are looked at.
     """
 
     workload: str
     mib: int
     period_s: float
+    interval_s: float
     num_snapshots: int
-    num_pairs: int
 
 
-SNAPSHOT_CASES = (SnapshotCase("medium_state", 10, 1.0, 4, 30), SnapshotCase("large_state", 200, 10.0, 2, 12))
+SNAPSHOT_CASES = (SnapshotCase("medium_state", 10, 1.0, 1.0, 120), SnapshotCase("large_state", 200, 10.0, 4.0, 60))
 
 
-def run_snapshots(workload: str, period_s: float, num_snapshots: int, num_pairs: int) -> dict[str, Any]:
-    """Seconds of each epoch without snapshots, and of the one with them that follows or precedes it."""
+class StampedOperator(StockOperator):
+    """Notes when each step ended."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.ends: list[float] = []
+
+    def optimizer_step(self) -> None:
+        super().optimizer_step()
+        self.ends.append(time.perf_counter())
+
+
+def run_snapshots(workload: str, interval_s: float, num_snapshots: int) -> list[float]:
+    """Seconds that each snapshot cost."""
     from raysgd import TorchTrainer
 
-    plain = STATES[workload]
-    with ray_cluster(2 * NUM_WORKERS, object_store_mib=2048):
-        with TorchTrainer(
-            training_operator_cls=StockOperator, config=config_of(plain, NUM_WORKERS), num_workers=NUM_WORKERS
-        ) as probe:
+    make = functools.partial(
+        TorchTrainer,
+        training_operator_cls=StampedOperator,
+        config=config_of(STATES[workload], NUM_WORKERS),
+        num_workers=NUM_WORKERS,
+    )
+    with ray_cluster(NUM_WORKERS, object_store_mib=2048):
+        with make() as probe:
             probe.train()
-            step_s = _seconds_of(probe.train) / plain.num_steps
-        every = max(1, round(period_s / step_s))
-        num_steps = max(2, num_snapshots * every)  # over as many passes as it takes
-        make = functools.partial(
-            TorchTrainer,
-            training_operator_cls=StockOperator,
-            config=config_of(plain, NUM_WORKERS),
-            num_workers=NUM_WORKERS,
-        )
-        with make() as without, make(snapshot_every_n_steps=every) as having:
-            trainers = {"without": without, "with": having}
-            for trainer in trainers.values():
-                trainer.train(num_steps=5)
-            found: dict[str, list[float]] = {name: [] for name in trainers}
-            for pair in range(num_pairs):
-                for name in sorted(trainers, reverse=pair % 2 == 1):
-                    train = functools.partial(trainers[name].train, num_steps=num_steps)
-                    found[name].append(_seconds_of(train))
-    return {**found, "step_s": step_s, "every": every}
+            ends = probe.apply_all_operators(_ends_of)[0]
+            every = 2 * max(1, round(interval_s / statistics.median(_gaps(ends)) / 2))
+        with make(snapshot_every_n_steps=every) as trainer:
+            trainer.train(num_steps=every * (num_snapshots + 1))
+            gaps = _gaps(trainer.apply_all_operators(_ends_of)[0])
+    costs = []
+    for taken in range(every - 1, every * num_snapshots, every):  # the gap that it is taken in
+        half = taken + every // 2
+        costs.append(sum(gaps[taken:half]) - sum(gaps[half : taken + every]))
+    return costs
 
 
-def _seconds_of(work: Callable[[], Any]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+def _ends_of(operator: Any) -> list[float]:
+    ends: list[float] = operator.ends
+    return ends
+
+
+def _gaps(ends: Sequence[float]) -> list[float]:
+    return [end - start for start, end in itertools.pairwise(ends)]
 
 
 # ------------------------------------------------------------------------------------------------------ report
@@ -408,7 +421,7 @@ def main() -> None:
     if arguments.smoke_test:
         arguments.repetitions, workload = 1, "recovery_tiny"
         ways = {name: options for name, options in OWN_WAYS.items() if "new process" in name}
-        cases = (SnapshotCase("small_state", 0, 0.02, 1, 1),)
+        cases = (SnapshotCase("small_state", 0, 0.02, 0.02, 2),)
     report = Report("recovery", arguments, peers)
 
     jobs: dict[str, Callable[[], Any]] = {
@@ -437,23 +450,17 @@ def _report_recovery(report: Report, runs: dict[str, list[dict[str, float]]]) ->
 
 
 def _report_snapshots(report: Report, cases: Sequence[SnapshotCase]) -> dict[int, float]:
-    rows, costs = [], {}
+    rows, shares = [], {}
     for case in cases:
-        found = run_job(
-            __file__,
-            "snapshots",
-            workload=case.workload,
-            period_s=case.period_s,
-            num_snapshots=case.num_snapshots,
-            num_pairs=case.num_pairs,
-        )
-        value = estimate([with_ / without - 1 for with_, without in zip(found["with"], found["without"], strict=True)])
-        report.result(OWN, "snapshot_cost", value, state_mib=case.mib, every_n_steps=found["every"])
-        rows.append([f"{case.mib}", f"{case.period_s:g}", str(found["every"]), value.text()])
-        costs[case.mib] = value.median
-    headers = ["state, MiB", "a snapshot each, s", "every n steps", "time added, as a share"]
+        settings = {"workload": case.workload, "interval_s": case.interval_s, "num_snapshots": case.num_snapshots}
+        costs = run_job(__file__, "snapshots", **settings)
+        cost, share = estimate(costs), estimate(scaled(costs, 1 / case.period_s))
+        report.result(OWN, "snapshot_cost_s", cost, state_mib=case.mib)
+        rows.append([f"{case.mib}", f"{case.num_snapshots}", cost.text(), f"{case.period_s:g}", share.text()])
+        shares[case.mib] = share.median
+    headers = ["state, MiB", "snapshots", "cost of one, s", "one in so many seconds", "is so much of the time"]
     report.table("Snapshots inside an epoch", headers, rows)
-    return costs
+    return shares
 
 
 def _recovery_targets(medians: dict[tuple[str, str], float]) -> list[Target]:
@@ -476,9 +483,9 @@ def _recovery_targets(medians: dict[tuple[str, str], float]) -> list[Target]:
     return targets
 
 
-def _snapshot_targets(costs: dict[int, float]) -> list[Target]:
+def _snapshot_targets(shares: dict[int, float]) -> list[Target]:
     return [
-        Target(f"snapshots of {case.mib} MiB each {case.period_s:g} s: time added", 0.01, True, costs.get(case.mib))
+        Target(f"a snapshot of {case.mib} MiB each {case.period_s:g} s: share", 0.01, True, shares.get(case.mib))
         for case in SNAPSHOT_CASES
     ]
 

@@ -6,6 +6,7 @@ It runs in the driver and is synchronous: `run` blocks until every rank has answ
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -105,6 +106,7 @@ class ElasticController:
             rules or ElasticRules(),
             start_budget,
         )
+        self._turn = threading.RLock()  # calls from several threads come one after the other
         self._is_stopped = False
         self._nodes_due = float("-inf")
         self.watch: Watch | None = None
@@ -164,11 +166,12 @@ class ElasticController:
             WorkerError: An exception in user code; of its class too. Never retried.
             WorkersLostError: When the retries are spent or too few workers can be had.
         """
-        try:
-            self._adapt(call)
-            return self._run(call, budget or RetryBudget(max_retries))
-        finally:
-            self.watch = None
+        with self._turn:
+            try:
+                self._adapt(call)
+                return self._run(call, budget or RetryBudget(max_retries))
+            finally:
+                self.watch = None
 
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
         function = call.function
@@ -253,15 +256,16 @@ class ElasticController:
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""
         self._check_active()
-        try:
-            for _ in range(1 + _DEFAULT_RETRIES):
-                self._await_snapshot()
-                landed = self._snapshots.landed
-                if landed is not None and (self._snapshots.is_current or self._is_all_there_is):
-                    return landed
-                self.run(Call(_nothing, captures=True))
-        finally:
-            self.watch = None
+        with self._turn:
+            try:
+                for _ in range(1 + _DEFAULT_RETRIES):
+                    self._await_snapshot()
+                    landed = self._snapshots.landed
+                    if landed is not None and (self._snapshots.is_current or self._is_all_there_is):
+                        return landed
+                    self.run(Call(_nothing, captures=True))
+            finally:
+                self.watch = None
         raise WorkersLostError(
             f"The state was lost on its way to the driver {1 + _DEFAULT_RETRIES} times. The log above names the cause; "
             "too little memory in Ray's object store is a frequent one."

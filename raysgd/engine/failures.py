@@ -21,10 +21,12 @@ class Diagnosis:
         kind: "died" (a process or node is gone), "disconnected" (the group lost its connection although nobody is
             known to be dead) or "user" (an exception in user code).
         faults: The faults of that kind, in rank order.
+        beside: Exceptions in user code that came with a death: perhaps because of it, so they are told, not raised.
     """
 
     kind: FailureKind
     faults: tuple[WorkerFault, ...]
+    beside: tuple[WorkerFault, ...] = ()
 
     @property
     def ranks(self) -> list[int]:
@@ -42,18 +44,22 @@ def classify(report: GroupReport) -> Diagnosis:
     for kind in _BY_WEIGHT:
         faults = _of_kind(failures, kind)
         if faults:
-            return Diagnosis(kind, faults)
+            return Diagnosis(kind, faults, _of_kind(failures, "user") if kind == "died" else ())
     raise AssertionError("unreachable: every failure has a known kind")
 
 
 def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
     """The cause in a few words, for logs and messages; `gone` are all ranks that are lost, as far as that is known."""
-    message = shorten(diagnosis.faults[0].message.partition("\n")[0], _REASON_LENGTH, placeholder=" ...")
-    reason = f"{diagnosis.faults[0].type_name}: {message}"
+    reason = _said(diagnosis.faults[0])
     if diagnosis.kind == "died":
-        return f"lost rank {listed({*gone, *diagnosis.ranks})} ({reason})"
+        beside = f"; rank {diagnosis.beside[0].rank} raised {_said(diagnosis.beside[0])}" if diagnosis.beside else ""
+        return f"lost rank {listed({*gone, *diagnosis.ranks})} ({reason}){beside}"
     lost = f"lost rank {listed(gone)}; " if gone else ""
     return f"{lost}lost the connection between ranks, says rank {listed(diagnosis.ranks)} ({reason})"
+
+
+def _said(fault: WorkerFault) -> str:
+    return f"{fault.type_name}: {shorten(fault.message.partition(chr(10))[0], _REASON_LENGTH, placeholder=' ...')}"
 
 
 def listed(ranks: Collection[int]) -> str:

@@ -465,18 +465,24 @@ class TFRunner(ClassRunner):
             return dict(self._resume["position"]) if self._resume and self._resume.get("position") else None
         if not isinstance(stream.source, DividedSource):
             return None
-        consumed = stream.consumed if stream.is_mid_pass else 0
-        return {"pass_index": stream.pass_index, "consumed": consumed, "seed": self._spec.seed}
+        is_mid_pass = stream.is_mid_pass
+        return {
+            "pass_index": stream.pass_index,
+            "consumed": stream.consumed if is_mid_pass else 0,
+            "is_mid_pass": is_mid_pass,  # also before its first step is done
+            "seed": self._spec.seed,
+        }
 
     def _resume_position(self, stream: BatchStream) -> None:
         resume, self._resume = self._resume, None
         position = (resume or {}).get("position")
         if not position or not isinstance(stream.source, DividedSource):
             return
-        num_passes = position["pass_index"] + (0 if position["consumed"] else 1)
+        is_mid_pass = position.get("is_mid_pass", position["consumed"] > 0)
+        num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
         is_same_order = position["seed"] == self._spec.seed or not self._train_passes.is_shuffled
         is_same_order = is_same_order and stream.source.go_to_pass(num_passes)
-        if not position["consumed"]:
+        if not is_mid_pass:
             return
         if is_same_order:
             stream.resume(position["pass_index"], position["consumed"])

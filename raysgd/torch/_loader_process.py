@@ -6,6 +6,7 @@ parent was killed: not the other ranks, and not Ray. PyTorch lets such a process
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import threading
@@ -24,6 +25,7 @@ class EndsWithParent:
     user_function: Callable[[int], None] | None
 
     def __call__(self, worker_id: int) -> None:
+        gc.freeze()  # what was garbage in the parent may have threads that do not exist here
         _end_with(os.getppid())
         if self.user_function is not None:
             self.user_function(worker_id)

@@ -57,7 +57,9 @@ class _HookState:
 
     Attributes:
         parallel: Knows the weight of the step, and watches its exchanges.
-        process_group: Who takes part.
+        process_group: Who takes part, if that is a group of the user's own. None for the default group: one that is
+            left has to be freed then and there, not whenever garbage is collected, perhaps in a process that was forked
+            and has none of its threads.
         goes_at_once: Whether to go past gloo where that can be done.
         function: A hook of the user's that does the rest; None for an average.
         state: What that one is called with.
@@ -221,13 +223,13 @@ class DDP(NoParallel):
         hook = options.get(COMM_HOOK)
         if hook is not None:
             state, function = _hook_of_user(hook)
-            theirs = _HookState(self, wrapped.process_group, function=function, state=state)
+            theirs = _HookState(self, _group_of_user(wrapped), function=function, state=state)
             wrapped.register_comm_hook(theirs, _weight_and_call)
         elif id(wrapped) in self._armed:
             # Nothing but this decides, such as how many ranks there are, or what was before: all must do the same.
             goes_at_once = _goes_at_once(wrapped)
             if self._weights_in_hook or goes_at_once:
-                wrapped.register_comm_hook(_HookState(self, wrapped.process_group, goes_at_once), _average)
+                wrapped.register_comm_hook(_HookState(self, _group_of_user(wrapped), goes_at_once), _average)
 
     @property
     def obstacle(self) -> str | None:
@@ -314,7 +316,7 @@ def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future
         return _average_at_once(parallel, group, bucket)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
-    future = allreduce_hook(state.process_group, bucket)
+    future = allreduce_hook(state.process_group or dist.group.WORLD, bucket)  # type: ignore[arg-type]
     return parallel.exchanges.watch(future, bucket.is_last())
 
 
@@ -329,6 +331,10 @@ def _average_at_once(parallel: DDP, group: Group, bucket: Any) -> Any:
     future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
     future.set_result(gradients.div_(group.size))
     return future
+
+
+def _group_of_user(model: DistributedDataParallel) -> Any:
+    return None if model.process_group is dist.group.WORLD else model.process_group
 
 
 def _goes_at_once(model: DistributedDataParallel) -> bool:

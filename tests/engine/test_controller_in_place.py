@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -60,6 +61,26 @@ def test_a_survivor_that_had_finished_gives_its_answer_again_and_nothing_is_coun
     assert trainer.walk(5, Lost((2,), after={1: 4})) == [5, 5, 5]
     assert trainer.totals == [5, 5, 5]
     assert trainer.group.replicas[0].num_own_calls == 1
+
+
+def test_calls_from_another_thread_wait_for_the_running_one() -> None:
+    trainer = Trainer()
+    seen = []
+
+    def save_meanwhile(tick: Callable[[], None]) -> None:
+        thread = threading.Thread(target=lambda: seen.append(trainer.controller.snapshot()))
+        thread.start()
+        thread.join(0.2)
+        seen.append(thread)
+        assert trainer.controller.watch is not None, "somebody looks after the running call all the time"
+
+    trainer.cluster.while_waiting = save_meanwhile
+    trainer.walk(5)
+    [thread, *_] = seen
+    assert isinstance(thread, threading.Thread), "it came first"
+    thread.join(20)
+    assert seen[1].shared_state == 5
+    assert trainer.controller.watch is None
 
 
 def test_without_room_the_survivors_go_on_alone() -> None:

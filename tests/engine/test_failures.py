@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.engine.failures import classify
-from raysgd.engine.types import FailureKind, GroupReport, Outcome
-from tests.fakes import failure
+from raysgd.engine.failures import classify, words
+from raysgd.engine.types import Failure, FailureKind, GroupReport, Outcome
+from tests.fakes import failure, fault
 
 
 def report(*kinds: FailureKind | None) -> GroupReport:
@@ -41,3 +41,13 @@ def test_silence_is_no_cause() -> None:
 def test_a_report_without_failures_cannot_be_classified() -> None:
     with pytest.raises(AssertionError, match="at least one failure"):
         classify(report(None, None))
+
+
+def test_an_exception_beside_a_death_is_told_with_it() -> None:
+    outcomes = [
+        Outcome(0, failure=Failure("user", fault(0, ValueError("bad\nbatch")))),
+        Outcome(1, failure=Failure("died", fault(1))),
+    ]
+    diagnosis = classify(GroupReport(tuple(outcomes)))
+    assert diagnosis.kind == "died"
+    assert words(diagnosis) == "lost rank 1 (RuntimeError: broken); rank 0 raised ValueError: bad"

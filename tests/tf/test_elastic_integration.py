@@ -143,10 +143,11 @@ def test_an_epoch_that_shrank_grows_back_before_its_end(
     trainer = TFTrainer(training_operator_cls=Ledger, config=config, num_workers=2, seed=1, resize_check_s=0.2)
     trainers.append(trainer)
     [pid, _] = trainer.apply_all_workers(process_id)
-    testing.kill_worker(trainer, 1, at="step:2")
+    testing.kill_worker(trainer, 1, at="step:0")
     trainer.train()
     assert kinds(trainer) == ["rejoined", "grown"]
     assert trainer.apply_all_workers(process_id)[0] == pid
+    assert trainer.state_dict()["epoch"] == 1, "the pass was begun twice, but is one"
     assert_equal_on_all_ranks(trainer)
     assert {index: set(counter.values()) for index, counter in uses(tmp_path).items()} == {"0": {1}}
 
