@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -216,6 +218,23 @@ def test_in_a_new_group_the_hooks_of_the_user_are_called_once_each() -> None:
     handle.remove()
     gradient(parallel, wrapped)
     assert calls[3:] == ["before", "inside"], "a handle from before still removes its hook"
+
+
+def test_a_group_that_was_left_is_freed_without_a_search_for_garbage() -> None:
+    """A process that loads data may be the one that searches; it has none of the group's threads, and would hang."""
+    parallel = DDP()
+    model = parallel.wrap(a_model(), None, {})
+    parallel.arm([model], weight_in_hook=True)
+    gradient(parallel, model)
+    left = weakref.ref(dist.group.WORLD)
+    gc.collect()
+    gc.disable()
+    try:
+        reformed(parallel)
+        gradient(parallel, model)
+        assert left() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("is_armed", [False, True])
