@@ -20,7 +20,7 @@ from raysgd.engine.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState, St
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.engine.replica import Capture
 from raysgd.engine.results import WorkerMetrics, as_number
-from raysgd.engine.types import Beat, Held, Standing, World
+from raysgd.engine.types import Beat, DataLedger, Held, Standing, World
 
 _TICK_S = 0.1  # between two looks at a progress bar
 
@@ -88,8 +88,12 @@ class ClassRunner(ABC):
         """Called where the state is that of a completed step."""
 
     @abstractmethod
-    def _words(self) -> str:
-        """How far the training call is, in the user's terms."""
+    def _ledger(self) -> DataLedger | None:
+        """What became of the samples; None where the library does not divide them. Called from a second thread, too."""
+
+    @abstractmethod
+    def _own_s(self) -> float | None:
+        """Seconds of the training call that this rank did not spend waiting for others; None if not measured."""
 
     @abstractmethod
     def _own_capture(self) -> Capture:
@@ -139,9 +143,14 @@ class ClassRunner(ABC):
         """What the library adds to the metrics of a training call."""
         return {"epoch": self.epoch}
 
-    def _with_facts(self, answer: EpochAnswer) -> EpochAnswer:
-        """The answer of a training call, with what else is known of it."""
-        return answer
+    def _words(self) -> str:
+        """How far the training call is, in the user's terms."""
+        data = self._ledger()
+        return "" if data is None else f"{data}, {data.in_flight} in flight come again"
+
+    def _num_samples(self, run: EpochRun) -> int:
+        """Samples that this rank has worked on in a training call; 0 where they are not counted."""
+        return int(run.meters.n)
 
     # ------------------------------------------------------------------------------------------------ copies
 
@@ -180,10 +189,14 @@ class ClassRunner(ABC):
         """A sign of life; called from a second thread, so it only reads."""
         run, running = self._run, self._running
         if run is None or run.is_finished:
-            return Beat(self.epoch, -1, "between calls" if running is None else "validating")
+            return self._beat("between calls" if running is None else "validating", -1)
         if running is None:
-            return Beat(self.epoch, run.num_completed, "broken off")
-        return Beat(self.epoch, run.num_completed, "training", int(run.meters.n), self._inside.newest)
+            return self._beat("broken off", run.num_completed)
+        num_samples, snapshot = self._num_samples(run), self._inside.newest
+        return self._beat("training", run.num_completed, num_samples, snapshot)
+
+    def _beat(self, phase: str, step: int, num_samples: int = 0, snapshot: int = 0) -> Beat:
+        return Beat(self.epoch, step, phase, num_samples, snapshot, time.monotonic(), self._own_s(), self._ledger())
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:
         """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
@@ -280,9 +293,10 @@ class ClassRunner(ABC):
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
         answer = self._answer(returned, self._extra_results(), request.profile, run.num_completed)
-        run.finish(self._with_facts(replace(answer, epoch_idx=run.epoch_idx)))
-        assert run.answer is not None
-        return run.answer
+        beat = self._beat("between calls", -1, self._num_samples(run))
+        answer = replace(answer, epoch_idx=run.epoch_idx, beat=beat)
+        run.finish(answer)
+        return answer
 
     def _at_boundary(self, run: EpochRun) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
-from weakref import finalize
+from weakref import finalize, ref
 
 from raysgd._batching import split_batch_size
 from raysgd.backends.base import Backend
@@ -17,9 +17,9 @@ from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
-from raysgd.engine.types import Resources, World
+from raysgd.engine.types import Beat, Resources, World
 from raysgd.engine.worker_group import GroupSpec
-from raysgd.utils import BATCH_SIZE, NUM_SAMPLES
+from raysgd.utils import BATCH_SIZE
 
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
 
@@ -83,9 +83,10 @@ class ClassTrainer:
         self._controller = controller
         self._gauges = Gauges(f"{type(self).__name__}-{id(self):x}")
         self._samples_per_s: float | None = None
-        self._last_answers: Sequence[EpochAnswer] = ()
+        self._last_beats: dict[int, Beat] = {}
         self._finalizer = finalize(self, _abandon, controller)
         controller.start()
+        controller.observer = _Observer(self)
 
     # ------------------------------------------------------------------------------------------------ functions
 
@@ -123,6 +124,7 @@ class ClassTrainer:
         """
         self._finalizer.detach()
         self._controller.stop(force)
+        self._gauges.end()
 
     def __enter__(self: TrainerT) -> TrainerT:
         return self
@@ -140,29 +142,26 @@ class ClassTrainer:
         Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
         from a second thread while `train` runs.
         """
-        return self._controller.status(
-            own_s=[answer.own_s for answer in self._last_answers],
-            samples_per_s=self._samples_per_s,
-            data=self._last_answers[0].data if self._last_answers else None,
-        )
+        return self._controller.status(self._samples_per_s)
 
     def _note_call(self, answers: Sequence[EpochAnswer], seconds: float) -> None:
         """Keeps what `status` tells of the last call."""
-        num_samples = [answer.metrics.values.get(NUM_SAMPLES) for answer in answers if answer.metrics is not None]
-        known = [count for count in num_samples if isinstance(count, int | float)]
-        self._samples_per_s = sum(known) / seconds if known else None
-        self._last_answers = answers
-        self._gauges.report(self.num_workers, self._samples_per_s, self._controller.history)
+        self._last_beats = {rank: answer.beat for rank, answer in enumerate(answers) if answer.beat is not None}
+        self._samples_per_s = sum(beat.num_samples for beat in self._last_beats.values()) / seconds or None
+        self._report_numbers()
+
+    def _report_numbers(self) -> None:
+        """For Ray's metrics."""
+        controller = self._controller
+        self._gauges.report(
+            len(controller.history.events), lambda: controller.glance(self._last_beats, self._samples_per_s)
+        )
 
     def _snapshot(self) -> Snapshot:
         """The state as it is now. What lives in the driver may have been changed there, in ways that no call shows."""
         if self.use_local:
             self._controller.touch()
         return self._controller.snapshot()
-
-    def _note_load(self) -> None:
-        """Forgets the last call: the workers have another state now, and are at another place in the data."""
-        self._last_answers = ()
 
     @property
     def config(self) -> dict[str, Any]:
@@ -200,6 +199,18 @@ class ClassTrainer:
                     f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one "
                     f"dataset that all workers have alike. If each worker loads a part of its own, {way_out}."
                 )
+
+
+class _Observer:
+    """Reports the numbers of a trainer, as long as somebody else holds on to it."""
+
+    def __init__(self, trainer: ClassTrainer) -> None:
+        self._trainer = ref(trainer)
+
+    def __call__(self) -> None:
+        trainer = self._trainer()
+        if trainer is not None:
+            trainer._report_numbers()
 
 
 def _execute(replica: Any, fn: Callable[[], Any]) -> Any:

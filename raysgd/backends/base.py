@@ -23,7 +23,11 @@ class Backend(ABC):
 
     @abstractmethod
     def load(self) -> None:
-        """Imports the framework, so that all workers pay for it at the same time."""
+        """Imports the framework, so that all workers pay for it at the same time, in a process of the worker's own."""
+
+    def load_in_driver(self) -> None:
+        """Imports the framework in a driver that is a worker itself."""
+        self.load()
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:  # noqa: B027 - only GPU frameworks have to do something
         """In a driver that is a worker itself: computes on the GPUs with these ids; they are held for it.

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.backends._compiler import put_off_compiler
 from raysgd.backends.base import Backend
 from raysgd.engine.types import Rendezvous, World
 
@@ -65,6 +66,10 @@ class HorovodBackend(Backend):
         Raises:
             ImportError: It is missing, or does not fit the PyTorch that is here.
         """
+        self.load_in_driver()
+        put_off_compiler()
+
+    def load_in_driver(self) -> None:
         import_horovod()
 
     def open_rendezvous(self) -> int:

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.backends._compiler import put_off_compiler
 from raysgd.backends._guests import MeetingFailed, Patience
 from raysgd.backends._mesh import Door, Invitation, Mesh, MeshBroken
 from raysgd.backends._origins import is_of, with_causes
@@ -68,7 +69,10 @@ class TorchBackend(Backend):
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     def load(self) -> None:
-        import torch._dynamo  # the first optimizer would import it, and takes as long again as PyTorch itself
+        self.load_in_driver()
+        put_off_compiler()
+
+    def load_in_driver(self) -> None:
         import torch.distributed  # noqa: F401
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:

@@ -7,19 +7,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from raysgd.engine.failures import Diagnosis, classify, words
+from raysgd.engine.failures import Diagnosis, classify, listed, words
 from raysgd.engine.history import History
 from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle, Unformed
 from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.replica import Capture, Replica
 from raysgd.engine.snapshots import Snapshot, SnapshotKeeper, Transfer
-from raysgd.engine.status import DataLedger, TrainerStatus, compose
-from raysgd.engine.types import ClusterView, GroupReport, Held, World
+from raysgd.engine.status import TrainerStatus, compose
+from raysgd.engine.types import Beat, ClusterView, GroupReport, Held, World
 from raysgd.engine.watch import Watch, ask_beats
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
 from raysgd.exceptions import TrainerShutdownError, WorkersLostError, worker_error
@@ -78,6 +78,10 @@ class ElasticController:
         rules: How the group follows the cluster.
         start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
             costs nothing.
+
+    Attributes:
+        observer: Called about once a second while a call runs, and when one failed for good; if it is set.
+        watch: Looks after the call that is running.
     """
 
     def __init__(
@@ -109,6 +113,7 @@ class ElasticController:
         self._turn = threading.RLock()  # calls from several threads come one after the other
         self._is_stopped = False
         self._nodes_due = float("-inf")
+        self.observer: Callable[[], None] | None = None
         self.watch: Watch | None = None
 
     # ---------------------------------------------------------------------------------------------- public
@@ -170,6 +175,9 @@ class ElasticController:
             try:
                 self._adapt(call)
                 return self._run(call, budget or RetryBudget(max_retries))
+            except BaseException:
+                self._observe()
+                raise
             finally:
                 self.watch = None
 
@@ -180,8 +188,8 @@ class ElasticController:
             args = call.args_for(group.worlds)
             try:
                 report = self._attempt(group, call, function, args)
-            except BaseException:  # Ctrl-C, or an exception in the driver: the ranks are somewhere inside the call
-                self._life.give_up(unless_local=True)
+            except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere inside the call
+                self._life.end(type(error).__name__, unless_local=True)
                 self._leave_call(call)
                 raise
             if report.ok and not _is_held(report):
@@ -237,7 +245,7 @@ class ElasticController:
     def _await_snapshot(self) -> None:
         """Waits until nothing is on its way any more, for whatever reason."""
         if self.watch is None:
-            self.watch = Watch(self._life, can_hold=False, take_inside=self._take_inside)
+            self.watch = self._new_watch()
         self._snapshots.poll()
         while self._snapshots.is_coming:
             self._snapshots.poll(timeout_s=_POLL_S)
@@ -246,7 +254,14 @@ class ElasticController:
     def _watch_anew(self) -> None:
         """Forgets what the ranks were asked before they change: what a lost one owes, its successor does not."""
         if self.watch is not None:
-            self.watch = Watch(self._life, can_hold=False, take_inside=self._take_inside)
+            self.watch = self._new_watch()
+
+    def _new_watch(self, can_hold: bool = False) -> Watch:
+        return Watch(self._life, can_hold, self._take_inside, self._observe)
+
+    def _observe(self) -> None:
+        if self.observer is not None and not self._is_stopped:
+            self.observer()
 
     @property
     def _is_restored_inside(self) -> bool:
@@ -291,20 +306,36 @@ class ElasticController:
         """Says that the state may have changed without a call that says so: the next `snapshot` looks again."""
         self._snapshots.touch()
 
-    def status(
-        self, own_s: Sequence[float | None], samples_per_s: float | None, data: DataLedger | None
-    ) -> TrainerStatus:
-        """How the workers are doing; the arguments are what the front end knows of its last call."""
+    def status(self, samples_per_s: float | None) -> TrainerStatus:
+        """How the workers are doing. Asks them.
+
+        Args:
+            samples_per_s: Throughput of the last training call, for when none is running.
+        """
         self._check_active()
         group = self._life.group
+        return self._status(ask_beats(group) if group is not None else {}, samples_per_s)
+
+    def glance(self, last_beats: Mapping[int, Beat], samples_per_s: float | None) -> TrainerStatus:
+        """The same without asking anybody.
+
+        Args:
+            last_beats: What the ranks said at the end of the last training call.
+            samples_per_s: As for `status`.
+        """
+        beats = self.watch.beats if self.watch is not None else {}
+        is_training = any(beat.is_training for beat in beats.values())
+        return self._status(beats if is_training else last_beats, samples_per_s)
+
+    def _status(self, beats: Mapping[int, Beat], samples_per_s: float | None) -> TrainerStatus:
+        group, watch = self._life.group, self.watch
+        present = watch.samples_per_s if watch is not None else None
         return compose(
             infos=group.infos if group is not None else (),
-            beats=ask_beats(group) if group is not None else {},
-            own_s=own_s,
+            beats=beats,
             num_wanted=self._life.scaling.max_workers,
             num_spares=group.recruits.num_ready if group is not None else 0,
-            samples_per_s=samples_per_s,
-            data=data,
+            samples_per_s=samples_per_s if present is None else present,
             history=self.history,
             snapshots=self._snapshots,
         )
@@ -330,7 +361,7 @@ class ElasticController:
     ) -> GroupReport:
         """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers."""
         self._snapshots.poll()
-        self.watch = Watch(self._life, call.resume is not None, self._take_inside) if group.remote_ranks else None
+        self.watch = self._new_watch(can_hold=call.resume is not None) if group.remote_ranks else None
         report = group.on_replica(
             function,
             call.on_its_ranks(args),
@@ -384,10 +415,12 @@ class ElasticController:
 
     def _raise(self, diagnosis: Diagnosis, report: GroupReport, decision: Raise, budget: RetryBudget) -> None:
         """Raises for good. The group is kept only when every rank lives, is connected and has answered."""
-        if not report.all_answered:
-            self._life.give_up()
         if not decision.lost:
+            if not report.all_answered:
+                [name, *_] = [fault.type_name for fault in diagnosis.faults]
+                self._life.end(f"rank {listed(diagnosis.ranks)} raised {name} while others were inside the call")
             raise worker_error(diagnosis.faults)
+        self._life.end(words(diagnosis), "lost")
         budget.refuse()
         hint = (
             "Ray's log of the worker (`worker-*.err`) may name the cause: too little memory, say, or a collective that "
@@ -410,7 +443,7 @@ class ElasticController:
 
     def _adapt(self, call: Call) -> None:
         """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry."""
-        self.watch = Watch(self._life, can_hold=False, take_inside=self._take_inside)
+        self.watch = self._new_watch()
         now = self._life.now()
         if now >= self._nodes_due:
             self._nodes_due = now + _NODES_S

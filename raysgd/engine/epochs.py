@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd.engine import results
 from raysgd.engine.results import WorkerMetrics
-from raysgd.engine.status import DataLedger
+from raysgd.engine.types import Beat
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,14 @@ class EpochRequest:
 class EpochAnswer:
     """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
 
-    `epoch_idx` is the pass that a training call began with; `own_s` the time this rank spent without the others, if
-    that was measured; `data` what became of the samples of the last pass.
+    `epoch_idx` is the pass that a training call began with; `beat` the sign of life that a training call ended with.
     """
 
     metrics: WorkerMetrics | None
     returned: Any
     num_steps: int
     epoch_idx: int = 0
-    own_s: float | None = None
-    data: DataLedger | None = None
+    beat: Beat | None = None
 
 
 @dataclass(frozen=True)

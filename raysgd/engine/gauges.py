@@ -4,18 +4,54 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from raysgd.engine.history import History
+from raysgd.engine.status import TrainerStatus
 
-_PAUSE_S = 1.0
-_NAMES = {
-    "raysgd_workers": "Workers of a trainer",
-    "raysgd_samples_per_second": "Throughput of the last training call of a trainer",
-    "raysgd_losses": "Losses of workers that a trainer recovered from",
-    "raysgd_rejoins": "Losses after which the survivors went on",
-    "raysgd_rebuilds": "Losses after which all workers were started anew",
+_PAUSE_S = 0.9  # a bit less than the time between two looks at the workers
+_NOBODY = -1
+
+
+class _Number(NamedTuple):
+    """What is reported under a name; None where it is not known.
+
+    Attributes:
+        description: What the users of the metrics read.
+        of: Finds it.
+    """
+
+    description: str
+    of: Callable[[TrainerStatus], float | None]
+
+
+_NUMBERS = {
+    "raysgd_workers": _Number("Workers of a trainer", lambda status: len(status.workers)),
+    "raysgd_workers_wanted": _Number("Workers that a trainer is meant to have", lambda status: status.num_wanted),
+    "raysgd_spare_workers": _Number("Workers that wait to step in", lambda status: status.num_spares),
+    "raysgd_samples_per_second": _Number(
+        "Throughput of the training call, running or last", lambda status: status.samples_per_s
+    ),
+    "raysgd_straggler": _Number(
+        "The rank that the others wait for, or -1",
+        lambda status: _NOBODY if status.straggler is None else status.straggler,
+    ),
+    "raysgd_samples_due": _Number(
+        "Samples of the pass over the data", lambda status: None if status.data is None else status.data.due
+    ),
+    "raysgd_samples_used": _Number(
+        "Samples used in the pass over the data", lambda status: None if status.data is None else status.data.used
+    ),
+    "raysgd_losses": _Number("Losses of workers that a trainer recovered from", lambda status: status.num_failures),
+    "raysgd_rejoins": _Number("Losses after which the survivors went on", lambda status: status.num_rejoins),
+    "raysgd_rebuilds": _Number("Losses after which all workers were started anew", lambda status: status.num_rebuilds),
+    "raysgd_resizes": _Number("Changes of the number of workers", lambda status: status.num_resizes),
+    "raysgd_snapshot_timestamp_seconds": _Number(
+        "When the last snapshot reached the driver, in seconds since the epoch",
+        lambda status: None if status.snapshot is None else time.time() - status.snapshot.age_s,
+    ),
 }
+_ZERO_AT_THE_END = ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second")
 
 
 class Gauges:
@@ -31,29 +67,38 @@ class Gauges:
         self._due = float("-inf")
         self._num_events = -1
 
-    def report(self, num_workers: int, samples_per_s: float | None, history: History) -> None:
-        """Reports, unless it did a moment ago and no worker was lost or gained since."""
+    def report(self, num_events: int, read: Callable[[], TrainerStatus]) -> None:
+        """Reports, unless it did a moment ago and nothing has happened to the workers since.
+
+        Args:
+            num_events: How much has happened to them.
+            read: Reads the numbers.
+        """
         now = time.monotonic()
-        if now < self._due and len(history.events) == self._num_events:
+        if (now < self._due and num_events == self._num_events) or not _is_ray_up():
             return
-        self._due, self._num_events = now + _PAUSE_S, len(history.events)
-        ray = sys.modules.get("ray")
-        if ray is None or not ray.is_initialized():
-            return
-        values = {
-            "raysgd_workers": num_workers,
-            "raysgd_samples_per_second": samples_per_s,
-            "raysgd_losses": history.num_failures,
-            "raysgd_rejoins": history.count("rejoined"),
-            "raysgd_rebuilds": history.count("rebuilt"),
-        }
-        for name, value in values.items():
+        self._due, self._num_events = now + _PAUSE_S, num_events
+        status = read()
+        for name, number in _NUMBERS.items():
+            value = number.of(status)
             if value is not None:
                 self._gauge(name).set(value, self._tags)
+
+    def end(self) -> None:
+        """Says that there are no workers any more, if it was said that there are some."""
+        if _is_ray_up():
+            for name in _ZERO_AT_THE_END:
+                if name in self._gauges:
+                    self._gauges[name].set(0, self._tags)
 
     def _gauge(self, name: str) -> Any:
         if name not in self._gauges:
             from ray.util.metrics import Gauge
 
-            self._gauges[name] = Gauge(name, description=_NAMES[name], tag_keys=("trainer",))
+            self._gauges[name] = Gauge(name, description=_NUMBERS[name].description, tag_keys=("trainer",))
         return self._gauges[name]
+
+
+def _is_ray_up() -> bool:
+    ray = sys.modules.get("ray")
+    return ray is not None and ray.is_initialized()

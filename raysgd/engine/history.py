@@ -10,7 +10,9 @@ from typing import Literal
 
 logger = logging.getLogger(__name__)
 
-EventKind = Literal["started", "rejoined", "rebuilt", "restarted", "grown", "left", "hung"]
+EventKind = Literal["started", "rejoined", "rebuilt", "restarted", "grown", "left", "hung", "lost", "ended"]
+
+_LEVELS = {"started": logging.DEBUG, "hung": logging.WARNING, "lost": logging.WARNING}
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Event:
         kind: "started"; "rejoined" (survivors of a loss went on), "rebuilt" (after a loss, new workers from a
             snapshot), "restarted" (the same because the workers before were given up: after Ctrl-C, an exception that
             left some of them stuck, or a call that had spent its retries), "grown", "left" (a node that is going away),
-            or "hung" (a worker was ended because it gave no sign of life).
+            "hung" (a worker was ended because it gave no sign of life), "lost" (a loss ended the call in an error), or
+            "ended" (all workers were, because of Ctrl-C, or of an exception that left some of them stuck).
         old_size: Workers before.
         new_size: Workers after.
         seconds: How long it took.
@@ -37,6 +40,11 @@ class Event:
     cause: str
     detail: str = ""
     at: float = 0.0
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether workers were lost, whatever came of it."""
+        return self.kind in ("rejoined", "rebuilt", "lost")
 
     def __str__(self) -> str:
         detail = f"; {self.detail}" if self.detail else ""
@@ -61,8 +69,7 @@ class History:
         """Notes an event and logs it."""
         event = Event(kind, old_size, new_size, seconds, cause, detail, self._now())
         self.events.append(event)
-        level = logging.DEBUG if kind == "started" else logging.WARNING if kind == "hung" else logging.INFO
-        logger.log(level, "%s", event)
+        logger.log(_LEVELS.get(kind, logging.INFO), "%s", event)
 
     @property
     def num_failures(self) -> int:

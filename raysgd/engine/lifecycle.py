@@ -214,6 +214,13 @@ class Lifecycle:
         group, self.group = self.group, None
         group.kill(self.release_timeout_s)
 
+    def end(self, cause: str, kind: EventKind = "ended", *, unless_local: bool = False) -> None:
+        """The same where it is the end of the call, and is to be told."""
+        began, group = self._clock.monotonic(), self.group
+        self.give_up(unless_local)
+        if group is not None and self.group is None:
+            self._record_end(kind, len(group), began, cause)
+
     def take_parts(self, parts: Sequence[Capture], *, is_first: bool = False) -> None:
         """Takes over what the ranks copied of their state; what rank 0 kept is fetched."""
         group = self.group
@@ -261,6 +268,16 @@ class Lifecycle:
             WorkerError: The user's set-up failed.
         """
         began, old_size = self._clock.monotonic(), self.num_workers
+        try:
+            self._try_rebuild(cause, kind, began, old_size)
+        except BaseException as error:  # Ctrl-C too
+            if kind != "started":
+                is_loss = isinstance(error, WorkersLostError)
+                why = "no other group could be had" if is_loss else type(error).__name__
+                self._record_end("lost" if is_loss else "ended", old_size, began, f"{cause}; {why}")
+            raise
+
+    def _try_rebuild(self, cause: str, kind: EventKind, began: float, old_size: int) -> None:
         self._snapshots.poll(timeout_s=_SETTLE_S)
         self._snapshots.leave_group()
         self.give_up()
@@ -452,8 +469,8 @@ class Lifecycle:
             is_loss = change.kind == "rejoined" or bool(gone) or failed.is_loss
             kind: EventKind = "rebuilt" if is_loss else change.kind
             return Unformed(kind, f"{cause}; {failed.reason}" if failed.reason else cause)
-        except BaseException:  # Ctrl-C too: nobody may ever use a group that is formed half-way
-            self.give_up()
+        except BaseException as error:  # Ctrl-C too: nobody may ever use a group that is formed half-way
+            self.end(type(error).__name__)
             raise
         return None
 
@@ -556,6 +573,10 @@ class Lifecycle:
         unformed = self.change(frozenset(), "there is room for more workers", tick)
         if unformed is not None:
             self.rebuild(unformed.cause, unformed.kind)
+
+    def _record_end(self, kind: EventKind, old_size: int, began: float, cause: str) -> None:
+        seconds = self._clock.monotonic() - began
+        self.history.record(kind, old_size, 0, seconds, cause, "the last completed state is kept")
 
     def _record(self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "") -> None:
         now = self._clock.monotonic()

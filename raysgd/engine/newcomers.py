@@ -63,7 +63,7 @@ class Newcomers:
     def tick(self) -> None:
         """Hears the answers, ends who is silent, and asks anew when that is due. To be called now and then."""
         heard = self._pulse.hear()
-        for worker, found, _ in heard.answers:
+        for worker, found in heard.answers:
             if found.ok:
                 self._infos[worker] = found.value
         for worker, silent_s in heard.silent:

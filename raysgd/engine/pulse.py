@@ -20,11 +20,11 @@ class Heard(Generic[KeyT]):
     """What came of the questions since the last look.
 
     Attributes:
-        answers: Who answered, what, and how many seconds after the question.
+        answers: Who answered, and what.
         silent: Who has not answered for too long, and for how many seconds. They are not waited for any more.
     """
 
-    answers: list[tuple[KeyT, Outcome, float]]
+    answers: list[tuple[KeyT, Outcome]]
     silent: list[tuple[KeyT, float]]
 
 
@@ -57,7 +57,7 @@ class Pulse(Generic[KeyT]):
         for key, (question, asked_at) in list(self._asked.items()):
             found = self._hear(key, question)
             if found.answered:
-                heard.answers.append((key, found, now - asked_at))
+                heard.answers.append((key, found))
             elif now - asked_at > self._heartbeat_s:
                 heard.silent.append((key, now - asked_at))
             else:

@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd.engine.history import Event, History
 from raysgd.engine.snapshots import SnapshotKeeper
-from raysgd.engine.types import Beat, WorkerInfo
+from raysgd.engine.types import Beat, DataLedger, WorkerInfo
 
 _STRAGGLES = 1.2  # times the median of the ranks' own time
 
@@ -25,32 +25,20 @@ class WorkerStatus:
         node: Address of its node.
         pid: Its process.
         beat: Its last sign of life; None when it did not answer.
-        own_s: Seconds of the last training call that it spent on its own work rather than on waiting for others: from
-            asking for a batch to the end of its forward pass. None where that was not measured.
     """
 
     rank: int
     node: str
     pid: int
     beat: Beat | None
-    own_s: float | None
 
+    @property
+    def own_s(self) -> float | None:
+        """Seconds of the training call, running or last, that it spent on its own work rather than on waiting.
 
-@dataclass(frozen=True)
-class DataLedger:
-    """What became of the samples of the pass over the data that is running or was run last.
-
-    Attributes:
-        pass_index: Which pass, from 0.
-        due: How many samples a step will use, or has used, in this pass.
-        used: How many have been used, each once, by all workers together.
-        in_flight: How many were in a step that broke off; they come again.
-    """
-
-    pass_index: int
-    due: int
-    used: int
-    in_flight: int = 0
+        None where that was not measured, or when it did not answer.
+        """
+        return self.beat.own_s if self.beat is not None else None
 
 
 @dataclass(frozen=True)
@@ -76,14 +64,15 @@ class TrainerStatus:
         workers: The workers, in rank order.
         num_wanted: How many there are meant to be.
         num_spares: How many wait to step in.
-        samples_per_s: Throughput of the last training call; None before the first.
+        samples_per_s: Throughput of the training call that is running, or else of the last one; None before the first.
         straggler: The rank that the others wait for; None when no one stands out or it was not measured.
         data: The samples of the present pass; None where the library does not divide the data.
         losses: What each loss meant for the work, oldest first: where survivors went on, what became of the samples;
-            where all workers were started anew, what from.
+            where all workers were started anew, what from; where that was not possible, what is left.
         num_failures: Losses that were recovered from.
         num_rejoins: Of these, how often the survivors went on.
         num_rebuilds: Of these, how often all workers were started anew.
+        num_resizes: How often the number of workers became another one.
         events: The history of the workers.
         snapshot: The last snapshot; None while there is none.
     """
@@ -98,6 +87,7 @@ class TrainerStatus:
     num_failures: int
     num_rejoins: int
     num_rebuilds: int
+    num_resizes: int
     events: tuple[Event, ...]
     snapshot: SnapshotStatus | None
 
@@ -128,7 +118,7 @@ class TrainerStatus:
             ),
         ]
         if self.data is not None:
-            rows.append(("data", f"pass {self.data.pass_index}: {self.data.used} of {self.data.due} samples used"))
+            rows.append(("data", str(self.data)))
         if self.snapshot is not None:
             where = "inside a call" if self.snapshot.is_inside else "between calls"
             behind = f", {self.snapshot.num_calls_since} calls since" if self.snapshot.num_calls_since else ""
@@ -162,32 +152,27 @@ def compose(
     *,
     infos: Sequence[WorkerInfo],
     beats: Mapping[int, Beat],
-    own_s: Sequence[float | None],
     num_wanted: int,
     num_spares: int,
     samples_per_s: float | None,
-    data: DataLedger | None,
     history: History,
     snapshots: SnapshotKeeper[Any],
 ) -> TrainerStatus:
     """Puts together what the parts of a trainer know."""
-    measured = list(own_s) if len(own_s) == len(infos) else [None] * len(infos)
+    workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, beats.get(rank)) for rank, info in enumerate(infos))
+    ledgers = [worker.beat.data for worker in workers if worker.beat is not None]
     return TrainerStatus(
-        workers=tuple(
-            WorkerStatus(rank, info.node_ip, info.pid, beats.get(rank), measured[rank])
-            for rank, info in enumerate(infos)
-        ),
+        workers=workers,
         num_wanted=num_wanted,
         num_spares=num_spares,
         samples_per_s=samples_per_s,
-        straggler=find_straggler(measured),
-        data=data,
-        losses=tuple(
-            event.detail for event in history.events if event.kind in ("rejoined", "rebuilt") and event.detail
-        ),
+        straggler=find_straggler([worker.own_s for worker in workers]),
+        data=ledgers[0] if ledgers else None,  # at any moment all ranks have the same, up to a step
+        losses=tuple(event.detail for event in history.events if event.is_loss and event.detail),
         num_failures=history.num_failures,
         num_rejoins=history.count("rejoined"),
         num_rebuilds=history.count("rebuilt"),
+        num_resizes=sum(event.old_size != event.new_size for event in history.events if event.kind != "started"),
         events=tuple(history.events),
         snapshot=_snapshot_status(snapshots),
     )

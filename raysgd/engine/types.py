@@ -166,6 +166,30 @@ class Handover:
 
 
 @dataclass(frozen=True)
+class DataLedger:
+    """What became of the samples of the pass over the data that is running or was run last.
+
+    Attributes:
+        pass_index: Which pass, from 0.
+        due: How many samples steps will use, or have used, in this pass; None where only its end will tell.
+        used: How many have been used, each once, by all workers together.
+        in_flight: How many are in a step that is not done; if it breaks off, they come again.
+        unit: What is counted: "samples"; or "batches" of an epoch of Keras's `fit`, which draws them by itself. The
+            pass is that epoch then.
+    """
+
+    pass_index: int
+    due: int | None
+    used: int
+    in_flight: int = 0
+    unit: str = "samples"
+
+    def __str__(self) -> str:
+        used = f"{self.used}" if self.due is None else f"{self.used} of {self.due}"
+        return f"pass {self.pass_index}: {used} {self.unit} used"
+
+
+@dataclass(frozen=True)
 class Beat:
     """A sign of life of a replica.
 
@@ -175,6 +199,10 @@ class Beat:
         phase: What it is doing.
         num_samples: Samples that this rank has worked on in the running call.
         snapshot: Number of the newest snapshot taken inside the running call; 0 when there is none.
+        at: When it was given, on the clock of its process.
+        own_s: Seconds of the training call, running or last, that this rank spent on its own work rather than on
+            waiting for others. None where that was not measured.
+        data: What became of the samples; None where the library does not divide the data.
     """
 
     epoch: int = 0
@@ -182,6 +210,14 @@ class Beat:
     phase: str = "idle"
     num_samples: int = 0
     snapshot: int = 0
+    at: float = 0.0
+    own_s: float | None = None
+    data: DataLedger | None = None
+
+    @property
+    def is_training(self) -> bool:
+        """Whether it comes from inside a training call."""
+        return self.phase == "training"
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_ROUND_S = 0.2
+_FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast
 _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
@@ -34,12 +35,24 @@ class Watch:
         life: Owns the group.
         can_hold: Whether the call can be stopped at a step boundary and gone on with.
         take_inside: Takes over the parts of a snapshot that the ranks took inside the call.
+        at_round: Called behind each round of questions.
+
+    Attributes:
+        beats: The last sign of life of each rank.
+        reason: Why the ranks were asked to stop.
     """
 
-    def __init__(self, life: Lifecycle, can_hold: bool, take_inside: Callable[[list[Capture]], bool]) -> None:
+    def __init__(
+        self,
+        life: Lifecycle,
+        can_hold: bool,
+        take_inside: Callable[[list[Capture]], bool],
+        at_round: Callable[[], None] = lambda: None,
+    ) -> None:
         self._life = life
         self._can_hold = can_hold
         self._take_inside = take_inside
+        self._at_round = at_round
         self._pulse: Pulse[int] = Pulse(life.spec.heartbeat_s, self._hear_rank, life.now)
         self._round_s = self._pulse.round_s
         now = life.now()
@@ -47,9 +60,11 @@ class Watch:
         self._next_nodes = now + _NODES_S
         self._next_growth = now + (life.rules.resize_check_s or 0.0)
         self._snapshot = 0
+        self._has_collected = False
         self._margin = _MIN_MARGIN
         self._is_holding = False
         self._rate = 0.0
+        self._first: dict[int, Beat] = {}
         self.beats: dict[int, Beat] = {}
         self.reason = ""
 
@@ -58,11 +73,22 @@ class Watch:
         self._hear()
         now = self._life.now()
         if now >= self._next_round:
+            self._round_s = self._next_round_s()
             self._next_round = now + self._round_s
             self._ask()
             if self._can_hold and not self._is_holding and self._should_hold(now):
                 self._hold()
+            self._at_round()
         self._pulse.rest()
+
+    @property
+    def samples_per_s(self) -> float | None:
+        """Throughput of the training call since the first signs of life; None where samples are not counted."""
+        group = self._life.group
+        spans = [(first, self.beats[rank]) for rank, first in self._first.items()]
+        if group is None or len(spans) < len(group) or not all(last.at > first.at for first, last in spans):
+            return None
+        return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
 
     # ---------------------------------------------------------------------------------------------- signs of life
 
@@ -71,6 +97,9 @@ class Watch:
         if group is None:
             return
         self._pulse.ask(sorted(set(group.remote_ranks) - group.gone), lambda rank: group.submit_beside(rank, _beat))
+        in_driver = None if group.local_replica is None else _beat(group.local_replica)
+        if in_driver is not None:
+            self._note(0, in_driver)
         group.recruits.look_after()
 
     def _hear_rank(self, rank: int, call: Any) -> Outcome:
@@ -79,20 +108,21 @@ class Watch:
 
     def _hear(self) -> None:
         heard = self._pulse.hear()
-        for rank, found, waited_s in heard.answers:
+        for rank, found in heard.answers:
             if found.ok and found.value is not None:
-                self._note(rank, found.value, waited_s)
+                self._note(rank, found.value)
         for rank, silent_s in heard.silent:
             self._end_hung(rank, silent_s)
-        newest = min((beat.snapshot for beat in self.beats.values()), default=0)
-        if newest > self._snapshot and self._collect_snapshot(newest):
-            self._snapshot = newest
+        if heard.answers:
+            self._look_for_snapshot()
 
-    def _note(self, rank: int, beat: Beat, waited_s: float) -> None:
+    def _note(self, rank: int, beat: Beat) -> None:
         before = self.beats.get(rank)
-        if before is not None and beat.step > before.step >= 0:
-            self._rate = (beat.step - before.step) / (self._round_s + waited_s)
+        if before is not None and beat.step > before.step >= 0 and beat.at > before.at:
+            self._rate = (beat.step - before.step) / (beat.at - before.at)
         self.beats[rank] = beat
+        if beat.is_training:
+            self._first.setdefault(rank, beat)
 
     def _end_hung(self, rank: int, silent_s: float) -> None:
         """A process that is stopped or frozen is lost; the failure of its call then takes the usual way."""
@@ -119,6 +149,20 @@ class Watch:
         return "\n".join(lines)
 
     # ---------------------------------------------------------------------------------------------- snapshots
+
+    def _look_for_snapshot(self) -> None:
+        group = self._life.group
+        if group is None or len(self.beats) < len(group):
+            return
+        newest = min(beat.snapshot for beat in self.beats.values())
+        if newest > self._snapshot and self._collect_snapshot(newest):
+            self._snapshot, self._has_collected = newest, True
+
+    def _next_round_s(self) -> float:
+        """Half the time where a snapshot was there for the taking, twice the time where none was."""
+        factor, self._has_collected = 0.5 if self._has_collected else 2.0, False
+        slowest = self._pulse.round_s
+        return min(slowest, max(_FASTEST_ROUND_S, self._round_s * factor))
 
     def _collect_snapshot(self, number: int) -> bool:
         group = self._life.group

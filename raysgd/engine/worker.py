@@ -109,7 +109,7 @@ class WorkerProcess:
             with _without_collections():
                 self._backend.load()
         else:
-            self._backend.load()
+            self._backend.load_in_driver()
         return self.describe()
 
     def open_rendezvous(self) -> int:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from raysgd.engine.types import DataLedger
 from raysgd.tf import registry
 from raysgd.tf.keras_sync import Synchronizer
 from raysgd.tf.streams import Passes
@@ -60,6 +61,8 @@ class FitStream:
         self._num_steps_before = 0
         self._num_exchanges_before: int | None = None  # before the epoch that is running; None between epochs
         self._num_passes_elsewhere: int | None = None
+        self._num_due: int | None = None  # steps of the epoch that is running
+        self._last_ledger: DataLedger | None = None
 
     # ------------------------------------------------------------------------------------------------ to read
 
@@ -89,6 +92,14 @@ class FitStream:
     @property
     def _num_steps_here(self) -> int:
         return self._num_exchanges // self._synchronizer.num_exchanges_per_step
+
+    def ledger(self) -> DataLedger | None:
+        """The joint batches of the epoch of Keras, running or last. May be called from a second thread."""
+        if self._num_exchanges_before is None or self.place is None:
+            return self._last_ledger
+        place, due = self._present_place(), self._num_due
+        in_flight = self.steps_per_execution if due is None else min(self.steps_per_execution, due - place.num_steps)
+        return DataLedger(place.epoch, due, place.num_steps, in_flight, unit="batches")
 
     def state(self) -> dict[str, Any]:
         """What another rank, or another process later, needs to go on."""
@@ -157,18 +168,20 @@ class FitStream:
         self.passes.go_to(self.place.num_passes)
         return self.passes.counted(self.place.num_batches)
 
-    def begin_epoch(self, epoch: int) -> None:
+    def begin_epoch(self, epoch: int, steps_per_epoch: int | None = None) -> None:
         """Notes that Keras begins an epoch."""
         assert self.place is not None
         if not self.place.num_batches:
             self.place = replace(self.place, num_passes=self.passes.num_begun)
         self.place = replace(self.place, epoch=epoch)
+        self._num_due = self.num_steps_of_epoch(steps_per_epoch)
         self._num_exchanges_before = self._synchronizer.num_exchanges
         self.measures = True
 
     def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:
         """Notes that Keras is done with it."""
         place = self._present_place()
+        self._last_ledger = DataLedger(place.epoch, self._num_due, place.num_steps, unit="batches")
         self._close()
         length = int(self.passes.dataset.cardinality())
         is_kept = steps_per_epoch is not None and place.num_steps >= steps_per_epoch
@@ -201,7 +214,7 @@ def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: C
 
     class Tracker(callback_cls):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            stream.begin_epoch(epoch)
+            stream.begin_epoch(epoch, steps_per_epoch)
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             stream.end_epoch(logs or {}, steps_per_epoch)

@@ -11,6 +11,7 @@ part with weight 0.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -60,6 +61,7 @@ class Synchronizer:
             it raises ends the step before it has changed a weight.
         num_exchanges: Exchanges of gradients that were completed.
         num_exchanges_per_step: How many a step of a model that is watched has.
+        own_s: Seconds since `begin_call` that were not spent in exchanges.
         watches: Whether it does anything at all; models of a replica that stays alone are left as they are.
     """
 
@@ -69,6 +71,9 @@ class Synchronizer:
         self.before_exchange: Callable[[], None] | None = None
         self.num_exchanges = 0
         self.num_exchanges_per_step = 1
+        self.own_s = 0.0
+        self._left_at = 0.0  # when the last exchange was over
+        self._num_samples = 0.0  # of this rank, in all exchanges
         self.watches = world.is_distributed or watches
         self._counted: Any = None  # samples in the batch of a Keras loop, a tensor of the graph that is being traced
         self._applied: list[_Applied] = []  # what optimizers were given in the step that is being traced
@@ -82,6 +87,29 @@ class Synchronizer:
         self.group = group_of(world)
         for averager in self._averagers:
             averager.forget_full_step()
+
+    # ------------------------------------------------------------------------------------------------ to tell
+
+    def begin_call(self) -> None:
+        """Begins to measure."""
+        self.own_s, self._left_at, self._num_samples = 0.0, time.perf_counter(), 0.0
+
+    def go_on(self) -> None:
+        """Goes on measuring, after something that was nobody's work."""
+        self._left_at = time.perf_counter()
+
+    @property
+    def num_samples(self) -> int:
+        """Samples of this rank in the steps since `begin_call`."""
+        return int(self._num_samples / self.num_exchanges_per_step)
+
+    @contextmanager
+    def _exchanging(self, num_samples: float) -> Iterator[None]:
+        self.own_s += time.perf_counter() - self._left_at
+        yield
+        self.num_exchanges += 1
+        self._num_samples += num_samples
+        self._left_at = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------------ gradients
 
@@ -407,9 +435,9 @@ class _Averager:
         try:
             if synchronizer.before_exchange is not None:
                 synchronizer.before_exchange()
-            averaged = self._averaged(self._num_samples(int(count)), gradients[:num_dense], gradients[num_dense:])
-            synchronizer.num_exchanges += 1
-            return averaged
+            num_samples = self._num_samples(int(count))
+            with synchronizer._exchanging(num_samples):
+                return self._averaged(num_samples, gradients[:num_dense], gradients[num_dense:])
         except BaseException as error:
             synchronizer.note(error)
             raise

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raysgd.backends.group import Votes
-from raysgd.engine.types import World
+from raysgd.engine.types import DataLedger, World
 from raysgd.tf import datasets
 from raysgd.tf.datasets import Sharding
 from raysgd.tf.keras_sync import Step
@@ -54,6 +54,7 @@ class Passes:
         self._copy: Any = None
         self.dataset = dataset
         self.num_begun = 0
+        self.num_samples: int | None = None  # of a pass; known when one came to its end
         self.is_shuffled = datasets.is_shuffled(dataset)
 
     def begin(self) -> None:
@@ -111,8 +112,15 @@ class DividedSource:
         joint = self._joint(datasets.after_samples(self._passes.dataset, consumed))
         for batch, own, total in datasets.counted_part_of(joint, self._world.rank, self._world.size):
             item = Item(batch, int(own), int(total))
+            consumed += item.num_joint
             if item.num_samples or self._pads:
                 yield item
+        self._passes.num_samples = consumed
+
+    @property
+    def num_samples(self) -> int | None:
+        """Samples of a pass, once one came to its end."""
+        return self._passes.num_samples
 
     def num_steps(self) -> int | None:
         number = int(self._joint(self._passes.dataset).cardinality())
@@ -241,6 +249,14 @@ class BatchStream:
     def is_mid_pass(self) -> bool:
         """Whether the next batch belongs to the pass that was begun last."""
         return self._coming is not None or self._to_resume is not None or self._is_open
+
+    def ledger(self) -> DataLedger | None:
+        """What became of the samples; None where each rank has its own. May be called from a second thread."""
+        if not isinstance(self.source, DividedSource):
+            return None
+        completed = self.completed
+        in_flight = max(0, self.consumed - completed) if self._is_open else 0
+        return DataLedger(self.pass_index, self.source.num_samples, completed, in_flight)
 
     def settle(self) -> None:
         """Says that the loop around the steps came to its end: what was handed out is done."""

@@ -21,7 +21,7 @@ from raysgd.backends import tensorflow as backends
 from raysgd.engine.epoch_run import EpochRun, RunState
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, call_with_accepted
 from raysgd.engine.replica import Capture
-from raysgd.engine.types import Handover, Held, Standing, World
+from raysgd.engine.types import DataLedger, Handover, Held, Standing, World
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.tf import _former_optimizer, datasets, registry, serializing
 from raysgd.tf.checkpoint_file import FORMER_OPTIMIZER
@@ -280,10 +280,17 @@ class TFRunner(ClassRunner):
         if self._fit is not None:
             place = self._fit.state()
             return f"epoch {place['epoch']} of `fit`, {place['num_steps']} steps taken" if "epoch" in place else ""
-        stream = self._train_stream
-        if stream is None or not isinstance(stream.source, DividedSource):
-            return ""
-        return f"pass {stream.pass_index}: {stream.completed} samples used, those of the step in flight come again"
+        return super()._words()
+
+    def _ledger(self) -> DataLedger | None:
+        stream = self._fit if self._fit is not None else self._train_stream
+        return stream.ledger() if stream is not None else None
+
+    def _own_s(self) -> float | None:
+        return self._synchronizer.own_s or None
+
+    def _num_samples(self, run: EpochRun) -> int:
+        return self._synchronizer.num_samples if self._fit is not None else super()._num_samples(run)
 
     @property
     def _is_whole(self) -> bool:
@@ -330,6 +337,7 @@ class TFRunner(ClassRunner):
         self._train_stream = self._validation_stream = None
         self._world = world
         self._synchronizer.rejoin(world)
+        self._synchronizer.begin_call()  # the ranks are compared, and some of them are new
         self.operator._take_place(world)
         group = self._synchronizer.group
         if world.rank == handover.source and handover.takers:
@@ -351,6 +359,7 @@ class TFRunner(ClassRunner):
         """Runs the operator's `train_epoch` once."""
         if self._fit is not None:
             self._fit.end()  # one that an exception in user code broke off is not gone on with
+        self._synchronizer.begin_call()
         return super().train_epoch(request)
 
     def _can_resume(self, stream: Any) -> bool:
@@ -369,6 +378,7 @@ class TFRunner(ClassRunner):
 
     @contextmanager
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
+        self._synchronizer.go_on()
         with self._synchronizer.surfacing_errors():
             yield
             self._synchronizer.merge_statistics(self.operator._models)
@@ -376,7 +386,8 @@ class TFRunner(ClassRunner):
     def _returned_by_account(self, run: EpochRun) -> Any:
         return run.meters.summary() if self._fit is None else CreatorOperator.results_of(self._fit.logs)
 
-    def _with_facts(self, answer: EpochAnswer) -> EpochAnswer:
+    def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
+        answer = super()._finish(run, returned, request)
         if self._fit is not None:
             self._fit.end()
         return answer
@@ -459,12 +470,12 @@ class TFRunner(ClassRunner):
         return redo
 
     def _position(self) -> dict[str, Any] | None:
-        """Where in the data the next batch is, for a dataset that is divided."""
+        """Where in the data the next batch is, for a dataset that is divided; of others that nobody can say."""
         stream = self._train_stream
         if stream is None:
             return dict(self._resume["position"]) if self._resume and self._resume.get("position") else None
         if not isinstance(stream.source, DividedSource):
-            return None
+            return {"is_unknown": True, "pass_index": stream.pass_index} if stream.is_mid_pass else None
         is_mid_pass = stream.is_mid_pass
         return {
             "pass_index": stream.pass_index,
@@ -476,6 +487,13 @@ class TFRunner(ClassRunner):
     def _resume_position(self, stream: BatchStream) -> None:
         resume, self._resume = self._resume, None
         position = (resume or {}).get("position")
+        if position and position.get("is_unknown"):
+            logger.warning(
+                "pass %s over the train dataset was left half-way, and it is not divided by the library, so nobody "
+                "knows where: it is read from its beginning",
+                position["pass_index"],
+            )
+            return
         if not position or not isinstance(stream.source, DividedSource):
             return
         is_mid_pass = position.get("is_mid_pass", position["consumed"] > 0)

@@ -379,7 +379,6 @@ class TFTrainer(ClassTrainer):
             changes_state=True,
         )
         obstacle = self._controller.run(call)[0]
-        self._note_load()
         if obstacle:
             logger.warning(
                 "`%s` is a file of the old library. The weights and the epoch were loaded, and the optimizer was left "
@@ -402,7 +401,6 @@ class TFTrainer(ClassTrainer):
         self._controller.run(call)
         if is_complete:
             self._controller.adopt(Snapshot(whole, rank_states))
-        self._note_load()
 
     # ------------------------------------------------------------------------------------------------ life
 

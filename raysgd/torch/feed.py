@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysgd.engine.epochs import EpochRequest
-from raysgd.engine.status import DataLedger
+from raysgd.engine.types import DataLedger
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.sampling import ElasticBatchSampler, SamplerOrder, ShardedLoader, Unsharded
@@ -167,12 +167,15 @@ class Feed:
         return DataLedger(stream.pass_index, *stream.ledger())
 
     def position(self) -> dict[str, Any] | None:
-        """Where in the data the next batch is, for loaders whose position means the same on any number of workers."""
+        """Where in the data the next batch is, for loaders whose position means the same on any number of workers.
+
+        Of others, inside a pass, only that nobody can say.
+        """
         stream, data = self.train_stream, self._data_of("train")
         if stream is None:
             return dict(self._to_resume) if self._to_resume else None
         if not isinstance(stream.source, DividedSource):
-            return None
+            return {"is_unknown": True, "pass_index": stream.pass_index} if stream.is_mid_pass else None
         assert isinstance(data, ShardedLoader)
         is_mid_pass = stream.is_mid_pass
         position = {
@@ -193,6 +196,13 @@ class Feed:
     def _resume(self, stream: BatchStream) -> None:
         position, self._to_resume = self._to_resume, None
         data = self._data_of("train")
+        if position and position.get("is_unknown"):
+            logger.warning(
+                "pass %s over the train data was left half-way, and they are not divided by the library, so nobody "
+                "knows where: they are read from their beginning",
+                position["pass_index"],
+            )
+            return
         if not position or not isinstance(data, ShardedLoader) or not isinstance(stream.source, DividedSource):
             return
         if position["num_samples"] != data.num_samples:

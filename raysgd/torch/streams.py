@@ -207,18 +207,21 @@ class BatchStream:
 
         Those of an optimizer step that is not done were not used.
         """
-        if self._to_resume is not None:
-            return self._to_resume[1]
-        num_steps = self._num_steps_in_pass - self._num_open
-        return self.source.consumed_after(num_steps) if self._num_steps_in_pass else 0
+        return self.ledger()[1]
 
     def ledger(self) -> tuple[int, int, int]:
-        """Samples due in this pass, used so far, and in the step that broke off, over all ranks."""
+        """Samples due in this pass, used so far, and in the step that is not done, over all ranks.
+
+        May be called from a second thread, while the first goes on.
+        """
+        to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
         due = self.source.consumed_after(self.source.num_steps() or 0)
-        if self._to_resume is not None:
-            return due, self._to_resume[1], 0
-        in_flight = self.source.consumed_after(self._num_steps_in_pass) - self.consumed if self._num_open else 0
-        return due, self.consumed, in_flight
+        if to_resume is not None:
+            return due, to_resume[1], 0
+        if not num_steps:
+            return due, 0, 0
+        used = self.source.consumed_after(max(0, num_steps - num_open))
+        return due, used, self.source.consumed_after(num_steps) - used if num_open else 0
 
     def settle(self) -> None:
         """Says that the loop around the steps came to its end: what was handed out is done.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from raysgd._meters import AverageMeterCollection
 from raysgd.engine.epoch_run import EpochRun, RunState
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, call_with_accepted
 from raysgd.engine.replica import Capture
-from raysgd.engine.types import Handover, Held, World
+from raysgd.engine.types import DataLedger, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
@@ -239,11 +239,11 @@ class TorchRunner(ClassRunner):
             self.operator.global_step = self._global_step_at_boundary  # the batches since then come again
         super()._detach()
 
-    def _words(self) -> str:
-        data = self._feed.ledger()
-        if data is None:
-            return ""
-        return f"pass {data.pass_index}: {data.used} of {data.due} samples used, {data.in_flight} in flight come again"
+    def _ledger(self) -> DataLedger | None:
+        return self._feed.ledger()
+
+    def _own_s(self) -> float | None:
+        return self._parallel.step.own_s or None
 
     @property
     def _group_obstacle(self) -> str | None:
@@ -323,9 +323,6 @@ class TorchRunner(ClassRunner):
         began_at = stream.num_steps_taken
         yield
         self._finish_steps(stream.num_steps_taken - began_at)
-
-    def _with_facts(self, answer: EpochAnswer) -> EpochAnswer:
-        return replace(answer, own_s=self._parallel.step.own_s or None, data=self._feed.ledger())
 
     def _new_meters(self) -> AverageMeterCollection:
         return self.operator._new_meters()

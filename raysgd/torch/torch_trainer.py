@@ -411,7 +411,6 @@ class TorchTrainer(ClassTrainer):
                 f"`load_state_dict` got `{type(state_dict).__name__}`: need what `state_dict` returns, a dict."
             )
         self._load(self._checked(dict(state_dict), is_file=False))
-        self._note_load()
 
     def save(self, checkpoint: Any, blocking: bool = True, weights_only: bool = True) -> Any:
         """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
@@ -457,7 +456,6 @@ class TorchTrainer(ClassTrainer):
             content = self._checked(file.state, is_file=True)
             if not self._load_where_it_lies(file, content, weights_only, held):
                 self._load(content)
-        self._note_load()
 
     def restore(self, *args: Any) -> None:
         """Retired.

@@ -78,6 +78,11 @@ class Trainer:
         """The group that was made last."""
         return self.cluster.groups[-1]
 
+    @property
+    def last_event(self) -> tuple[str, int, int, str]:
+        event = self.controller.history.events[-1]
+        return event.kind, event.old_size, event.new_size, event.cause
+
     def next_calls(self, *events: Event) -> None:
         self.cluster.calls = deque(events)
 
@@ -181,6 +186,9 @@ def test_the_budget_is_the_number_of_new_starts_of_one_call(max_retries: int) ->
     assert trainer.controller.history.num_failures == max_retries
     assert len(trainer.cluster.groups) == 1 + max_retries
     assert not trainer.group.is_alive
+    last = trainer.controller.history.events[-1]
+    assert (last.kind, last.old_size, last.new_size) == ("lost", 3, 0)
+    assert last.cause.startswith("lost rank 1")
 
 
 def test_the_budget_starts_afresh_with_each_call() -> None:
@@ -288,6 +296,7 @@ def test_a_group_with_a_rank_that_is_stuck_is_given_up_and_replaced_from_the_las
     with pytest.raises(ValueError, match="x"):
         trainer.add(10)
     assert not trainer.group.is_alive
+    assert trainer.last_event == ("ended", 3, 0, "rank 1 raised ValueError while others were inside the call")
     assert trainer.read(max_retries=0) == [(1, 1)] * 3
     assert trainer.controller.history.num_failures == 0
 
@@ -341,6 +350,7 @@ def test_an_interrupted_group_is_given_up_and_the_next_call_starts_from_the_last
     with pytest.raises(KeyboardInterrupt):
         trainer.add(10)
     assert trainer.cluster.groups[0].ended_by == "kill"
+    assert trainer.last_event == ("ended", 3, 0, "KeyboardInterrupt")
     assert trainer.add(100) == [101, 101, 101]
     assert trainer.controller.history.num_failures == 0
 
@@ -353,6 +363,7 @@ def test_an_exception_in_the_driver_gives_the_group_up_too() -> None:
     with pytest.raises(OSError, match="terminal"):
         trainer.controller.run(Call(read, tick=tick), max_retries=3)
     assert not trainer.group.is_alive
+    assert trainer.last_event == ("ended", 3, 0, "OSError")
 
 
 def test_arguments_that_cannot_be_made_leave_the_group_alone() -> None:
@@ -374,6 +385,7 @@ def test_the_driver_as_the_only_worker_is_kept_as_the_interruption_left_it() -> 
     with pytest.raises(KeyboardInterrupt):
         trainer.add(10)
     assert trainer.group.is_alive
+    assert trainer.last_event[0] == "started", "nobody was ended"
     assert trainer.controller.snapshot().shared_state == 5
 
 
@@ -385,6 +397,10 @@ def test_an_interruption_while_the_state_is_restored_leaves_no_group_without_it(
     with pytest.raises(KeyboardInterrupt):
         trainer.add(10)
     assert not trainer.group.is_alive
+    kind, old_size, new_size, cause = trainer.last_event
+    assert (kind, old_size, new_size) == ("ended", 3, 0)
+    assert cause.startswith("lost rank 1")
+    assert cause.endswith("; KeyboardInterrupt")
     assert trainer.add(100) == [101, 101, 101]
 
 
@@ -400,6 +416,8 @@ def test_an_interruption_while_waiting_for_resources_loses_nothing() -> None:
     trainer.controller._life._clock = Clock(trainer.clock.monotonic, interrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.add(10)
+    assert trainer.last_event[0] == "ended"
+    assert "lost rank 0" in trainer.last_event[3]
     trainer.controller._life._clock = trainer.clock.as_clock()
     trainer.cluster.num_taken = 0
     assert trainer.add(100) == [101, 101, 101]
@@ -537,7 +555,7 @@ def test_after_giving_up_the_state_is_there_and_the_next_call_looks_again() -> N
     trainer.cluster.num_slots = 3
     assert trainer.add(100) == [101, 101, 101]
     assert trainer.controller.history.num_failures == 0, "nothing was tried again"
-    assert [event.kind for event in trainer.controller.history.events] == ["started", "restarted"]
+    assert [event.kind for event in trainer.controller.history.events] == ["started", "lost", "lost", "restarted"]
 
 
 def test_resources_that_come_back_while_waiting_are_taken() -> None:

@@ -205,7 +205,7 @@ def test_going_on_without_progress_spends_one_each_time_and_then_it_is_over() ->
     with pytest.raises(WorkersLostError, match="the 2 allowed retries of this call are used up"):
         trainer.walk(5, *[Lost((1,), after={0: 3, 2: 3})] * 4, max_retries=2)
     # The first time there was progress. The fourth time the two retries are spent.
-    assert trainer.kinds == ["rejoined"] * 3
+    assert trainer.kinds == ["rejoined"] * 3 + ["lost"]
     assert not trainer.group.is_alive
     assert trainer.walk(2) == [3, 3, 3], "from the last completed call"
 
@@ -214,7 +214,7 @@ def test_without_retries_the_first_loss_is_the_end_whatever_it_would_cost() -> N
     trainer = Trainer()
     with pytest.raises(WorkersLostError, match="the 0 allowed retries"):
         trainer.walk(5, Lost((1,), after={0: 3, 2: 3}), max_retries=0)
-    assert trainer.kinds == []
+    assert trainer.kinds == ["lost"]
     assert not trainer.group.is_alive
 
 

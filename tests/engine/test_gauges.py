@@ -10,6 +10,9 @@ import pytest
 
 from raysgd.engine.gauges import Gauges
 from raysgd.engine.history import History
+from raysgd.engine.snapshots import SnapshotKeeper
+from raysgd.engine.status import TrainerStatus, compose
+from raysgd.engine.types import Beat, DataLedger, WorkerInfo
 
 
 @pytest.fixture
@@ -34,37 +37,68 @@ def reported(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[float]]:
     return values
 
 
-def test_the_numbers_are_reported_under_their_names(reported: dict[str, list[float]]) -> None:
+def status(samples_per_s: float | None = 99.5, *events: Any, ledger: DataLedger | None = None) -> TrainerStatus:
     history = History()
-    history.record("rejoined", 2, 2, 0.1, "lost rank 1")
-    Gauges("mine").report(2, 99.5, history)
+    for event in events:
+        history.record(*event)
+    return compose(
+        infos=[WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12)],
+        beats={0: Beat(own_s=1.0, data=ledger), 1: Beat(own_s=2.0, data=ledger)},
+        num_wanted=3,
+        num_spares=1,
+        samples_per_s=samples_per_s,
+        history=history,
+        snapshots=SnapshotKeeper(),
+    )
+
+
+def test_the_numbers_are_those_of_the_status(reported: dict[str, list[float]]) -> None:
+    found = status(99.5, ("rejoined", 3, 2, 0.1, "lost rank 1"), ledger=DataLedger(0, 100, 60))
+    Gauges("mine").report(1, lambda: found)
     assert reported == {
         "raysgd_workers": [2],
+        "raysgd_workers_wanted": [3],
+        "raysgd_spare_workers": [1],
         "raysgd_samples_per_second": [99.5],
+        "raysgd_straggler": [1],
+        "raysgd_samples_due": [100],
+        "raysgd_samples_used": [60],
         "raysgd_losses": [1],
         "raysgd_rejoins": [1],
         "raysgd_rebuilds": [0],
+        "raysgd_resizes": [1],
     }
 
 
 def test_a_second_report_in_the_same_moment_is_left_out_unless_something_happened(
     reported: dict[str, list[float]],
 ) -> None:
-    gauges, history = Gauges("mine"), History()
-    gauges.report(2, 1.0, history)
-    gauges.report(2, 2.0, history)
-    assert reported["raysgd_samples_per_second"] == [1.0]
-    history.record("rebuilt", 2, 1, 1.0, "lost rank 0")
-    gauges.report(1, 3.0, history)
+    gauges = Gauges("mine")
+    gauges.report(0, lambda: status(1.0))
+    gauges.report(0, lambda: pytest.fail("read in vain"))
+    gauges.report(1, lambda: status(3.0))
     assert reported["raysgd_samples_per_second"] == [1.0, 3.0]
-    assert reported["raysgd_workers"] == [2, 1]
 
 
-def test_what_was_not_measured_is_not_reported(reported: dict[str, list[float]]) -> None:
-    Gauges("mine").report(1, None, History())
-    assert "raysgd_samples_per_second" not in reported
+def test_what_is_not_known_is_not_reported(reported: dict[str, list[float]]) -> None:
+    Gauges("mine").report(0, lambda: status(None))
+    unknown = {"raysgd_samples_per_second", "raysgd_samples_due", "raysgd_snapshot_timestamp_seconds"}
+    assert not unknown & set(reported)
+
+
+def test_at_the_end_there_is_nobody_any_more(reported: dict[str, list[float]]) -> None:
+    gauges = Gauges("mine")
+    gauges.end()
+    assert reported == {}, "nobody was told of a trainer"
+    gauges.report(0, lambda: status(7.0))
+    gauges.end()
+    for name in ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second"):
+        assert reported[name][-1] == 0
+    assert reported["raysgd_losses"] == [0], "what has happened, has happened"
 
 
 def test_without_ray_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: False))
-    Gauges("mine").report(1, 1.0, History())
+    gauges = Gauges("mine")
+    gauges.report(0, lambda: pytest.fail("read in vain"))
+    gauges.end()

@@ -9,9 +9,11 @@ import pytest
 from raysgd.engine.history import History
 from raysgd.engine.replica import Capture
 from raysgd.engine.snapshots import SnapshotKeeper
-from raysgd.engine.status import DataLedger, TrainerStatus, compose, find_straggler
-from raysgd.engine.types import Beat, WorkerInfo
+from raysgd.engine.status import TrainerStatus, compose, find_straggler
+from raysgd.engine.types import Beat, DataLedger, WorkerInfo
 
+LEDGER = DataLedger(2, 100, 60, in_flight=8)
+BEATS = {0: Beat(3, 17, "training", 544, own_s=1.0, data=LEDGER), 1: Beat(3, 17, "training", 540, own_s=2.0)}
 INFOS = (WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12))
 
 
@@ -20,12 +22,10 @@ def status(**changes: Any) -> TrainerStatus:
     history.record("started", 0, 2, 1.0, "a new trainer")
     values: dict[str, Any] = {
         "infos": INFOS,
-        "beats": {0: Beat(3, 17, "training", 544)},
-        "own_s": [1.0, 2.0],
+        "beats": BEATS,
         "num_wanted": 3,
         "num_spares": 1,
         "samples_per_s": 1234.4,
-        "data": DataLedger(2, 100, 60),
         "history": history,
         "snapshots": SnapshotKeeper(),
         **changes,
@@ -50,8 +50,9 @@ def test_a_rank_straggles_when_its_own_work_takes_clearly_longer(own_s: list[flo
 
 
 def test_a_rank_that_does_not_answer_is_shown_as_such() -> None:
-    found = status()
-    assert [worker.beat for worker in found.workers] == [Beat(3, 17, "training", 544), None]
+    found = status(beats={0: BEATS[0]})
+    assert [(worker.beat, worker.own_s) for worker in found.workers] == [(BEATS[0], 1.0), (None, None)]
+    assert found.straggler is None
     assert "rank 1: 10.0.0.2, 12, no answer" in str(found)
 
 
@@ -62,14 +63,27 @@ def test_the_text_says_what_there_is() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    found = status(samples_per_s=None, data=None, own_s=[])
-    assert found.straggler is None
+    found = status(samples_per_s=None, beats={0: Beat(), 1: Beat()})
+    assert (found.straggler, found.data) == (None, None)
     assert "not measured yet" in str(found)
     assert "samples used" not in str(found)
 
 
-def test_times_of_another_number_of_ranks_are_not_shown() -> None:
-    assert [worker.own_s for worker in status(own_s=[1.0, 2.0, 3.0]).workers] == [None, None]
+def test_the_data_are_told_by_whoever_answers() -> None:
+    assert status().data == LEDGER
+    assert status(beats={1: BEATS[0]}).data == LEDGER
+
+
+@pytest.mark.parametrize(
+    ("ledger", "text"),
+    [
+        (LEDGER, "pass 2: 60 of 100 samples used"),
+        (DataLedger(0, None, 60), "pass 0: 60 samples used"),
+        (DataLedger(1, 8, 5, unit="batches"), "pass 1: 5 of 8 batches used"),
+    ],
+)
+def test_a_ledger_says_what_is_known(ledger: DataLedger, text: str) -> None:
+    assert str(ledger) == text
 
 
 def test_losses_are_counted_by_how_they_ended() -> None:
@@ -78,9 +92,15 @@ def test_losses_are_counted_by_how_they_ended() -> None:
     history.record("rebuilt", 2, 2, 3.0, "lost rank 0, 1", "from the last completed call")
     history.record("restarted", 2, 2, 3.0, "the last group was given up", "from the last completed call")
     history.record("grown", 2, 3, 0.1, "there is room")
+    history.record("lost", 3, 0, 0.2, "lost rank 2", "the last completed state is kept")
+    history.record("ended", 3, 0, 0.2, "KeyboardInterrupt", "the last completed state is kept")
     found = status(history=history)
-    assert (found.num_failures, found.num_rejoins, found.num_rebuilds) == (2, 1, 1)
-    assert found.losses == ("pass 0: 5 of 9 samples used, 1 in flight come again", "from the last completed call")
+    assert (found.num_failures, found.num_rejoins, found.num_rebuilds, found.num_resizes) == (2, 1, 1, 4)
+    assert found.losses == (
+        "pass 0: 5 of 9 samples used, 1 in flight come again",
+        "from the last completed call",
+        "the last completed state is kept",
+    )
     assert "2 losses: 1 rejoined, 1 rebuilt" in str(found)
     assert "rebuilt: 2 -> 2 workers in 3.00 s: lost rank 0, 1" in str(found)
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from typing import Any
 
 import pytest
 
 from raysgd.engine.controller import Call
+from raysgd.engine.types import Beat
+from raysgd.exceptions import WorkersLostError
 from tests.engine.stepping_trainer import Trainer
 from tests.fakes import Lost, read
 
@@ -142,6 +145,91 @@ def test_a_short_heartbeat_asks_more_often() -> None:
     trainer.cluster.while_waiting = wait
     trainer.walk(1, Lost((2,), after={0: 0, 1: 0}))
     assert trainer.group.killed_ranks[0] == 2
+
+
+# -------------------------------------------------------------------------------------------- numbers
+
+
+def training(trainer: Trainer, samples_per_s: int, phase: str = "training") -> None:
+    """Lets every rank tell of so many samples a second."""
+    for rank, replica in enumerate(trainer.group.replicas):
+
+        def beat(rank: int = rank) -> Beat:
+            at = trainer.clock.now_s + rank  # no two processes have the same clock
+            return Beat(0, 1, phase, num_samples=int(trainer.clock.now_s * samples_per_s), at=at)
+
+        replica.beat = beat
+
+
+def test_while_a_call_runs_its_own_throughput_is_told_and_the_last_ones_after_it() -> None:
+    trainer = Trainer()
+    training(trainer, 10)
+    told: list[float | None] = []
+    trainer.controller.observer = lambda: told.append(trainer.controller.glance({}, 7.0).samples_per_s)
+    trainer.during_calls(4)
+    trainer.walk(5)
+    assert told == [7.0, 7.0, 30.0, 30.0], "two moments are needed, and each is heard of a round later"
+    assert trainer.controller.glance({}, 7.0).samples_per_s == 7.0
+
+
+@pytest.mark.parametrize(("samples_per_s", "phase"), [(0, "training"), (10, "validating")])
+def test_where_no_samples_are_counted_the_last_throughput_stays(samples_per_s: int, phase: str) -> None:
+    trainer = Trainer()
+    training(trainer, samples_per_s, phase)
+    told: list[float | None] = []
+    trainer.controller.observer = lambda: told.append(trainer.controller.glance({}, 7.0).samples_per_s)
+    trainer.during_calls(4)
+    trainer.walk(5)
+    assert told == [7.0] * 4
+
+
+def test_a_glance_shows_what_was_heard_last_in_a_training_call() -> None:
+    trainer = Trainer()
+    last = {0: Beat(own_s=9.0)}
+    assert trainer.controller.glance(last, None).workers[0].own_s == 9.0
+    training(trainer, 10)
+    seen: list[Any] = []
+    trainer.controller.observer = lambda: seen.append(trainer.controller.glance(last, None).workers[0].beat)
+    trainer.during_calls(3)
+    trainer.walk(5)
+    assert seen[0] == last[0]
+    assert seen[2].is_training
+
+
+def test_whoever_looks_hears_of_a_call_that_failed_for_good() -> None:
+    trainer = Trainer()
+    kinds: list[str] = []
+    trainer.controller.observer = lambda: kinds.append(trainer.controller.history.events[-1].kind)
+    with pytest.raises(WorkersLostError):
+        trainer.walk(5, Lost((1,), after={0: 2, 2: 2}), max_retries=0)
+    assert kinds == ["lost"]
+
+
+def test_snapshots_that_come_fast_are_collected_fast_and_others_at_leisure() -> None:
+    trainer = Trainer()
+    asked_at: list[float] = []
+    submit_beside = trainer.group.submit_beside
+
+    def spied(rank: int, *args: Any) -> Any:
+        if rank == 0:
+            asked_at.append(trainer.clock.now_s)
+        return submit_beside(rank, *args)
+
+    trainer.group.submit_beside = spied  # type: ignore[method-assign]
+    began = trainer.clock.now_s
+
+    def wait(tick: Any) -> None:
+        for tenth in range(80):
+            trainer.clock.now_s += 0.1
+            for replica in trainer.group.replicas:
+                replica.snapshot_at = min(tenth, 40)  # for four seconds one with every look
+            tick()
+
+    trainer.cluster.while_waiting = wait
+    trainer.walk(100)
+    gaps = [later - earlier for earlier, later in itertools.pairwise(asked_at) if earlier - began > 2.0]
+    assert min(gaps) == pytest.approx(0.3, abs=0.01), "every 0.25 s, to the next tenth"
+    assert gaps[-1] == pytest.approx(1.0, abs=0.11)
 
 
 # -------------------------------------------------------------------------------------------- holding

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from raysgd.engine.types import DataLedger, World
 from raysgd.tf.keras_sync import Step
-from raysgd.tf.streams import BatchStream, Item, OwnSource, in_lockstep, lockstep_dataset
+from raysgd.tf.streams import BatchStream, DividedSource, Item, OwnSource, in_lockstep, lockstep_dataset
+from raysgd.tf.streams import Passes as StreamPasses
 
 
 class Numbers:
@@ -116,6 +118,27 @@ def test_what_is_called_at_a_boundary_may_end_the_iteration_between_two_steps() 
     stream.at_boundary = None
     stream.break_off()
     assert list(stream.take(None)) == list(range(3, 10))
+
+
+def test_the_ledger_counts_the_samples_of_all_ranks_and_learns_from_the_first_pass_how_many_there_are() -> None:
+    import tensorflow as tf
+
+    passes = StreamPasses(tf.data.Dataset.range(10).batch(4))
+    stream, _ = stream_of(DividedSource(passes, "global", World(1, 2), pads=True))
+    ledgers = []
+    stream.at_boundary = lambda: ledgers.append(stream.ledger())
+    batches = stream.take(None)
+    assert next(batches).numpy().tolist() == [2, 3]
+    assert stream.ledger() == DataLedger(0, None, used=0, in_flight=4)
+    assert len(list(batches)) == 2
+    assert ledgers == [DataLedger(0, None, 4), DataLedger(0, None, 8), DataLedger(0, 10, 10)]
+    assert len(list(stream.take(1))) == 1
+    assert stream.ledger() == DataLedger(1, due=10, used=4)
+
+
+def test_there_is_no_ledger_of_data_that_each_rank_has_for_itself() -> None:
+    stream, _ = stream_of(OwnSource([], None))
+    assert stream.ledger() is None
 
 
 class WithPadding(Numbers):

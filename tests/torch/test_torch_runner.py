@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import sys
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from raysgd.engine import captures
 from raysgd.engine.epochs import EpochAnswer, EpochRequest
-from raysgd.engine.types import Beat, Handover, Held, World
+from raysgd.engine.types import DataLedger, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
@@ -637,7 +638,9 @@ def test_a_survivor_stands_at_the_steps_it_completed_and_says_so_in_samples(proc
     standing = runner.standing()
     assert (standing.progress, standing.is_whole, standing.obstacle) == (2, True, None)
     assert standing.words == "pass 0: 8 of 20 samples used, 4 in flight come again"
-    assert runner.beat() == Beat(epoch=1, step=2, phase="broken off")
+    beat = runner.beat()
+    assert (beat.epoch, beat.step, beat.phase) == (1, 2, "broken off")
+    assert beat.data == DataLedger(0, due=20, used=8, in_flight=4)
 
 
 def test_a_survivor_that_finished_the_call_is_one_ahead_of_one_that_took_all_steps(process_group: None) -> None:
@@ -795,6 +798,9 @@ def test_a_beat_tells_where_the_replica_is(process_group: None) -> None:
         (3, "training", 6, 2),
         (4, "training", 8, 4),
     ]
+    assert [beat.data.used for beat in beats] == [0, 4, 8, 12, 16], "of both ranks"
+    assert {beat.data.in_flight for beat in beats} == {4}
+    assert all(earlier.at < later.at for earlier, later in itertools.pairwise(beats))
 
 
 # ------------------------------------------------------------------------------------------------ held
