@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _FIRST_ROUND_S = 0.2
-_FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast
+_FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast, or workers are about to step in
 _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
@@ -161,8 +161,9 @@ class Watch:
     def _next_round_s(self) -> float:
         """Half the time where a snapshot was there for the taking, twice the time where none was."""
         factor, self._has_collected = 0.5 if self._has_collected else 2.0, False
-        slowest = self._pulse.round_s
-        return min(slowest, max(_FASTEST_ROUND_S, self._round_s * factor))
+        is_awaited = self._life.group is not None and self._can_hold and self._life.group.recruits.num_coming > 0
+        wanted = _FASTEST_ROUND_S if is_awaited else self._round_s * factor
+        return min(self._pulse.round_s, max(_FASTEST_ROUND_S, wanted))
 
     def _collect_snapshot(self, number: int) -> bool:
         group = self._life.group
