@@ -106,7 +106,12 @@ def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterat
 
 
 def disarm(trainer: Any) -> None:
-    """Takes back all that was armed with this trainer and has not happened yet."""
+    """Takes back all that was armed with this trainer and has not happened yet.
+
+    Raises:
+        TypeError: It is no trainer.
+    """
+    _controller(trainer)
     for undo in list(_armed_in_driver.get(trainer, {}).values()):
         undo()
     _disarm_everywhere(trainer, None)

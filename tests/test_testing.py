@@ -97,3 +97,9 @@ def test_a_pause_that_is_none_is_refused(seconds: Any) -> None:
 def test_a_node_that_nobody_named_is_refused(named: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="either `node`, or both"):
         testing.remove_node(object(), **named)
+
+
+@pytest.mark.parametrize("trainer", [None, "trainer", object()])
+def test_only_a_trainer_can_be_disarmed(trainer: Any) -> None:
+    with pytest.raises(TypeError, match="need a `TorchTrainer` or a `TFTrainer`"):
+        testing.disarm(trainer)

@@ -62,6 +62,7 @@ class FitStream:
         self._num_exchanges_before: int | None = None  # before the epoch that is running; None between epochs
         self._num_passes_elsewhere: int | None = None
         self._num_due: int | None = None  # steps of the epoch that is running
+        self._num_steps_seen: int | None = None  # steps of an epoch over data that do not say how many there are
         self._last_ledger: DataLedger | None = None
 
     # ------------------------------------------------------------------------------------------------ to read
@@ -174,13 +175,16 @@ class FitStream:
         if not self.place.num_batches:
             self.place = replace(self.place, num_passes=self.passes.num_begun)
         self.place = replace(self.place, epoch=epoch)
-        self._num_due = self.num_steps_of_epoch(steps_per_epoch)
+        known = self.num_steps_of_epoch(steps_per_epoch)
+        self._num_due = self._num_steps_seen if known is None else known
         self._num_exchanges_before = self._synchronizer.num_exchanges
         self.measures = True
 
     def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:
         """Notes that Keras is done with it."""
         place = self._present_place()
+        if self._num_due is None:  # the end of the data has told
+            self._num_due = self._num_steps_seen = place.num_steps
         self._last_ledger = DataLedger(place.epoch, self._num_due, place.num_steps, unit="batches")
         self._close()
         length = int(self.passes.dataset.cardinality())

@@ -61,7 +61,7 @@ class Synchronizer:
             it raises ends the step before it has changed a weight.
         num_exchanges: Exchanges of gradients that were completed.
         num_exchanges_per_step: How many a step of a model that is watched has.
-        own_s: Seconds since `begin_call` that were not spent in exchanges.
+        own_s: Seconds of the training call that were not spent in exchanges, up to the last one.
         watches: Whether it does anything at all; models of a replica that stays alone are left as they are.
     """
 
@@ -72,7 +72,7 @@ class Synchronizer:
         self.num_exchanges = 0
         self.num_exchanges_per_step = 1
         self.own_s = 0.0
-        self._left_at = 0.0  # when the last exchange was over
+        self._left_at: float | None = None  # when the last exchange of the call was over
         self._num_samples = 0.0  # of this rank, in all exchanges
         self.watches = world.is_distributed or watches
         self._counted: Any = None  # samples in the batch of a Keras loop, a tensor of the graph that is being traced
@@ -90,26 +90,34 @@ class Synchronizer:
 
     # ------------------------------------------------------------------------------------------------ to tell
 
-    def begin_call(self) -> None:
-        """Begins to measure."""
-        self.own_s, self._left_at, self._num_samples = 0.0, time.perf_counter(), 0.0
+    def forget_call(self) -> None:
+        """Forgets what was measured."""
+        self.own_s, self._num_samples = 0.0, 0.0
 
-    def go_on(self) -> None:
-        """Goes on measuring, after something that was nobody's work."""
+    @contextmanager
+    def measuring(self) -> Iterator[None]:
+        """Inside is a training call, or a part of one."""
         self._left_at = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._left_at = None
 
     @property
     def num_samples(self) -> int:
-        """Samples of this rank in the steps since `begin_call`."""
+        """Samples of this rank in the steps of the training call."""
         return int(self._num_samples / self.num_exchanges_per_step)
 
     @contextmanager
     def _exchanging(self, num_samples: float) -> Iterator[None]:
-        self.own_s += time.perf_counter() - self._left_at
+        is_measured = self._left_at is not None
+        if self._left_at is not None:
+            self.own_s += time.perf_counter() - self._left_at
         yield
         self.num_exchanges += 1
-        self._num_samples += num_samples
-        self._left_at = time.perf_counter()
+        if is_measured:
+            self._num_samples += num_samples
+            self._left_at = time.perf_counter()
 
     # ------------------------------------------------------------------------------------------------ gradients
 

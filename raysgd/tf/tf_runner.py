@@ -337,7 +337,7 @@ class TFRunner(ClassRunner):
         self._train_stream = self._validation_stream = None
         self._world = world
         self._synchronizer.rejoin(world)
-        self._synchronizer.begin_call()  # the ranks are compared, and some of them are new
+        self._synchronizer.forget_call()  # the ranks are compared, and some of them are new
         self.operator._take_place(world)
         group = self._synchronizer.group
         if world.rank == handover.source and handover.takers:
@@ -359,7 +359,7 @@ class TFRunner(ClassRunner):
         """Runs the operator's `train_epoch` once."""
         if self._fit is not None:
             self._fit.end()  # one that an exception in user code broke off is not gone on with
-        self._synchronizer.begin_call()
+        self._synchronizer.forget_call()
         return super().train_epoch(request)
 
     def _can_resume(self, stream: Any) -> bool:
@@ -378,8 +378,7 @@ class TFRunner(ClassRunner):
 
     @contextmanager
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
-        self._synchronizer.go_on()
-        with self._synchronizer.surfacing_errors():
+        with self._synchronizer.surfacing_errors(), self._synchronizer.measuring():
             yield
             self._synchronizer.merge_statistics(self.operator._models)
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from raysgd import testing
+from raysgd.engine.types import DataLedger
 from raysgd.tf import TFTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import largest_difference
@@ -127,6 +128,13 @@ def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
     assert trainer.num_workers == 3
     assert after[2] not in pids
     assert np.isfinite(result["train_loss"])
+    status = trainer.status()
+    assert status.losses == ("pass 1: 12 of 48 samples used, 6 in flight come again",) or status.losses == (
+        "pass 1: 18 of 48 samples used, 6 in flight come again",
+    ), "rank 1 dies before its fourth step, and the others may have finished the third or not"
+    assert status.data == DataLedger(1, due=NUM_SAMPLES, used=NUM_SAMPLES)
+    assert status.samples_per_s is not None
+    assert all(worker.own_s is not None for worker in status.workers)
     trainer.train()
     steps = trainer.apply_all_operators(lambda operator: int(operator.optimizer.iterations.numpy()))
     assert steps == [3 * NUM_SAMPLES // 6] * 3, "the batch size of all workers stayed, and so did the steps"
@@ -200,6 +208,9 @@ def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     found = trainer.train()
     assert kinds(trainer) == ["rejoined"]
     assert "epoch 1 of `fit`, 5 steps taken" in str(trainer.status())
+    num_steps = NUM_SAMPLES // 4
+    assert trainer.status().data == DataLedger(2, due=num_steps, used=num_steps, unit="batches")
+    assert trainer.status().samples_per_s is not None
     after = trainer.apply_all_workers(process_id)
     assert after[0] == pids[0], "the survivor kept its process"
     assert trainer.num_workers == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ray.util.metrics import Gauge
 
 from raysgd import testing
 from raysgd.backends import torch as torch_backend
+from raysgd.engine.status import TrainerStatus
+from raysgd.engine.types import DataLedger
 from raysgd.torch import TorchTrainer
 from tests.torch.ledger import Ledger, uses
 
@@ -176,3 +180,45 @@ def test_batches_of_a_window_that_broke_off_count_once(ray_cluster: None, traine
     assert trainer.apply_all_operators(lambda operator: operator.global_step) == [12, 12]
     trainer.train()
     assert uses(trainer) == {1}
+
+
+def test_while_a_call_runs_its_own_numbers_are_told_here_and_to_the_metrics_of_ray(
+    ray_cluster: None, trainers: list[TorchTrainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = TorchTrainer(
+        training_operator_cls=Ledger, num_workers=2, config={"num_samples": 480, "step_s": 0.03}, heartbeat_s=1.0
+    )
+    trainers.append(trainer)
+    seen: list[TrainerStatus] = []
+    reported: list[tuple[str, float]] = []  # while the call ran
+    is_over = threading.Event()
+    set_gauge = Gauge.set
+
+    def note(self: Gauge, value: float, tags: dict[str, str]) -> None:
+        set_gauge(self, value, tags)
+        if not is_over.is_set():
+            reported.append((self.info["name"], value))
+
+    monkeypatch.setattr(Gauge, "set", note)
+
+    def look() -> None:
+        while not is_over.wait(0.2):
+            seen.append(trainer.status())
+
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    with testing.slow_rank(trainer, 1, 0.05):
+        trainer.train()
+    is_over.set()
+    watcher.join()
+    used = [status.data.used for status in seen if status.data is not None and status.data.pass_index == 0]
+    assert used == sorted(used)
+    assert any(0 < number < 480 for number in used)
+    inside = [status for status in seen if status.samples_per_s is not None]
+    assert inside, "before the first call is over"
+    assert inside[-1].straggler == 1
+    assert trainer.status().data == DataLedger(0, due=480, used=480)
+
+    assert [name for name, _ in reported].count("raysgd_samples_used") >= 2, "about once a second"
+    last = dict(reported)
+    assert (last["raysgd_workers"], last["raysgd_straggler"], last["raysgd_samples_due"]) == (2, 1, 480)

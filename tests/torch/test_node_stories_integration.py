@@ -1,0 +1,50 @@
+"""Two trainers at once, a spare in the place of a lost node, and Ctrl-C while nothing is free."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.torch.programs import ROOT
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, Any]:
+    """What the stories saw; they are told once."""
+    command = [sys.executable, "-m", "tests.torch.node_stories"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=160, check=False)
+    assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-3000:]
+    result: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
+    return result
+
+
+def test_two_trainers_recover_at_the_same_time_each_for_itself(found: dict[str, Any]) -> None:
+    assert found["two"] == {"kinds": [["rejoined"]] * 2, "sizes": [2, 2], "uses": [[1], [1]], "num_results": 2}
+
+
+def test_a_spare_takes_the_place_of_a_worker_whose_node_is_gone(found: dict[str, Any]) -> None:
+    assert found["spare"] == {"kinds": ["rejoined"], "size": 2, "uses": [1], "is on the lost node": False}
+
+
+def test_a_wait_for_nodes_ends_with_ctrl_c_at_once_and_the_state_is_kept(found: dict[str, Any]) -> None:
+    wait = found["wait"]
+    assert wait["seconds"] is not None
+    assert wait["seconds"] < 30.0, "not when the wait would have been over"
+    assert wait["kind"] == "ended"
+    assert wait["cause"].endswith("KeyboardInterrupt")
+    assert wait["uses then"] == [1], "that of the last completed call"
+
+
+def test_after_the_interruption_the_next_call_uses_the_node_that_came(found: dict[str, Any]) -> None:
+    wait = found["wait"]
+    assert (wait["size"], wait["uses"], wait["kinds"]) == (4, [2], ["ended", "restarted"])
+
+
+def test_nothing_is_left_over(found: dict[str, Any]) -> None:
+    assert found["left over"] == []
