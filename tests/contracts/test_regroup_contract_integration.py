@@ -296,6 +296,7 @@ class FreezesLater(SteppingReplica):
             self.order.unlink()
             time.sleep(0.5)  # until it has been heard
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1.0)  # another thread may take the signal, on a busy machine some milliseconds later
         super().prime()
 
 
