@@ -211,12 +211,13 @@ def _send_to_self(replica: Any, number: int) -> None:
 
 @dataclass(frozen=True)
 class _Signal:
-    """Sends this very process a signal."""
+    """Sends this very process a signal that kills or stops it, and waits for that."""
 
     number: int
 
     def __call__(self) -> None:
         os.kill(os.getpid(), self.number)
+        time.sleep(_LATE_S)  # another thread may take the signal, on a busy machine some milliseconds later
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,7 @@ class _Pause:
         time.sleep(self.seconds)
 
 
+_LATE_S = 1.0
 _keys = itertools.count()
 
 

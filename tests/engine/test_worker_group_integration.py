@@ -240,6 +240,7 @@ class FreezingReplica(CountingReplica):
         if self.world.rank == 1:
             time.sleep(0.5)  # until it has been heard
             os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(1.0)  # another thread may take the signal, on a busy machine some milliseconds later
         return super().setup()
 
 
