@@ -1,6 +1,6 @@
 """What becomes of a process in which the import of PyTorch's compiler was put off. Each function has its own.
 
-    python compiler_scenarios.py
+    python -m tests.backends.compiler_scenarios
 
 prints a JSON object: for each function nothing, or the traceback.
 """

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.stories import found_by, run_story
 
 SCRIPT = Path(__file__).with_name("compiler_scenarios.py")
 SCENARIOS = [
@@ -21,10 +20,7 @@ SCENARIOS = [
 @pytest.fixture(scope="module")
 def found() -> dict[str, str]:
     """What became of each scenario; in another process, because this one may have imported the compiler long ago."""
-    done = subprocess.run([sys.executable, str(SCRIPT)], capture_output=True, text=True, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    result: dict[str, str] = json.loads(done.stdout.splitlines()[-1])
-    return result
+    return found_by(run_story("tests.backends.compiler_scenarios", timeout_s=120))
 
 
 @pytest.mark.parametrize("name", SCENARIOS)

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+from tests.stories import found_by, run_story
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """What `local_gpu_scenario` saw."""
-    command = [sys.executable, "-m", "tests.engine.local_gpu_scenario"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=110, check=False)
-    assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-3000:]
-    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
-    return found
+    return found_by(run_story("tests.engine.local_gpu_scenario", timeout_s=110))
 
 
 def test_driver_and_remote_worker_have_different_gpus(seen: dict[str, Any]) -> None:

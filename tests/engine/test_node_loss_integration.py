@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
+from tests.stories import found_by, run_story
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 
 
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """What the story of `node_loss_scenario` saw; it is told once."""
-    command = [sys.executable, "-m", "tests.engine.node_loss_scenario"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=160, check=False)
-    assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-3000:]
-    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
-    return found
+    return found_by(run_story("tests.engine.node_loss_scenario", timeout_s=160))
 
 
 def test_what_is_left_over_on_two_nodes_makes_no_worker(seen: dict[str, Any]) -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.integration
+from tests.stories import found_by, run_story
 
-ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.integration
 
 
 def told(num_faults: int, num_nodes: int, seed: int, timeout_s: float) -> dict[str, Any]:
     """What `chaos_run` saw; where it failed, with the seed to see it again."""
     arguments = ["--faults", str(num_faults), "--nodes", str(num_nodes), "--seed", str(seed)]
-    command = [sys.executable, "-m", "tests.torch.chaos_run", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, f"seed {seed}\n{done.stdout[-3000:]}{done.stderr[-5000:]}"
-    seen: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return seen
+    return found_by(run_story("tests.torch.chaos_run", *arguments, timeout_s=timeout_s))
 
 
 def assert_that_nothing_was_lost(seen: dict[str, Any]) -> None:

@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.stories import run_story
 from tests.torch.chaos_table import ALL, CHOSEN, NODE, NUM_WORKERS, PHASES, VICTIMS
 
 pytestmark = pytest.mark.integration
 
-ROOT = Path(__file__).resolve().parents[2]
 Cell = tuple[str, str]
 
 
 def told(*arguments: str, timeout_s: float) -> dict[Cell, dict[str, Any]]:
     """The cells that `chaos_table` filled."""
-    command = [sys.executable, "-m", "tests.torch.chaos_table", *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-5000:]
+    done = run_story("tests.torch.chaos_table", *arguments, timeout_s=timeout_s)
     cells = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     return {(cell["phase"], cell["victim"]): cell for cell in cells}
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from typing import Any
 
 import pytest
 
-from tests.torch.programs import ROOT
+from tests.stories import found_by, run_story
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 
@@ -17,11 +14,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What the stories saw; they are told once."""
-    command = [sys.executable, "-m", "tests.torch.node_stories"]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=160, check=False)
-    assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-3000:]
-    result: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
-    return result
+    return found_by(run_story("tests.torch.node_stories", timeout_s=160))
 
 
 def test_two_trainers_recover_at_the_same_time_each_for_itself(found: dict[str, Any]) -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.stories import found_by, run_story
 from tests.train.node_loss_scenario import GAIN_AT, LOSS_AT, NUM_GPUS, NUM_STEPS
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the story of `node_loss_scenario` saw; it is told once."""
-    command = [sys.executable, "-m", "tests.train.node_loss_scenario", str(tmp_path_factory.mktemp("logdir"))]
-    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=160, check=False)
-    assert told.returncode == 0, told.stdout[-3000:] + told.stderr[-3000:]
-    found: dict[str, Any] = json.loads(told.stdout.splitlines()[-1])
-    return {**found, "log": told.stderr}
+    told = run_story("tests.train.node_loss_scenario", str(tmp_path_factory.mktemp("logdir")), timeout_s=160)
+    return {**found_by(told), "log": told.stderr}
 
 
 def test_the_log_tells_once_of_gpus_that_nobody_uses(seen: dict[str, Any]) -> None:
