@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
-from raysgd._meters import AverageMeterCollection, MetricSummary
+from raysgd._meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary
 from raysgd._timers import TimerCollection
 from raysgd.engine.captures import Captures, InsideSnapshots
 from raysgd.engine.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState, Steps
@@ -293,8 +293,9 @@ class ClassRunner(ABC):
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
         answer = self._answer(returned, self._extra_results(), request.profile, run.num_completed)
-        beat = self._beat("between calls", -1, self._num_samples(run))
-        answer = replace(answer, epoch_idx=run.epoch_idx, beat=beat)
+        told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
+        num_samples = int(told) if isinstance(told, int | float) else self._num_samples(run)
+        answer = replace(answer, epoch_idx=run.epoch_idx, beat=self._beat("between calls", -1, num_samples))
         run.finish(answer)
         return answer
 

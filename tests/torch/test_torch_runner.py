@@ -163,6 +163,17 @@ def test_an_epoch_that_never_draws_counts_as_one() -> None:
     assert [values(train(runner)) for _ in range(2)] == [{"epoch": 1, "done": 1}, {"epoch": 2, "done": 1}]
 
 
+@pytest.mark.parametrize("kind", [int, float])
+def test_an_epoch_of_the_users_own_says_how_many_samples_it_had(kind: Any) -> None:
+    class Own(LinearOperator):
+        def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
+            return {"num_samples": kind(sum(len(batch[0]) for batch in iterator))}
+
+    beat = train(make_runner(Own)).beat
+    assert beat is not None
+    assert beat.num_samples == 20, "for the throughput"
+
+
 def test_what_is_no_dict_is_returned_as_it_is() -> None:
     class Odd(LinearOperator):
         def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
