@@ -103,7 +103,7 @@ class WorkerFault:
         type_name: Name of the exception's class.
         message: The exception's own text.
         location: The innermost line of user code, as ``file:line in function``.
-        traceback_text: The whole traceback as the worker saw it.
+        traceback_text: The traceback from the first line of user code on; empty where `error` has its live frames.
     """
 
     rank: int
@@ -141,11 +141,11 @@ class _Packed:
     def unpacked(self) -> BaseException:
         return _made(self.user_class, self.args, self.attributes, self.slots)
 
-    def portable(self, is_portable: Callable[[Any], bool]) -> _Packed:
-        """With the `repr` of each value that is not."""
+    def portable(self, is_portable: Callable[[Any], bool], in_words: Callable[[Any], str]) -> _Packed:
+        """With `in_words(value)` for each value that is not."""
 
         def shown(value: Any) -> Any:
-            return value if is_portable(value) else repr(value)
+            return value if is_portable(value) else in_words(value)
 
         return _Packed(
             self.user_class,
@@ -155,10 +155,12 @@ class _Packed:
         )
 
 
-def portable_copy(error: BaseException, is_portable: Callable[[Any], bool]) -> BaseException:
-    """A copy of an exception in which a lock, an open file and the like are replaced by their `repr`."""
+def portable_copy(
+    error: BaseException, is_portable: Callable[[Any], bool], in_words: Callable[[Any], str] = repr
+) -> BaseException:
+    """A copy of an exception in which a lock, an open file and the like are replaced by words."""
     packed = _Packed.of(error)
-    return packed.portable(is_portable).unpacked() if isinstance(packed, _Packed) else error
+    return packed.portable(is_portable, in_words).unpacked() if isinstance(packed, _Packed) else error
 
 
 def _pickles_in_its_own_way(user_class: type[BaseException]) -> bool:
@@ -219,9 +221,7 @@ def worker_error(faults: tuple[WorkerFault, ...]) -> WorkerError:
     original = faults[0].error
     error = _as_both(original) if original is not None else WorkerError(faults[0].message)
     error.faults = tuple(faults)
-    error.__cause__ = original
-    if original is not None:  # live where the worker is this process: a debugger then lands in the user's frame
-        error.__traceback__ = original.__traceback__
+    error.__cause__ = original  # with its live frames where the worker is this process
     return error
 
 

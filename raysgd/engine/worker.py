@@ -7,7 +7,6 @@ import os
 import pickle
 import socket
 import sys
-import sysconfig
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -15,18 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raysgd.engine.faults import describe_fault
 from raysgd.engine.replica import Capture, Replica, ReplicaFactory
 from raysgd.engine.types import Failure, FailureKind, Handover, Held, Rendezvous, Standing, WorkerInfo, World
-from raysgd.exceptions import WorkerFault, portable_copy
 
 if TYPE_CHECKING:
     from raysgd.backends.base import Backend
     from raysgd.engine.seats import Seat
 
 ValueT = TypeVar("ValueT")
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_LIBRARY_FOLDERS = (_PACKAGE, sysconfig.get_path("stdlib") + os.sep)
-_LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 
 class WorkerFailed(Exception):
@@ -243,7 +239,7 @@ class WorkerProcess:
             if not self._is_from_call(error):
                 raise
             kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
-            fault = describe_fault(error, self._world.rank, portable=self._is_remote)
+            fault = describe_fault(error, self._world.rank, _node()[1], portable=self._is_remote)
             failure = Failure(kind, fault)
         if kind == "disconnected":
             self._backend.interrupt()  # ranks that wait for this one shall know; nobody else would tell them
@@ -314,65 +310,6 @@ def _forwarding(name: str) -> Callable[..., Any]:
 
 
 _ACTOR_CLASS: Any = None
-
-
-def describe_fault(error: BaseException, rank: int, *, portable: bool) -> WorkerFault:
-    """Puts an exception into words where it was raised; `portable` drops it when it could not leave the process."""
-    return WorkerFault(
-        rank=rank,
-        node=_node()[1],
-        error=_picklable(error) if portable else error,
-        type_name=type(error).__name__,
-        message=str(error),
-        location=_user_location(error),
-        traceback_text="".join(traceback.format_exception(type(error), error, error.__traceback__)),
-    )
-
-
-def _user_location(error: BaseException) -> str:
-    """The innermost line that is neither ours nor a library's; the innermost line at all when there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
-    if not frames:
-        return "an unknown place"
-    own = [frame for frame in frames if not _is_library(frame.filename)]
-    frame = (own or list(frames))[-1]
-    line = f": {frame.line}" if frame.line else ""
-    return f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
-
-
-def _is_library(filename: str) -> bool:
-    return filename.startswith(_LIBRARY_FOLDERS) or any(part in filename for part in _LIBRARY_PARTS)
-
-
-def _picklable(error: BaseException) -> BaseException | None:
-    """The exception if it survives pickling inside a fault, else what is left of it without what does not, or None."""
-    if _survives(error):
-        return error
-    try:
-        rest = portable_copy(error, _pickles)
-    except Exception:
-        return None
-    return rest if _survives(rest) else None
-
-
-def _survives(error: BaseException) -> bool:
-    import cloudpickle
-
-    try:
-        copy = pickle.loads(cloudpickle.dumps(WorkerFault(-1, "", error, "", "", "", ""))).error
-    except Exception:
-        return False
-    return type(copy).__name__ == type(error).__name__
-
-
-def _pickles(value: Any) -> bool:
-    import cloudpickle
-
-    try:
-        pickle.loads(cloudpickle.dumps(value))
-    except Exception:
-        return False
-    return True
 
 
 @contextmanager
