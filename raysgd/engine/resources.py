@@ -8,15 +8,18 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
+from raysgd.engine.policies import capacity
 from raysgd.engine.types import ClusterView, Holder, NodeView, Resources, WorkerInfo
 from raysgd.exceptions import ReservationTimeoutError
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.01
+_SLICE_S = 1.0
+_TELL_S = 5.0  # a cluster that is idle grants within a second
 
 
 def _ray() -> Any:
@@ -144,6 +147,15 @@ def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
     return "\n".join(lines)
 
 
+def impossibility(need: Resources, num_workers: int, view: ClusterView) -> str | None:
+    """Why the nodes that there are can never hold so many workers, or None if they can once nothing else runs."""
+    most = capacity(view, need, free_only=False)
+    if most >= num_workers:
+        return None
+    found = "No node is large enough for a worker" if most == 0 else f"The nodes have room for {most} workers at most"
+    return f"{found}, even when nothing else runs:\n{explain(need, num_workers, view)}"
+
+
 class Reservation:
     """Resources for all workers at once, all or none.
 
@@ -181,26 +193,67 @@ class Reservation:
         """Whether it holds resources itself, so that the actors of the workers find their place at once."""
         return self._own is not None
 
-    def wait(self, timeout_s: float) -> None:
-        """Blocks until the resources are granted.
+    def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        """Blocks until the resources are granted. Nothing stays reserved if this raises, also after Ctrl-C.
+
+        Args:
+            timeout_s: How long to wait.
+            check: Called now and then while it waits; may raise.
 
         Raises:
-            ReservationTimeoutError: After `timeout_s`; nothing stays reserved.
+            ReservationTimeoutError: After `timeout_s`.
         """
         group = self._own or self._outer
-        if group is None or group.wait(timeout_s):
+        if group is None:
             return
-        view = cluster_view()
-        self.release(timeout_s=5.0)
-        raise ReservationTimeoutError(
+        try:
+            self._await(group, timeout_s, check)
+        except BaseException:
+            self.release(timeout_s=5.0)
+            raise
+
+    def _await(self, group: Any, timeout_s: float, check: Callable[[], None]) -> None:
+        began = time.monotonic()
+        words = [(_TELL_S, self._tell_missing), (0.0, self._tell_impossible)]
+        waited_s = 0.0
+        while not group.wait(int(timeout_s - waited_s >= _SLICE_S)):  # whole seconds only; hears no Ctrl-C
+            time.sleep(_POLL_S)
+            check()
+            waited_s = time.monotonic() - began
+            if waited_s >= timeout_s:
+                raise self._timeout(timeout_s)
+            if words and waited_s >= words[-1][0]:
+                words.pop()[1](timeout_s)
+
+    def _tell_impossible(self, timeout_s: float) -> None:
+        reason = impossibility(self._need, self._num_workers, cluster_view())
+        if reason is not None:
+            logger.warning("%s\nWaiting up to %g s for nodes to join.", reason, timeout_s)
+
+    def _tell_missing(self, timeout_s: float) -> None:
+        num_fitting = min(self._num_workers, capacity(cluster_view(), self._need))
+        logger.warning(
+            "waiting for resources: %s workers with %s each, there is room for %s now; giving up after %g s",
+            self._num_workers,
+            self._need.bundle(),
+            num_fitting,
+            timeout_s,
+        )
+
+    def _timeout(self, timeout_s: float) -> ReservationTimeoutError:
+        return ReservationTimeoutError(
             f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n"
-            f"{explain(self._need, self._num_workers, view)}\n"
+            f"{explain(self._need, self._num_workers, cluster_view())}\n"
             "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
             "environment variable SGD_PLACEMENT_GROUP_TIMEOUT_S (TRAIN_PLACEMENT_GROUP_TIMEOUT_S for functions)."
         )
 
     def actor_options(self, index: int) -> dict[str, Any]:
-        """Options that place the actor number `index` into this reservation."""
+        """Options that place the actor number `index` into this reservation.
+
+        Tasks of its own find a place as those of this process do: our bundles are full. In a trial of Tune they go into
+        the trial's placement group, which may have a bundle for them.
+        """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
         options: dict[str, Any] = {"num_cpus": self._need.num_cpus, "num_gpus": self._need.num_gpus}
@@ -211,7 +264,6 @@ class Reservation:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(
                 placement_group=group,
                 placement_group_bundle_index=index if self._own is not None else -1,
-                placement_group_capture_child_tasks=True,
             )
         return options
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.engine.resources import explain
+from raysgd.engine.resources import explain, impossibility
 from raysgd.engine.types import ClusterView, Holder, NodeView, Resources
 
 NEED = Resources(num_cpus=2)
@@ -40,3 +40,23 @@ def test_nothing_is_said_of_others_when_everything_is_accounted_for() -> None:
 
 def test_an_empty_cluster_is_told_as_such() -> None:
     assert explain(NEED, 1, ClusterView(())) == "  asked for:  1 x {'CPU': 2.0}"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "num_workers", "reason"),
+    [
+        ((node(0), node(0, name="2")), 8, None),
+        ((node(8), node(8, total=9, name="2")), 9, "The nodes have room for 8 workers at most, even when nothing else"),
+        ((node(1, total=1), node(1, total=1, name="2")), 1, "No node is large enough for a worker, even when nothing"),
+        ((), 1, "No node is large enough"),
+    ],
+)
+def test_what_no_node_can_ever_hold_is_known_from_its_total(
+    nodes: tuple[NodeView, ...], num_workers: int, reason: str | None
+) -> None:
+    found = impossibility(NEED, num_workers, ClusterView(nodes))
+    if reason is None or found is None:
+        assert found == reason
+    else:
+        assert found.startswith(reason)
+        assert explain(NEED, num_workers, ClusterView(nodes)) in found

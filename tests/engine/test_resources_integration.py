@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import logging
+import os
+import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,6 +14,7 @@ import ray
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from raysgd.engine import resources
 from raysgd.engine.policies import capacity
 from raysgd.engine.resources import Reservation, cluster_view, ensure_ray, is_ray_client
 from raysgd.engine.types import Resources
@@ -116,6 +121,72 @@ def test_what_the_cluster_never_had_is_a_timeout_too(need: Resources, ray_cluste
     with pytest.raises(ReservationTimeoutError, match="did not grant 1 workers"):
         group.start(0.3)
     assert set(states_of_own_groups()) <= {"REMOVED"}
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+
+
+def test_what_no_node_can_ever_hold_is_said_once_and_waited_for(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(ReservationTimeoutError):
+        Reservation(Resources(num_cpus=100), 2).wait(0.1)
+    [warning] = warnings_in(caplog)
+    assert warning.startswith("No node is large enough for a worker, even when nothing else runs:\n  asked for:  2 x")
+    assert warning.endswith("Waiting up to 0.1 s for nodes to join.")
+
+
+def test_what_others_hold_is_told_in_one_line_once_it_takes_long(
+    holder: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "_TELL_S", 0.05)
+    with pytest.raises(ReservationTimeoutError):
+        Reservation(ONE, 3).wait(0.3)
+    assert warnings_in(caplog) == [
+        "waiting for resources: 3 workers with {'CPU': 1.0} each, there is room for 1 now; giving up after 0.3 s"
+    ]
+
+
+def test_a_cluster_that_grants_at_once_is_not_talked_about(ray_cluster: None, caplog: pytest.LogCaptureFixture) -> None:
+    reservation = Reservation(ONE, 1)
+    reservation.wait(20)
+    reservation.release(10)
+    assert warnings_in(caplog) == []
+
+
+def test_ctrl_c_while_resources_are_awaited_is_heard_at_once_and_leaves_nothing_reserved(ray_cluster: None) -> None:
+    group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica, Resources(num_cpus=100)), 1)
+    press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    press.start()
+    with pytest.raises(KeyboardInterrupt):
+        group.start(100)
+    press.join()
+    assert set(states_of_own_groups()) <= {"REMOVED"}
+
+
+# -------------------------------------------------------------------------------------------- tasks of a worker
+
+
+@ray.remote(num_cpus=1)
+def twice(value: int) -> int:
+    return 2 * value
+
+
+def ask_for_twice(replica: CountingReplica, value: int) -> int:
+    task: Any = twice
+    found: int = ray.get(task.remote(value), timeout=30)
+    return found
+
+
+def test_a_task_inside_a_worker_finds_room_beside_the_full_reservation(ray_cluster: None) -> None:
+    group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica), 2)
+    group.start(20)
+    try:
+        report = group.on_replica(ask_for_twice, {0: (3,), 1: (4,)})
+        assert [answer.value for answer in report.values] == [6, 8]
+    finally:
+        group.stop(10)
 
 
 # -------------------------------------------------------------------------------------------- inside another
