@@ -125,8 +125,9 @@ class Muster:
         group, deadline = self.group, self.now() + RECRUIT_S
         while True:
             progress = party.standings[party.source].progress
-            if self.budget is not None and not self.budget.covers_rejoin(progress):
-                raise CannotForm("no retry is left to pay for going on", party.staying)
+            obstacle = self.budget.rejoin_obstacle(progress) if self.budget is not None else None
+            if obstacle is not None:
+                raise CannotForm(obstacle, party.staying)
             group.let_go([r for r in range(len(group)) if r not in party.staying and r not in group.gone])
             has_waited = self._recruit(party, max(0.0, deadline - self.now()) if self.can_wait else 0.0)
             if not has_waited:

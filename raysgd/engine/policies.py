@@ -117,7 +117,8 @@ class ScalingPolicy:
 class RetryBudget:
     """The restarts that one call may use up, or several that make up one piece of work.
 
-    Going on with survivors is free when something was learned since the loss before; anything else costs one.
+    Going on with survivors is free once a step was completed; anything else costs one. Survivors
+    that went on and completed no step do not go on again: whatever ended them at once may come of how they went on.
 
     Attributes:
         num_spent: How many were used up.
@@ -136,24 +137,28 @@ class RetryBudget:
         """Starts afresh, for the next piece of work."""
         self.num_spent = 0
         self.num_refused = 0
-        self._progress = 0
+        self._rejoined_at: int | None = None  # steps done in all when survivors went on, since the workers were new
 
     @property
     def is_spent(self) -> bool:
         return self.num_spent >= self.num_restarts
 
-    def covers_rejoin(self, progress: int) -> bool:
-        """Whether going on is free after `progress` steps in all, or can still be paid for."""
-        return self.num_restarts > 0 and (progress > self._progress or not self.is_spent)
+    def rejoin_obstacle(self, progress: int) -> str | None:
+        """Why survivors do not go on after `progress` steps in all; None when that is free or can still be paid for."""
+        if self._rejoined_at is not None and progress <= self._rejoined_at:
+            return "no step was completed since the survivors went on the last time"
+        if not self.num_restarts or (not progress and self.is_spent):
+            return "no retry is left to pay for going on"
+        return None
 
     def pay_for_rejoin(self, progress: int) -> None:
-        if progress <= self._progress:
+        if not progress:
             self.num_spent += 1
-        self._progress = progress
+        self._rejoined_at = progress
 
     def pay_for_rebuild(self) -> None:
         self.num_spent += 1
-        self._progress = 0
+        self._rejoined_at = None
 
     def refuse(self) -> None:
         """Notes a loss that nothing is left for."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -236,6 +237,8 @@ class DDP(NoParallel):
         for wrapped, options in self._wrapped:
             if "process_group" in options:
                 return "`ddp_args` names a process group of its own"
+            if _has_state(options.get(COMM_HOOK)):
+                return "a communication hook in `ddp_args` has a state, which is another one on each worker"
             if any(hook not in (_average, _weight_and_call) for hook, _ in wrapped._comm_hooks):
                 return "a model has a communication hook that was registered by hand"
         return None
@@ -367,6 +370,14 @@ def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
             "that it is called with and the hook."
         )
     return state, function
+
+
+def _has_state(hook: Any) -> bool:
+    """Whether a hook of the user's may remember something: a group, what it sent before, a counter."""
+    if hook is None:
+        return False
+    state, function = _hook_of_user(hook)
+    return state is not None or not isinstance(function, FunctionType)
 
 
 def _weight_and_call(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]

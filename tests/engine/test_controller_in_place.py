@@ -199,13 +199,21 @@ def test_going_on_with_progress_spends_no_retry() -> None:
     assert trainer.controller.history.num_failures == 4
 
 
-def test_going_on_without_progress_spends_one_each_time_and_then_it_is_over() -> None:
+def test_survivors_that_completed_no_step_are_replaced_at_the_next_loss() -> None:
+    trainer = Trainer()
+    trainer.walk(1)
+    losses = [Lost((1,), after={0: 3, 2: 3})] * 2
+    assert trainer.walk(5, *losses, max_retries=1) == [6, 6, 6]
+    assert trainer.kinds == ["rejoined", "rebuilt"]
+    assert "no step was completed since the survivors went on" in trainer.controller.history.events[-1].cause
+
+
+def test_losses_without_progress_spend_one_retry_each_and_then_it_is_over() -> None:
     trainer = Trainer()
     trainer.walk(1)
     with pytest.raises(WorkersLostError, match="the 2 allowed retries of this call are used up"):
-        trainer.walk(5, *[Lost((1,), after={0: 3, 2: 3})] * 4, max_retries=2)
-    # The first time there was progress. The fourth time the two retries are spent.
-    assert trainer.kinds == ["rejoined"] * 3 + ["lost"]
+        trainer.walk(5, *[Lost((1,), after={0: 0, 2: 0})] * 4, max_retries=2)
+    assert trainer.kinds == ["rejoined", "rebuilt", "lost"]
     assert not trainer.group.is_alive
     assert trainer.walk(2) == [3, 3, 3], "from the last completed call"
 

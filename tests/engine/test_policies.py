@@ -195,37 +195,50 @@ def test_rebuilds_spend_the_budget_one_by_one() -> None:
     assert [spent(2, num_rebuilds).is_spent for num_rebuilds in range(3)] == [False, False, True]
 
 
+NO_STEP = "no step was completed since the survivors went on the last time"
+NOTHING_LEFT = "no retry is left to pay for going on"
+
+
+@pytest.mark.parametrize(
+    ("num_restarts", "went_on_at", "progress", "expected"),
+    [
+        (3, (), 0, None),
+        (3, (), 5, None),
+        (3, (5,), 6, None),
+        (3, (5,), 5, NO_STEP),
+        (3, (5,), 4, NO_STEP),
+        (3, (0,), 0, NO_STEP),
+        (3, (0,), 1, None),
+        (3, (0, 1, 2), 2, NO_STEP),
+        (3, (5, "rebuild"), 5, None),
+        (3, (0, "rebuild"), 0, None),
+        (3, (5, "rebuild", 0), 0, NO_STEP),
+        (1, (0,), 1, None),  # progress is free also when nothing is left
+        (1, ("rebuild",), 0, NOTHING_LEFT),
+        (1, ("rebuild",), 1, None),
+        (0, (), 100, NOTHING_LEFT),
+    ],
+)
+def test_survivors_go_on_once_without_a_step_and_then_are_replaced(
+    num_restarts: int, went_on_at: tuple[int | str, ...], progress: int, expected: str | None
+) -> None:
+    budget = RetryBudget(num_restarts)
+    for event in went_on_at:
+        budget.pay_for_rejoin(event) if isinstance(event, int) else budget.pay_for_rebuild()
+    assert budget.rejoin_obstacle(progress) == expected
+
+
 def test_going_on_is_free_while_there_is_progress() -> None:
     budget = RetryBudget(1)
     for progress in (1, 2, 5, 6):
-        assert budget.covers_rejoin(progress)
         budget.pay_for_rejoin(progress)
     assert not budget.is_spent
 
 
-def test_going_on_without_progress_spends_the_budget_and_then_is_not_covered() -> None:
-    budget = RetryBudget(2)
-    budget.pay_for_rejoin(4)
-    for _ in range(2):
-        assert budget.covers_rejoin(4)
-        budget.pay_for_rejoin(4)
-    assert budget.is_spent
-    assert not budget.covers_rejoin(4)
-    assert budget.covers_rejoin(5), "progress is free also when nothing is left"
-
-
-def test_a_rebuild_starts_the_progress_anew() -> None:
+def test_going_on_before_the_first_step_spends_one() -> None:
     budget = RetryBudget(1)
-    budget.pay_for_rejoin(9)
-    budget.pay_for_rebuild()
-    assert budget.covers_rejoin(1)
-    assert not budget.covers_rejoin(0)
-
-
-def test_without_retries_nothing_is_covered_whatever_the_progress() -> None:
-    budget = RetryBudget(0)
+    budget.pay_for_rejoin(0)
     assert budget.is_spent
-    assert not budget.covers_rejoin(100)
 
 
 # -------------------------------------------------------------------------------------------- who goes on from whom
@@ -261,13 +274,12 @@ def test_nobody_goes_on_when_no_state_is_whole_or_one_of_them_cannot(standings: 
 
 
 def test_a_budget_counts_what_was_used_up() -> None:
-    budget = RetryBudget(2)
-    assert (budget.num_spent, budget.is_spent) == (0, False)
-    budget.pay_for_rebuild()
-    budget.pay_for_rejoin(progress=5)  # something was learned: free
-    assert (budget.num_spent, budget.is_spent) == (1, False)
-    budget.pay_for_rejoin(progress=5)
-    assert (budget.num_spent, budget.is_spent) == (2, True)
+    budget = RetryBudget(3)
+    found = []
+    for pay in (budget.pay_for_rebuild, lambda: budget.pay_for_rejoin(5), lambda: budget.pay_for_rejoin(0)):
+        pay()
+        found.append((budget.num_spent, budget.is_spent))
+    assert found == [(1, False), (1, False), (2, False)]
 
 
 def test_a_budget_without_end_is_never_spent() -> None:

@@ -10,7 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
+    allreduce_hook,
+    bf16_compress_hook,
+    fp16_compress_hook,
+)
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.backends.torch import end_process_group
@@ -269,6 +274,33 @@ def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
     hooked = DDP()
     hooked.wrap(a_model(), None, {}).register_comm_hook(None, allreduce_hook)
     assert hooked.obstacle == "a model has a communication hook that was registered by hand"
+
+
+class _Counting:
+    """A hook that is an object."""
+
+    def __call__(self, state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+        return allreduce_hook(dist.group.WORLD, bucket)
+
+
+def test_a_communication_hook_that_remembers_something_is_an_obstacle() -> None:
+    """What it remembers is of the rank and of the buckets; a new worker has nothing that fits."""
+    remembering: list[object] = [
+        (PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=2), powerSGD_hook),
+        (dist.group.WORLD, allreduce_hook),
+        _Counting(),
+        (None, _Counting().__call__),
+    ]
+    for hook in remembering:
+        parallel = DDP()
+        parallel.wrap(a_model(), None, {COMM_HOOK: hook})
+        assert "communication hook in `ddp_args` has a state" in str(parallel.obstacle)
+    for hook in (fp16_compress_hook, (None, bf16_compress_hook)):
+        parallel = DDP()
+        model = parallel.wrap(a_model(), None, {COMM_HOOK: hook})
+        assert parallel.obstacle is None
+        reformed(parallel)
+        assert gradient(parallel, model) == [1.0, 1.0]
 
 
 def test_in_an_evaluation_no_forward_pass_waits_for_others() -> None:
