@@ -11,9 +11,9 @@ name brings in what it needs when it is first used.
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from raysgd import _logging
 from raysgd._lazy import lazy_names
 from raysgd._version import __version__
 
@@ -34,8 +34,7 @@ __getattr__, __dir__ = lazy_names(
     },
 )
 
-# A library must stay silent until its user configures logging.
-logging.getLogger("raysgd").addHandler(logging.NullHandler())
+_logging.install()
 
 
 def PyTorchTrainer(*args: Any, **kwargs: Any) -> NoReturn:

@@ -146,7 +146,7 @@ class ClassRunner(ABC):
     def _words(self) -> str:
         """How far the training call is, in the user's terms."""
         data = self._ledger()
-        return "" if data is None else f"{data}, {data.in_flight} in flight come again"
+        return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
 
     def _num_samples(self, run: EpochRun) -> int:
         """Samples that this rank has worked on in a training call; 0 where they are not counted."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 from weakref import finalize, ref
 
 from raysgd._batching import split_batch_size
@@ -22,6 +24,8 @@ from raysgd.engine.worker_group import GroupSpec
 from raysgd.utils import BATCH_SIZE
 
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
+
+logger = logging.getLogger(__name__)
 
 
 class ClassTrainer:
@@ -144,11 +148,27 @@ class ClassTrainer:
         """
         return self._controller.status(self._samples_per_s)
 
-    def _note_call(self, answers: Sequence[EpochAnswer], seconds: float) -> None:
-        """Keeps what `status` tells of the last call."""
+    def _run_training(self, call: Call, max_retries: int) -> list[EpochAnswer]:
+        """Runs a training call, and keeps what `status` tells of it."""
+        began, num_rejoins = time.perf_counter(), self._controller.history.count("rejoined")
+        answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
         self._last_beats = {rank: answer.beat for rank, answer in enumerate(answers) if answer.beat is not None}
-        self._samples_per_s = sum(beat.num_samples for beat in self._last_beats.values()) / seconds or None
+        num_samples = sum(beat.num_samples for beat in self._last_beats.values())
+        self._samples_per_s = num_samples / (time.perf_counter() - began) or None
         self._report_numbers()
+        if self._controller.history.count("rejoined") > num_rejoins:
+            self._tell_what_is_measured(num_samples)
+        return answers
+
+    def _tell_what_is_measured(self, num_samples: int) -> None:
+        """After a loss inside the call: says why `num_samples` of the result is a part of what was trained on."""
+        ledgers = [beat.data for beat in self._last_beats.values() if beat.data is not None]
+        if ledgers and num_samples < ledgers[0].used:
+            logger.warning(
+                "the metrics of this call cover %s samples: what a lost worker had measured in it is lost with the "
+                "worker, though the training used it",
+                num_samples,
+            )
 
     def _report_numbers(self) -> None:
         """For Ray's metrics."""
@@ -165,11 +185,11 @@ class ClassTrainer:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The config, with the batch size under `BATCH_SIZE` that the present number of workers really takes."""
+        """A read-only copy of the config, with the batch size that the present number of workers really takes."""
         config = dict(self._requested_config)
         if BATCH_SIZE in config:
             config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self._controller.num_workers).effective
-        return config
+        return ReadOnlyConfig(config)
 
     @property
     def num_workers(self) -> int:
@@ -199,6 +219,22 @@ class ClassTrainer:
                     f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one "
                     f"dataset that all workers have alike. If each worker loads a part of its own, {way_out}."
                 )
+
+
+class ReadOnlyConfig(dict[str, Any]):
+    """What `trainer.config` returns: a copy, which is no use to change. Change `dict(config)` instead."""
+
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise TypeError(
+            "`trainer.config` is a copy, so a change to it would not reach the workers. Make a new trainer with the "
+            "new config; or change the running operators: "
+            "`trainer.apply_all_operators(lambda operator: operator.config.update(lr=0.1))`, and what they made of it."
+        )
+
+    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return ReadOnlyConfig, (dict(self),)
 
 
 class _Observer:

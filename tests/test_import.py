@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import subprocess
 import sys
@@ -121,7 +120,3 @@ def test_the_former_name_of_the_trainer_refuses_and_names_the_new_one() -> None:
 
 def test_the_version_is_a_version() -> None:
     assert re.fullmatch(r"\d+\.\d+\.\d+", raysgd.__version__)
-
-
-def test_the_package_is_silent_until_logging_is_configured() -> None:
-    assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("raysgd").handlers)

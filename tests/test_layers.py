@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 UTILITIES = {
     "raysgd.exceptions",
     "raysgd._lazy",
+    "raysgd._logging",
     "raysgd._meters",
     "raysgd._optional",
     "raysgd._timers",

@@ -10,6 +10,15 @@ from raysgd.engine.types import Failure, FailureKind, GroupReport
 from raysgd.exceptions import WorkerFault
 
 _REASON_LENGTH = 160
+# What Ray says of a lost worker in a sentence, in two or three words.
+_DEATHS = {
+    "ActorDiedError": "its process died",
+    "WorkerCrashedError": "its process died",
+    "OutOfMemoryError": "killed, its node was out of memory",
+    "NodeDiedError": "its node died",
+    "ActorUnavailableError": "out of reach",
+}
+_OF_A_NODE = ("its node has died", "node it was running on is dead", "preemption")
 _BY_WEIGHT: tuple[FailureKind, ...] = ("died", "user", "disconnected")
 
 
@@ -55,10 +64,15 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
         beside = f"; rank {diagnosis.beside[0].rank} raised {_said(diagnosis.beside[0])}" if diagnosis.beside else ""
         return f"lost rank {listed({*gone, *diagnosis.ranks})} ({reason}){beside}"
     lost = f"lost rank {listed(gone)}; " if gone else ""
-    return f"{lost}lost the connection between ranks, says rank {listed(diagnosis.ranks)} ({reason})"
+    who = "rank" if len(diagnosis.ranks) == 1 else "ranks"
+    verb = "reports" if len(diagnosis.ranks) == 1 else "report"
+    return f"{lost}{who} {listed(diagnosis.ranks)} {verb}: connection to another rank lost ({reason})"
 
 
 def _said(fault: WorkerFault) -> str:
+    if fault.type_name in _DEATHS:
+        is_of_node = any(phrase in str(fault.error) for phrase in _OF_A_NODE)
+        return _DEATHS["NodeDiedError" if is_of_node else fault.type_name]
     return f"{fault.type_name}: {shorten(fault.message.partition(chr(10))[0], _REASON_LENGTH, placeholder=' ...')}"
 
 

@@ -12,7 +12,9 @@ logger = logging.getLogger(__name__)
 
 EventKind = Literal["started", "rejoined", "rebuilt", "restarted", "grown", "left", "hung", "lost", "ended"]
 
-_LEVELS = {"started": logging.DEBUG, "hung": logging.WARNING, "lost": logging.WARNING}
+# What repeats work or changes the number of workers is shown where the user set up no logging.
+_LEVELS = {"started": logging.DEBUG, "restarted": logging.INFO}
+_RECOVERED = {"rejoined": "resumed", "rebuilt": "restarted all workers and resumed"}
 
 
 @dataclass(frozen=True)
@@ -48,6 +50,11 @@ class Event:
 
     def __str__(self) -> str:
         detail = f"; {self.detail}" if self.detail else ""
+        if self.kind in _RECOVERED:
+            size = (
+                f"{self.new_size}" if self.new_size == self.old_size else f"{self.new_size} instead of {self.old_size}"
+            )
+            return f"{self.cause}; {_RECOVERED[self.kind]} with {size} workers after {self.seconds:.2f} s{detail}"
         return f"{self.kind}: {self.old_size} -> {self.new_size} workers in {self.seconds:.2f} s: {self.cause}{detail}"
 
 
@@ -69,7 +76,7 @@ class History:
         """Notes an event and logs it."""
         event = Event(kind, old_size, new_size, seconds, cause, detail, self._now())
         self.events.append(event)
-        logger.log(_LEVELS.get(kind, logging.INFO), "%s", event)
+        logger.log(_LEVELS.get(kind, logging.WARNING), "%s", event)
 
     @property
     def num_failures(self) -> int:

@@ -13,7 +13,7 @@ from raysgd.engine.newcomers import Newcomers
 from raysgd.engine.resources import kill_process
 from raysgd.engine.seats import Seat, Seats
 from raysgd.engine.types import WorkerInfo, World
-from raysgd.engine.worker import Enlisted, RemoteWorker
+from raysgd.engine.worker import Enlisted, RemoteWorker, notes_of
 
 if TYPE_CHECKING:
     from raysgd.engine.worker_group import GroupSpec
@@ -111,6 +111,7 @@ class Recruits:
                 still_coming.append((worker, call))
                 continue
             self._newcomers.remove(worker)
+            self._spec.relay.tell({"standby worker": notes_of(result)})
             if result.failure is not None:
                 logger.warning("a worker that was to step in failed: %s", result.failure.fault.message)
                 self._end(worker)

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from raysgd._logging import Note
 from raysgd.exceptions import WorkerFault
 
 FailureKind = Literal["died", "disconnected", "user"]
@@ -113,10 +114,11 @@ class ClusterView:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why one worker's call did not return a value."""
+    """Why one worker's call did not return a value; `notes` are what it logged before."""
 
     kind: FailureKind
     fault: WorkerFault
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -173,7 +175,7 @@ class DataLedger:
         pass_index: Which pass, from 0.
         due: How many samples steps will use, or have used, in this pass; None where only its end will tell.
         used: How many have been used, each once, by all workers together.
-        in_flight: How many are in a step that is not done; if it breaks off, they come again.
+        in_flight: How many are in a step that is not done; if it breaks off, they are repeated.
         unit: What is counted: "samples"; or "batches" of an epoch of Keras's `fit`, which draws them by itself. The
             pass is that epoch then.
     """
@@ -203,6 +205,7 @@ class Beat:
         own_s: Seconds of the training call, running or last, that this rank spent on its own work rather than on
             waiting for others. None where that was not measured.
         data: What became of the samples; None where the library does not divide the data.
+        notes: What its process logged since the last answer.
     """
 
     epoch: int = 0
@@ -213,6 +216,7 @@ class Beat:
     at: float = 0.0
     own_s: float | None = None
     data: DataLedger | None = None
+    notes: tuple[Note, ...] = ()
 
     @property
     def is_training(self) -> bool:

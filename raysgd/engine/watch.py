@@ -9,8 +9,10 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from raysgd import _logging
 from raysgd.engine.pulse import Pulse
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Beat, Outcome
@@ -117,6 +119,7 @@ class Watch:
             self._look_for_snapshot()
 
     def _note(self, rank: int, beat: Beat) -> None:
+        self._life.spec.relay.tell({str(rank): beat.notes})
         before = self.beats.get(rank)
         if before is not None and beat.step > before.step >= 0 and beat.at > before.at:
             self._rate = (beat.step - before.step) / (beat.at - before.at)
@@ -224,7 +227,7 @@ def ask_beats(group: WorkerGroup, timeout_s: float = 2.0) -> dict[int, Beat]:
 
 
 def _beat(replica: Any) -> Beat | None:
-    return replica.beat() if hasattr(replica, "beat") else None
+    return replace(replica.beat(), notes=_logging.drain()) if hasattr(replica, "beat") else None
 
 
 def _part_of_snapshot(replica: Any, number: int) -> Capture | None:

@@ -14,9 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raysgd import _logging
+from raysgd._logging import Note
 from raysgd.engine.faults import describe_fault
 from raysgd.engine.replica import Capture, Replica, ReplicaFactory
-from raysgd.engine.types import Failure, FailureKind, Handover, Held, Rendezvous, Standing, WorkerInfo, World
+from raysgd.engine.types import Failure, FailureKind, Handover, Held, Outcome, Rendezvous, Standing, WorkerInfo, World
 
 if TYPE_CHECKING:
     from raysgd.backends.base import Backend
@@ -38,10 +40,11 @@ class WorkerFailed(Exception):
 
 @dataclass(frozen=True)
 class Answer:
-    """A call's value and, when asked for, this rank's part of a snapshot."""
+    """A call's value and, when asked for, this rank's part of a snapshot; `notes` are what the worker logged."""
 
     value: Any
     capture: Capture | None = None
+    notes: tuple[Note, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,14 @@ class Enlisted:
 
     info: WorkerInfo
     facts: Any
+    notes: tuple[Note, ...] = ()
+
+
+def notes_of(found: Outcome) -> tuple[Note, ...]:
+    """What a worker logged up to an answer of it."""
+    if found.failure is not None:
+        return found.failure.notes
+    return found.value.notes if isinstance(found.value, Answer | Enlisted) else ()
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,11 @@ def pack(function: Callable[..., Any], capture: bool, landed: int | None, args: 
 class WorkerProcess:
     """Hosts one replica. It lives in a Ray actor, or in the driver itself for the local worker."""
 
-    def __init__(self, backend: Backend, num_threads: int | None, is_remote: bool = True) -> None:
+    def __init__(
+        self, backend: Backend, num_threads: int | None, is_remote: bool = True, log_level: int | None = None
+    ) -> None:
+        if log_level is not None:
+            _logging.collect(log_level)
         self._backend = backend
         self._num_threads = num_threads
         self._is_remote = is_remote
@@ -120,7 +135,7 @@ class WorkerProcess:
             self._backend.join(rendezvous, world)
             self._replica = make_replica(world)
             facts = self._replica.setup()
-            return Answer(facts, self._replica.capture(None) if capture else None)
+            return Answer(facts, self._replica.capture(None) if capture else None, _logging.drain())
 
         return self._guarded(body)
 
@@ -141,7 +156,7 @@ class WorkerProcess:
             self._replica = replica
             facts = replica.setup()
             replica.prime()
-            return Enlisted(info, facts)
+            return Enlisted(info, facts, _logging.drain())
 
         return self._guarded(body)
 
@@ -174,7 +189,8 @@ class WorkerProcess:
         def body() -> Answer:
             value = function(self.replica, *args)
             is_over = not isinstance(value, Held)
-            return Answer(value, self.replica.capture(landed) if capture and is_over else None)
+            part = self.replica.capture(landed) if capture and is_over else None
+            return Answer(value, part, _logging.drain())
 
         return self._guarded(body)
 
@@ -240,7 +256,7 @@ class WorkerProcess:
                 raise
             kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
             fault = describe_fault(error, self._world.rank, _node()[1], portable=self._is_remote)
-            failure = Failure(kind, fault)
+            failure = Failure(kind, fault, _logging.drain())
         if kind == "disconnected":
             self._backend.interrupt()  # ranks that wait for this one shall know; nobody else would tell them
         raise WorkerFailed(failure)
@@ -271,7 +287,7 @@ class RemoteWorker:
 
     def __init__(self, seat: Seat, backend: Backend, num_threads: int | None) -> None:
         self.seat = seat
-        self.actor = _actor_class().options(**seat.options).remote(backend, num_threads)
+        self.actor = _actor_class().options(**seat.options).remote(backend, num_threads, log_level=_logging.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Starts a call and returns Ray's reference to its result."""

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from raysgd._logging import Relay
 from raysgd.engine import ranks
 from raysgd.engine.gathering import Listener, grace_s, outcome
 from raysgd.engine.local_worker import LocalCall, LocalWorker
@@ -24,7 +25,7 @@ from raysgd.engine.recruits import Recruit, Recruits
 from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.seats import Seats
 from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, Resources, WorkerInfo, World
-from raysgd.engine.worker import RemoteWorker, pack
+from raysgd.engine.worker import RemoteWorker, notes_of, pack
 from raysgd.exceptions import ReservationTimeoutError
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class GroupSpec:
         packs: Whether workers go to as few nodes as they can, rather than to as many.
         within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
         heartbeat_s: A worker that gives no sign of life for so long is lost.
+        relay: Logs what workers logged.
     """
 
     backend: Backend
@@ -69,6 +71,7 @@ class GroupSpec:
     packs: bool = False
     within: Any = "default"
     heartbeat_s: float = 30.0
+    relay: Relay = field(default_factory=Relay, repr=False, compare=False)
 
     @property
     def num_threads(self) -> int:
@@ -472,6 +475,7 @@ class WorkerGroup:
         else:
             outcomes = Listener(remote, self._spec.regroups).listen(tick)
         self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
+        self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
         return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
 
     def _gather_both(

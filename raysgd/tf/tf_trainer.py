@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import os
 import random
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -222,10 +221,7 @@ class TFTrainer(ClassTrainer):
         requests = partial(self._requests, num_steps, profile, _class_arguments.check_info(info))
         resume = TFRunner.resume_epoch if self._goes_on else None
         call = Call(TFRunner.train_epoch, requests, changes_state=True, resume=resume)
-        began = time.perf_counter()
-        answers = self._controller.run(call, max_retries=max_retries)
-        self._note_call(answers, time.perf_counter() - began)
-        return self._result(answers, reduce_results)
+        return self._result(self._run_training(call, max_retries), reduce_results)
 
     def validate(
         self,

@@ -7,7 +7,6 @@ failures are the engine's business.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -293,12 +292,10 @@ class TorchTrainer(ClassTrainer):
             requests = partial(self._requests, num_steps, profile, info, dataset, tick)
             resume = TorchRunner.resume_epoch if dataset is None else None
             call = Call(TorchRunner.train_epoch, requests, changes_state=True, tick=tick, resume=resume)
-            began = time.perf_counter()
-            answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
+            answers = self._run_training(call, max_retries)
             self._check_even_steps(answers)
             result = merged(answers, reduce_results)
             _warn_of_nothing("train", answers, num_steps)
-            self._note_call(answers, time.perf_counter() - began)
             if bar is not None:
                 bar.show(_end_of(answers[0], info or {}))
         return result

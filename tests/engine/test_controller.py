@@ -253,9 +253,10 @@ def test_a_recovery_says_what_was_lost_and_how_the_size_changed(caplog: pytest.L
     trainer.next_calls(Lost((2,)))
     with caplog.at_level(logging.INFO, logger="raysgd"):
         trainer.add(1)
-    [line] = [record.getMessage() for record in caplog.records if "rebuilt" in record.getMessage()]
+    [line] = [record.getMessage() for record in caplog.records if "lost" in record.getMessage()]
     cause = "lost rank 2 (RuntimeError: the process is gone)"
-    assert line == f"rebuilt: 3 -> 3 workers in 0.00 s: {cause}; from the last completed call"
+    resumed = "restarted all workers and resumed with 3 workers after 0.00 s"
+    assert line == f"{cause}; {resumed}; from the last completed call"
 
 
 def test_the_time_of_the_last_resize_is_noted() -> None:

@@ -138,7 +138,7 @@ def test_all_who_are_lost_are_named_also_where_others_saw_only_the_connection_br
     trainer.cluster.silent = {2}
     assert trainer.walk(5, Lost((0,), "disconnected", after={1: 2, 2: 2})) == [5, 5, 5]
     assert trainer.controller.history.events[-1].cause == (
-        "lost rank 2; lost the connection between ranks, says rank 0 (RuntimeError: the process is gone); rank 2 does "
+        "lost rank 2; rank 0 reports: connection to another rank lost (RuntimeError: the process is gone); rank 2 does "
         "not answer any more"
     )
 

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from raysgd.engine.failures import classify, words
@@ -51,3 +53,26 @@ def test_an_exception_beside_a_death_is_told_with_it() -> None:
     diagnosis = classify(GroupReport(tuple(outcomes)))
     assert diagnosis.kind == "died"
     assert words(diagnosis) == "lost rank 1 (RuntimeError: broken); rank 0 raised ValueError: bad"
+
+
+@pytest.mark.parametrize(
+    ("type_name", "text", "expected"),
+    [
+        ("ActorDiedError", "The actor died unexpectedly before finishing this task.", "its process died"),
+        ("ActorDiedError", "The actor died.\n The actor is dead because its node has died.", "its node died"),
+        ("OutOfMemoryError", "Task was killed due to the node running low on memory.", "killed, its node was out of"),
+        ("ActorUnavailableError", "The actor is temporarily unavailable", "out of reach"),
+    ],
+)
+def test_a_death_is_named_in_a_few_words(type_name: str, text: str, expected: str) -> None:
+    died = replace(fault(1, RuntimeError(text)), type_name=type_name)
+    outcomes = (Outcome(0), Outcome(1, failure=Failure("died", died)))
+    assert words(classify(GroupReport(outcomes))).startswith(f"lost rank 1 ({expected}")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "who"),
+    [(("disconnected", None), "rank 0 reports"), (("disconnected", "disconnected"), "ranks 0, 1 report")],
+)
+def test_those_who_lost_a_connection_report_it(kinds: tuple[FailureKind | None, ...], who: str) -> None:
+    assert words(classify(report(*kinds))).startswith(f"{who}: connection to another rank lost (")

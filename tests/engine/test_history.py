@@ -25,14 +25,30 @@ def test_events_are_counted_by_kind_and_stay_in_order() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "level"),
-    [("started", "DEBUG"), ("rejoined", "INFO"), ("rebuilt", "INFO"), ("grown", "INFO"), ("hung", "WARNING")],
+    [("started", "DEBUG"), ("restarted", "INFO"), ("left", "WARNING"), ("grown", "WARNING"), ("hung", "WARNING")],
 )
 def test_each_event_is_one_log_line(kind: EventKind, level: str, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.DEBUG, logger="raysgd"):
-        History().record(kind, 4, 3, 1.239, "lost rank 2", "2 samples come again")
+        History().record(kind, 4, 3, 1.239, "lost rank 2", "2 samples are repeated")
     [line] = caplog.records
     assert line.levelname == level
-    assert line.getMessage() == f"{kind}: 4 -> 3 workers in 1.24 s: lost rank 2; 2 samples come again"
+    assert line.getMessage() == f"{kind}: 4 -> 3 workers in 1.24 s: lost rank 2; 2 samples are repeated"
+
+
+@pytest.mark.parametrize(
+    ("kind", "new_size", "expected"),
+    [
+        ("rejoined", 4, "lost rank 2; resumed with 4 workers after 1.24 s; no sample lost"),
+        ("rejoined", 3, "lost rank 2; resumed with 3 instead of 4 workers after 1.24 s; no sample lost"),
+        ("rebuilt", 4, "lost rank 2; restarted all workers and resumed with 4 workers after 1.24 s; no sample lost"),
+    ],
+)
+def test_a_recovery_is_a_sentence(
+    kind: EventKind, new_size: int, expected: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    History().record(kind, 4, new_size, 1.239, "lost rank 2", "no sample lost")
+    [line] = caplog.records
+    assert (line.levelname, line.getMessage()) == ("WARNING", expected)
 
 
 def test_what_there_is_no_more_to_say_of_has_no_detail() -> None:

@@ -88,7 +88,7 @@ def test_a_ledger_says_what_is_known(ledger: DataLedger, text: str) -> None:
 
 def test_losses_are_counted_by_how_they_ended() -> None:
     history = History()
-    history.record("rejoined", 3, 2, 0.1, "lost rank 1", "pass 0: 5 of 9 samples used, 1 in flight come again")
+    history.record("rejoined", 3, 2, 0.1, "lost rank 1", "no sample lost, 1 in flight are repeated")
     history.record("rebuilt", 2, 2, 3.0, "lost rank 0, 1", "from the last completed call")
     history.record("restarted", 2, 2, 3.0, "the last group was given up", "from the last completed call")
     history.record("grown", 2, 3, 0.1, "there is room")
@@ -97,12 +97,12 @@ def test_losses_are_counted_by_how_they_ended() -> None:
     found = status(history=history)
     assert (found.num_failures, found.num_rejoins, found.num_rebuilds, found.num_resizes) == (2, 1, 1, 4)
     assert found.losses == (
-        "pass 0: 5 of 9 samples used, 1 in flight come again",
+        "no sample lost, 1 in flight are repeated",
         "from the last completed call",
         "the last completed state is kept",
     )
     assert "2 losses: 1 rejoined, 1 rebuilt" in str(found)
-    assert "rebuilt: 2 -> 2 workers in 3.00 s: lost rank 0, 1" in str(found)
+    assert "lost rank 0, 1; restarted all workers and resumed with 2 workers after 3.00 s" in str(found)
 
 
 def test_the_age_and_place_of_the_snapshot_are_told() -> None:

@@ -648,7 +648,7 @@ def test_a_survivor_stands_at_the_steps_it_completed_and_says_so_in_samples(proc
     runner = broken_off(survivor(), in_step=2)
     standing = runner.standing()
     assert (standing.progress, standing.is_whole, standing.obstacle) == (2, True, None)
-    assert standing.words == "pass 0: 8 of 20 samples used, 4 in flight come again"
+    assert standing.words == "no sample lost, 4 in flight are repeated (pass 0: 8 of 20 samples used)"
     beat = runner.beat()
     assert (beat.epoch, beat.step, beat.phase) == (1, 2, "broken off")
     assert beat.data == DataLedger(0, due=20, used=8, in_flight=4)
@@ -838,7 +838,7 @@ def test_a_held_call_stops_between_two_steps_and_goes_on_as_if_nothing_had_been(
     expected = train(whole)
     held = held_after(runner, 3)
     assert (held.step, runner.standing().progress) == (3, 3)
-    assert runner.standing().words == "pass 0: 12 of 20 samples used, 0 in flight come again"
+    assert runner.standing().words == "no sample lost, 0 in flight are repeated (pass 0: 12 of 20 samples used)"
     answer = resume(runner)
     assert samples(runner) == samples(whole)
     assert values(answer) == values(expected)

@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 import os
+import pickle
 import re
 import sys
 import traceback
@@ -1070,3 +1071,23 @@ def test_compiled_models_keep_names_and_identity(make_local: MakeTrainer) -> Non
     operator: Any = compiled.get_local_operator()
     assert operator.model._compiled_call_impl is not None
     assert operator.model is compiled.get_model()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda config: config.__setitem__("lr", 1),
+        lambda config: config.update(lr=1),
+        lambda config: config.pop("lr"),
+        lambda config: config.setdefault("new", 1),
+    ],
+)
+def test_the_config_cannot_be_changed_where_that_would_change_nothing(
+    make_local: MakeTrainer, change: Callable[[dict[str, Any]], Any]
+) -> None:
+    trainer = make_local(config={"lr": 0.1})
+    with pytest.raises(TypeError, match="apply_all_operators"):
+        change(trainer.config)
+    assert trainer.config == {"lr": 0.1}
+    assert pickle.loads(pickle.dumps(trainer.config)) == {"lr": 0.1}
+    assert type(trainer.config.copy()) is dict

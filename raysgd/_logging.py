@@ -1,0 +1,143 @@
+"""Log lines: warnings are shown by default, and those of workers are shown by the driver, with their rank.
+
+A library usually leaves logging to its user. raysgd warns of what changes the numbers of a training, and of lost
+workers, so it shows warnings where nobody has set up logging. As soon as the user has, their handlers alone decide.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+LEVEL_VARIABLE = "RAYSGD_LOG_LEVEL"
+
+_NAME = "raysgd"
+_FORMAT = "%(asctime)s raysgd %(levelname)s: %(message)s"
+_TIME = "%Y-%m-%d %H:%M:%S"
+_LEVELS = {"DEBUG": logging.DEBUG, "INFO": logging.INFO, "WARNING": logging.WARNING, "ERROR": logging.ERROR}
+_MOST_NOTES = 1000  # lines of a worker that wait for the driver; then the oldest go
+_MOST_TOLD = 10_000  # different lines that a driver remembers, so as not to repeat them
+
+
+@dataclass(frozen=True)
+class Note:
+    """A log line of a worker on its way to the driver."""
+
+    name: str
+    level: int
+    text: str
+
+
+class DefaultHandler(logging.Handler):
+    """Writes to the standard error stream where the user has set up no handler for the lines of raysgd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter(_FORMAT, _TIME))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if not self._is_handled_elsewhere(record.name):
+            print(self.format(record), file=sys.stderr)
+
+    def _is_handled_elsewhere(self, name: str) -> bool:
+        logger: logging.Logger | None = logging.getLogger(name)
+        while logger is not None:
+            if any(handler is not self for handler in logger.handlers):
+                return True
+            logger = logger.parent if logger.propagate else None
+        return False
+
+
+class Notebook(logging.Handler):
+    """Keeps the log lines of a worker process until the driver takes them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._pid = os.getpid()
+        self._notes: deque[Note] = deque(maxlen=_MOST_NOTES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if os.getpid() == self._pid:
+            self._notes.append(Note(record.name, record.levelno, self.format(record)))
+        elif logging.lastResort is not None:  # a loader's process, which nobody asks
+            logging.lastResort.handle(record)
+
+    def drain(self) -> tuple[Note, ...]:
+        """The lines since the last time. Lines that other threads add meanwhile wait for the next time."""
+        return tuple(self._notes.popleft() for _ in range(len(self._notes)))
+
+
+class Relay:
+    """Logs in the driver what workers logged: each line once, with the ranks that said it."""
+
+    def __init__(self) -> None:
+        self._told: set[tuple[str, str]] = set()
+
+    def tell(self, notes: Mapping[str, Sequence[Note]]) -> None:
+        """Logs the lines that were not logged yet.
+
+        Args:
+            notes: By who they come from: `"0"` and so on for a rank, any other words for a worker without one.
+        """
+        speakers: dict[Note, list[str]] = {}
+        for speaker, said in notes.items():
+            for note in dict.fromkeys(said):
+                speakers.setdefault(note, []).append(speaker)
+        for note, who in speakers.items():
+            if (note.name, note.text) not in self._told:
+                self._remember(note)
+                logging.getLogger(note.name).log(note.level, "%s: %s", _named(who), note.text)
+
+    def _remember(self, note: Note) -> None:
+        if len(self._told) >= _MOST_TOLD:
+            self._told.clear()
+        self._told.add((note.name, note.text))
+
+
+def install() -> None:
+    """In any process that imports raysgd: shows warnings by default, or what the environment variable asks for."""
+    logger = logging.getLogger(_NAME)
+    if not any(isinstance(handler, DefaultHandler | Notebook) for handler in logger.handlers):
+        logger.addHandler(DefaultHandler())
+    chosen = os.environ.get(LEVEL_VARIABLE)
+    if not chosen:
+        return
+    if chosen.upper() in _LEVELS:
+        logger.setLevel(_LEVELS[chosen.upper()])
+    else:
+        warnings.warn(f"`{LEVEL_VARIABLE}={chosen}` has no effect: use one of {', '.join(_LEVELS)}.", stacklevel=2)
+
+
+def level() -> int:
+    """From which level on lines of raysgd count in this process."""
+    return logging.getLogger(_NAME).getEffectiveLevel()
+
+
+def collect(from_level: int) -> None:
+    """In a worker process: keeps lines for the driver instead of showing them."""
+    global _notebook
+    logger = logging.getLogger(_NAME)
+    logger.handlers = [each for each in logger.handlers if not isinstance(each, DefaultHandler | Notebook)]
+    _notebook = Notebook()
+    logger.addHandler(_notebook)
+    logger.setLevel(from_level)
+
+
+def drain() -> tuple[Note, ...]:
+    """The lines that wait for the driver; none in a process that is no worker."""
+    return () if _notebook is None else _notebook.drain()
+
+
+_notebook: Notebook | None = None
+
+
+def _named(who: Sequence[str]) -> str:
+    ranks = [each for each in who if each.isdigit()]
+    if not ranks:
+        return who[0]
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"

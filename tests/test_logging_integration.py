@@ -1,0 +1,64 @@
+"""What a user sees of the workers without having set up anything."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd import TorchTrainer, TrainingOperator, testing
+
+pytestmark = pytest.mark.integration
+
+
+class Talks(TrainingOperator):
+    """Logs a line in `setup`, one in training, and one right before it fails."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        logging.getLogger("raysgd.user").warning("setting up")
+        model = torch.nn.Linear(1, 1)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=torch.nn.MSELoss()
+        )
+        x = torch.linspace(0, 1, 64).reshape(-1, 1)
+        self.register_data(train_loader=DataLoader(TensorDataset(x, x), batch_size=4))
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        logging.getLogger("raysgd.user").warning("rank %s trains", self.world_rank)
+        if batch_info.get("fails"):
+            raise ValueError("on purpose")
+        time.sleep(batch_info.get("pause_s", 0.0))
+        return {**super().train_batch(batch, batch_info), "ended_at": time.time()}
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("raysgd.")]
+
+
+def test_warnings_of_workers_and_recoveries_reach_the_driver(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    with TorchTrainer(training_operator_cls=Talks, num_workers=2, min_workers=1) as trainer:
+        assert lines(caplog) == ["ranks 0, 1: setting up"]
+        caplog.clear()
+        testing.kill_worker(trainer, 1, at="step:2")
+        trainer.train()
+        text = "\n".join(lines(caplog))
+        assert "rank 0: rank 0 trains" in text
+        assert "lost rank 1 (its process died); resumed with " in text
+        assert "no sample lost" in text
+        assert text.count("setting up") == 0  # said before
+        with pytest.raises(ValueError, match="on purpose"):
+            trainer.train(info={"fails": True})
+    assert all(record.levelno == logging.WARNING for record in caplog.records if record.name == "raysgd.user")
+
+
+def test_lines_of_a_long_call_arrive_while_it_runs(ray_cluster: None, caplog: pytest.LogCaptureFixture) -> None:
+    with TorchTrainer(training_operator_cls=Talks, num_workers=2) as trainer:
+        result = trainer.train(num_steps=2, info={"pause_s": 0.8})
+        [first, *_] = [record for record in caplog.records if "trains" in record.getMessage()]
+        assert first.created < result["last_ended_at"]
