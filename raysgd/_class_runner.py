@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
@@ -336,6 +336,34 @@ class ClassRunner(ABC):
         else:
             self._timers.disable()
         self._operator.timers = self._timers
+
+
+class Remainder:
+    """The batches that one call of `validate` leaves to the next one.
+
+    Only a call that was to take some of them, and returned, leaves the others. What raised begins anew, and so does
+    what was to take all batches, wherever the user's loop stopped.
+
+    Args:
+        open_stream: Makes a stream that begins with the first batch.
+    """
+
+    def __init__(self, open_stream: Callable[[EpochRequest], Any]) -> None:
+        self._open = open_stream
+        self._left: Any = None
+
+    @contextmanager
+    def stream(self, request: EpochRequest) -> Iterator[Any]:
+        """The stream for one call."""
+        left, self._left = self._left, None
+        stream = self._open(request) if left is None or request.starts_over else left
+        yield stream
+        if request.num_steps is not None:
+            self._left = stream
+
+    def drop(self) -> None:
+        """Lets the next call begin with the first batch."""
+        self._left = None
 
 
 class _Watched:

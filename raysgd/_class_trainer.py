@@ -41,6 +41,7 @@ class ClassTrainer:
     spare_workers: int
     resize_check_s: float | None
     heartbeat_s: float
+    _validation_starts_over = False
 
     def _controller_for(
         self,
@@ -91,6 +92,18 @@ class ClassTrainer:
         self._finalizer = finalize(self, _abandon, controller)
         controller.start()
         controller.observer = _Observer(self)
+
+    # ------------------------------------------------------------------------------------------------ epochs
+
+    def _run_validation(self, call: Call) -> list[EpochAnswer]:
+        """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all."""
+        try:
+            answers: list[EpochAnswer] = self._controller.run(call)
+        except BaseException:
+            self._validation_starts_over = True
+            raise
+        self._validation_starts_over = False
+        return answers
 
     # ------------------------------------------------------------------------------------------------ functions
 

@@ -17,7 +17,7 @@ class EpochRequest:
     """One call of `train` or `validate`, as one worker sees it.
 
     `tick` is called between steps, some ten times a second, by a replica in the driver: there, nobody else has the
-    time to.
+    time to. `starts_over` makes an evaluation begin with the first batch, wherever the call before it stopped.
     """
 
     num_steps: int | None
@@ -26,6 +26,7 @@ class EpochRequest:
     seed: int
     shard: Any = None
     tick: Callable[[], None] | None = None
+    starts_over: bool = False
 
 
 @dataclass(frozen=True)

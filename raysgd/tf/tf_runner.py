@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._batching import config_for_worker
-from raysgd._class_runner import ClassRunner
+from raysgd._class_runner import ClassRunner, Remainder
 from raysgd._meters import AverageMeterCollection
 from raysgd.backends import tensorflow as backends
 from raysgd.engine.epoch_run import EpochRun, RunState
@@ -94,7 +94,7 @@ class TFRunner(ClassRunner):
         counts_steps = self._num_workers > 1 or spec.snapshot_every_n_steps is not None
         self._synchronizer = Synchronizer(world, counts_steps) if self._strategy is None else Synchronizer(World(0, 1))
         self._train_stream: BatchStream | None = None
-        self._validation_stream: BatchStream | None = None
+        self._validation = Remainder(self._open_validation)
         self._fit: FitStream | None = None
         self._resume: Mapping[str, Any] | None = None
         self._passes: dict[str, Passes] = {}
@@ -256,13 +256,15 @@ class TFRunner(ClassRunner):
         operator.load_state_dict(copy.deepcopy(state["operator"]))
         self._resume = dict(state.get(RESUME) or {})
         operator.global_step = self._resume.get("global_step", operator.global_step)
-        self._train_stream = self._validation_stream = None
+        self._train_stream = None
+        self._validation.drop()
         if self._fit is not None and self._resume.get("fit"):
             self._fit.resume(self._resume["fit"])
 
     def shutdown(self) -> None:
         """Drops the iterators. The operator itself stays usable."""
-        self._train_stream = self._validation_stream = self._running = self._run = None
+        self._train_stream = self._running = self._run = None
+        self._validation.drop()
         self._inside.clear()
         self._captures.clear()
 
@@ -334,7 +336,8 @@ class TFRunner(ClassRunner):
             stream.break_off()
         self._detach()
         self._resume = {"position": self._position()}
-        self._train_stream = self._validation_stream = None
+        self._train_stream = None
+        self._validation.drop()
         self._world = world
         self._synchronizer.rejoin(world)
         self._synchronizer.forget_call()  # the ranks are compared, and some of them are new
@@ -404,23 +407,24 @@ class TFRunner(ClassRunner):
         """Runs the operator's `validate` once."""
         operator = self.operator
         self._arm_timers(request.profile)
-        if self._validation_stream is None:
-            source = self._source(operator.validation_dataset, "validation_dataset", training=False)
-            self._validation_stream = BatchStream(source, Step(), lambda: 0)
-        stream = self._validation_stream
-        began_at = stream.num_steps_taken
-        self._running = (stream, began_at, request.num_steps, request.info)
-        try:
-            with self._synchronizer.surfacing_errors(), self._timers.record("validation"):
-                returned = call_with_accepted(
-                    operator.validate,
-                    stream.take(request.num_steps),
-                    info=dict(request.info),
-                    **({"num_steps": request.num_steps} if self._fit is not None else {}),
-                )
-        finally:
-            self._running = None
+        with self._validation.stream(request) as stream:
+            began_at = stream.num_steps_taken
+            self._running = (stream, began_at, request.num_steps, request.info)
+            try:
+                with self._synchronizer.surfacing_errors(), self._timers.record("validation"):
+                    returned = call_with_accepted(
+                        operator.validate,
+                        stream.take(request.num_steps),
+                        info=dict(request.info),
+                        **({"num_steps": request.num_steps} if self._fit is not None else {}),
+                    )
+            finally:
+                self._running = None
         return self._answer(returned, {}, request.profile, stream.num_steps_taken - began_at)
+
+    def _open_validation(self, request: EpochRequest) -> BatchStream:
+        source = self._source(self.operator.validation_dataset, "validation_dataset", training=False)
+        return BatchStream(source, Step(), lambda: 0)
 
     # ------------------------------------------------------------------------------------------------ data
 

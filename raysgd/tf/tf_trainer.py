@@ -238,13 +238,14 @@ class TFTrainer(ClassTrainer):
         num_steps = _class_arguments.check_num_steps(num_steps)
         requests = partial(self._requests, num_steps, profile, _class_arguments.check_info(info))
         call = Call(TFRunner.validate, requests, changes_state=self._facts.keeps_own_state)
-        return self._result(self._controller.run(call), reduce_results)
+        return self._result(self._run_validation(call), reduce_results)
 
     def _requests(
         self, num_steps: int | None, profile: bool, info: dict[str, Any], worlds: Sequence[World]
     ) -> list[tuple[EpochRequest]]:
         """One object for all ranks: the engine then packs it once."""
-        return [(EpochRequest(num_steps, info, profile, self.seed),)] * len(worlds)
+        request = EpochRequest(num_steps, info, profile, self.seed, starts_over=self._validation_starts_over)
+        return [(request,)] * len(worlds)
 
     def _result(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
         if self._trains_with_fit and reduce_results:  # Keras has merged the metrics already: all ranks say the same

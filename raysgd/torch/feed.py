@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from raysgd._class_runner import Remainder
 from raysgd.engine.epochs import EpochRequest
 from raysgd.engine.types import DataLedger
 from raysgd.exceptions import NotRegisteredError
@@ -31,6 +32,7 @@ class Feed:
     Attributes:
         epoch: How many passes over the train data were begun.
         train_stream: That over the registered train loader, once a call has used it.
+        validation: The streams to evaluate on.
     """
 
     def __init__(
@@ -39,7 +41,7 @@ class Feed:
         self._data_of = data_of
         self._parallel = parallel
         self._world_size = world_size
-        self._validation_stream: BatchStream | None = None
+        self.validation = Remainder(self._open_validation)
         self._agreement: Agreement | None = None
         self._summation: Summation | None = None
         self._order_before: int | None = None
@@ -63,12 +65,8 @@ class Feed:
             self._prepare_check(self.train_stream.source)
         return self.train_stream
 
-    def validation(self, request: EpochRequest) -> BatchStream:
-        """The stream to evaluate on."""
-        if self._validation_stream is None:
-            source = self._source("validation", request.seed, lockstep=False)
-            self._validation_stream = BatchStream(source, Step(), lambda: 0)
-        return self._validation_stream
+    def _open_validation(self, request: EpochRequest) -> BatchStream:
+        return BatchStream(self._source("validation", request.seed, lockstep=False), Step(), lambda: 0)
 
     def _begin_pass(self) -> int:
         self.epoch += 1
@@ -134,7 +132,8 @@ class Feed:
             instead_of: How many were; loaders with another batch size keep theirs.
         """
         self._world_size = size
-        self._validation_stream = self._summation = None
+        self._summation = None
+        self.validation.drop()
         for name in ("train", "validation"):
             data = self._data_of(name)
             if isinstance(data, ShardedLoader):
@@ -142,7 +141,8 @@ class Feed:
 
     def close(self) -> None:
         """Drops the iterators, and with them the processes of the loaders."""
-        self.train_stream = self._validation_stream = None
+        self.train_stream = None
+        self.validation.drop()
 
     # ------------------------------------------------------------------------------------------------ position
 

@@ -35,6 +35,7 @@ from raysgd.torch._lightning_module import (
     run_in_forward_of,
 )
 from raysgd.torch._lightning_values import EpochValues, detached, loss_of, numbers_in, result_of_hook
+from raysgd.torch.modes import begin_training
 from raysgd.torch.streams import length_of
 from raysgd.torch.training_operator import TrainingOperator
 
@@ -146,8 +147,7 @@ class LightningOperator(TrainingOperator):
         """
         self._trainer.current_epoch, self._trainer.global_step = epoch_idx, self.global_step
         info = {**self._own_info(num_steps, epoch_idx), **(info or {})}
-        if not self._module.training:
-            self._module.train()
+        begin_training(self._module)
         with torch.enable_grad(), self._epoch("train", "training_epoch_end"):
             if not self._has_started:
                 self._hooks.call("on_train_start")
@@ -295,22 +295,17 @@ class LightningOperator(TrainingOperator):
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluates on all batches; returns as `train_epoch` does, with `validation_epoch_end` and `val_loss`."""
         self._module.zero_grad()
-        modes = {part: part.training for part in self._module.modules()}
         self._module.eval()
-        try:
-            with torch.no_grad(), self._epoch("validation", "validation_epoch_end"):
-                self._hooks.call("on_validation_start")
-                self._hooks.call("on_validation_epoch_start")
-                for batch_idx, batch in enumerate(val_iterator):
-                    self._values.begin_batch()
-                    metrics = self.validate_batch(self._to_device(batch), {"batch_idx": batch_idx, **(info or {})})
-                    self._count(self._meters, metrics)
-                result = self._end_epoch("validation_epoch_end", "on_validation_epoch_end")
-                self._hooks.call("on_validation_end")
-                return result
-        finally:
-            for part, mode in modes.items():
-                part.training = mode
+        with torch.no_grad(), self._epoch("validation", "validation_epoch_end"):
+            self._hooks.call("on_validation_start")
+            self._hooks.call("on_validation_epoch_start")
+            for batch_idx, batch in enumerate(val_iterator):
+                self._values.begin_batch()
+                metrics = self.validate_batch(self._to_device(batch), {"batch_idx": batch_idx, **(info or {})})
+                self._count(self._meters, metrics)
+            result = self._end_epoch("validation_epoch_end", "on_validation_epoch_end")
+            self._hooks.call("on_validation_end")
+            return result
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluates one batch with the bare module, so that nothing waits for other workers."""

@@ -23,6 +23,7 @@ from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
 from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.feed import Feed
+from raysgd.torch.modes import Modes
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
 from raysgd.torch.precision import make_precision
@@ -98,6 +99,7 @@ class TorchRunner(ClassRunner):
         self._device = _device(spec.use_gpu)
         self._parallel = _make_parallel(spec, world, self._device)
         self._feed = Feed(self._data, self._parallel, world.size)
+        self._modes = Modes()
         self._encoder = StateEncoder()
         self._num_optimizer_steps = 0
         self._watched: list[torch.nn.Parameter] = []
@@ -268,8 +270,6 @@ class TorchRunner(ClassRunner):
             return
         try:
             self._arm(0)
-            for model in operator._models:
-                model.train()
             batch = next(DividedSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
                 operator.train_batch(batch[0], {"batch_idx": 0, "global_step": 0, **operator._own_info(None, 0)})
@@ -319,6 +319,7 @@ class TorchRunner(ClassRunner):
 
     @contextmanager
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
+        self._modes.give_back()
         self._arm(run.epoch_idx)
         began_at = stream.num_steps_taken
         yield
@@ -337,16 +338,25 @@ class TorchRunner(ClassRunner):
         """Runs the operator's `validate` once."""
         operator = self.operator
         self._arm_timers(request.profile)
-        stream = self._feed.validation(request)
-        began_at = stream.num_steps_taken
-        self._running = (stream, began_at, request.num_steps, request.info)
-        batches = stream.take(request.num_steps)
-        try:
-            with self._parallel.evaluating(getattr(operator, "_models", ())), self._timers.record("validation"):
+        with self._evaluating(), self._feed.validation.stream(request) as stream:
+            began_at = stream.num_steps_taken
+            self._running = (stream, began_at, request.num_steps, request.info)
+            batches = stream.take(request.num_steps)
+            with self._timers.record("validation"):
                 returned = call_with_accepted(operator.validate, batches, info=dict(request.info))
-        finally:
-            self._running = None
         return self._answer(returned, {}, request.profile, stream.num_steps_taken - began_at)
+
+    @contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        """The models stay in evaluation mode afterwards, until they are trained again."""
+        models = getattr(self.operator, "_models", ())
+        self._modes.evaluate([*models, getattr(self.operator, "model", None)])
+        try:
+            with self._parallel.evaluating(models):
+                yield
+        finally:
+            self._modes.note()
+            self._running = None
 
     def _arm(self, epoch_idx: int) -> None:
         """Gets ready for the steps of a call."""

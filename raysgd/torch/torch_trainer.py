@@ -312,7 +312,7 @@ class TorchTrainer(ClassTrainer):
         info = _class_arguments.check_info(info)
         requests = partial(self._requests, num_steps, profile, info, None, None)
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
-        answers = self._controller.run(call)
+        answers = self._run_validation(call)
         self._controller.touch()  # it may have drawn random numbers, which `save` keeps
         _warn_of_nothing("validation", answers, num_steps)
         return merged(answers, reduce_results)
@@ -327,7 +327,7 @@ class TorchTrainer(ClassTrainer):
         worlds: Sequence[World],
     ) -> list[tuple[EpochRequest]]:
         """One request for each rank. Made anew for every attempt, because the number of workers may have changed."""
-        request = EpochRequest(num_steps, info, profile, self._facts.seed)
+        request = EpochRequest(num_steps, info, profile, self._facts.seed, starts_over=self._validation_starts_over)
         requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
         if dataset is not None:
             dataset.set_num_shards(len(worlds))

@@ -30,6 +30,7 @@ from raysgd.torch import registry
 from raysgd.torch.blocks import checkpoint_activations
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.torch.metric_objects import capture
+from raysgd.torch.modes import begin_training
 from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.parallel import NoParallel, unwrap
 from raysgd.torch.precision import Precision
@@ -147,7 +148,7 @@ class TrainingOperator:
         Returns:
             `batch_count`, `num_samples`, and for each metric of `train_batch` its mean and `last_<metric>`.
         """
-        self._require("model").train()
+        begin_training(self._require("model"))
         info = {**self._own_info(num_steps, epoch_idx), **(info or {})}
         scheduler = getattr(self, "scheduler", None)
         steps_scheduler = scheduler is not None and self.scheduler_step_freq == SCHEDULER_STEP_BATCH

@@ -39,6 +39,11 @@ class Laboratory(LinearOperator):
         drawn = [batch for _, batch in zip(range(info["draw"][self.world_rank]), iterator, strict=False)]
         return {"drawn": len(drawn)}
 
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if batch_info.get("raises_on") == self.world_rank:
+            raise ArithmeticError
+        return super().validate_batch(batch, batch_info)
+
 
 def start(num_workers: int, operator_cls: Any = Laboratory) -> TorchTrainer:
     return TorchTrainer(
@@ -140,6 +145,15 @@ class ValidatesWithStatistics(BatchNormOperator):
         super().setup(config)
         if "model" in config:
             self._original_models[0].load_state_dict(config["model"])
+
+
+def test_if_one_rank_raises_in_an_evaluation_all_begin_with_the_first_batch_again(two: TorchTrainer) -> None:
+    first = two.validate(num_steps=1)["val_loss"]
+    two.validate()
+    with pytest.raises(ArithmeticError):
+        two.validate(num_steps=1, info={"raises_on": 1})
+    assert two.validate(num_steps=1)["val_loss"] == first
+    assert two.validate()["num_samples"] == 13 - 8
 
 
 def test_validation_uses_the_statistics_of_rank_0_on_all_ranks(lab: TorchTrainer) -> None:

@@ -972,3 +972,170 @@ def test_a_loop_that_stops_early_has_used_what_it_drew() -> None:
     assert runner.state()[RESUME]["position"]["consumed"] == 4
     assert train(runner).num_steps == 1
     assert runner.state()[RESUME]["position"]["consumed"] == 8
+
+
+# ------------------------------------------------------------------------------------------------ modes
+
+
+class Distiller(BreaksOff):
+    """A student with a frozen batch norm, a teacher, and a third model that no stock method knows."""
+
+    def make_model(self) -> torch.nn.Module:
+        student = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 1))
+        student[1].eval()
+        return student
+
+    def register(self, *, models: Any, **parts: Any) -> Any:
+        teacher = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.Dropout()).eval()
+        head = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Dropout(), torch.nn.BatchNorm1d(1))
+        models, *others = super().register(models=(models, teacher, head), **parts)
+        self.models = models
+        return models[0], *others
+
+    @property
+    def modes(self) -> list[list[bool]]:
+        return [[part.training for part in model.modules()] for model in self._original_models]
+
+    def forward(self, features: Any, target: Any) -> tuple[Any, torch.Tensor]:
+        self.modes_in_forward = self.modes
+        return super().forward(features, target)
+
+
+class OwnDistiller(Distiller):
+    """A loop of its own, which sets no mode."""
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        for batch in iterator:
+            self.train_batch(batch, info)
+        return {}
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        for batch in val_iterator:
+            self.validate_batch(batch, info)
+        return {}
+
+
+AS_SET_UP = [[True, True, False, True], [False] * 3, [True] * 4]
+
+
+def validate(runner: TorchRunner, num_steps: int | None = None) -> dict[str, Any]:
+    return values(runner.validate(EpochRequest(num_steps, {}, False, seed=0)))
+
+
+@pytest.mark.parametrize("operator_cls", [Distiller, OwnDistiller])
+def test_evaluation_is_of_all_models_and_training_finds_the_modes_of_setup(operator_cls: type[Distiller]) -> None:
+    runner = make_runner(operator_cls)
+    operator = runner.operator
+    assert isinstance(operator, Distiller)
+    for _ in range(2):
+        train(runner)
+        assert operator.modes_in_forward == AS_SET_UP
+        for _ in range(2):
+            validate(runner)
+            assert operator.modes_in_forward == operator.modes == [[False] * 4, [False] * 3, [False] * 4]
+    train(runner)
+    assert operator.modes == AS_SET_UP
+
+
+def test_evaluation_moves_no_statistics_of_a_model_that_the_stock_loop_does_not_know() -> None:
+    class UsesHead(Distiller):
+        def forward(self, features: Any, target: Any) -> tuple[Any, torch.Tensor]:
+            output = self.models[2](self.models[0](*features))
+            return output, self.criterion(output, target)
+
+    runner = make_runner(UsesHead)
+    before = [value.clone() for value in runner.models(to_cpu=True)[2].state_dict().values()]  # type: ignore[union-attr]
+    assert validate(runner)["val_loss"] == validate(runner)["val_loss"]
+    assert equal(before, list(runner.models(to_cpu=True)[2].state_dict().values()))  # type: ignore[union-attr]
+
+
+def test_modes_come_back_also_after_an_evaluation_that_raised() -> None:
+    class Raises(Distiller):
+        def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            raise ArithmeticError
+
+    runner = make_runner(Raises)
+    with pytest.raises(ArithmeticError):
+        validate(runner)
+    train(runner)
+    assert runner.operator.modes == AS_SET_UP  # type: ignore[attr-defined]
+
+
+def test_practice_leaves_the_modes_as_they_are(process_group: None) -> None:
+    runner = survivor(Distiller)
+    runner.prime()
+    assert runner.operator.modes_in_forward == runner.operator.modes == AS_SET_UP  # type: ignore[attr-defined]
+
+
+def test_modes_survive_evaluation_and_the_loss_of_a_worker(process_group: None) -> None:
+    runner = survivor(Distiller)
+    validate(runner)
+    broken_off(runner, in_step=2)
+    runner.regroup(ALONE, Handover())
+    resume(runner)
+    assert runner.operator.modes_in_forward == runner.operator.modes == AS_SET_UP  # type: ignore[attr-defined]
+    assert all(model.training for model in runner.operator._models[::2])
+
+
+# ------------------------------------------------------------------------------------------------ where validation is
+
+
+class Leaves(LinearOperator):
+    """Leaves an evaluation after some batches, one way or the other."""
+
+    error: Exception | None = None
+    after: int | None = None
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        if self.error is not None and batch_info["batch_idx"] == 2:
+            error, self.error = self.error, None
+            raise error
+        return super().validate_batch(batch, batch_info)
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
+        return super().validate(itertools.islice(val_iterator, self.after), info)
+
+
+def loss_and_samples(runner: TorchRunner) -> tuple[float, int]:
+    result = validate(runner)
+    return result["val_loss"], result["num_samples"]
+
+
+@pytest.mark.parametrize("add_dist_sampler", [True, False])
+@pytest.mark.parametrize("num_steps", [None, 3])
+def test_after_an_exception_evaluation_begins_with_the_first_batch(add_dist_sampler: bool, num_steps: int) -> None:
+    runner = TorchRunner(RunnerSpec(Leaves, {}, add_dist_sampler=add_dist_sampler), ALONE)
+    runner.setup()
+    whole = loss_and_samples(runner)
+    runner.operator.error = ArithmeticError()  # type: ignore[attr-defined]
+    with pytest.raises(ArithmeticError):
+        validate(runner, num_steps)
+    assert loss_and_samples(runner) == whole
+
+
+def test_an_evaluation_of_all_that_stops_early_sees_the_same_batches_each_time() -> None:
+    runner = make_runner(Leaves)
+    whole = loss_and_samples(runner)
+    runner.operator.after = 2  # type: ignore[attr-defined]
+    first = loss_and_samples(runner)
+    assert first[1] == 8
+    assert loss_and_samples(runner) == first
+    runner.operator.after = None  # type: ignore[attr-defined]
+    assert loss_and_samples(runner) == whole
+
+
+def test_an_evaluation_of_some_batches_leaves_the_others_to_the_next_one() -> None:
+    runner = make_runner(Leaves)  # 13 samples in batches of 4
+    runner.operator.after = 1  # type: ignore[attr-defined]
+    assert validate(runner, 3)["num_samples"] == 4
+    runner.operator.after = None  # type: ignore[attr-defined]
+    assert validate(runner, 1)["num_samples"] == 4
+    assert validate(runner)["num_samples"] == 5
+    assert validate(runner)["num_samples"] == 13
+
+
+def test_an_evaluation_can_be_told_to_start_over() -> None:
+    runner = make_runner()
+    assert validate(runner, 3)["num_samples"] == 12
+    answer = runner.validate(EpochRequest(None, {}, False, seed=0, starts_over=True))
+    assert values(answer)["num_samples"] == 13
