@@ -432,6 +432,8 @@ class FakeGroup:
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> FakeTransfer:
         return FakeTransfer(self, lambda: function(self.replicas[rank], *args))
 
+    fetch = beside
+
     def share(self, value: Any) -> list[Any]:
         return [value] * self.num_workers
 

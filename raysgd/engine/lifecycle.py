@@ -225,7 +225,7 @@ class Lifecycle:
         """Takes over what the ranks copied of their state; what rank 0 kept is fetched."""
         group = self.group
         assert group is not None
-        self._snapshots.take(parts, lambda token: group.beside(0, _fetch, token), is_first=is_first)
+        self._snapshots.take(parts, lambda token: group.fetch(0, _fetch, token), is_first=is_first)
 
     def take_snapshot(self, report: GroupReport, *, is_first: bool = False) -> None:
         """Takes over the copies of the state that came with the answers."""

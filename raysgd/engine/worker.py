@@ -220,6 +220,10 @@ class WorkerProcess:
         replica = self._replica
         return None if replica is None else function(replica, *args)
 
+    def send(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Does what `beside` does in a third thread, for answers that may be gigabytes: nothing else waits for them."""
+        return self.beside(function, *args)
+
     def interrupt(self) -> None:
         """From another thread: ends all waiting for other ranks."""
         self._backend.interrupt()
@@ -300,6 +304,10 @@ class RemoteWorker:
             ray.kill(self.actor, no_restart=True)
 
 
+# Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.
+_GROUPS = {"beside": ("beside", "describe", "interrupt", "stack"), "sending": ("send",)}
+
+
 def _actor_class() -> Any:
     """The actor class, made on first use because Ray is imported no earlier than needed."""
     global _ACTOR_CLASS
@@ -307,11 +315,13 @@ def _actor_class() -> Any:
         import ray
 
         members = {
-            name: ray.method(concurrency_group="beside")(_forwarding(name))
-            for name in ("beside", "describe", "interrupt", "stack")
+            name: ray.method(concurrency_group=group)(_forwarding(name))
+            for group, names in _GROUPS.items()
+            for name in names
         }
         hosted = type("RaySGDWorker", (WorkerProcess,), members)
-        options: dict[str, Any] = {"concurrency_groups": {"beside": 1}, "max_restarts": 0, "max_task_retries": 0}
+        threads = dict.fromkeys(_GROUPS, 1)
+        options: dict[str, Any] = {"concurrency_groups": threads, "max_restarts": 0, "max_task_retries": 0}
         _ACTOR_CLASS = ray.remote(**options)(hosted)
     return _ACTOR_CLASS
 

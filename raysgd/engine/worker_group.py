@@ -222,7 +222,14 @@ class WorkerGroup:
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Runs `function(replica, *args)` on a rank that may be busy. Returns a transfer with `result(timeout_s)`."""
-        call = self._workers[rank].submit("beside", function, *args)
+        return self._transfer(rank, "beside", function, *args)
+
+    def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Does what `beside` does, for what may be gigabytes. A sign of life never waits until they have left."""
+        return self._transfer(rank, "send", function, *args)
+
+    def _transfer(self, rank: int, method: str, *args: Any) -> Any:
+        call = self._workers[rank].submit(method, *args)
         return _Done(call.function()) if isinstance(call, LocalCall) else _Reference(call)
 
     def store(self, value: Any) -> Stored:

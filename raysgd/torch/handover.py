@@ -9,7 +9,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from raysgd.torch.state_codec import EncodedState, decode, lend
+from raysgd._state_codec import EncodedState, decode, lend
 
 
 def send(state: Any, ranks: Iterable[int], device: torch.device) -> None:

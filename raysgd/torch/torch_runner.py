@@ -14,6 +14,7 @@ from raysgd._batching import config_for_worker
 from raysgd._class_arguments import is_integer
 from raysgd._class_runner import ClassRunner
 from raysgd._meters import AverageMeterCollection
+from raysgd._state_codec import EncodedState, StateEncoder, decode
 from raysgd.engine.epoch_run import EpochRun, RunState
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, call_with_accepted
 from raysgd.engine.replica import Capture
@@ -29,7 +30,6 @@ from raysgd.torch.parallel import DDP, NoParallel, unwrap
 from raysgd.torch.precision import make_precision
 from raysgd.torch.replica_state import ReplicaState
 from raysgd.torch.sampling import DataSignature, ShardedLoader
-from raysgd.torch.state_codec import EncodedState, StateEncoder, decode
 from raysgd.torch.streams import BatchStream, DividedSource
 from raysgd.torch.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE

@@ -18,6 +18,7 @@ import torch
 from raysgd import _class_arguments
 from raysgd._batching import split_batch_size
 from raysgd._class_trainer import ClassTrainer
+from raysgd._state_codec import EncodedState, decode, lend
 from raysgd.backends.base import Backend
 from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.torch import TorchBackend
@@ -32,7 +33,6 @@ from raysgd.torch import arguments, checkpoint_file, constants
 from raysgd.torch.precision import choose_precision
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.replica_state import RESUME
-from raysgd.torch.state_codec import EncodedState, decode, lend
 from raysgd.torch.torch_runner import RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_COUNT, BATCH_SIZE

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from raysgd._state_codec import EncodedState, decode, lend
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.policies import RetryBudget
 from raysgd.engine.types import World
@@ -34,12 +35,14 @@ class Step:
         data: The encoded metrics of all workers, or what the functions returned, by rank.
         parcel: The checkpoint, if there is one.
         source: The rank that has it.
+        refused: The tokens of checkpoints that other ranks have too, and wait to hear about, by rank.
     """
 
     kind: TrainingResultType | None
     data: tuple[Any, ...]
     parcel: Parcel | None = None
     source: int = 0
+    refused: tuple[tuple[int, int], ...] = ()
 
 
 def check_step(messages: Sequence[Message | Ended]) -> Step:
@@ -66,9 +69,10 @@ def check_step(messages: Sequence[Message | Ended]) -> Step:
             f"The functions are out of step: {_ranks(saving)} called `save_checkpoint` where the others called "
             "`report`. Every worker has to make the same number and order of calls."
         )
-    sources = [rank for rank, message in enumerate(found) if message.parcel is not None]
-    source = sources[0] if sources else 0
-    return Step(kinds.pop(), tuple(message.data for message in found), found[source].parcel, source)
+    parcels = {rank: message.parcel for rank, message in enumerate(found) if message.parcel is not None}
+    source = min(parcels, default=0)
+    refused = tuple((rank, p.token) for rank, p in parcels.items() if rank != source and p.token is not None)
+    return Step(kinds.pop(), tuple(message.data for message in found), parcels.get(source), source, refused)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -154,7 +158,7 @@ class FunctionRun:
         with self._aborted_on_error():
             step = check_step(self._call(session.take_step))
             if step.parcel is not None:
-                self._take(step.parcel, step.source)
+                self._take(step, step.parcel)
             self.may_restart = step.parcel is not None
             if step.kind is None:
                 self.is_over = True
@@ -180,7 +184,7 @@ class FunctionRun:
 
     def decoded(self, step: Step) -> list[dict[str, Any]]:
         """The metrics in a step."""
-        return [self._decode(data) for data in step.data]
+        return [self._unpacked(data) for data in step.data]
 
     def finish(self) -> list[Any]:
         """Lets the functions come to their end without their reports; what they returned, by rank."""
@@ -246,27 +250,31 @@ class FunctionRun:
         return starting
 
     def _to_start(self, num_workers: int) -> list[tuple[Any, ...]]:
-        from ray import cloudpickle
-
         self._before_start()
         order = replace(self._order, is_muted=self._is_muted)
         checkpoint = self._checkpoints.restart_point
         packed: Any = None
         if checkpoint is not None:
-            [packed, *_] = self._controller.group.share(cloudpickle.dumps(checkpoint, protocol=5))
+            [packed, *_] = self._controller.group.share(lend(checkpoint))
         if self._shards is None:
             return [(order, packed, None)] * num_workers  # one object: the engine then packs it once
         return [(order, packed, shard) for shard in self._shards.of(num_workers)]
 
-    def _take(self, parcel: Parcel, source: int) -> None:
-        self._checkpoints.add(parcel.score, self._receiver(parcel, source))
+    def _take(self, step: Step, parcel: Parcel) -> None:
+        for rank, token in step.refused:
+            self._controller.group.submit_beside(rank, session.refuse_parcel, token)
+        self._checkpoints.add(parcel.score, self._receiver(parcel, step.source))
 
     def _receiver(self, parcel: Parcel, source: int) -> Callable[[], dict[str, Any]]:
         """Gets a checkpoint: out of the message, or from the worker that holds it."""
         if parcel.token is None:
-            return lambda: self._decode(parcel.data)
-        transfer = self._controller.group.beside(source, session.fetch_parcel, parcel.token)
-        return lambda: self._decode(_arrived(transfer))
+            return lambda: self._unpacked(parcel.data)
+        transfer = self._controller.group.fetch(source, session.fetch_parcel, parcel.token)
+        return lambda: self._unpacked(_arrived(transfer))
+
+    def _unpacked(self, data: Any) -> dict[str, Any]:
+        """What a worker encoded, in memory of its own, then read by the backend."""
+        return self._decode(decode(data, copy=True) if isinstance(data, EncodedState) else data)
 
 
 def _arrived(transfer: Any) -> Any:

@@ -7,7 +7,6 @@ also works by itself.
 from __future__ import annotations
 
 import os
-import pickle
 import socket
 import sys
 import threading
@@ -18,11 +17,11 @@ from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
+from raysgd._state_codec import StateEncoder, decode
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Beat, World
 from raysgd.exceptions import SessionMisuseError as SessionMisuseError  # is found here too
 from raysgd.exceptions import TrainBackendError
-from raysgd.train._copying import Copier
 from raysgd.train._hand_off import Ended, HandOff
 from raysgd.train.constants import (
     DATE,
@@ -36,8 +35,8 @@ from raysgd.train.constants import (
 )
 
 _INLINE_BYTES = 1 << 20  # smaller states travel with the message; larger ones are fetched beside the training
-_MAX_PARCELS = 3  # one on its way, one handed over, one just made
 _PATIENCE_S = 1.0
+_PLAIN = (type(None), bool, int, float, str)
 _UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "<unset>"})()
 
 
@@ -62,7 +61,7 @@ class Parcel:
 
     Attributes:
         score: The value that decides how good it is; None when it lacks it.
-        data: The encoded checkpoint, if it is small.
+        data: The encoded checkpoint, if it is small and sure to be taken.
         token: Else what to fetch it with.
     """
 
@@ -100,29 +99,74 @@ class Order:
 
 
 class Parcels:
-    """Copies that wait to be fetched. Of more than a few the oldest is one that nobody will ask for any more.
+    """Checkpoints that wait in this worker for the driver.
 
-    The driver takes one checkpoint over after the other, and of those that several ranks reported in one step only one.
+    Those of rank 0 are copies, which the driver is sure to fetch. What another rank reports is copied only if the
+    driver asks for it, because rank 0 has none; until the driver has said so, the function waits.
     """
 
     def __init__(self) -> None:
-        self._waiting: dict[int, Callable[[], Any]] = {}
+        self._changed = threading.Condition()
+        self._copies: dict[int, Any] = {}
+        self._open: set[int] = set()
+        self._wanted: set[int] = set()
         self._num = 0
 
-    def keep(self, produce: Callable[[], Any]) -> int:
-        """Keeps what `produce` makes, until somebody asks; returns the token to ask with."""
-        self._num += 1
-        self._waiting[self._num] = produce
-        self._waiting.pop(self._num - _MAX_PARCELS, None)
-        return self._num
+    def keep(self, copy: Any) -> int:
+        """Keeps a copy until it is fetched; returns the token to fetch it with."""
+        with self._changed:
+            self._num += 1
+            self._copies[self._num] = copy
+            return self._num
+
+    def announce(self) -> int:
+        """Returns a token for a copy that is made only if the driver asks for it."""
+        with self._changed:
+            self._num += 1
+            self._open.add(self._num)
+            return self._num
+
+    def settle(self, token: int, make_copy: Callable[[], Any]) -> None:
+        """From the function: waits for the driver's word on what was announced, and makes the copy if it is wanted."""
+        with self._changed:
+            self._changed.wait_for(lambda: token in self._wanted or token not in self._open)
+            if token not in self._open:
+                return
+        try:
+            copy = make_copy()
+        except BaseException:
+            self.refuse(token)
+            raise
+        with self._changed:
+            self._copies[token] = copy
+            self._changed.notify_all()
+
+    def refuse(self, token: int) -> None:
+        """From another thread: says that nobody will fetch what was announced."""
+        with self._changed:
+            self._open.discard(token)
+            self._changed.notify_all()
 
     def fetch(self, token: int) -> Any:
-        """What is kept under `token`, once. Called from a second thread, while the function goes on."""
-        return self._waiting.pop(token)()
+        """What is kept under `token`, once. Called from another thread, while the function goes on.
+
+        Raises:
+            KeyError: It is gone.
+        """
+        with self._changed:
+            self._wanted.add(token)
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: token in self._copies or token not in self._open)
+            self._wanted.discard(token)
+            self._open.discard(token)
+            return self._copies.pop(token)
 
     def clear(self) -> None:
         """Lets go of what nobody will ask for."""
-        self._waiting.clear()
+        with self._changed:
+            self._copies.clear()
+            self._open.clear()
+            self._changed.notify_all()
 
 
 class Session:
@@ -135,6 +179,9 @@ class Session:
         shard: This worker's part of the data, or a dict of such parts.
         parcels: Where large checkpoints wait.
     """
+
+    # What leaves the worker is prepared by the backend, then encoded in the thread of the function: with one copy, in
+    # which tensors and arrays are apart, so that no later step has to look at, or even touch, gigabytes in Python.
 
     def __init__(
         self,
@@ -153,7 +200,7 @@ class Session:
         self._order = order
         self._began = self._last_report = time.monotonic()
         self._parcels = parcels or Parcels()
-        self._copier = Copier()
+        self._checkpoints, self._reports = StateEncoder(), StateEncoder()  # two, as one is in GB and the other is not
         self.hand_off = HandOff(order.function)
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> None:
@@ -162,9 +209,21 @@ class Session:
             self.checkpoint = dict(checkpoint)
         if self.is_muted and checkpoint is None:
             return
-        parcel = self._parcel(self.checkpoint or {}) if checkpoint is not None else None
-        data = self._order.encode(self._filled(dict(metrics)))
+        data = self._packed(self._order.encode(self._filled(dict(metrics))))
+        if checkpoint is None:
+            self.hand_off.offer(Message(TrainingResultType.REPORT, data))
+        elif self.world.rank == 0:
+            self.hand_off.offer(Message(TrainingResultType.REPORT, data, self._parcel(checkpoint)))
+        else:
+            self._offer_in_case(data, checkpoint)
+
+    def _offer_in_case(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Hands metrics over, and a checkpoint that the driver wants only if no lower rank has one."""
+        content = self._content(checkpoint)
+        token = self._parcels.announce()
+        parcel = Parcel(content.get(self._order.score_attribute), token=token)
         self.hand_off.offer(Message(TrainingResultType.REPORT, data, parcel))
+        self._parcels.settle(token, lambda: self._checkpoints.encode(self._order.encode(content)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Hands a checkpoint over. Only rank 0's is kept, but the step is one of all ranks."""
@@ -172,13 +231,22 @@ class Session:
         parcel = self._parcel(checkpoint) if self.world.rank == 0 else None
         self.hand_off.offer(Message(TrainingResultType.CHECKPOINT, None, parcel))
 
-    def _parcel(self, checkpoint: dict[str, Any]) -> Parcel:
-        content = {**checkpoint, TIMESTAMP: int(time.time())}
+    def _parcel(self, checkpoint: Mapping[str, Any]) -> Parcel:
+        content = self._content(checkpoint)
         score = content.get(self._order.score_attribute)
-        copy, num_bytes = self._copier.copied(content)
-        if num_bytes < _INLINE_BYTES:
-            return Parcel(score, self._order.encode(copy))
-        return Parcel(score, token=self._parcels.keep(lambda: self._order.encode(copy)))
+        encoded = self._checkpoints.encode(self._order.encode(content))
+        if len(encoded.skeleton) + encoded.num_bytes < _INLINE_BYTES:
+            return Parcel(score, encoded)
+        return Parcel(score, token=self._parcels.keep(encoded))
+
+    def _content(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        return {**checkpoint, TIMESTAMP: int(time.time())}
+
+    def _packed(self, data: Any) -> Any:
+        """What a backend made of metrics; encoded, unless it is plain."""
+        if isinstance(data, dict) and all(type(value) in _PLAIN for value in data.values()):
+            return data
+        return self._reports.encode(data)
 
     def _filled(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """The metrics with what every report has."""
@@ -273,6 +341,7 @@ class FunctionSession:
         """Ends the function at its next message; returns False when it did not come to one in time."""
         if self._session is None:
             return True
+        self._parcels.clear()  # a function that waits for the driver's word goes on to its next message
         is_over = self._session.hand_off.cancel(_PATIENCE_S)
         self._close()
         return is_over
@@ -297,6 +366,10 @@ class FunctionSession:
     def fetch(self, token: int) -> Any:
         """A checkpoint that was too large to travel with its message."""
         return self._parcels.fetch(token)
+
+    def refuse(self, token: int) -> None:
+        """Says that the driver will not fetch a checkpoint."""
+        self._parcels.refuse(token)
 
     def restore(self, shared_state: Any, rank_states: Sequence[Any]) -> None:
         """Nothing: the next call starts the function, from the newest checkpoint."""
@@ -342,11 +415,11 @@ def mute(replica: FunctionSession, *start: Any) -> None:
 
 
 def _start(replica: FunctionSession, start: Sequence[Any]) -> None:
-    """Starts the function if told how: with its order, its packed checkpoint, and its shard of the data."""
+    """Starts the function if told how: with its order, its encoded checkpoint, and its shard of the data."""
     if not start:
         return
     order, checkpoint, shard = start
-    replica.begin(order, pickle.loads(checkpoint) if checkpoint is not None else None, shard)
+    replica.begin(order, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
 
 
 def end_function(replica: FunctionSession) -> bool:
@@ -357,6 +430,11 @@ def end_function(replica: FunctionSession) -> bool:
 def fetch_parcel(replica: FunctionSession, token: int) -> Any:
     """See `FunctionSession.fetch`."""
     return replica.fetch(token)
+
+
+def refuse_parcel(replica: FunctionSession, token: int) -> None:
+    """See `FunctionSession.refuse`."""
+    replica.refuse(token)
 
 
 # -------------------------------------------------------------------------------------------------- public functions

@@ -6,7 +6,6 @@ workers, and leave it as it is for one.
 
 from __future__ import annotations
 
-import io
 import os
 import random
 import tempfile
@@ -31,7 +30,6 @@ from raysgd.exceptions import SessionMisuseError  # noqa: E402
 from raysgd.torch.options import FSDPOptions  # noqa: E402
 from raysgd.torch.parallel import DDP, NoParallel  # noqa: E402
 from raysgd.torch.precision import NativeAmp, Precision  # noqa: E402
-from raysgd.train._copying import unwrapped  # noqa: E402
 from raysgd.train._torch_data import DeviceLoader, divided  # noqa: E402
 from raysgd.train.backend import Backend, BackendConfig, EncodedData, Placed  # noqa: E402
 from raysgd.train.constants import PYTORCH_PROFILER_KEY  # noqa: E402
@@ -75,15 +73,11 @@ class TorchConfig(BackendConfig):
         return Placed(group, names_address=self.init_method == "env", names_place=True)
 
 
-@dataclass(frozen=True)
-class _Saved:
-    """What `torch.save` made."""
-
-    content: bytes
-
-
 class TorchBackend(Backend):
-    """The driver's part. What is reported or saved leaves the workers without wrappers, and arrives in host memory."""
+    """The driver's part. What is reported or saved leaves the workers without wrappers, and arrives in host memory.
+
+    The wrappers that models have deep inside of a checkpoint stay behind too, wherever a state is encoded.
+    """
 
     share_cuda_visible_devices = True
 
@@ -96,21 +90,12 @@ class TorchBackend(Backend):
 
     @staticmethod
     def encode_data(data_dict: dict[str, Any]) -> EncodedData:
-        data = {key: unwrapped(value) for key, value in data_dict.items()}
-        if all(isinstance(value, int | float | str | None) for value in data.values()):
-            return data
-        file = io.BytesIO()
-        torch.save(data, file)
-        return _Saved(file.getvalue())
+        return {key: unwrapped(value) for key, value in data_dict.items()}
 
-    @staticmethod
-    def decode_data(encoded_data: EncodedData) -> dict[str, Any]:
-        if not isinstance(encoded_data, _Saved):
-            plain: dict[str, Any] = encoded_data
-            return plain
-        # It comes from our own worker, and may hold whole models.
-        decoded: dict[str, Any] = torch.load(io.BytesIO(encoded_data.content), map_location="cpu", weights_only=False)
-        return decoded
+
+def unwrapped(value: Any) -> Any:
+    """A model without `DistributedDataParallel`; anything else unchanged."""
+    return value.module if isinstance(value, torch.nn.parallel.DistributedDataParallel) else value
 
 
 def _leave_group() -> None:

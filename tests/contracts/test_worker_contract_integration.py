@@ -369,7 +369,7 @@ def test_a_large_state_waits_under_a_token_and_is_fetched_while_its_worker_is_bu
     assert captures[0].shared_state is None
     assert all(capture.token is None for capture in captures[1:])
     busy: Any = large.group._workers[0].submit("on_replica", wait_for, False, None, tmp_path / "done")
-    assert large.group.beside(0, fetch, captures[0].token).result(20.0) == 2.0
+    assert large.group.fetch(0, fetch, captures[0].token).result(20.0) == 2.0
     (tmp_path / "done").touch()
     if not large.kind.use_local:  # there it was not busy yet: its call runs when it is gathered
         assert ray.get(busy).value == "waited"
@@ -390,7 +390,19 @@ def test_a_released_state_cannot_be_fetched_any_more(large: Started) -> None:
     token = large.call(add, 1.0, capture=True).values[0].capture.token
     large.call(read, capture=True, landed=token)
     with pytest.raises(KeyError):
-        large.group.beside(0, fetch, token).result(None)
+        large.group.fetch(0, fetch, token).result(None)
+
+
+def test_a_worker_that_sends_its_state_for_long_gives_signs_of_life_and_can_be_interrupted(
+    large: Started, tmp_path: Path
+) -> None:
+    if large.kind.use_local:  # there it never travels
+        (tmp_path / "done").touch()
+    sending = large.group.fetch(0, wait_for, tmp_path / "done")
+    for method, *args in [("describe",), ("beside", read), ("stack",), ("interrupt",)]:
+        assert 0 in large.group.ask_beside(method, *args, ranks=[0], timeout_s=20.0)
+    (tmp_path / "done").touch()
+    assert sending.result(None) == "waited"
 
 
 # -------------------------------------------------------------------------------------------- the end

@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from raysgd._state_codec import StateEncoder, decode
 from raysgd.engine import captures
 from raysgd.engine.epochs import EpochAnswer, EpochRequest
 from raysgd.engine.types import DataLedger, Handover, Held, World
@@ -24,7 +25,6 @@ from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.options import StepOptions
 from raysgd.torch.replica_state import RESUME
 from raysgd.torch.sampling import DataSignature
-from raysgd.torch.state_codec import StateEncoder, decode
 from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal

@@ -25,6 +25,17 @@ def test_a_report_may_bring_a_checkpoint_from_any_rank() -> None:
     assert (step.kind, step.parcel, step.source) == (REPORT, Parcel(2.0), 1)
 
 
+def test_of_several_reported_checkpoints_that_of_the_lowest_rank_is_taken_and_the_others_are_refused() -> None:
+    step = check_step(
+        [
+            Message(REPORT, 1),
+            Message(REPORT, 2, Parcel(2.0, token=7)),
+            Message(REPORT, 3, Parcel(3.0, token=4)),
+        ]
+    )
+    assert (step.parcel, step.source, step.refused) == (Parcel(2.0, token=7), 1, ((2, 4),))
+
+
 def test_the_end_of_all_is_the_end() -> None:
     step = check_step([Ended("a"), Ended(None)])
     assert (step.kind, step.data) == (None, ("a", None))

@@ -1,13 +1,16 @@
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
+from raysgd._state_codec import decode, lend
 from raysgd.engine.types import Beat, World
 from raysgd.exceptions import TrainBackendError
 from raysgd.train import session
@@ -92,7 +95,7 @@ class TestReports:
         assert isinstance(message, Message)
         assert (message.kind, user_keys(message)) == (REPORT, {"loss": 1})
         assert message.parcel is not None
-        assert message.parcel.data["weight"] == 2
+        assert decode(message.parcel.data, copy=True)["weight"] == 2
         assert replica.next() == Ended({"weight": 2})
 
     @pytest.mark.parametrize(
@@ -113,7 +116,21 @@ class TestReports:
         begin(replica, lambda: session.report(loss=1), encode=lambda data: ("encoded", data["loss"]))
         message = replica.next()
         assert isinstance(message, Message)
-        assert message.data == ("encoded", 1)
+        assert decode(message.data, copy=True) == ("encoded", 1)
+
+    def test_with_arrays_arrive_as_they_were_when_they_were_reported(self, replica: FunctionSession) -> None:
+        curve = np.zeros(3)
+
+        def function() -> None:
+            session.report(curve=curve)
+            curve[:] = 1
+            session.report(curve=curve)
+
+        begin(replica, function)
+        first, second = replica.next(), replica.next()
+        assert isinstance(first, Message)
+        assert isinstance(second, Message)
+        assert [decode(message.data, copy=True)["curve"].max() for message in (first, second)] == [0, 1]
 
     def test_that_are_muted_are_not_waited_for_but_checkpoints_are(self, replica: FunctionSession) -> None:
         def function() -> str:
@@ -139,7 +156,8 @@ class TestCheckpoints:
         assert message.parcel is not None
         assert message.parcel.score == 2.0
         assert message.parcel.token is None
-        assert {**message.parcel.data, TIMESTAMP: 0} == {"loss": 2.0, "epoch": 1, TIMESTAMP: 0}
+        content = decode(message.parcel.data, copy=True)
+        assert {**content, TIMESTAMP: 0} == {"loss": 2.0, "epoch": 1, TIMESTAMP: 0}
 
     def test_of_other_ranks_stay_there(self) -> None:
         replica = FunctionSession(World(rank=1, size=2))
@@ -168,16 +186,27 @@ class TestCheckpoints:
         assert message.parcel.data is None
         assert replica.next() == Ended()
         assert message.parcel.token is not None
-        assert replica.fetch(message.parcel.token)["weights"].max() == 0
+        assert decode(replica.fetch(message.parcel.token), copy=True)["weights"].max() == 0
         assert weights.max() == 1
+        with pytest.raises(KeyError):
+            replica.fetch(message.parcel.token)
 
-    def test_that_nobody_asks_for_do_not_pile_up(self) -> None:
-        parcels = session.Parcels()
-        tokens = [parcels.keep(lambda number=number: number) for number in range(10)]
-        assert [parcels.fetch(token) for token in tokens[-3:]] == [7, 8, 9]
-        for token in tokens:
-            with pytest.raises(KeyError):
-                parcels.fetch(token)
+    def test_are_prepared_by_the_backend_before_they_are_copied(self, replica: FunctionSession) -> None:
+        weights = np.zeros(1 << 18)
+        function = partial(session.save_checkpoint, weights=weights)
+        begin(replica, function, encode=lambda content: ("encoded", content["weights"]))
+        message = replica.next()
+        assert isinstance(message, Message)
+        assert message.parcel is not None
+        assert message.parcel.token is not None
+        weights[:] = 1
+        name, arrived = decode(replica.fetch(message.parcel.token), copy=True)
+        assert (name, arrived.max()) == ("encoded", 0)
+
+    def test_that_cannot_be_pickled_are_an_error_of_the_function(self, replica: FunctionSession) -> None:
+        begin(replica, lambda: session.save_checkpoint(lock=threading.Lock()))
+        with pytest.raises(TypeError, match="pickle"):
+            replica.next()
 
     def test_can_be_loaded_as_they_were_saved_or_passed_in(self, replica: FunctionSession) -> None:
         weights = [1]
@@ -198,6 +227,65 @@ class TestCheckpoints:
         assert isinstance(message, Message)
         assert message.parcel is not None
         assert message.parcel.score is None
+
+
+class TestCheckpointsThatSeveralRanksReport:
+    """Only one of them is kept: that of the lowest rank."""
+
+    @pytest.fixture
+    def second(self) -> Iterator[FunctionSession]:
+        made = FunctionSession(World(rank=1, size=2))
+        yield made
+        made.end()
+
+    def token_of(self, message: Message | Ended) -> int:
+        assert isinstance(message, Message)
+        assert message.parcel is not None
+        assert message.parcel.data is None
+        assert message.parcel.token is not None
+        return message.parcel.token
+
+    def test_are_not_copied_where_nobody_wants_them(self, second: FunctionSession) -> None:
+        asked: list[Any] = []
+
+        def function() -> str:
+            session.report({"loss": 1}, checkpoint={"weights": np.zeros(1 << 18)})
+            return "went on"
+
+        begin(second, function, encode=lambda data: asked.append(data) if "weights" in data else data)
+        token = self.token_of(second.next())
+        second.refuse(token)
+        assert second.next() == Ended("went on")
+        assert asked == []
+        with pytest.raises(KeyError):
+            second.fetch(token)
+
+    def test_are_copied_when_they_are_fetched_and_the_function_waits_for_that(self, second: FunctionSession) -> None:
+        weights = np.zeros(1 << 18)
+
+        def function() -> None:
+            session.report({"loss": 1}, checkpoint={"weights": weights})
+            weights[:] = 1
+
+        begin(second, function, score_attribute="weights")
+        message = second.next()
+        assert weights.max() == 0
+        assert decode(second.fetch(self.token_of(message)), copy=True)["weights"].max() == 0
+        assert second.next() == Ended()
+        assert weights.max() == 1
+
+    def test_that_cannot_be_copied_fail_on_both_sides(self, second: FunctionSession) -> None:
+        begin(second, lambda: session.report({"loss": 1}, checkpoint={"lock": threading.Lock()}))
+        token = self.token_of(second.next())
+        with pytest.raises(KeyError):
+            second.fetch(token)
+        with pytest.raises(TypeError, match="pickle"):
+            second.next()
+
+    def test_do_not_hold_up_the_end_of_a_run(self, second: FunctionSession) -> None:
+        begin(second, lambda: session.report({"loss": 1}, checkpoint={"weight": 1}))
+        second.next()
+        assert second.end()
 
 
 class TestShards:
@@ -260,9 +348,7 @@ class TestTheReplica:
         assert replica.end()  # nothing left to end
 
     def test_starts_a_function_as_part_of_a_step_if_told_how(self, replica: FunctionSession) -> None:
-        import pickle
-
-        packed = pickle.dumps({"epoch": 2})
+        packed = lend({"epoch": 2})
         assert take_step(replica, order(lambda: session.load_checkpoint()), packed, None) == Ended({"epoch": 2})
 
     def test_gives_signs_of_life(self, replica: FunctionSession) -> None:

@@ -6,6 +6,8 @@ import collections
 import gc
 import io
 import pickle
+import subprocess
+import sys
 import threading
 import warnings
 import weakref
@@ -16,8 +18,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.torch.state_codec import EncodedState, StateEncoder, decode, lend
+from raysgd._state_codec import EncodedState, StateEncoder, decode, lend
 from tests.run_if import RunIf
 
 DTYPES = [
@@ -389,6 +392,40 @@ class TestLend:
 def test_what_cannot_be_pickled_is_reported() -> None:
     with pytest.raises(TypeError, match="pickle"):
         StateEncoder().encode({"lock": __import__("threading").Lock()})
+
+
+def test_a_model_arrives_without_the_wrapper_that_belongs_to_its_group() -> None:
+    class Model(torch.nn.Linear):
+        pass
+
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    torch.nn.Module.__init__(wrapped)
+    wrapped.module = Model(2, 1)
+    got = round_trip({"models": [wrapped], "same": wrapped})
+    assert type(got["same"]) is Model
+    assert got["models"][0] is got["same"]
+    assert torch.equal(got["same"].weight, wrapped.module.weight)
+
+
+def test_a_part_of_something_divided_is_refused_with_advice() -> None:
+    class Divided(torch.Tensor):
+        def full_tensor(self) -> None: ...
+
+    with pytest.raises(ValueError, match="gather_state"):
+        StateEncoder().encode([torch.zeros(2).as_subclass(Divided)])
+
+
+def test_a_process_without_pytorch_needs_none() -> None:
+    program = """
+import sys
+import numpy as np
+from raysgd._state_codec import StateEncoder, decode
+state = {"weights": [np.arange(5000.0)], "epoch": 3}
+arrived = decode(StateEncoder().encode(state), copy=True)
+assert (arrived["weights"][0] == state["weights"][0]).all() and arrived["epoch"] == 3
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_an_optimizer_goes_on_from_a_decoded_state() -> None:

@@ -7,26 +7,29 @@ the receiver can use the tensors where they lie.
 
 What is kept: types and order of containers, classes of other objects (through cloudpickle), which tensors are
 one and the same, dtypes, strides of dense tensors, `requires_grad`. What is not: the device (everything
-arrives on the CPU), views that share part of another tensor's memory, and attributes that were hung on a
-tensor.
+arrives on the CPU), views that share part of another tensor's memory, attributes that were hung on a
+tensor, and `DistributedDataParallel` around a model, which belongs to a group of processes.
+
+PyTorch is not needed: without it there are no tensors, and numpy arrays travel alike.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
+import sys
 import warnings
 from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from functools import cache
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
-from ray.cloudpickle import CloudPickler
 
 from raysgd._host_buffers import Bytes, HostBuffers
 
-_Sliceable = TypeVar("_Sliceable", Bytes, torch.Tensor)
+if TYPE_CHECKING:
+    import torch
 
 _ALIGNMENT = 64
 """Bytes to whose multiple every part starts: a cache line, and the widest vector register."""
@@ -66,6 +69,7 @@ class StateEncoder:
     encoded states may go to any thread.
 
     Example:
+        >>> import torch
         >>> encoder = StateEncoder()
         >>> encoded = encoder.encode({"weight": torch.ones(2), "epoch": 3})
         >>> decode(encoded, copy=True)
@@ -87,7 +91,7 @@ class StateEncoder:
         parts = _Parts()
         skeleton = _skeleton(state, parts)
         buffer = self._buffers.take(parts.num_bytes, pinned=parts.is_on_gpu)
-        parts.copy_into(torch.from_numpy(buffer))
+        parts.copy_into(buffer)
         return EncodedState(skeleton, buffer)
 
 
@@ -100,7 +104,7 @@ def lend(state: Any) -> EncodedState:
     parts = _Parts(lends=True)
     skeleton = _skeleton(state, parts)
     buffer = np.empty(parts.num_bytes, dtype=np.uint8)
-    parts.copy_into(torch.from_numpy(buffer))
+    parts.copy_into(buffer)
     return EncodedState(skeleton, buffer, tuple(parts.apart))
 
 
@@ -181,18 +185,26 @@ class _Parts:
         self.array_parts.append(_ArrayPart(self._reserve(content.nbytes), content.nbytes))
         return False
 
-    def copy_into(self, memory: torch.Tensor) -> None:
+    def copy_into(self, memory: Bytes) -> None:
         """Fill the bytes `memory` with all that was noted."""
+        for content, array_part in zip(self._arrays, self.array_parts, strict=True):
+            _slice(memory, array_part)[:] = np.frombuffer(content, dtype=np.uint8)
+        if self._tensors:
+            self._copy_tensors_into(memory)
+
+    def _copy_tensors_into(self, memory: Bytes) -> None:
+        import torch
+
         with torch.no_grad():
             for tensor, part in zip(self._tensors, self.tensor_parts, strict=True):
                 if part.num_bytes and part.apart is None:
-                    _copy_tensor(tensor, _slice(memory, part), part)
-        for content, array_part in zip(self._arrays, self.array_parts, strict=True):
-            _slice(memory, array_part).numpy()[:] = np.frombuffer(content, dtype=np.uint8)
+                    _copy_tensor(tensor, torch.from_numpy(_slice(memory, part)), part)
         for device in {tensor.device for tensor in self._tensors if tensor.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
     def _tensor_part(self, tensor: torch.Tensor) -> _TensorPart:
+        import torch
+
         num_bytes = tensor.numel() * tensor.element_size()
         lends = self._lends and num_bytes >= _LENT_BYTES and _is_plain_memory(tensor)
         if lends:
@@ -217,19 +229,37 @@ class _Parts:
 def _skeleton(state: Any, parts: _Parts) -> bytes:
     """Pickle `state` without the contents of its tensors, which are noted in `parts`."""
     structure = io.BytesIO()
-    _SkeletonPickler(structure, parts).dump(state)
+    _skeleton_pickler()(structure, parts).dump(state)
     return pickle.dumps((parts.tensor_parts, parts.array_parts, structure.getvalue()), protocol=5)
 
 
-class _SkeletonPickler(CloudPickler):
-    """Pickles everything but the contents of tensors and large arrays."""
+@cache
+def _skeleton_pickler() -> Any:
+    """The class that pickles skeletons, made on first use because Ray is imported no earlier than needed."""
+    from ray.cloudpickle import CloudPickler
 
-    def __init__(self, stream: io.BytesIO, parts: _Parts) -> None:
-        super().__init__(stream, protocol=5, buffer_callback=parts.add_array)
-        self._parts = parts
+    class SkeletonPickler(CloudPickler):
+        """Pickles everything but the contents of tensors and large arrays."""
 
-    def persistent_id(self, obj: Any) -> int | None:
-        return self._parts.add_tensor(obj) if _is_plain_tensor(obj) else None
+        def __init__(self, stream: io.BytesIO, parts: _Parts) -> None:
+            super().__init__(stream, protocol=5, buffer_callback=parts.add_array)
+            self._parts = parts
+            self._torch = _loaded_torch()
+
+        def persistent_id(self, obj: Any) -> int | None:
+            torch = self._torch
+            return self._parts.add_tensor(obj) if torch is not None and _is_plain_tensor(obj, torch) else None
+
+        def reducer_override(self, obj: Any) -> Any:
+            """Replaces what cannot leave its process; everything else goes the usual way."""
+            torch = self._torch
+            if torch is not None and isinstance(obj, torch.nn.parallel.DistributedDataParallel):
+                return _itself, (obj.module,)
+            if torch is not None and isinstance(obj, torch.Tensor):
+                return _reduced(obj)
+            return super().reducer_override(obj)
+
+    return SkeletonPickler
 
 
 class _SkeletonUnpickler(pickle.Unpickler):
@@ -243,7 +273,31 @@ class _SkeletonUnpickler(pickle.Unpickler):
         return self._tensors[pid]
 
 
-def _is_plain_tensor(value: Any) -> bool:
+def _loaded_torch() -> Any:
+    """PyTorch if this process uses it: without it there are no tensors."""
+    torch = sys.modules.get("torch")
+    return torch if hasattr(torch, "nn") else None
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _reduced(tensor: torch.Tensor) -> Any:
+    """How a tensor pickles itself, on the CPU.
+
+    Raises:
+        ValueError: It is one worker's part of a divided tensor.
+    """
+    if hasattr(tensor, "full_tensor"):
+        raise ValueError(
+            "The state holds this worker's part of a divided model or optimizer: in a training function save what "
+            "`raysgd.train.torch.gather_state` returns of it, which all workers have to call."
+        )
+    return (tensor if tensor.device.type in ("cpu", "meta") else tensor.cpu()).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _is_plain_tensor(value: Any, torch: Any) -> bool:
     """Whether `value` is a tensor whose contents are its elements in memory; others pickle themselves."""
     if type(value) is not torch.Tensor and type(value) is not torch.nn.Parameter:
         return False
@@ -274,6 +328,8 @@ def _identity(tensor: torch.Tensor) -> Hashable:
 
 def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) -> None:
     """Copy a tensor's elements into the bytes `target`; a copy from a GPU is only queued."""
+    import torch
+
     source = tensor.detach().resolve_conj().resolve_neg()
     if part.stride is None and source.is_contiguous():
         source = source.reshape(-1).view(torch.uint8)  # Bytes: quick, and good for any dtype.
@@ -284,6 +340,10 @@ def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) 
 
 def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) -> list[torch.Tensor]:
     """Make the tensors of their bytes. torch warns of read-only ones: that nobody writes is our promise."""
+    if not parts:
+        return []
+    import torch
+
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         contents = [
@@ -297,6 +357,8 @@ def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) 
 
 def _build_tensor(part: _TensorPart, content: torch.Tensor) -> torch.Tensor:
     """Make one tensor of its bytes, in the storage that these have."""
+    import torch
+
     tensor = _shaped(part, content) if part.num_bytes else torch.empty(part.shape, dtype=part.dtype)
     if part.is_parameter:
         return torch.nn.Parameter(tensor, requires_grad=part.requires_grad)
@@ -315,5 +377,5 @@ def _array(part: _ArrayPart, buffer: Bytes, copy: bool) -> Bytes:
     return content.copy() if copy else content
 
 
-def _slice(content: _Sliceable, part: _TensorPart | _ArrayPart) -> _Sliceable:
+def _slice(content: Bytes, part: _TensorPart | _ArrayPart) -> Bytes:
     return content[part.start : part.start + part.num_bytes]

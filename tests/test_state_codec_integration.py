@@ -6,7 +6,7 @@ import pytest
 import ray
 import torch
 
-from raysgd.torch.state_codec import StateEncoder, decode, lend
+from raysgd._state_codec import StateEncoder, decode, lend
 
 pytestmark = pytest.mark.integration
 
