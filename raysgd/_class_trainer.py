@@ -28,8 +28,24 @@ TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
 logger = logging.getLogger(__name__)
 
 
+class NotYet:
+    """Stands for a method that people look for and that is not here yet; what uses it is told what there is instead."""
+
+    def __init__(self, instead: str) -> None:
+        self._instead = instead
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, instance: object, owner: type) -> NoReturn:
+        raise AttributeError(f"`{owner.__name__}.{self._name}` is not available yet. {self._instead}")
+
+
 class ClassTrainer:
     """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
+
+    fit = NotYet("Call `trainer.train()` once for each epoch, and `trainer.validate()` as often as you like.")
+    predict = NotYet("Call `trainer.get_model()`, which returns the trained model, and use it in this process.")
 
     _controller: ElasticController
     _finalizer: Any

@@ -8,15 +8,21 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, modules: Mapping[str, str], not_here: Mapping[str, str] | None = None
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and the `__dir__` of a package.
 
     Args:
         package: Its `__name__`.
         modules: For each name the module that defines it.
+        not_here: For names that users of the old library look for here, what to use instead.
     """
+    instead = not_here or {}
 
     def find(name: str) -> Any:
+        if name in instead:
+            raise ImportError(instead[name])  # of an `AttributeError`, `from ... import` would swallow the words
         if name not in modules:
             raise AttributeError(f"module `{package}` has no attribute `{name}`")
         value = getattr(importlib.import_module(modules[name]), name)

@@ -97,3 +97,34 @@ def call_with_accepted(method: Callable[..., Any], iterator: Any, **named: Any) 
         ):
             arguments.append(named["info"])
     return method(*arguments, **keywords)
+
+
+def bind_batch_info(method: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """`method` as a function of a batch and its info, whatever the user's override of it takes.
+
+    That is `batch_info`, also by keyword only; `batch_idx`, as in the guide of the old library; both, or nothing more
+    than the batch. Any other second argument is the info.
+    """
+    parameters = list(inspect.signature(method).parameters.values())
+    if parameters and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL:
+        del parameters[0]  # the batch
+    known = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)} & _BATCH_ARGUMENTS
+    first = parameters[0] if parameters else None
+    takes_info_unnamed = first is not None and first.name not in known and first.kind in _POSITIONAL
+    if takes_info_unnamed:
+        return lambda batch, info: method(batch, info, **{name: _told(name, info) for name in known})
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        known = known or {"batch_info"}
+    return lambda batch, info: method(batch, **{name: _told(name, info) for name in known})
+
+
+_BATCH_ARGUMENTS = {"batch_info", "batch_idx"}
+_POSITIONAL = {
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.VAR_POSITIONAL,
+}
+
+
+def _told(name: str, info: Mapping[str, Any]) -> Any:
+    return info if name == "batch_info" else info["batch_idx"]

@@ -18,6 +18,7 @@ from typing import Any
 
 from raysgd._meters import AverageMeterCollection
 from raysgd._timers import TimerCollection
+from raysgd.engine.epochs import bind_batch_info
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
 from raysgd.tf import registry
@@ -130,9 +131,10 @@ class TrainingOperator:
         meters, self._meters_to_fill = self._meters_to_fill or AverageMeterCollection(), None
         if not meters.num_batches:
             self._reset_metrics()
+        train_batch = bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **info}
-            metrics = self.train_batch(batch, batch_info=batch_info)
+            metrics = train_batch(batch, batch_info)
             if not self._context.synchronizer.step.is_padding:
                 self._count(meters, metrics)
             self.global_step += 1
@@ -197,10 +199,10 @@ class TrainingOperator:
 
         Ranks may have different numbers of batches, so nothing in the loop may wait for other ranks.
         """
-        meters = AverageMeterCollection()
+        meters, validate_batch = AverageMeterCollection(), bind_batch_info(self.validate_batch)
         self._reset_metrics()
         for batch_idx, batch in enumerate(val_iterator):
-            self._count(meters, self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})}))
+            self._count(meters, validate_batch(batch, {"batch_idx": batch_idx, **(info or {})}))
         summary = meters.summary()
         summary.update(self._metric_results("val_"))
         return summary
@@ -389,7 +391,7 @@ class TrainingOperator:
         for number in (1, 2):  # two sizes: the second one is traced for all sizes
             step.num_samples = number
             batch = zeros(self._train_dataset.element_spec, number)
-            self.train_batch(batch, {"batch_idx": 0, "global_step": 0, **self._own_info(None, 0)})
+            bind_batch_info(self.train_batch)(batch, {"batch_idx": 0, "global_step": 0, **self._own_info(None, 0)})
         step.num_samples = None
         self._reset_metrics()
 

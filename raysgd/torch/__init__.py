@@ -31,4 +31,10 @@ __getattr__, __dir__ = lazy_names(
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.training_operator",
     },
+    not_here={
+        "BaseTorchTrainable": (
+            "`BaseTorchTrainable` is not available yet. Create the `TorchTrainer` inside a function of your own, and "
+            "give that function to Ray Tune; or use `raysgd.train.Trainer.to_tune_trainable`."
+        )
+    },
 )

@@ -16,7 +16,7 @@ from raysgd._class_runner import ClassRunner
 from raysgd._meters import AverageMeterCollection
 from raysgd._state_codec import EncodedState, StateEncoder, decode
 from raysgd.engine.epoch_run import EpochRun, RunState
-from raysgd.engine.epochs import EpochAnswer, EpochRequest, call_with_accepted
+from raysgd.engine.epochs import EpochAnswer, EpochRequest, bind_batch_info, call_with_accepted
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import DataLedger, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
@@ -272,7 +272,8 @@ class TorchRunner(ClassRunner):
             self._arm(0)
             batch = next(DividedSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
-                operator.train_batch(batch[0], {"batch_idx": 0, "global_step": 0, **operator._own_info(None, 0)})
+                info = {"batch_idx": 0, "global_step": 0, **operator._own_info(None, 0)}
+                bind_batch_info(operator.train_batch)(batch[0], info)
         except Exception as error:  # it is only practice; in earnest it would be the user's to know
             logger.warning("a worker that is to step in could not take a step in advance: %r", error)
 

@@ -17,7 +17,7 @@ import torch
 
 from raysgd import _class_arguments
 from raysgd._batching import split_batch_size
-from raysgd._class_trainer import ClassTrainer
+from raysgd._class_trainer import ClassTrainer, NotYet
 from raysgd._state_codec import EncodedState, decode, lend
 from raysgd.backends.base import Backend
 from raysgd.backends.horovod import HorovodBackend
@@ -101,6 +101,11 @@ class TorchTrainer(ClassTrainer):
         >>> for _ in range(5):  # doctest: +SKIP
         ...     print(trainer.train(), trainer.validate())
     """
+
+    as_trainable = NotYet(
+        "Create the trainer inside a function of your own and give that function to Ray Tune; or use "
+        "`raysgd.train.Trainer.to_tune_trainable`."
+    )
 
     def __init__(
         self,

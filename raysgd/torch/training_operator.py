@@ -24,6 +24,7 @@ import torch
 
 from raysgd._meters import AverageMeterCollection
 from raysgd._timers import TimerCollection
+from raysgd.engine.epochs import bind_batch_info
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
 from raysgd.torch import registry
@@ -153,10 +154,10 @@ class TrainingOperator:
         scheduler = getattr(self, "scheduler", None)
         steps_scheduler = scheduler is not None and self.scheduler_step_freq == SCHEDULER_STEP_BATCH
         meters, self._meters_to_fill = self._meters_to_fill or self._new_meters(), None
-        step = self._parallel.step
+        step, train_batch = self._parallel.step, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **info}
-            metrics = self.train_batch(batch, batch_info=batch_info)
+            metrics = train_batch(batch, batch_info)
             if step.is_boundary:
                 step.confirm()
                 meters.count_held()
@@ -241,10 +242,10 @@ class TrainingOperator:
         Ranks may have different numbers of batches, so nothing in here may be a collective.
         """
         self._require("model").eval()
-        meters = self._new_meters()
+        meters, validate_batch = self._new_meters(), bind_batch_info(self.validate_batch)
         with torch.no_grad():
             for batch_idx, batch in enumerate(val_iterator):
-                metrics = self.validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
+                metrics = validate_batch(batch, {"batch_idx": batch_idx, **(info or {})})
                 self._count(meters, metrics)
         return meters.summary()
 

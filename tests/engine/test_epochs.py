@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.epochs import EpochAnswer, call_with_accepted, merged
+from raysgd.engine.epochs import EpochAnswer, bind_batch_info, call_with_accepted, merged
 from raysgd.engine.results import WorkerMetrics
 
 
@@ -113,3 +113,58 @@ def test_a_decorated_override_is_judged_by_its_own_signature() -> None:
             return iterator, info
 
     assert call_with_accepted(Decorated().train_epoch, "it", info={}, **REST) == ("it", {})
+
+
+class Overrides:
+    """`train_batch` as people write it; each returns what it was given beside the batch."""
+
+    def stock(self, batch: Any, batch_info: Any) -> Any:
+        return batch_info
+
+    def keyword_only(self, batch: Any, *, batch_info: Any) -> Any:
+        return batch_info
+
+    def renamed(self, batch: Any, info: Any) -> Any:
+        return info
+
+    def optional(self, batch: Any, batch_info: Any = None) -> Any:
+        return batch_info
+
+    def anything(self, *args: Any, **kwargs: Any) -> Any:
+        return args[1] if len(args) > 1 else kwargs["batch_info"]
+
+    def any_keywords(self, batch: Any, **kwargs: Any) -> Any:
+        return kwargs["batch_info"]
+
+    def positions(self, *args: Any) -> Any:
+        return args[1]
+
+    def index(self, batch: Any, batch_idx: int) -> Any:
+        return batch_idx
+
+    def index_by_keyword(self, batch: Any, *, batch_idx: int) -> Any:
+        return batch_idx
+
+    def both(self, batch: Any, batch_idx: int, batch_info: Any) -> Any:
+        return batch_idx, batch_info
+
+    def nothing(self, batch: Any) -> Any:
+        return None
+
+
+INFO = {"batch_idx": 3, "global_step": 7}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        *((name, INFO) for name in ("stock", "keyword_only", "renamed", "optional", "anything", "any_keywords")),
+        ("positions", INFO),
+        ("index", 3),
+        ("index_by_keyword", 3),
+        ("both", (3, INFO)),
+        ("nothing", None),
+    ],
+)
+def test_a_batch_method_gets_what_it_takes(name: str, expected: Any) -> None:
+    assert bind_batch_info(getattr(Overrides(), name))("batch", INFO) == expected

@@ -1091,3 +1091,38 @@ def test_the_config_cannot_be_changed_where_that_would_change_nothing(
     assert trainer.config == {"lr": 0.1}
     assert pickle.loads(pickle.dumps(trainer.config)) == {"lr": 0.1}
     assert type(trainer.config.copy()) is dict
+
+
+@pytest.mark.parametrize("name", ["fit", "predict", "as_trainable"])
+def test_what_is_not_there_yet_says_what_to_use(name: str, make_local: MakeTrainer) -> None:
+    assert not hasattr(TorchTrainer, name)
+    with pytest.raises(AttributeError, match=f"`TorchTrainer.{name}` is not available yet. C"):
+        getattr(make_local(), name)
+
+
+@pytest.mark.parametrize(
+    ("statement", "words"),
+    [
+        ("from raysgd.torch import BaseTorchTrainable", "Ray Tune"),
+        ("from raysgd.data import Dataset", "set_num_shards"),
+    ],
+)
+def test_names_of_the_old_library_that_are_not_there_yet_say_what_to_use(statement: str, words: str) -> None:
+    with pytest.raises(ImportError, match=f"is not available yet.*{words}"):
+        exec(statement)
+
+
+class ByIndex(LinearOperator):
+    """As the guide of the old library has it."""
+
+    def train_batch(self, batch: Any, batch_idx: int) -> dict[str, Any]:  # type: ignore[override]
+        return {**super().train_batch(batch, {}), "index": batch_idx}
+
+    def validate_batch(self, batch: Any, *, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().validate_batch(batch, batch_info), "index": batch_info["batch_idx"]}
+
+
+def test_batch_methods_may_take_an_index_or_their_info_by_keyword(make_local: MakeTrainer) -> None:
+    trainer = make_local(ByIndex)
+    assert trainer.train(num_steps=3)["last_index"] == 2
+    assert trainer.validate(num_steps=2)["last_index"] == 1
