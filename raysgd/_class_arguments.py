@@ -73,6 +73,7 @@ def check_elastic(
     resize_check_s: Any,
     snapshot_every_n_steps: Any,
     heartbeat_s: Any,
+    settle_timeout_s: Any,
 ) -> None:
     """Checks what says how a trainer follows losses and gains of workers.
 
@@ -95,7 +96,8 @@ def check_elastic(
         raise InvalidCountError(f"`spare_workers={spare_workers!r}`: need 0 or more, as an integer.")
     if snapshot_every_n_steps is not None:
         check_count("snapshot_every_n_steps", snapshot_every_n_steps, hint="None copies the state between calls only.")
-    for name, seconds in (("resize_check_s", resize_check_s), ("heartbeat_s", heartbeat_s)):
+    times = {"resize_check_s": resize_check_s, "heartbeat_s": heartbeat_s, "settle_timeout_s": settle_timeout_s}
+    for name, seconds in times.items():
         if seconds is None and name == "resize_check_s":
             continue
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:

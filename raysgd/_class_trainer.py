@@ -57,6 +57,7 @@ class ClassTrainer:
     spare_workers: int
     resize_check_s: float | None
     heartbeat_s: float
+    settle_timeout_s: float
     _validation_starts_over = False
 
     def _controller_for(
@@ -87,6 +88,7 @@ class ClassTrainer:
             regroups=rejoins,
             num_spares=self.spare_workers,
             heartbeat_s=self.heartbeat_s,
+            settle_timeout_s=self.settle_timeout_s,
         )
         scaling = ScalingPolicy(
             max_workers=self.max_replicas, min_workers=self.min_workers, num_local=int(self.use_local)

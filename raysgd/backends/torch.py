@@ -6,6 +6,7 @@ import datetime
 import json
 import logging
 import os
+import threading
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -64,6 +65,7 @@ class TorchBackend(Backend):
     _mesh: Mesh | None = field(default=None, repr=False, compare=False)
     _group: Group | None = field(default=None, repr=False, compare=False)
     _is_on_one_node: bool = field(default=False, repr=False, compare=False)
+    _aborting: threading.Thread | None = field(default=None, repr=False, compare=False)
     _is_cut: bool = field(default=False, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
@@ -199,8 +201,9 @@ class TorchBackend(Backend):
         mesh = self._mesh
         if mesh is not None:
             mesh.interrupt()
-        if self.transport == "nccl" and self._has_joined:
-            _abort_process_group()
+        if self.transport == "nccl" and self._has_joined and self._aborting is None:
+            self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
+            self._aborting.start()  # it may take long, and who interrupts is asked for signs of life too
 
     @property
     def is_broken(self) -> bool:
@@ -213,6 +216,9 @@ class TorchBackend(Backend):
         if _joined is self:
             _joined = None
         self._cut()
+        aborting, self._aborting = self._aborting, None
+        if aborting is not None:
+            aborting.join()
         if self._has_joined:  # another group in this process is not ours to end
             end_process_group()
         if self._mesh is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, Protocol
 
+from raysgd.engine.silence import patience_s
 from raysgd.engine.types import Failure, Outcome
 from raysgd.engine.worker import WorkerFailed, cannot_import
 from raysgd.exceptions import WorkerFault
@@ -17,6 +18,7 @@ _CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a 
 _SHORT_CONNECTION_GRACE_S = 0.3  # where survivors are asked next: the loss of a node may be reported much later
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that rank in a collective never answer
 _POLL_S = 0.1
+_LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and heard nothing
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
@@ -108,6 +110,58 @@ def outcome(rank: int, reference: Any) -> Outcome:
         return Outcome(rank, failure=Failure("user", _fault(rank, error, "")))
     except ray.exceptions.RayError as error:
         return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
+
+
+class Ear(Protocol):
+    """Hears what became of calls, and knows the time."""
+
+    def now(self) -> float:
+        """Seconds, on a clock that only goes forward."""
+
+    def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
+        """Those of `references` that came to an end; waits until all have, or the time is over."""
+
+    def outcome(self, rank: int, reference: Any) -> Outcome:
+        """What is known of one call right now."""
+
+
+class RayEar:
+    """Hears what became of calls of Ray actors."""
+
+    def now(self) -> float:
+        return time.monotonic()
+
+    def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
+        import ray
+
+        done, _ = ray.wait(list(references), num_returns=len(references), timeout=timeout_s)
+        return done
+
+    def outcome(self, rank: int, reference: Any) -> Outcome:
+        return outcome(rank, reference)
+
+
+def roll_call(ear: Ear, references: Mapping[int, Any], num_others: int, heartbeat_s: float) -> dict[int, Outcome]:
+    """What ranks answer that were all asked just now, beside their work. Those who are silent have not answered.
+
+    Args:
+        ear: Hears them.
+        references: The questions, by rank.
+        num_others: How many more of the group are known to live.
+        heartbeat_s: What a worker that gives no sign of life gets.
+    """
+    outcomes = {rank: Outcome(rank, answered=False) for rank in references}
+    ranks = {reference: rank for rank, reference in references.items()}
+    answered_after_s: list[float] = []
+    waited_s, looked_at = 0.0, ear.now()
+    while ranks and waited_s < patience_s(answered_after_s, len(ranks), num_others, heartbeat_s):
+        ready = ear.ready(ranks.keys(), _POLL_S)
+        waited_s += min(ear.now() - looked_at, _LONGEST_GAP_S)
+        looked_at = ear.now()
+        heard = [ear.outcome(ranks.pop(reference), reference) for reference in ready]
+        outcomes |= {found.rank: found for found in heard}
+        answered_after_s += [waited_s for found in heard if found.ok]  # the dead tell nothing of the living
+    return outcomes
 
 
 def _carried(carrier: Any) -> Failure:

@@ -305,7 +305,7 @@ class RemoteWorker:
 
 
 # Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.
-_GROUPS = {"beside": ("beside", "describe", "interrupt", "stack"), "sending": ("send",)}
+_GROUPS = {"beside": ("beside", "stack"), "signs": ("describe", "interrupt"), "sending": ("send",)}
 
 
 def _actor_class() -> Any:

@@ -8,8 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._logging import Relay
 from raysgd.engine import ranks
-from raysgd.engine.gathering import Listener, grace_s, outcome
+from raysgd.engine.gathering import Ear, Listener, RayEar, grace_s, roll_call
 from raysgd.engine.local_worker import LocalCall, LocalWorker
 from raysgd.engine.newcomers import Newcomers
 from raysgd.engine.recruits import Recruit, Recruits
@@ -34,9 +33,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CLOSE_TIMEOUT_S = 5.0
-_FREED_S = 30.0  # a survivor may finish a long step of its own before it sees that its group is gone
 _STUCK_S = 5.0
-_SILENCE_S = 2.0  # a live worker answers beside its work well within this
+_POLL_S = 0.1
+_LATE_S = 2.0  # who has not answered within this is not asked; nobody is ended for it
 
 
 @dataclass(frozen=True)
@@ -56,6 +55,7 @@ class GroupSpec:
         packs: Whether workers go to as few nodes as they can, rather than to as many.
         within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
         heartbeat_s: A worker that gives no sign of life for so long is lost.
+        settle_timeout_s: How long a survivor of a loss may take to come to an end with the step it is in.
         relay: Logs what workers logged.
     """
 
@@ -71,6 +71,7 @@ class GroupSpec:
     packs: bool = False
     within: Any = "default"
     heartbeat_s: float = 30.0
+    settle_timeout_s: float = 120.0
     relay: Relay = field(default_factory=Relay, repr=False, compare=False)
 
     @property
@@ -80,10 +81,17 @@ class GroupSpec:
 
 
 class WorkerGroup:
-    """A started set of workers, in rank order. Made by `start` only; `stop` is final."""
+    """A started set of workers, in rank order. Made by `start` only; `stop` is final.
 
-    def __init__(self, spec: GroupSpec, num_workers: int) -> None:
+    Args:
+        spec: What it is started from.
+        num_workers: How many.
+        ear: Hears what remote workers answer.
+    """
+
+    def __init__(self, spec: GroupSpec, num_workers: int, ear: Ear | None = None) -> None:
         self._spec = spec
+        self._ear = ear or RayEar()
         self._seats = Seats(spec.resources, spec.packs, spec.within)
         self.recruits = Recruits(spec, self._seats)
         self._workers: list[LocalWorker | RemoteWorker] = []
@@ -276,35 +284,43 @@ class WorkerGroup:
             report: What is known of the call.
             tell_stuck: Called once if a rank that lives takes long to come to an end with what it does.
         """
-        lost = {found.rank for found in report.outcomes if found.failure is not None and found.failure.kind == "died"}
-        answers = self._free(rank for rank in self._unanswered if rank not in lost)
+        lost = {found.rank for found in report.outcomes if _has_died(found)}
+        waiting = {rank: call for rank, call in self._unanswered.items() if rank not in lost}
+        self._unanswered = {}
+        answers = self._free(waiting, len(self._workers) - len(lost) - len(waiting))
         self.silent = {rank for rank, found in answers.items() if not found.answered}
         lost |= {rank for rank, found in answers.items() if not found.ok}
-        deadline = time.monotonic() + _FREED_S
-        has_told = False
-        for rank, reference in self._unanswered.items():
-            if rank in lost:
-                continue
-            while not (found := outcome(rank, reference)).answered and time.monotonic() < deadline:
-                time.sleep(0.002)
-                if not has_told and time.monotonic() > deadline - _FREED_S + _STUCK_S:
-                    tell_stuck()
-                    has_told = True
-            if not found.answered or (found.failure is not None and found.failure.kind == "died"):
-                lost.add(rank)
-        self._unanswered = {}
+        freed = {rank: call for rank, call in waiting.items() if rank not in lost}
+        lost |= self._let_finish(freed, tell_stuck)
         return [rank for rank in range(len(self._workers)) if rank not in lost]
 
-    def _free(self, waiting: Iterable[int]) -> dict[int, Outcome]:
-        """Ends what these ranks wait for; returns what the remote ones say to that."""
-        calls = {rank: self._workers[rank].submit("interrupt") for rank in waiting}
-        remote = {}
-        for rank, call in calls.items():
+    def _let_finish(self, calls: Mapping[int, Any], tell_stuck: Callable[[], None]) -> set[int]:
+        """Waits until these calls of survivors have come to an end; returns those that do not, or are dead."""
+        timeout_s, began, has_told = self._spec.settle_timeout_s, self._ear.now(), False
+        while calls and (waited_s := self._ear.now() - began) < timeout_s:
+            if len(self._ear.ready(calls.values(), _POLL_S)) == len(calls):
+                break
+            if not has_told and waited_s > min(_STUCK_S, timeout_s / 2):
+                tell_stuck()
+                has_told = True
+        outcomes = [self._ear.outcome(rank, call) for rank, call in calls.items()]
+        return {found.rank for found in outcomes if not found.answered or _has_died(found)}
+
+    def _free(self, waiting: Collection[int], num_others: int) -> dict[int, Outcome]:
+        """Ends what these ranks wait for; returns what the remote ones say to that, while so many others are alive."""
+        remote = self._interrupt(waiting)
+        return self._roll_call(remote, num_others + len(waiting) - len(remote))
+
+    def _interrupt(self, ranks: Iterable[int]) -> dict[int, Any]:
+        """Ends what these ranks wait for, without waiting for that; returns the calls of the remote ones."""
+        calls = {rank: self._workers[rank].submit("interrupt") for rank in ranks}
+        for call in calls.values():
             if isinstance(call, LocalCall):
                 call.run()
-            else:
-                remote[rank] = call
-        return self._within(remote, _SILENCE_S)
+        return {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
+
+    def _roll_call(self, references: Mapping[int, Any], num_others: int) -> dict[int, Outcome]:
+        return roll_call(self._ear, references, num_others, self._spec.heartbeat_s)
 
     def stand(self, survivors: Sequence[int], tick: Callable[[], None] | None = None) -> GroupReport:
         """Lets the survivors leave their group. Each tells how far it is; the first opens the next meeting point."""
@@ -318,7 +334,7 @@ class WorkerGroup:
             worker = self._workers[rank]
             if isinstance(worker, RemoteWorker):
                 calls[rank] = worker.submit("describe")
-        answers = self._within(calls, _SILENCE_S)
+        answers = self._roll_call(calls, len(ranks) - len(calls))
         self.silent |= {rank for rank, found in answers.items() if not found.answered}
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
 
@@ -386,7 +402,7 @@ class WorkerGroup:
         self._seats.reserve(count, timeout_s)
 
     def ask_beside(
-        self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _SILENCE_S
+        self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
     ) -> dict[int, Any]:
         """What ranks (all, unless said) answer to `method` beside their work; without those that are late."""
         asked = range(len(self._workers)) if ranks is None else ranks
@@ -408,7 +424,7 @@ class WorkerGroup:
 
     def hear(self, rank: int, call: Any) -> Outcome:
         """What became of a call by `submit_beside`, as of now."""
-        return outcome(rank, call)
+        return self._ear.outcome(rank, call)
 
     def kill_rank(self, rank: int) -> None:
         """Ends a worker that does not answer any more, in a way that reaches a stopped process too."""
@@ -418,12 +434,9 @@ class WorkerGroup:
         resources.kill_process(self.infos[rank])
 
     def _within(self, references: Mapping[int, Any], timeout_s: float) -> dict[int, Outcome]:
-        if not references:
-            return {}
-        import ray
-
-        ray.wait(list(references.values()), num_returns=len(references), timeout=timeout_s)
-        return {rank: outcome(rank, reference) for rank, reference in references.items()}
+        if references:
+            self._ear.ready(references.values(), timeout_s)
+        return {rank: self._ear.outcome(rank, reference) for rank, reference in references.items()}
 
     # ---------------------------------------------------------------------------------------------- stopping
 
@@ -504,8 +517,8 @@ class WorkerGroup:
             if is_local_done.wait(grace_s(kinds)):
                 return
             if self._spec.regroups and "user" not in kinds:
-                self._free(range(len(self._workers)))
-                if is_local_done.wait(_FREED_S):
+                self._interrupt(range(len(self._workers)))
+                if is_local_done.wait(self._spec.settle_timeout_s):
                     return
             heard.update(self._kill_remote(heard))
 
@@ -533,6 +546,10 @@ class WorkerGroup:
             else:
                 worker.interrupt()
         return {rank: replace(found, answered=False) for rank, found in heard.items()}
+
+
+def _has_died(found: Outcome) -> bool:
+    return found.failure is not None and found.failure.kind == "died"
 
 
 def _ranked(found: Outcome) -> Outcome:

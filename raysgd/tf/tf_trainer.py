@@ -69,6 +69,8 @@ class TFTrainer(ClassTrainer):
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
             while it is made ready it gets at least 10 s.
+        settle_timeout_s: How long a survivor of a loss may take to come to an end with the step that it is in; then it
+            is replaced.
         **unknown: Refused, with a guess at what was meant.
 
     Raises:
@@ -106,6 +108,7 @@ class TFTrainer(ClassTrainer):
         resize_check_s: float | None = None,
         snapshot_every_n_steps: int | None = None,
         heartbeat_s: float = 30.0,
+        settle_timeout_s: float = 120.0,
         **unknown: Any,
     ) -> None:
         _class_arguments.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__)
@@ -125,6 +128,7 @@ class TFTrainer(ClassTrainer):
             resize_check_s=resize_check_s,
             snapshot_every_n_steps=snapshot_every_n_steps,
             heartbeat_s=heartbeat_s,
+            settle_timeout_s=settle_timeout_s,
         )
         arguments.check_spares(spare_workers, self.max_replicas, recovery, backend)
         arguments.check_snapshots_inside(snapshot_every_n_steps, backend)
@@ -147,6 +151,7 @@ class TFTrainer(ClassTrainer):
         self.resize_check_s = resize_check_s
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.heartbeat_s = heartbeat_s
+        self.settle_timeout_s = settle_timeout_s
         self._requested_config = self.config_of_user
         self._writer = BackgroundWriter(checkpoint_file.write)
         self._begin(self._make_controller())

@@ -87,6 +87,8 @@ class TorchTrainer(ClassTrainer):
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
             while it is made ready it gets at least 10 s.
+        settle_timeout_s: How long a survivor of a loss may take to come to an end with the step that it is in; then it
+            is replaced.
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
@@ -140,6 +142,7 @@ class TorchTrainer(ClassTrainer):
         resize_check_s: float | None = None,
         snapshot_every_n_steps: int | None = None,
         heartbeat_s: float = 30.0,
+        settle_timeout_s: float = 120.0,
         model_creator: Any = None,
         data_creator: Any = None,
         optimizer_creator: Any = None,
@@ -179,6 +182,7 @@ class TorchTrainer(ClassTrainer):
             resize_check_s=resize_check_s,
             snapshot_every_n_steps=snapshot_every_n_steps,
             heartbeat_s=heartbeat_s,
+            settle_timeout_s=settle_timeout_s,
         )
         _class_arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
         chosen = choose_precision(use_fp16, precision)
@@ -218,6 +222,7 @@ class TorchTrainer(ClassTrainer):
         self.resize_check_s = resize_check_s
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.heartbeat_s = heartbeat_s
+        self.settle_timeout_s = settle_timeout_s
         self._requested_config = dict(config or {})
         self._check_batch_size()
         self._writer = checkpoint_file.AsyncWriter()

@@ -339,6 +339,29 @@ def test_variables_of_nccl_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> No
     assert "NCCL_BLOCKING_WAIT" not in os.environ
 
 
+class SlowAbort:
+    """What ends NCCL's kernels, which takes long."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+        self.num_ended = 0
+
+    def __call__(self) -> None:
+        assert self.may_end.wait(20)
+        self.num_ended += 1
+
+
+def test_an_interrupt_does_not_wait_until_nccl_is_aborted_but_leaving_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    abort = SlowAbort()
+    monkeypatch.setattr("raysgd.backends.torch._abort_process_group", abort)
+    backend = TorchBackend("nccl", _has_joined=True)
+    backend.interrupt()
+    backend.interrupt()
+    threading.Timer(0.2, abort.may_end.set).start()
+    backend.leave()
+    assert abort.num_ended == 1
+
+
 def real_errors() -> Iterator[Exception]:
     import torch
 

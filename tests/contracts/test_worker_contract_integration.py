@@ -386,6 +386,18 @@ def test_a_transfer_that_is_not_there_in_time_says_so_and_can_be_asked_again(lar
     assert transfer.result(None) == "waited"
 
 
+def test_signs_of_life_and_interrupts_do_not_wait_for_what_a_worker_does_beside_its_work(
+    large: Started, tmp_path: Path
+) -> None:
+    if large.kind.use_local:  # there it is done at once
+        (tmp_path / "go").touch()
+    transfer = large.group.beside(0, wait_for, tmp_path / "go")
+    assert set(large.group.ask_beside("describe", ranks=[0], timeout_s=20)) == {0}
+    assert set(large.group.ask_beside("interrupt", ranks=[0], timeout_s=20)) == {0}
+    (tmp_path / "go").touch()
+    transfer.result(20.0)
+
+
 def test_a_released_state_cannot_be_fetched_any_more(large: Started) -> None:
     token = large.call(add, 1.0, capture=True).values[0].capture.token
     large.call(read, capture=True, landed=token)
