@@ -270,7 +270,7 @@ class ClassRunner(ABC):
         info = {**request.info, **operator._own_info(request.num_steps, run.epoch_idx)}
         epoch_before = self.epoch
         run.attach(stream)
-        stream.at_boundary = partial(self._at_boundary, run) if self._can_resume(stream) else None
+        stream.at_boundary = partial(self._at_boundary, run) if self._can_resume(stream) else self._note_boundary
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         batches = _Watched(coming if request.tick is None else _ticking(coming, request.tick))
         self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)

@@ -131,8 +131,12 @@ class ClassTrainer:
         return self._controller.run(call)
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
-        """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order."""
-        call = Call(_apply, lambda worlds: [(fn,)] * len(worlds), changes_state=True)
+        """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order.
+
+        Where it raises on some workers only, or not at the same line, all are replaced: nobody knows then which of them
+        it has changed.
+        """
+        call = Call(_apply, lambda worlds: [(fn,)] * len(worlds), changes_state=True, keeps_alike=True)
         return self._controller.run(call)
 
     def get_local_operator(self) -> Any:

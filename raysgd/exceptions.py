@@ -204,23 +204,24 @@ class WorkerError(RaySGDError):
 
     What reaches the caller is an instance of this class *and* of the class that the user code raised, so that
     ``except ValueError`` works as if the code had run in the driver. `faults` holds every rank's fault, the earliest
-    first.
+    first; `aftermath` says what became of the workers and their state, where that is not just as the exception left it.
     """
 
     faults: tuple[WorkerFault, ...] = ()
+    aftermath: str = ""
 
     def __str__(self) -> str:
-        return describe_faults(self.faults) if self.faults else super().__str__()
+        return describe_faults(self.faults, self.aftermath) if self.faults else super().__str__()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return (worker_error, (self.faults,)) if self.faults else (WorkerError, self.args)
+        return (worker_error, (self.faults, self.aftermath)) if self.faults else (WorkerError, self.args)
 
 
-def worker_error(faults: tuple[WorkerFault, ...]) -> WorkerError:
+def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> WorkerError:
     """Builds the exception for `faults`: a `WorkerError` that is also of the first fault's own class."""
     original = faults[0].error
     error = _as_both(original) if original is not None else WorkerError(faults[0].message)
-    error.faults = tuple(faults)
+    error.faults, error.aftermath = tuple(faults), aftermath
     error.__cause__ = original  # with its live frames where the worker is this process
     return error
 
@@ -244,7 +245,7 @@ def _class_of_both(user_class: type[BaseException]) -> type[BaseException]:
     return type(f"WorkerError({user_class.__name__})", (WorkerError, user_class), {"__module__": __name__})
 
 
-def describe_faults(faults: tuple[WorkerFault, ...]) -> str:
+def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:
     """Words the faults of one call: each distinct one once with its ranks, the user's own line first."""
     groups: dict[tuple[str, str, str], list[WorkerFault]] = {}
     for fault in faults:
@@ -255,5 +256,7 @@ def describe_faults(faults: tuple[WorkerFault, ...]) -> str:
         nodes = ", ".join(dict.fromkeys(fault.node for fault in members))
         who = f"rank {ranks}" if len(members) == 1 else f"ranks {ranks}"
         parts.append(f"{type_name}: {message}\n  raised at {location}\n  on {who}, node {nodes}")
+    if aftermath:
+        parts.append(aftermath)
     trace = faults[0].traceback_text.rstrip()
     return "\n".join(parts) + (f"\n\nTraceback of rank {faults[0].rank}:\n{trace}" if trace else "")

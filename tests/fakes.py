@@ -237,9 +237,9 @@ class Lost:
 
 @dataclass(frozen=True)
 class Raised:
-    """One rank raised. Whether the others answered decides whether the group can be used again."""
+    """One rank raised; with None every one. Whether others answered decides whether the group can be used again."""
 
-    rank: int
+    rank: int | None
     error: Exception
     others_answered: bool = True
 
@@ -614,7 +614,7 @@ def failure(kind: FailureKind, rank: int = 0, error: BaseException | None = None
 def _failure(event: Event, rank: int) -> Failure | None:
     if isinstance(event, Lost) and rank in event.ranks:
         return failure(event.kind, rank, RuntimeError("the process is gone"))
-    if isinstance(event, Raised) and rank == event.rank:
+    if isinstance(event, Raised) and event.rank in (rank, None):
         return failure("user", rank, event.error)
     return None
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from raysgd.engine.failures import Diagnosis, classify, listed, words
+from raysgd.engine.failures import Diagnosis, classify, failed_alike, listed, words
 from raysgd.engine.history import History
 from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle, Unformed
 from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
@@ -39,6 +39,8 @@ class Call:
         function: Runs on the worker as `function(replica, *args)`.
         args_for: The arguments of each rank, made anew for every attempt because the world may have changed.
         changes_state: Whether replicas are different afterwards, so that a snapshot is due.
+        keeps_alike: Whether it brings all replicas from one state to another, so that one on which it failed by itself
+            is another one than the others.
         captures: Whether to copy the state afterwards in any case.
         rank: The only rank to run on; None for all.
         tick: Called in the driver some ten times a second while it waits.
@@ -49,6 +51,7 @@ class Call:
     function: Callable[..., Any]
     args_for: Callable[[Sequence[World]], Sequence[Sequence[Any]]] = lambda worlds: [()] * len(worlds)
     changes_state: bool = False
+    keeps_alike: bool = False
     captures: bool = False
     rank: int | None = None
     tick: Callable[[], None] | None = None
@@ -227,7 +230,7 @@ class ElasticController:
         diagnosis = classify(report)
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
         if isinstance(decision, Raise):
-            self._raise(diagnosis, report, decision, budget)
+            self._raise(call, diagnosis, report, decision, budget)
         cause = words(diagnosis)
         if isinstance(decision, Rejoin):
             unformed = self._life.rejoin(report, budget, self._tick, tell_stuck)
@@ -237,7 +240,7 @@ class ElasticController:
         if diagnosis.kind == "disconnected" and not self._spec.regroups:
             tell_stuck()
         if budget.is_spent:
-            self._raise(diagnosis, report, Raise(lost=True), budget)
+            self._raise(call, diagnosis, report, Raise(lost=True), budget)
         budget.pay_for_rebuild()
         self._life.rebuild(cause)
         return self._is_restored_inside
@@ -413,13 +416,12 @@ class ElasticController:
         if call.changes_state and self._life.group is not None:
             self._snapshots.touch()
 
-    def _raise(self, diagnosis: Diagnosis, report: GroupReport, decision: Raise, budget: RetryBudget) -> None:
-        """Raises for good. The group is kept only when every rank lives, is connected and has answered."""
+    def _raise(
+        self, call: Call, diagnosis: Diagnosis, report: GroupReport, decision: Raise, budget: RetryBudget
+    ) -> None:
+        """Raises for good. The group is kept only if every rank lives, is connected, and is where the others are."""
         if not decision.lost:
-            if not report.all_answered:
-                [name, *_] = [fault.type_name for fault in diagnosis.faults]
-                self._life.end(f"rank {listed(diagnosis.ranks)} raised {name} while others were inside the call")
-            raise worker_error(diagnosis.faults)
+            raise worker_error(diagnosis.faults, self._end_if_parted(call, diagnosis, report))
         self._life.end(words(diagnosis), "lost")
         budget.refuse()
         hint = (
@@ -431,6 +433,27 @@ class ElasticController:
             f"{hint if diagnosis.kind == 'died' else ''}The last completed state is kept: call again to go on from it "
             "with new workers, or use `shutdown(force=True)`."
         ) from diagnosis.faults[0].error
+
+    def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
+        """After an exception in user code: ends a group whose ranks are not at the same place, and says so."""
+        assert self._life.group is not None
+        if not report.all_answered:
+            parted = "others were inside the call"
+        elif call.keeps_alike and not self._life.group.is_driver_only and not self._has_failed_alike(report):
+            parted = "others were elsewhere"
+            self._await_snapshot()  # of the call before, while somebody is there who can send it
+        else:
+            return ""
+        self._life.end(f"rank {listed(diagnosis.ranks)} raised {diagnosis.faults[0].type_name} while {parted}")
+        if not self._snapshots.has_any:
+            return ""
+        return (
+            "The workers were ended, because they are not in the same state any more. The next call starts new ones, "
+            f"{self._life.restored_from()}."
+        )
+
+    def _has_failed_alike(self, report: GroupReport) -> bool:
+        return failed_alike(report) and self._life.are_replicas_alike(self._tick)
 
     def _check_active(self) -> None:
         if self._is_stopped:

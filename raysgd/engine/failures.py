@@ -57,6 +57,13 @@ def classify(report: GroupReport) -> Diagnosis:
     raise AssertionError("unreachable: every failure has a known kind")
 
 
+def failed_alike(report: GroupReport) -> bool:
+    """Whether every rank failed, and at the same line of user code."""
+    failures = [outcome.failure for outcome in report.outcomes]
+    places = {(failure.fault.type_name, failure.fault.location) for failure in failures if failure is not None}
+    return None not in failures and len(places) == 1
+
+
 def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
     """The cause in a few words, for logs and messages; `gone` are all ranks that are lost, as far as that is known."""
     reason = _said(diagnosis.faults[0])

@@ -21,6 +21,7 @@ from raysgd.engine.policies import (
     RetryBudget,
     ScalingPolicy,
     Wait,
+    are_alike,
     capacity,
     takers,
 )
@@ -299,7 +300,7 @@ class Lifecycle:
                 logger.warning("the resources for %s workers were taken by somebody else", decision.num_workers)
                 continue
             if is_restarted:
-                self._record(kind, old_size, began, cause, self._restored_from())
+                self._record(kind, old_size, began, cause, self.restored_from())
                 return
             if self._start_budget is not None:
                 self._pay_for_start(self._start_budget)
@@ -359,7 +360,8 @@ class Lifecycle:
                 return False
         return True
 
-    def _restored_from(self) -> str:
+    def restored_from(self) -> str:
+        """Which state the next workers go on from, for whoever reads of it."""
         snapshot = self._snapshots.landed
         if snapshot is None or snapshot.progress is None:
             return "from the last completed call"
@@ -553,10 +555,20 @@ class Lifecycle:
         """Between two calls: whether the replicas could go on in another group; None if some of them are lost."""
         group = self.group
         assert group is not None
-        report = group.on_replica(_standing, dict.fromkeys(range(len(group)), ()), tick=tick)
+        report = self._ask_standings(group, tick)
         if not report.ok:
             return False if classify(report).kind == "user" else None
         return not any(answer.value.obstacle for answer in report.values)
+
+    def are_replicas_alike(self, tick: Callable[[], None]) -> bool:
+        """After a call that failed on all of them, which wait for the next one: whether they are in one state."""
+        group = self.group
+        assert group is not None
+        report = self._ask_standings(group, tick)
+        return report.ok and are_alike([answer.value for answer in report.values])
+
+    def _ask_standings(self, group: WorkerGroup, tick: Callable[[], None]) -> GroupReport:
+        return group.on_replica(_standing, dict.fromkeys(range(len(group)), ()), tick=tick)
 
     def grow_in_place(self, tick: Callable[[], None]) -> None:
         """Between two calls: lets as many workers step in as there is room for."""

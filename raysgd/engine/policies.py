@@ -195,6 +195,11 @@ def choose_source(standings: Sequence[Standing]) -> int | None:
     return min(whole)[1] if whole else None
 
 
+def are_alike(standings: Sequence[Standing]) -> bool:
+    """Whether all replicas are in one and the same state: that of a completed step, after equally many."""
+    return all(each.is_whole for each in standings) and len({each.progress for each in standings}) == 1
+
+
 def takers(standings: Sequence[Standing], source: int) -> tuple[int, ...]:
     """Indices of the replicas that have to take over the state of `source`."""
     progress = standings[source].progress

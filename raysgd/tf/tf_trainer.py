@@ -225,7 +225,7 @@ class TFTrainer(ClassTrainer):
         num_steps = _class_arguments.check_num_steps(num_steps)
         requests = partial(self._requests, num_steps, profile, _class_arguments.check_info(info))
         resume = TFRunner.resume_epoch if self._goes_on else None
-        call = Call(TFRunner.train_epoch, requests, changes_state=True, resume=resume)
+        call = Call(TFRunner.train_epoch, requests, changes_state=True, keeps_alike=True, resume=resume)
         return self._result(self._run_training(call, max_retries), reduce_results)
 
     def validate(
@@ -379,6 +379,7 @@ class TFTrainer(ClassTrainer):
             TFRunner.restore_former,
             lambda worlds: [(shared,) for shared in self._controller.group.share(state)],
             changes_state=True,
+            keeps_alike=True,
         )
         obstacle = self._controller.run(call)[0]
         if obstacle:
@@ -399,6 +400,7 @@ class TFTrainer(ClassTrainer):
             TFRunner.restore,
             lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(whole)],
             changes_state=not is_complete,
+            keeps_alike=True,
         )
         self._controller.run(call)
         if is_complete:

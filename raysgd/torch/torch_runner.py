@@ -140,20 +140,25 @@ class TorchRunner(ClassRunner):
         )
         self._operator = spec.operator_cls(config_for_worker(spec.config, world.size), context)
         self._state = ReplicaState(self._operator, self._parallel, self._feed)
-        if _may_change_models_early(self._operator):
-            self._watch_models()
+        self._watch_models()
         return self._facts()
 
     def _watch_models(self) -> None:
-        """Notes changes, for batches that may change a model before their last collective: broken, they are half done.
+        """Notes changes: a batch that breaks off after the first of them is half done.
 
-        Counts steps of optimizers, which may go past PyTorch's own count of changes, and looks at that count, which
-        knows of other changes too, such as the first half of a step of sharpness-aware minimization.
+        Counts steps of optimizers, which may go past PyTorch's own count of changes. Batches that may change a model
+        before their last collective are looked at more closely: an optimizer may begin there and have changed nothing
+        yet, and PyTorch's count knows of other changes too, such as the first half of a step of sharpness-aware
+        minimization.
         """
-        self._watched = [p for model in getattr(self.operator, "_original_models", ()) for p in model.parameters()]
-        for optimizer in getattr(self.operator, "_optimizers", ()):
-            if hasattr(optimizer, "register_step_post_hook"):
-                optimizer.register_step_post_hook(self._note_step)
+        operator = self.operator
+        optimizers = getattr(operator, "_optimizers", ())
+        is_close = _may_change_models_early(operator) or not all(map(_tells_of_steps, optimizers))
+        if is_close:
+            self._watched = [p for model in getattr(operator, "_original_models", ()) for p in model.parameters()]
+        for optimizer in filter(_tells_of_steps, optimizers):
+            register = optimizer.register_step_post_hook if is_close else optimizer.register_step_pre_hook
+            register(self._note_step)
 
     def _num_changes(self) -> int:
         return self._num_optimizer_steps + sum(parameter._version for parameter in self._watched)
@@ -434,6 +439,10 @@ def _may_change_models_early(operator: TrainingOperator) -> bool:
     """Whether a batch may change a model and need the other ranks after that."""
     names = ("train_batch", "forward", "backward", "optimizer_step")
     return len(getattr(operator, "_optimizers", ())) > 1 or any(_overrides(operator, name) for name in names)
+
+
+def _tells_of_steps(optimizer: Any) -> bool:
+    return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
 
 
 def _overrides(operator: TrainingOperator, name: str) -> bool:

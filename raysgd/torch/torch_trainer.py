@@ -301,7 +301,9 @@ class TorchTrainer(ClassTrainer):
             tick = (lambda: bar.show(self._progress())) if bar is not None else None
             requests = partial(self._requests, num_steps, profile, info, dataset, tick)
             resume = TorchRunner.resume_epoch if dataset is None else None
-            call = Call(TorchRunner.train_epoch, requests, changes_state=True, tick=tick, resume=resume)
+            call = Call(
+                TorchRunner.train_epoch, requests, changes_state=True, keeps_alike=True, tick=tick, resume=resume
+            )
             answers = self._run_training(call, max_retries)
             self._check_even_steps(answers)
             result = merged(answers, reduce_results)
@@ -377,7 +379,12 @@ class TorchTrainer(ClassTrainer):
 
     def update_scheduler(self, metric: Any) -> None:
         """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""
-        call = Call(TorchRunner.update_schedulers, lambda worlds: [(metric,)] * len(worlds), changes_state=True)
+        call = Call(
+            TorchRunner.update_schedulers,
+            lambda worlds: [(metric,)] * len(worlds),
+            changes_state=True,
+            keeps_alike=True,
+        )
         self._controller.run(call)
 
     # ------------------------------------------------------------------------------------------------ state
@@ -503,7 +510,7 @@ class TorchTrainer(ClassTrainer):
         if group.is_driver_only or not (file.is_mapped and content.is_complete and group.is_on_one_node):
             return False
         args = (file.identity, weights_only, content.rank_states)
-        call = Call(TorchRunner.restore_file, lambda worlds: [args] * len(worlds))
+        call = Call(TorchRunner.restore_file, lambda worlds: [args] * len(worlds), keeps_alike=True)
         try:
             self._controller.run(call)
         except checkpoint_file.OtherFileError as error:
@@ -526,6 +533,7 @@ class TorchTrainer(ClassTrainer):
             TorchRunner.restore,
             lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(stored)],
             changes_state=not content.is_complete,
+            keeps_alike=True,
         )
         self._controller.run(call)
         if content.is_complete:

@@ -58,7 +58,8 @@ class Trainer:
         return self.controller.run(self.call(num_steps), max_retries=max_retries)
 
     def call(self, num_steps: int) -> Call:
-        return Call(walk, lambda worlds: [(num_steps,)] * len(worlds), changes_state=True, resume=walk_on)
+        args = [(num_steps,)]
+        return Call(walk, lambda worlds: args * len(worlds), changes_state=True, keeps_alike=True, resume=walk_on)
 
     def during_calls(self, seconds: int, happens: Callable[[int], None] = lambda second: None) -> None:
         """Lets each call last so many seconds; `happens` is called with the number of each."""

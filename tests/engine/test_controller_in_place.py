@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -130,7 +131,71 @@ def test_an_exception_of_the_user_is_never_gone_on_from() -> None:
     trainer = Trainer()
     with pytest.raises(ZeroDivisionError):
         trainer.walk(5, Raised(1, ZeroDivisionError("by zero")))
-    assert trainer.kinds == []
+    assert "rejoined" not in trainer.kinds
+
+
+ENDED = (
+    "The workers were ended, because they are not in the same state any more. The next call starts new ones, from the "
+    "last completed call."
+)
+
+
+@pytest.mark.parametrize(
+    ("rank", "num_done", "is_whole", "is_kept"),
+    [
+        (None, (3, 3, 3), (True, True, True), True),
+        (1, (3, 3, 3), (True, True, True), False),
+        (None, (3, 3, 2), (True, True, True), False),
+        (None, (3, 3, 3), (True, False, True), False),
+        (None, (3, 3, 3), (False, False, False), False),
+    ],
+)
+def test_after_an_exception_replicas_are_kept_only_if_all_failed_alike(
+    rank: int | None, num_done: Sequence[int], is_whole: Sequence[bool], is_kept: bool
+) -> None:
+    trainer = Trainer()
+    trainer.walk(2)
+    for replica, done, whole in zip(trainer.group.replicas, num_done, is_whole, strict=True):
+        replica.num_done, replica.is_whole = done, whole
+    with pytest.raises(ZeroDivisionError, match="by zero") as caught:
+        trainer.walk(5, Raised(rank, ZeroDivisionError("by zero")))
+    assert trainer.group.is_alive == is_kept
+    assert (ENDED in str(caught.value)) == (not is_kept)
+    assert ENDED in str(pickle.loads(pickle.dumps(caught.value))) or is_kept
+    assert trainer.walk(1) == [3, 3, 3]
+    assert len(trainer.cluster.groups) == (1 if is_kept else 2)
+
+
+def test_what_failed_is_told_before_what_became_of_the_workers() -> None:
+    trainer = Trainer()
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.walk(5, Raised(1, ZeroDivisionError("by zero")))
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "ZeroDivisionError: by zero"
+    assert lines[3] == ENDED
+    assert trainer.controller.history.events[-1].cause == "rank 1 raised ZeroDivisionError while others were elsewhere"
+
+
+def test_a_state_that_is_still_on_its_way_arrives_before_the_workers_are_ended() -> None:
+    trainer = Trainer(is_large=True)
+    trainer.walk(1)
+    trainer.controller.snapshots.poll()
+    trainer.cluster.transfer_s = 2.0
+    trainer.walk(1)
+    with pytest.raises(ZeroDivisionError):
+        trainer.walk(5, Raised(1, ZeroDivisionError("by zero")))
+    assert trainer.controller.snapshots.landed is not None
+    assert trainer.controller.snapshots.landed.shared_state == 2
+    assert trainer.controller.snapshots.calls_since == ()
+
+
+def test_a_driver_that_is_alone_has_nothing_to_go_back_to_and_is_kept() -> None:
+    trainer = Trainer(use_local=True, max_workers=1)
+    trainer.group.replicas[0].is_whole = False
+    with pytest.raises(ZeroDivisionError) as caught:
+        trainer.walk(5, Raised(0, ZeroDivisionError("by zero")))
+    assert trainer.group.is_alive
+    assert ENDED not in str(caught.value)
 
 
 def test_all_who_are_lost_are_named_also_where_others_saw_only_the_connection_break() -> None:

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from raysgd.engine.failures import classify, words
+from raysgd.engine.failures import classify, failed_alike, words
 from raysgd.engine.types import Failure, FailureKind, GroupReport, Outcome
 from tests.fakes import failure, fault
 
@@ -32,6 +32,30 @@ def test_a_death_outranks_an_exception_and_that_a_lost_connection(
 ) -> None:
     diagnosis = classify(report(*kinds))
     assert (diagnosis.kind, diagnosis.ranks) == (expected, ranks)
+
+
+@pytest.mark.parametrize(
+    ("places", "expected"),
+    [
+        (("a.py:7", "a.py:7"), True),
+        (("a.py:7", "a.py:9"), False),
+        (("a.py:7", None), False),
+        ((None, "a.py:7"), False),
+        (("a.py:7",), True),
+    ],
+)
+def test_ranks_failed_alike_if_all_of_them_raised_at_the_same_line(
+    places: tuple[str | None, ...], expected: bool
+) -> None:
+    failures = [place and Failure("user", fault(rank, location=place)) for rank, place in enumerate(places)]
+    outcomes = tuple(Outcome(rank, failure=found or None) for rank, found in enumerate(failures))
+    assert failed_alike(GroupReport(outcomes)) == expected
+
+
+def test_ranks_that_raised_different_exceptions_at_one_line_did_not_fail_alike() -> None:
+    errors = [KeyError("x"), ValueError("x")]
+    outcomes = [Outcome(rank, failure=failure("user", rank, error)) for rank, error in enumerate(errors)]
+    assert not failed_alike(GroupReport(tuple(outcomes)))
 
 
 def test_silence_is_no_cause() -> None:

@@ -14,6 +14,7 @@ from raysgd.engine.policies import (
     RetryBudget,
     ScalingPolicy,
     Wait,
+    are_alike,
     capacity,
     choose_source,
     num_fitting,
@@ -271,6 +272,22 @@ def test_all_go_on_from_the_most_advanced_whole_replica(
 )
 def test_nobody_goes_on_when_no_state_is_whole_or_one_of_them_cannot(standings: list[Standing]) -> None:
     assert choose_source(standings) is None
+
+
+@pytest.mark.parametrize(
+    ("standings", "expected"),
+    [
+        ([Standing(3)], True),
+        ([Standing(3), Standing(3, obstacle="its own group")], True),
+        ([Standing(3), Standing(4)], False),
+        ([Standing(7), BROKEN], False),
+        ([BROKEN, BROKEN], False),
+    ],
+)
+def test_replicas_are_alike_where_all_are_behind_the_same_completed_step(
+    standings: list[Standing], expected: bool
+) -> None:
+    assert are_alike(standings) == expected
 
 
 def test_a_budget_counts_what_was_used_up() -> None:

@@ -193,7 +193,7 @@ class DiesInSetup(LinearOperator):
 def test_a_worker_that_dies_in_setup_is_replaced(ray_cluster: None, tmp_path: Path) -> None:
     config = {"once": str(tmp_path / "once")}
     with TorchTrainer(training_operator_cls=DiesInSetup, num_workers=2, config=config) as trainer:
-        assert trainer.train()["num_samples"] == 20
+        assert trainer.train()["num_samples"] == 4, "the rest of the pass"
 
 
 def test_a_worker_that_always_dies_in_setup_is_given_up(ray_cluster: None) -> None:
@@ -295,6 +295,49 @@ def test_an_exception_on_one_rank_is_raised_once_and_soon(
         assert trainer.apply_all_workers(os.getpid) == pids
         assert trainer.validate()["num_samples"] == 13
         assert trainer.train()["epoch"] == 3
+
+
+class FailsInLastStep(LinearOperator):
+    """Raises in the last batch of a pass, on the ranks that `info` names, before its optimizer begins or after that."""
+
+    def optimizer_step(self) -> None:
+        self.meet("before")
+        super().optimizer_step()
+        self.meet("after")
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.told = batch_info
+        return super().train_batch(batch, batch_info)
+
+    def meet(self, where: str) -> None:
+        is_meant = self.world_rank in self.told.get("ranks", ()) and self.told["batch_idx"] == 4
+        if is_meant and where == self.told["where"]:
+            raise ZeroDivisionError("on purpose")
+
+
+def weights(operator: LinearOperator) -> list[float]:
+    return [float(each) for parameter in operator.model.parameters() for each in parameter.flatten()]
+
+
+def test_replicas_that_an_exception_left_different_are_not_gone_on_with(ray_cluster: None) -> None:
+    """Rank 0 had completed the last step, rank 1 not: both have answered, and neither waits for the other."""
+    with TorchTrainer(training_operator_cls=FailsInLastStep, num_workers=2, config={"batch_size": 2}) as trainer:
+        trainer.train()
+        before, pids = trainer.apply_all_operators(weights), trainer.apply_all_workers(os.getpid)
+        with pytest.raises(ZeroDivisionError) as caught:
+            trainer.train(info={"ranks": [0, 1], "where": "before"})
+        assert "were ended" not in str(caught.value), "all failed alike"
+        assert trainer.apply_all_workers(os.getpid) == pids
+        kept = trainer.apply_all_operators(weights)
+        assert kept[0] == kept[1] != before[0], "in the middle of the call"
+        with pytest.raises(ZeroDivisionError, match=r"workers were ended.*from the last completed call") as caught:
+            trainer.train(info={"ranks": [1], "where": "before"})
+        assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', "rank 1")
+        assert trainer.apply_all_operators(weights) == kept, "the last call that was completed left it so"
+        assert not {*pids} & {*trainer.apply_all_workers(os.getpid)}
+        assert trainer.train()["num_samples"] == 4, "the rest of the pass"
+        trained = trainer.apply_all_operators(weights)
+        assert trained[0] == trained[1]
 
 
 @pytest.mark.parametrize("rank", [0, 1])

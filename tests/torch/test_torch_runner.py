@@ -27,7 +27,7 @@ from raysgd.torch.replica_state import RESUME
 from raysgd.torch.sampling import DataSignature
 from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
 from tests.torch.apex_double import StrictAmp
-from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal
+from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, OwnEpochOperator, equal
 
 ALONE = World(rank=0, size=1)
 
@@ -624,6 +624,40 @@ def survivor(operator_cls: type[TrainingOperator] = BreaksOff, every: int | None
     runner = TorchRunner(spec, World(rank=0, size=2, local_size=2))
     runner.setup()
     return runner
+
+
+class FailsAt(LinearOperator):
+    """Raises at a place of its second step; overrides nothing that would have it watched more closely."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.num_begun = 0
+        self.optimizer.register_step_pre_hook(lambda *_: self.meet("before the step"))
+        self.optimizer.register_step_post_hook(lambda *_: self.meet("after the step"))
+        self.model.register_forward_pre_hook(lambda *_: self.meet("forward"))
+
+    def meet(self, place: str) -> None:
+        self.num_begun += place == "forward"
+        if self.num_begun == 2 and place == self.config["place"]:
+            raise ZeroDivisionError(place)
+
+
+class FailsAtInOwnLoop(FailsAt, OwnEpochOperator):
+    """The same where the epoch could not be gone on with."""
+
+
+@pytest.mark.parametrize("operator_cls", [FailsAt, FailsAtInOwnLoop])
+@pytest.mark.parametrize(
+    ("place", "is_whole"), [("forward", True), ("before the step", True), ("after the step", False)]
+)
+def test_a_replica_is_whole_until_an_optimizer_has_begun(
+    operator_cls: type[LinearOperator], place: str, is_whole: bool
+) -> None:
+    runner = make_runner(operator_cls, place=place)
+    with pytest.raises(ZeroDivisionError):
+        train(runner)
+    standing = runner.standing()
+    assert (standing.progress, standing.is_whole) == (1, is_whole)
 
 
 def broken_off(runner: TorchRunner, in_step: int, num_steps: int | None = None) -> TorchRunner:
