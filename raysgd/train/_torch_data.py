@@ -2,55 +2,112 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
 
 from raysgd.engine.types import World
 
 logger = logging.getLogger(__name__)
 
 
-def divided(loader: DataLoader[Any], world: World, seed: int | None) -> DataLoader[Any]:
+def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool = False) -> DataLoader[Any]:
     """A loader over this rank's part of the same data; the loader itself where that makes no sense.
 
     Args:
         loader: Any loader.
         world: The place of this worker.
         seed: For random numbers in the processes of the loader; None for PyTorch's own.
+        exact: Whether no sample is repeated to make the parts equal.
+
+    Raises:
+        ValueError: The batches come from a batch sampler that nobody can divide.
     """
-    is_divided = isinstance(loader.sampler, DistributedSampler)
-    if world.size == 1 or is_divided or isinstance(loader.dataset, IterableDataset):
+    sampler = _sampler_of(loader)
+    if isinstance(sampler, DistributedSampler) or isinstance(loader.dataset, IterableDataset):
         return loader
-    shuffles = not isinstance(loader.sampler, SequentialSampler)
-    if shuffles and not isinstance(loader.sampler, RandomSampler) and world.rank == 0:
+    if world.size == 1:
+        _accept_epochs(loader.sampler)
+        return loader
+    _check_batches(loader)
+    shuffles = not isinstance(sampler, SequentialSampler)
+    if shuffles and not isinstance(sampler, RandomSampler) and world.rank == 0:
         logger.warning(
             "the sampler %s is replaced by one that divides the data and shuffles it: pass `add_dist_sampler=False` to "
             "keep it",
-            type(loader.sampler).__name__,
+            type(sampler).__name__,
         )
-    generator, init = loader.generator, loader.worker_init_fn
+    kind = ExactSampler if exact else DistributedSampler
+    made = _over(loader, kind(loader.dataset, num_replicas=world.size, rank=world.rank, shuffle=shuffles))
     if seed is not None:
-        generator, init = torch.Generator(), _seeding(loader.worker_init_fn)
-        generator.manual_seed(seed)
-    return DataLoader(
-        loader.dataset,
-        batch_size=loader.batch_size,
-        shuffle=False,
-        sampler=DistributedSampler(loader.dataset, num_replicas=world.size, rank=world.rank, shuffle=shuffles),
-        num_workers=loader.num_workers,
-        collate_fn=loader.collate_fn,
-        pin_memory=loader.pin_memory,
-        drop_last=loader.drop_last,
-        timeout=loader.timeout,
-        worker_init_fn=init,
-        generator=generator,
-    )
+        made.generator, made.worker_init_fn = torch.Generator(), _seeding(loader.worker_init_fn)
+        made.generator.manual_seed(seed)
+    return made
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What the samples come from: `loader.sampler` is a mere default where a batch sampler was passed."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _check_batches(loader: DataLoader[Any]) -> None:
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        raise ValueError(
+            f"`batch_sampler={type(batches).__name__}(...)` cannot be divided over the workers. Divide it yourself, "
+            "for instance by yielding every `train.world_size()`-th batch from `train.world_rank()` on, and pass "
+            "`add_dist_sampler=False`; or pass `batch_size` or a `torch.utils.data.BatchSampler` to the loader."
+        )
+
+
+def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
+    """The same loader, with all that it was given, over another sampler."""
+    made, batches = copy.copy(loader), loader.batch_sampler
+    if isinstance(batches, BatchSampler):
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)  # a loader refuses it the usual way
+    return made
+
+
+def _accept_epochs(sampler: Any) -> None:
+    """Lets `set_epoch` be called for one worker too, because a run may shrink to one. The order stays the sampler's."""
+    if not hasattr(sampler, "set_epoch"):
+        with suppress(AttributeError):  # a list, for instance
+            sampler.set_epoch = _ignore_epoch
+
+
+def _ignore_epoch(epoch: int) -> None:
+    """Does nothing."""
+
+
+class ExactSampler(DistributedSampler[Any]):
+    """Gives each sample to one rank, once. The first ranks have one sample more where the parts cannot be equal.
+
+    Args:
+        dataset: The data.
+        num_replicas: The number of ranks.
+        rank: This rank.
+        shuffle: Whether each epoch has an order of its own.
+    """
+
+    def __init__(self, dataset: Any, num_replicas: int, rank: int, shuffle: bool) -> None:
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle)
+        self.total_size = len(dataset)  # nothing is added, then
+        self.num_samples = len(range(rank, self.total_size, num_replicas))
 
 
 class _seeding:

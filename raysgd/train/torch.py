@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 from raysgd._optional import require
@@ -286,28 +287,36 @@ def prepare_data_loader(
     add_dist_sampler: bool = True,
     move_to_device: bool = True,
     auto_transfer: bool = True,
+    *,
+    exact: bool = False,
 ) -> DataLoader[Any]:
     """Gets a loader ready: over this worker's part of the samples, with batches on the device.
 
-    Call `loader.sampler.set_epoch(epoch)` before each pass for another order each time.
+    Call `loader.sampler.set_epoch(epoch)` before each pass for another order each time. All workers get the same number
+    of samples: where these cannot be divided evenly, the first ones come twice, unless `exact` is set.
 
     Args:
         data_loader: The loader.
         add_dist_sampler: Whether to divide a map-style dataset over the workers.
         move_to_device: Whether to move the batches.
         auto_transfer: Whether to do so one batch ahead, beside the computation; GPUs only.
+        exact: Whether each sample comes once on one worker, as for an evaluation. Workers may then get different
+            numbers of batches. A training of `DistributedDataParallel` models needs `model.join()` around such a pass.
 
     Raises:
         SessionMisuseError: Outside of a training function.
+        ValueError: The loader has a `batch_sampler` of a class that cannot be divided.
     """
     accelerator = _accelerator("prepare_data_loader")
     if add_dist_sampler:
-        data_loader = divided(data_loader, _session("prepare_data_loader").world, accelerator.seed)
+        data_loader = divided(data_loader, _session("prepare_data_loader").world, accelerator.seed, exact)
     return DeviceLoader(data_loader, accelerator.device, auto_transfer) if move_to_device else data_loader
 
 
 def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """Gets an optimizer ready: with mixed precision its `step` goes through the gradient scaler.
+    """Gets an optimizer ready, in place: with mixed precision its `step` goes through the gradient scaler.
+
+    Schedulers may be attached to it before or after that.
 
     Raises:
         SessionMisuseError: Outside of a training function.
@@ -316,50 +325,30 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
     accelerator = _accelerator("prepare_optimizer")
     if any(accelerator.has_replaced(parameter) for group in optimizer.param_groups for parameter in group["params"]):
         raise ValueError('The optimizer has the parameters of before `prepare_model(..., "fsdp")`: make it afterwards.')
-    return _PreparedOptimizer(optimizer, accelerator.precision)
+    if accelerator.precision.scaler is not None and not hasattr(optimizer.step, _SCALED):
+        _step_by_way_of(accelerator.precision, optimizer)
+    return optimizer
 
 
-class _PreparedOptimizer(torch.optim.Optimizer):
-    """Another optimizer, stepped by way of a precision. It has the same groups and state, not copies.
+_SCALED = "_goes_through_scaler"
 
-    Args:
-        optimizer: The other one.
-        precision: How it is stepped.
-    """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, precision: Precision) -> None:
-        self.__dict__.update(optimizer.__dict__)
-        self._optimizer, self._precision = optimizer, precision
+def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> None:
+    """Replaces `optimizer.step` in place, so that there is no other way to step it."""
+    own = optimizer.step  # perhaps that of a scheduler, which counts the steps
 
-    def step(self, closure: Any = None) -> Any:
-        """Steps it.
-
-        Raises:
-            ValueError: A closure was passed, and gradients are scaled.
-        """
-        if self._precision.scaler is None:
-            return self._optimizer.step(closure) if closure is not None else self._optimizer.step()
+    def step(self: Any, closure: Any = None) -> None:
         if closure is not None:
             raise ValueError("`closure`: with scaled gradients a step has to do without.")
-        self._precision.step(self._optimizer)
-        return None
+        present = self.step
+        self.step = own  # for the scaler, which calls it unless gradients have overflowed
+        try:
+            precision.step(self)
+        finally:
+            self.step = present
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets the gradients."""
-        self._optimizer.zero_grad(set_to_none=set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the other one."""
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Gives it to the other one."""
-        self._optimizer.load_state_dict(state_dict)
-        self.__dict__.update(state=self._optimizer.state, param_groups=self._optimizer.param_groups)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Adds one to the other one."""
-        self._optimizer.add_param_group(param_group)
+    setattr(step, _SCALED, True)
+    optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]  # schedulers wrap methods only
 
 
 def backward(tensor: torch.Tensor) -> None:

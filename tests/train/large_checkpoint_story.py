@@ -92,7 +92,7 @@ def with_operators(gib: float, folder: str) -> dict[str, Any]:
         trainer.train()
     trainer.save(str(Path(folder) / "state.pt"))
     [of_worker] = trainer.apply_all_operators(lambda operator: operator.peak.gib)
-    kinds = [event.kind for event in trainer.history.events]
+    kinds = [event.kind for event in trainer._controller.history.events]
     epoch = trainer.train()["epoch"] - 1
     trainer.shutdown()
     return {"epoch": epoch, "worker_gib": of_worker, "driver_gib": peak.gib, "kinds": kinds}

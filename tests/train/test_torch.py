@@ -6,19 +6,27 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from raysgd.engine.types import World
 from raysgd.exceptions import SessionMisuseError
-from raysgd.torch.precision import Precision
+from raysgd.torch.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
 from raysgd.train._hand_off import Ended
-from raysgd.train.session import FunctionSession, Order
+from raysgd.train.session import FunctionSession, Order, current_session
 
 
 def inside(function: Callable[[], Any], rank: int = 0, size: int = 1) -> Any:
@@ -223,13 +231,56 @@ class TestOptimizers:
         assert float(outer.step(closure)) == 3.0
         assert float(weight.detach()) == 0.5
 
+    def prepared(self, optimizer: torch.optim.Optimizer, precision: Precision) -> torch.optim.Optimizer:
+        def function() -> torch.optim.Optimizer:
+            session = current_session()
+            assert session is not None
+            session.accelerator = helpers.Accelerator(precision, torch.device("cpu"))
+            return helpers.prepare_optimizer(optimizer)
+
+        made: torch.optim.Optimizer = inside(function)
+        return made
+
     def test_are_stepped_by_way_of_the_scaler(self) -> None:
-        inner, precision = torch.optim.SGD([torch.ones(1)], lr=0.5), Scaling()
-        outer = helpers._PreparedOptimizer(inner, precision)
-        outer.step()
-        assert precision.stepped == [inner]
+        optimizer, precision = torch.optim.SGD([torch.ones(1)], lr=0.5), Scaling()
+        prepared = self.prepared(optimizer, precision)
+        prepared.step()
+        assert precision.stepped == [optimizer]
         with pytest.raises(ValueError, match="`closure`"):
-            outer.step(lambda: 1.0)
+            prepared.step(lambda: 1.0)
+
+    @pytest.mark.parametrize("attached", ["before", "after", "to the original", "never"])
+    def test_step_by_their_true_gradients_whenever_a_scheduler_was_attached(self, attached: str) -> None:
+        weight = torch.nn.Parameter(torch.ones(1))
+        precision = NativeAmp(torch.float16, torch.device("cpu"))
+        original = torch.optim.SGD([weight], lr=0.2)
+        if attached == "before":
+            torch.optim.lr_scheduler.StepLR(original, 1, gamma=0.5)
+        prepared = self.prepared(original, precision)
+        if attached in ("after", "to the original"):
+            torch.optim.lr_scheduler.StepLR(prepared if attached == "after" else original, 1, gamma=0.5)
+        for expected in (0.8, 0.6):
+            precision.backward(weight.sum(), None)
+            (original if attached == "to the original" else prepared).step()
+            prepared.zero_grad()
+            assert float(weight.detach()) == pytest.approx(expected)
+
+    def test_that_are_prepared_twice_are_scaled_once(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(1))
+        precision = NativeAmp(torch.float16, torch.device("cpu"))
+        optimizer = self.prepared(self.prepared(torch.optim.SGD([weight], lr=0.2), precision), precision)
+        precision.backward(weight.sum(), None)
+        optimizer.step()
+        assert float(weight.detach()) == pytest.approx(0.8)
+
+    def test_leave_out_a_step_whose_gradients_have_overflowed(self) -> None:
+        weight = torch.nn.Parameter(torch.ones(1))
+        precision = NativeAmp(torch.float16, torch.device("cpu"))
+        optimizer = self.prepared(torch.optim.SGD([weight], lr=0.2), precision)
+        precision.backward(weight.sum() * float("inf"), None)
+        optimizer.step()
+        assert float(weight.detach()) == 1.0
+        assert precision.has_skipped()
 
 
 class TestLoaders:
@@ -268,6 +319,60 @@ class TestLoaders:
     def test_are_left_whole_where_they_should_be(self, options: dict[str, Any], size: int) -> None:
         assert seen(self.prepared(DataLoader(numbers()), size=size, **options)) == list(range(8))
 
+    def test_over_a_batch_sampler_hand_out_batches_of_the_part(self) -> None:
+        data = numbers(9)
+        loader = DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 2, drop_last=True))
+        parts = [self.prepared(loader, rank) for rank in range(2)]
+        assert [[len(batch) for (batch,) in part] for part in parts] == [[2, 2], [2, 2]]
+        for part in parts:
+            part.sampler.set_epoch(3)
+        other = [self.prepared(loader, rank) for rank in range(2)]
+        assert sorted(seen(parts[0])) != sorted(seen(other[0]))
+
+    def test_over_a_batch_sampler_that_cannot_be_divided_are_refused_with_advice(self) -> None:
+        class ByLength(BatchSampler):
+            pass
+
+        loader = DataLoader(numbers(), batch_sampler=ByLength(RandomSampler(numbers()), 2, drop_last=False))
+        with pytest.raises(ValueError, match=r"`batch_sampler=ByLength\(...\)`.*add_dist_sampler=False"):
+            self.prepared(loader)
+        assert sorted(seen(self.prepared(loader, add_dist_sampler=False))) == list(range(8))
+        assert sorted(seen(self.prepared(loader, size=1))) == list(range(8))
+
+    def test_keep_what_says_how_their_processes_work(self) -> None:
+        class Loader(DataLoader[Any]):
+            """A loader of the user's own."""
+
+        options: dict[str, Any] = {"num_workers": 1, "persistent_workers": True, "prefetch_factor": 3}
+        given = Loader(numbers(), multiprocessing_context="spawn", in_order=False, **options)
+        loader = self.prepared(given, move_to_device=False)
+        for name in (*options, "multiprocessing_context", "in_order", "pin_memory_device"):
+            assert getattr(loader, name) == getattr(given, name)
+        assert type(loader) is Loader
+        assert len(given) == 8  # the original is untouched
+        assert len(loader) == 4
+
+    @pytest.mark.parametrize(("exact", "total"), [(False, 12), (True, 10)])
+    def test_repeat_samples_to_be_even_unless_they_are_to_be_exact(self, exact: bool, total: int) -> None:
+        loaders = [self.prepared(DataLoader(numbers(10), shuffle=True), rank, 3, exact=exact) for rank in range(3)]
+        for epoch in range(2):
+            for loader in loaders:
+                loader.sampler.set_epoch(epoch)
+            parts = [seen(loader) for loader in loaders]
+            assert [len(part) for part in parts] == [len(loader) for loader in loaders]
+            assert sum(map(len, parts)) == total
+            assert sorted(set().union(*parts)) == list(range(10))
+
+    def test_with_more_workers_than_samples_may_be_empty_if_they_are_to_be_exact(self) -> None:
+        assert [seen(self.prepared(DataLoader(numbers(2)), rank, 3, exact=True)) for rank in range(3)] == [[0], [1], []]
+
+    @pytest.mark.parametrize("options", [{"shuffle": True}, {}, {"sampler": [1, 0]}], ids=str)
+    def test_of_a_run_that_shrank_to_one_worker_take_the_same_calls(self, options: dict[str, Any]) -> None:
+        loader = self.prepared(DataLoader(numbers(2), **options), size=1)
+        if "sampler" not in options:
+            loader.sampler.set_epoch(1)
+        assert sorted(seen(loader)) == [0, 1]
+
     def test_over_iterable_data_or_divided_already_are_left_alone(self) -> None:
         class Stream(IterableDataset[Any]):
             def __iter__(self) -> Iterator[Any]:
@@ -296,6 +401,19 @@ class TestLoaders:
     def test_can_be_read_again(self) -> None:
         loader = self.prepared(DataLoader(numbers(4)), size=1)
         assert seen(loader) == seen(loader) == [0, 1, 2, 3]
+
+
+def test_the_first_example_of_the_guide_goes_on_with_one_worker() -> None:
+    guide = Path(__file__).parents[2] / "docs" / "train.md"
+    [example, *_] = guide.read_text(encoding="utf-8").split("```python no-run\n")[1:]
+    found: dict[str, Any] = {}
+    exec(example.partition("\ntrainer = ")[0], found)
+    replica = FunctionSession(World(rank=0, size=1))
+    config = {"batch_size": 16, "num_epochs": 2}
+    replica.begin(Order(partial(found["train_func"], config), dict, "_timestamp"), None, None)
+    messages = [replica.next() for _ in range(5)]
+    assert isinstance(messages[-1], Ended)
+    assert messages[-1].value < 0.1
 
 
 class TestReproducibility:
@@ -362,3 +480,8 @@ def test_traces_are_read_once(tmp_path: Path) -> None:
     name = "worker_0_epoch_4.pt.trace.json"
     assert profiler.get_and_clear_profile_traces() == {"_train_torch_profiler": [(name, "trace")]}
     assert profiler.get_and_clear_profile_traces() == {"_train_torch_profiler": []}
+
+
+@pytest.mark.parametrize("value", [3, "text", torch.nn.Linear(1, 1)])
+def test_only_a_wrapper_is_unwrapped(value: Any) -> None:
+    assert helpers.unwrapped(value) is value
