@@ -194,10 +194,9 @@ class GANOperator(TrainingOperator):
         return loss
 
     def _minimize(self, loss: torch.Tensor, optimizer: torch.optim.Optimizer) -> None:
-        """Step one optimizer by the rungs of the base class, which act on `self.optimizer` and know about precision."""
-        self.optimizer = optimizer
-        self.backward(loss)
-        self.optimizer_step()
+        """Step one optimizer by the rungs of the base class, which know about precision."""
+        self.backward(loss, optimizer=optimizer)
+        self.optimizer_step(optimizer)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         context: AbstractContextManager[Any] = self._amp.autocast() if self.use_fp16_native else nullcontext()

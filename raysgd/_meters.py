@@ -12,6 +12,7 @@ given by the framework's side. Nothing here imports a framework.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ logger = logging.getLogger(__name__)
 
 BATCH_COUNT = "batch_count"
 NUM_SAMPLES = "num_samples"
+BATCH_WEIGHT = "batch_weight"
 
 # Tensors that may wait to be read, for each metric: reading waits for the device, keeping takes its memory.
 MAX_PENDING = 256
@@ -164,22 +166,25 @@ class AverageMeterCollection:
 
         Args:
             metrics: Value by metric name. Names may differ from batch to batch: each metric is averaged over
-                the batches that had it.
+                the batches that had it. The entry `batch_weight` is no metric: it is the weight of the others,
+                in the place of `n`.
             n: Weight of the batch, usually its number of samples. With weight 0 a value is remembered as the
                 last one and left out of the mean, whatever it is.
 
         Raises:
             TypeError: If a value is of a kind that cannot be averaged.
-            ValueError: If a tensor or array has more or less than one element.
+            ValueError: If a tensor or array has more or less than one element, or `batch_weight` is no weight.
         """
-        weight = n if type(n) is int else float(n)
+        num_samples = n if type(n) is int else float(n)
+        weight = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]) if BATCH_WEIGHT in metrics else num_samples
         meters = self._meters
         for name, value in metrics.items():
-            meter = meters.get(name) or self._new_meter(name, value)
-            meter.add(value, weight)
-            meters[name] = meter
+            if name != BATCH_WEIGHT:
+                meter = meters.get(name) or self._new_meter(name, value)
+                meter.add(value, weight)
+                meters[name] = meter
         self._num_batches += 1
-        self.n += weight
+        self.n += num_samples
 
     def hold(self, metrics: Mapping[str, Any], n: int | float = 1) -> None:
         """Keep the metrics of a batch back until it is known whether the batch counts.
@@ -365,6 +370,25 @@ class _ObjectMeter:
             self._live = None
         assert self._captured is not None
         return self._captured
+
+
+def as_weight(name: str, value: Any) -> float:
+    """A weight of a batch as a number.
+
+    Raises:
+        TypeError: It is no number.
+        ValueError: It is negative, infinite or NaN, or more than one number.
+    """
+    allowed = f"`{name}={value!r}`: need a number from 0 on, by which the batch counts in averages, such as its tokens."
+    if isinstance(value, bool | str) or not hasattr(type(value), "__float__"):
+        raise TypeError(allowed)
+    try:
+        weight = float(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(allowed) from error
+    if not 0 <= weight < math.inf:
+        raise ValueError(allowed)
+    return weight
 
 
 def _is_tensor(kind: type) -> bool:

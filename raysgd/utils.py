@@ -11,12 +11,13 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from typing import Any, TypeVar
 
-from raysgd._meters import BATCH_COUNT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
+from raysgd._meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, AverageMeter, AverageMeterCollection
 from raysgd._timers import TimerCollection, TimerStat
 
 __all__ = [
     "BATCH_COUNT",
     "BATCH_SIZE",
+    "BATCH_WEIGHT",
     "NUM_SAMPLES",
     "AverageMeter",
     "AverageMeterCollection",

@@ -10,7 +10,8 @@ rank that was lost *after* the step's exchanges leaves the step valid, with the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -53,6 +54,15 @@ class Exchanges:
     def _received(self, future: Any) -> Any:
         try:
             return future.value()
+        except Exception as error:
+            self.note(error)
+            raise
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Stands for an exchange beside those that are counted."""
+        try:
+            yield
         except Exception as error:
             self.note(error)
             raise

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.torch.blocks import blocks_of, without_checkpointing
 from raysgd.torch.options import FSDPOptions
-from raysgd.torch.parallel import NoParallel
+from raysgd.torch.parallel import NoParallel, no_weights
 from raysgd.torch.step import Step, never_defer
 
 _reduce_scatter: Any = (
@@ -110,6 +110,10 @@ class FSDP(NoParallel):
                 )
             part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step))
 
+    def weighting(self, *args: Any) -> Any:
+        """Refuses weights of the user's."""
+        raise no_weights('parallel="fsdp"')
+
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Puts the models together for the time of the evaluation, so that no forward pass waits for other ranks."""
@@ -183,8 +187,9 @@ class _WeightedReduceScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
-        if self._step.window == 1 and self._step.weight != 1.0:
-            input_tensor.mul_(self._step.weight)
+        weight = self._step.outgoing_weight()
+        if weight != 1.0:
+            input_tensor.mul_(weight)
         return _reduce_scatter(output=output_tensor, input=input_tensor, op=op, group=group, async_op=async_op)
 
 

@@ -18,7 +18,7 @@ import torch
 from raysgd.backends.horovod import import_horovod, is_connection_error
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.exchanges import Exchanges
-from raysgd.torch.parallel import NoParallel, Summation
+from raysgd.torch.parallel import NoParallel, Summation, no_weights
 from raysgd.torch.step import Step
 
 _NUM_VOTE_NAMES = 8  # of a vote that nobody waits for any more, and of those that may follow it at once
@@ -130,6 +130,12 @@ class HorovodParallel(HorovodByHand):
         if weight_in_hook and window == 1:
             self._weights_in_hook = self._outgoing.is_weighting = True
 
+    def weighting(self, *args: Any) -> Any:
+        """Refuses weights of the user's, where there are others."""
+        if self.synchronizes:
+            raise no_weights('backend="horovod"')
+        return super().weighting(*args)
+
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
         """Gives every rank rank 0's buffers once; forward passes have no collectives of ours anyway."""
@@ -173,9 +179,8 @@ class _Outgoing:
 
     def compress(self, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
         gradient = gradient.contiguous()  # Horovod takes no other
-        if self.is_weighting and self._step.window == 1 and self._step.weight != 1.0:
-            gradient = gradient * self._step.weight
-        return gradient, None
+        weight = self._step.outgoing_weight() if self.is_weighting else 1.0
+        return gradient if weight == 1.0 else gradient * weight, None
 
     def decompress(self, gradient: torch.Tensor, context: None) -> torch.Tensor:
         return gradient

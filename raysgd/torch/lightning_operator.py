@@ -198,8 +198,7 @@ class LightningOperator(TrainingOperator):
         def closure() -> torch.Tensor | None:
             nonlocal output
             loss, output = self._training_step(batch, batch_idx)
-            keeps = self._parallel.step.waits_for if loss is None else self._parallel.step.keeps_gradients
-            if optimizer is not None and not keeps(optimizer):
+            if optimizer is not None and not self._keeps_gradients(optimizer, skips=loss is None):
                 self._hooks.call("on_before_zero_grad", optimizer)
                 self._hooks.call("optimizer_zero_grad", *where, optimizer, optimizer_idx=0)
             if loss is None:
@@ -213,6 +212,10 @@ class LightningOperator(TrainingOperator):
             stepping = self._trainer.strategy._lightning_optimizers[0]
             self._hooks.call("optimizer_step", *where, stepping, closure)
         return output
+
+    def _keeps_gradients(self, optimizer: Any, skips: bool) -> bool:
+        step = self._parallel.step
+        return step.waits_for(optimizer) if skips else step.keeps_gradients((optimizer,))
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
         """The loss to run the backward pass on, and the step's output without its graph."""
@@ -234,7 +237,7 @@ class LightningOperator(TrainingOperator):
         if not self._module.automatic_optimization and isinstance(self.model, DistributedDataParallel):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
-        loss = self._parallel.weighted(loss)
+        loss = self._parallel.weighted(loss, optimizer)
         with self.timers.record("grad"):
             if self._hooks.overrides("backward") or arguments or options:
                 scaler = self._precision.scaler

@@ -4,16 +4,18 @@ The loss of a batch is the mean over its samples, and the transport takes the pl
 the ranks' batches differ in size the two do not fit together, so a rank's gradient is weighted by its share of the
 samples first (`Step.weight`, 1.0 nearly always). Where the library itself runs the backward pass it weights the loss,
 which is free; where user code may call `backward` by itself, a communication hook weights the gradient on its way out.
-With gradient accumulation a hook would see the sum of several batches, so there the library has to run the pass.
+With gradient accumulation a hook would see the sum of several batches, so there the library has to run the pass. It has
+to do so too where user code says how much a batch counts. `raysgd.torch.step` has the arithmetic.
 """
 
 # No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
 
 import copy
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -147,15 +149,42 @@ class NoParallel:
         """Connects the models to the group that was formed anew; they stay the same objects."""
         self.exchanges.forget()
 
-    def weighted(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to run the backward pass on."""
+    def weighted(self, loss: torch.Tensor, optimizer: Any = None) -> torch.Tensor:
+        """The loss to run the backward pass on, of a batch that counts by its samples.
+
+        Raises:
+            RuntimeError: Nobody knows which batch it is of.
+        """
         step = self.step
         step.own_s += time.perf_counter() - step.began_at
-        if step.window > 1:
-            return loss if step.factor == 1.0 else loss * step.factor
-        if self._weights_in_hook or step.weight == 1.0 or not self.synchronizes:
+        if step.window == 1 and (self._weights_in_hook or not self.synchronizes):
             return loss
-        return loss * step.weight
+        step.use()
+        factor = step.factor_of(optimizer) if step.window > 1 else step.weight
+        return loss if factor == 1.0 else loss * factor
+
+    @contextmanager
+    def weighting(
+        self, loss: torch.Tensor, optimizers: Sequence[Any], weight: float, parameters: Iterable[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        """The loss to run the backward pass on, of a batch that counts by a weight of the user's.
+
+        Args:
+            loss: The mean over whatever the weight counts.
+            optimizers: Those that it trains.
+            weight: See `raysgd.torch.step`.
+            parameters: What gets gradients. With weight 0 these are 0, also where the mean over nothing is NaN.
+
+        Raises:
+            RuntimeError: Nobody knows which batch it is of.
+            ValueError: This kind of replicas cannot do that.
+        """
+        step = self.step
+        step.own_s += time.perf_counter() - step.began_at
+        step.use(by_samples=False)
+        factor = step.factor_of(optimizers[0], weight)
+        with step.weighting(), nullcontext() if weight else _silenced(parameters):
+            yield loss * factor
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         """Averages gradients over the ranks whose exchange was put off for a batch that never came."""
@@ -208,6 +237,7 @@ class DDP(NoParallel):
 
     def __init__(self) -> None:
         super().__init__()
+        self.step.count_ranks, self.step.start_sum = dist.get_world_size, self._start_sum
         self._wrapped: list[tuple[DistributedDataParallel, dict[str, Any]]] = []
         self._armed: set[int] = set()
 
@@ -268,6 +298,19 @@ class DDP(NoParallel):
             if not model._comm_hooks:
                 self._register_hook(model, {})
 
+    def _start_sum(self, number: float) -> Callable[[], float]:
+        # In the group of the gradients: there it comes right before those of the same backward pass, on every rank.
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
+        numbers = torch.tensor([number], dtype=torch.float64, device=device)
+        with self.exchanges.noting():
+            work = dist.all_reduce(numbers, async_op=True)
+        return partial(self._sum_of, work, numbers)
+
+    def _sum_of(self, work: Any, numbers: torch.Tensor) -> float:
+        with self.exchanges.noting():
+            work.wait()
+        return numbers.item()
+
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         groups = {id(p): wrapped.process_group for wrapped, _ in self._wrapped for p in wrapped.parameters()}
         for parameter in parameters:
@@ -295,6 +338,25 @@ class DDP(NoParallel):
                 model.require_forward_param_sync = flag
 
 
+def no_weights(option: str) -> ValueError:
+    """What to raise where gradients cannot be averaged by weights of the user's."""
+    return ValueError(
+        f"`weight=` of `self.backward`, or from `forward`, does not work with `{option}`: allowed are the default, "
+        '`parallel="ddp"` with `backend="gloo"` or "nccl", and `parallel="none"`, where you average gradients yourself.'
+    )
+
+
+@contextmanager
+def _silenced(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Makes the gradients that come to parameters 0, before anybody else sees them."""
+    handles = [parameter.register_hook(torch.zeros_like) for parameter in parameters if parameter.requires_grad]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _for_torch(options: dict[str, Any]) -> dict[str, Any]:
     """The options that `DistributedDataParallel` itself knows."""
     return {name: value for name, value in options.items() if name != COMM_HOOK}
@@ -313,7 +375,7 @@ def _deferrer(models: Sequence[DistributedDataParallel]) -> Callable[[bool], Non
 def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     parallel = state.parallel
     if parallel._weights_in_hook:
-        _weight(parallel.step, bucket)
+        _weight(parallel.step, bucket.buffer())
     group = exchanges_at_once() if state.goes_at_once else None
     if group is not None:
         return _average_at_once(parallel, group, bucket)
@@ -356,9 +418,10 @@ def _goes_at_once(model: DistributedDataParallel) -> bool:
     )
 
 
-def _weight(step: Step, bucket: Any) -> None:
-    if step.window == 1 and step.weight != 1.0:
-        bucket.buffer().mul_(step.weight)
+def _weight(step: Step, gradients: torch.Tensor) -> None:
+    weight = step.outgoing_weight()
+    if weight != 1.0:
+        gradients.mul_(weight)
 
 
 def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
@@ -386,7 +449,7 @@ def _weight_and_call(state: _HookState, bucket: dist.GradBucket) -> torch.future
     assert function is not None
     if not parallel._weights_in_hook:
         return function(state.state, bucket)
-    _weight(parallel.step, bucket)
+    _weight(parallel.step, bucket.buffer())
     return parallel.exchanges.watch(function(state.state, bucket), bucket.is_last())
 
 

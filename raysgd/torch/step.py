@@ -1,18 +1,26 @@
 """Where a replica is: in which joint batch, and where that is among the batches of one optimizer step.
 
-With gradient accumulation an optimizer step takes a *window* of batches. The gradient of the window is to be that of
-one large batch, the mean over all its samples, so each batch counts by its samples:
+A batch counts by an *amount*: its samples, or the weight that user code gave to its backward pass. The gradient of a
+step is to be the mean over the amounts of all its batches, on all ranks:
 
-    gradient = sum of (amount of this rank * gradient of this rank) / samples of all ranks, over the batches
+    gradient = sum of (amount of this rank * gradient of this rank) / amounts of all ranks, over the batches
 
-How many samples a window will have is not known when it opens (the last batch of a pass is shorter). So the first
-batch sets what is *expected*, every loss is divided by that, and the gradients are corrected once at the end, if the
-window had fewer or more. Equal batches need no correction.
+How much there will be in a step is not known when it begins: with gradient accumulation it takes a *window* of batches,
+the last of which may be shorter, and what other ranks weight is in nobody's hands before they have said so. So each
+loss is divided by what is *expected*, and the gradients are corrected once at the end, if there was less or more. Equal
+batches need no correction.
+
+All this belongs to the batch that was handed out last. Who draws batches ahead of the training gets an error where they
+count differently: nobody can tell which of them a loss was computed from.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -24,6 +32,76 @@ def never_defer(is_deferred: bool) -> None:
     """Puts nothing off, as an answer to `Step.defer`."""
 
 
+def by_itself() -> int:
+    """How many ranks a replica by itself averages over, as an answer to `Step.count_ranks`."""
+    return 1
+
+
+def no_sum(number: float) -> Callable[[], float]:
+    """The sum over all ranks of a replica by itself, as an answer to `Step.start_sum`."""
+    return lambda: number
+
+
+@dataclass(frozen=True)
+class _Terms:
+    """By how much a batch counts, and what is to be done on it."""
+
+    weight: float = 1.0
+    num_samples: int | None = None
+    total: int | None = None
+    is_boundary: bool = True
+
+    def are_alike(self, other: _Terms, by_samples: bool) -> bool:
+        """Whether it makes no difference which of two batches a loss comes from."""
+        kinds = [(terms.is_boundary, terms.num_samples == 0) for terms in (self, other)]
+        amounts = [(terms.weight, terms.total) for terms in (self, other)]
+        return kinds[0] == kinds[1] and (not by_samples or amounts[0] == amounts[1])
+
+
+class _HandedOut:
+    """A batch that no backward pass has followed yet."""
+
+    def __init__(self, terms: _Terms, batch: Any) -> None:
+        self.terms = terms
+        self._parts = [part for part in map(_weak, _parts_of(batch)) if part is not None]
+        self._identities = [id(part()) for part in self._parts]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether user code can still train on it, or on a part of it."""
+        return any(part() is not None for part in self._parts)
+
+    def is_same_as(self, other: _HandedOut) -> bool:
+        """Whether both are one object, which a rank without another batch is given again."""
+        return self.is_alive and self._identities == other._identities
+
+
+@dataclass
+class _Tally:
+    """What the waiting gradients of an optimizer were divided by, and what is known about what they should be.
+
+    Attributes:
+        is_weighted: Whether user code says how much each batch counts.
+        expected: What the losses are divided by; None before anything counts.
+        seen: What has come together on all ranks.
+        own: What this rank has, of which the others do not know yet.
+        sums: What waits for sums that are under way.
+        num_batches: How many batches are in it.
+        last: The batch that was counted last, and its weight.
+        is_unexchanged: Whether the gradients are this rank's own, because their exchange was put off.
+    """
+
+    is_weighted: bool
+    expected: float | None = None
+    seen: float = 0.0
+    own: float = 0.0
+    sums: list[Callable[[], float]] = field(default_factory=list)
+    num_batches: int = 0
+    num_untold: int = 0
+    last: tuple[int, float | None] | None = None
+    is_unexchanged: bool = False
+
+
 class Step:
     """The step that a replica is in; written by the stream right before it hands a batch out.
 
@@ -33,43 +111,51 @@ class Step:
             when unknown.
         window: How many batches make an optimizer step, fewer where the pass or the call ends first.
         is_boundary: Whether the optimizer steps on this batch. Without accumulation it always does.
-        factor: With accumulation, what to multiply this batch's loss with.
         is_joint: Whether gradients are averaged over the ranks, so that all ranks' samples count.
+        count_ranks: Says over how many ranks they are averaged.
         defer: Told before each batch, with accumulation, whether the exchange of gradients can wait for a later one.
         check: Called before a step counts as done; raises if it cannot.
+        start_sum: Starts to add a number up over those ranks, and returns what waits for the sum.
         began_at: When this rank asked for the batch.
         own_s: Seconds from there to the backward pass, summed up: time that this rank spent without the others.
         is_used: Whether a backward pass of this call was noted. Code that computes gradients past the library's
             methods cannot accumulate.
+        weights: What user code gave to the backward passes of this batch.
     """
 
     def __init__(self) -> None:
-        self.weight = 1.0
-        self.num_samples: int | None = None
-        self.window = 1
-        self.is_boundary = True
-        self.factor = 1.0
         self.is_joint = False
+        self.count_ranks: Callable[[], int] = by_itself
         self.defer: Callable[[bool], None] = never_defer
         self.check: Callable[[], None] = accept
+        self.start_sum: Callable[[float], Callable[[], float]] = no_sum
         self._is_confirmed = False
         self.began_at = 0.0
         self.own_s = 0.0
         self.open_call(1)
 
+    # ---------------------------------------------------------------------------------------- calls and batches
+
     def open_call(self, window: int) -> None:
-        """Begins a call: no gradient of an earlier one is used any more."""
+        """Begins a call: no batch and no gradient of an earlier one is used any more."""
         self.window = window
-        self.is_boundary = True
         self.is_used = False
-        self._waiting: dict[int, bool] = {}  # by identity of the optimizer: whether its gradients were not exchanged
-        self._index = 0
-        self._expected = self._seen = 0.0
-        self._total = 0
-        self._is_counted = True
+        self._is_weighting = False
+        self._tallies: dict[int, _Tally] = {}  # by identity of the optimizer whose gradients wait
+        self._usual: dict[int, float] = {}  # likewise: how much a batch of all ranks weighed last
+        self._empty: set[int] = set()  # likewise: those for which nothing counted
+        self._index = self._num_batches = 0
+        self._handed_out: list[_HandedOut] = []
+        self._take(_Terms())
         self.defer(False)
 
-    def begin(self, weight: float, num_samples: int | None, total: int | None = None, is_last: bool = True) -> None:
+    def close_call(self) -> None:
+        """Ends a call, in whatever way: what user code does between two calls is no step over the data."""
+        self.open_call(1)
+
+    def begin(
+        self, weight: float, num_samples: int | None, total: int | None = None, is_last: bool = True, batch: Any = ()
+    ) -> None:
         """Begins a batch.
 
         Args:
@@ -77,24 +163,31 @@ class Step:
             num_samples: See the attribute.
             total: Samples of all ranks in the batch; needed with accumulation only.
             is_last: Whether no batch will follow in this pass or in this call.
+            batch: What is handed out.
         """
-        self.weight, self.num_samples = weight, num_samples
-        self._is_confirmed = False
+        is_boundary = True
         if self.window > 1:
             assert total is not None
-            self._place(total if self.is_joint or num_samples is None else num_samples, is_last)
+            self._index = 1 if self.is_boundary else self._index + 1
+            is_boundary = is_last or self._index >= self.window
+            total = total if self.is_joint or num_samples is None else num_samples
+        self._num_batches += 1
+        self._is_confirmed = False
+        self._empty.clear()
+        self._take(_Terms(weight, num_samples, total if self.window > 1 else None, is_boundary))
+        self._note_handed_out(_HandedOut(self._terms, batch))
+        if self.window > 1:
+            self.defer(not is_boundary)
 
-    def _place(self, total: int, is_last: bool) -> None:
-        if self.is_boundary:
-            self._index = 0
-            if not self._waiting:
-                self._expected, self._seen = float(self.window * total), 0.0
-        self._index += 1
-        self.is_boundary = is_last or self._index >= self.window
-        self._total, self._is_counted = total, False
-        amount = self.weight * total if self.is_joint else total
-        self.factor = amount / self._expected if self._expected else 0.0
-        self.defer(not self.is_boundary)
+    def end_stream(self) -> None:
+        """Says that no batch follows; what user code does from here on is by itself, if it has used all of them."""
+        if not self._handed_out:
+            self._take(_Terms())
+
+    def _take(self, terms: _Terms) -> None:
+        self._terms = terms
+        self.weight, self.num_samples, self.is_boundary = terms.weight, terms.num_samples, terms.is_boundary
+        self.weights: list[float] = []
 
     def confirm(self) -> None:
         """Sees to it that the step may count as done; whatever `check` raises says that it may not."""
@@ -107,38 +200,232 @@ class Step:
         """Whether the batch is only there to take part in the collectives."""
         return self.num_samples == 0
 
+    # ---------------------------------------------------------------------------------------- drawn ahead
+
+    def _note_handed_out(self, batch: _HandedOut) -> None:
+        waiting = self._in_reach()
+        if waiting and waiting[-1].is_same_as(batch):
+            waiting.pop()
+        self._handed_out = [*waiting, batch]
+
+    def _in_reach(self) -> list[_HandedOut]:
+        """The batches that a loss may come from: the last one, and those right before it that user code still holds.
+
+        A batch that was skipped is let go of, so it is not one of them, and neither is any before it.
+        """
+        waiting = self._handed_out
+        first = len(waiting) - 1
+        while first > 0 and waiting[first - 1].is_alive:
+            first -= 1
+        return waiting[max(0, first) :]
+
+    def use(self, by_samples: bool = True) -> None:
+        """Says that a backward pass follows.
+
+        Args:
+            by_samples: Whether the batch counts by its samples.
+
+        Raises:
+            RuntimeError: Batches that count differently were drawn, and nobody knows which one the loss is of.
+        """
+        if len(self._handed_out) > 1:
+            self._handed_out = self._in_reach()
+            if not self._are_alike(by_samples):
+                gc.collect()  # what only a cycle of references holds is not held
+                self._handed_out = self._in_reach()
+            if not self._are_alike(by_samples):
+                raise RuntimeError(_drawn_ahead([each.terms for each in self._handed_out], self.window))
+        if len(self._handed_out) == 1:
+            self._handed_out = []
+
+    def _are_alike(self, by_samples: bool) -> bool:
+        return all(each.terms.are_alike(self._terms, by_samples) for each in self._handed_out)
+
+    # ---------------------------------------------------------------------------------------- gradients
+
     @property
     def is_pending(self) -> bool:
         """Whether gradients of earlier batches wait for their optimizer step.
 
         While they do, the position in the data is none to go on from: go back to the last one at which they did not.
         """
-        return bool(self._waiting)
+        return self.window > 1 and bool(self._tallies)
 
-    def keeps_gradients(self, optimizer: Any) -> bool:
-        """Notes a backward pass for `optimizer`; returns whether it adds to gradients that wait."""
-        if self.window == 1:
+    def keeps_gradients(self, optimizers: Sequence[Any], weight: float | None = None) -> bool:
+        """Notes a backward pass for optimizers; returns whether it adds to gradients that wait.
+
+        Args:
+            optimizers: Those that the loss trains.
+            weight: How much the batch counts, if user code says so.
+
+        Raises:
+            ValueError: The gradients that wait were weighted in another way.
+        """
+        self._empty.difference_update(map(id, optimizers))
+        if weight is not None:
+            self.weights.append(weight)
+        elif self.window == 1:
             return False
-        if not self._is_counted:
-            self._seen += self._total
-            self._is_counted = True
         self.is_used = True
-        is_waiting = id(optimizer) in self._waiting
-        self._waiting[id(optimizer)] = not self.is_boundary
+        tally = self._tallies.get(id(optimizers[0])) if self.window > 1 else None
+        is_waiting = tally is not None
+        if tally is None:
+            tally = _Tally(weight is not None, self._guess(optimizers[0], weight))
+        if tally.is_weighted != (weight is not None):
+            raise ValueError(_weighted_in_part(self.window))
+        self._tallies.update((id(optimizer), tally) for optimizer in optimizers)
+        tally.is_unexchanged = not self.is_boundary
         return is_waiting
+
+    def _guess(self, optimizer: Any, weight: float | None) -> float | None:
+        """What a window will hold that begins with this batch; None where there is nothing to go by."""
+        amount = self._terms.total if weight is None else self._usual.get(id(optimizer))
+        return self.window * amount if amount else None
+
+    def factor_of(self, optimizer: Any, weight: float | None = None) -> float:
+        """What to multiply this batch's loss with, after `keeps_gradients`. With a weight all ranks have to ask."""
+        tally = self._tallies.get(id(optimizer))
+        if weight is not None:
+            assert tally is not None
+            self._count_weight(tally, weight)
+            amount = weight * self.count_ranks()
+        elif self._terms.total is None:
+            return self.weight
+        else:
+            amount = self.weight * self._terms.total if self.is_joint else self._terms.total
+            tally = tally or _Tally(False, self._guess(optimizer, None))  # of a batch for nobody
+            self._count_samples(tally, self._terms.total)
+        return amount / tally.expected if tally.expected else 0.0
+
+    def _count_samples(self, tally: _Tally, total: int) -> None:
+        if self._is_new_to(tally, None):
+            tally.seen += total
+            tally.expected = tally.expected or self.window * total or None
+
+    def _count_weight(self, tally: _Tally, weight: float) -> None:
+        """Counts a weight, of which the other ranks hear with the last batch of a step.
+
+        With the first one, too: the loss would overflow in a short format if it were divided by anything else.
+        """
+        if not self._is_new_to(tally, weight):
+            return
+        tally.own += weight
+        tally.num_untold += 1
+        if tally.expected is None:
+            self._tell(tally)
+            tally.expected = self.window * self._hear(tally) or None
+        elif self.is_boundary:
+            self._tell(tally)
+
+    def _is_new_to(self, tally: _Tally, weight: float | None) -> bool:
+        batch = (self._num_batches, weight)
+        if tally.last is not None and tally.last[0] == batch[0] and self._num_batches:
+            if tally.last != batch:
+                raise ValueError(
+                    f"`self.backward(loss, weight={weight!r})`: another loss of this batch for the same optimizer had "
+                    f"`weight={tally.last[1]!r}`. Pass one weight for a batch, or add the losses up and call "
+                    "`backward` once."
+                )
+            return False
+        tally.last = batch
+        tally.num_batches += 1
+        return True
+
+    def _tell(self, tally: _Tally) -> None:
+        own, tally.own, tally.num_untold = tally.own, 0.0, 0
+        tally.sums.append(self.start_sum(own))
+
+    def _hear(self, tally: _Tally) -> float:
+        """What has come together so far."""
+        sums, tally.sums = tally.sums, []
+        tally.seen += sum(wait() for wait in sums)
+        return tally.seen
 
     def waits_for(self, optimizer: Any) -> bool:
         """Whether gradients wait for a step of `optimizer`."""
-        return id(optimizer) in self._waiting
+        return id(optimizer) in self._tallies
 
     def is_unexchanged(self, optimizer: Any) -> bool:
         """Whether the gradients that wait for `optimizer` are this rank's own, because their exchange was put off."""
-        return self._waiting.get(id(optimizer), False)
+        tally = self._tallies.get(id(optimizer))
+        return tally is not None and tally.is_unexchanged
 
-    def correction(self) -> float:
-        """What to multiply the gradients of a complete window with."""
-        return self._expected / self._seen if self._seen else 1.0
+    def correction(self, optimizer: Any) -> float:
+        """What to multiply the complete gradients of a step with: 0 where nothing in them counts."""
+        tally = self._tallies.get(id(optimizer))
+        if tally is None or not tally.num_batches:
+            return 1.0
+        if tally.num_untold:
+            self._tell(tally)
+        seen = self._hear(tally)
+        if tally.is_weighted and seen:
+            self._usual[id(optimizer)] = seen / tally.num_batches
+        return tally.expected / seen if tally.expected and seen else 0.0
+
+    def leave_out(self, optimizer: Any) -> None:
+        """Says that nothing counts in the gradients of `optimizer`."""
+        self._empty.add(id(optimizer))
+
+    def is_left_out(self, optimizer: Any) -> bool:
+        """Whether nothing counts in the gradients of `optimizer`, so that it is not to step."""
+        return id(optimizer) in self._empty
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing counts in this batch's gradients for some optimizer."""
+        return bool(self._empty)
 
     def stepped(self, optimizer: Any) -> None:
         """Notes that `optimizer` has stepped."""
-        self._waiting.pop(id(optimizer), None)
+        self._tallies.pop(id(optimizer), None)
+
+    # ---------------------------------------------------------------------------------------- on their way out
+
+    @contextmanager
+    def weighting(self) -> Iterator[None]:
+        """Says that the loss is weighted already."""
+        self._is_weighting = True
+        try:
+            yield
+        finally:
+            self._is_weighting = False
+
+    def outgoing_weight(self) -> float:
+        """What to multiply gradients with on their way to the other ranks, where the loss was not weighted."""
+        if self.window > 1 or self._is_weighting:
+            return 1.0
+        self.use()
+        return self.weight
+
+
+def _parts_of(batch: Any) -> Iterator[Any]:
+    if isinstance(batch, Mapping):
+        batch = list(batch.values())
+    if not isinstance(batch, list | tuple):
+        yield batch
+        return
+    for part in batch:
+        yield from _parts_of(part)
+
+
+def _weak(part: Any) -> weakref.ref[Any] | None:
+    with suppress(TypeError):
+        return weakref.ref(part)
+    return None
+
+
+def _drawn_ahead(waiting: Iterable[_Terms], window: int) -> str:
+    weights = ", ".join(f"{terms.weight:g}" for terms in waiting)
+    reason = "are at different places of an optimizer step" if window > 1 else f"count differently (weights {weights})"
+    return (
+        f"Batches were drawn ahead that {reason}, so it is not known which one this backward pass is for. Draw one "
+        "batch, train on it, then draw the next. To draw ahead, make all batches alike: `drop_last=True` in the "
+        "loader, no `accumulate_grad_batches`. Or say how much each counts: `self.backward(loss, weight=...)`."
+    )
+
+
+def _weighted_in_part(window: int) -> str:
+    return (
+        f"`self.backward` was called with `weight=` for some of the {window} batches of an optimizer step and without "
+        "it for others: pass it for all of them, or for none."
+    )

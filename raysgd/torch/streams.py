@@ -252,6 +252,10 @@ class BatchStream:
 
         An empty source ends the iteration.
         """
+        yield from self._batches(num_steps)
+        self._step.end_stream()
+
+    def _batches(self, num_steps: int | None) -> Iterator[Any]:
         produced = 0
         just_opened = False
         while num_steps is None or produced < num_steps:
@@ -301,7 +305,7 @@ class BatchStream:
             is_last = self._ahead[0] is None
         if total is None and self._step.window > 1:
             total = count_samples(batch)
-        self._step.begin(weight, num_samples, total, is_last or is_last_of_call)
+        self._step.begin(weight, num_samples, total, is_last or is_last_of_call, batch)
         if is_last:
             self._live = None  # known to be the last one: the next call begins with a fresh pass
             self._ahead.clear()

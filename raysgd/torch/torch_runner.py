@@ -281,6 +281,8 @@ class TorchRunner(ClassRunner):
                 bind_batch_info(operator.train_batch)(batch[0], info)
         except Exception as error:  # it is only practice; in earnest it would be the user's to know
             logger.warning("a worker that is to step in could not take a step in advance: %r", error)
+        finally:
+            self._parallel.step.close_call()
 
     def regroup(self, world: World, handover: Handover) -> RunnerFacts:
         """Goes on in the new group; takes over the state of `handover.source` if it is among the takers."""
@@ -328,8 +330,11 @@ class TorchRunner(ClassRunner):
         self._modes.give_back()
         self._arm(run.epoch_idx)
         began_at = stream.num_steps_taken
-        yield
-        self._finish_steps(stream.num_steps_taken - began_at)
+        try:
+            yield
+            self._finish_steps(stream.num_steps_taken - began_at)
+        finally:
+            self._parallel.step.close_call()
 
     def _new_meters(self) -> AverageMeterCollection:
         return self.operator._new_meters()

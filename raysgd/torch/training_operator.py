@@ -12,17 +12,19 @@ Override the lowest rung that changes what you want to change; the library keeps
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
+import math
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from raysgd._meters import AverageMeterCollection
+from raysgd._meters import AverageMeterCollection, as_weight
 from raysgd._timers import TimerCollection
 from raysgd.engine.epochs import bind_batch_info
 from raysgd.engine.types import World
@@ -36,7 +38,7 @@ from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.parallel import NoParallel, unwrap
 from raysgd.torch.precision import Precision
 from raysgd.torch.sampling import ShardedLoader, Unsharded, count_samples, shard_loader
-from raysgd.utils import NUM_SAMPLES
+from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +118,8 @@ class TrainingOperator:
         self._amp_scaler: Any = None
         self._latest_metrics: dict[str, Any] = {}
         self._meters_to_fill: AverageMeterCollection | None = None
+        self._acting: Any = None  # the optimizer that stock code is about to use
+        self._warned_of_weight = self._warned_of_nothing = False
         self.world_size = context.world.size
         self.timers = TimerCollection()
         self.global_step = 0
@@ -158,10 +162,11 @@ class TrainingOperator:
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **info}
             metrics = train_batch(batch, batch_info)
+            self._compare_weights(metrics)
             if step.is_boundary:
                 step.confirm()
                 meters.count_held()
-                if steps_scheduler and not self._precision.has_skipped():
+                if steps_scheduler and not (self._precision.has_skipped() or step.is_idle):
                     scheduler.step()  # type: ignore[union-attr]
             if not step.is_padding:
                 count = meters.update if step.is_boundary else meters.hold
@@ -181,17 +186,19 @@ class TrainingOperator:
 
         Returns:
             Metrics of the batch: numbers, tensors of one element (these are not read before the epoch ends, so the host
-            never waits for the device), or torchmetrics objects. `num_samples` is the weight in the average.
+            never waits for the device), or torchmetrics objects. `num_samples` is the weight in the average;
+            `batch_weight`, if there is one, is that instead, and `num_samples` is only added up.
         """
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), self._precision.forward():
-            _, loss = self.forward(features, target)
-        with self.timers.record("grad"):
-            self.backward(loss)
-        if self._parallel.step.is_boundary:
-            with self.timers.record("apply"):
-                self.optimizer_step()
-        return {"train_loss": loss.detach(), NUM_SAMPLES: count_samples((target,))}
+            _, loss, weight = _with_weight(self.forward(features, target))
+        with self._acting_on(self._require("optimizer")):
+            with self.timers.record("grad"):
+                self.backward(loss) if weight is None else self._backward_with(loss, weight)
+            if self._parallel.step.is_boundary:
+                with self.timers.record("apply"):
+                    self.optimizer_step()
+        return {"train_loss": loss.detach(), NUM_SAMPLES: count_samples((target,)), **_weight_entry(weight)}
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Splits a batch into inputs and target and brings them to the device."""
@@ -200,26 +207,60 @@ class TrainingOperator:
             return tuple(to_device(feature, self.device) for feature in features), to_device(target, self.device)
         return tuple(features), target
 
-    def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, torch.Tensor]:
-        """Returns the output of the model and the loss, the mean over the samples. Used in training and validation."""
+    def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, torch.Tensor] | tuple[Any, torch.Tensor, Any]:
+        """Returns the output of the model and the loss, the mean over the samples. Used in training and validation.
+
+        Where the loss is the mean over something else (tokens, boxes), return how many of these there are as a third.
+        """
         output = self._require("model")(*features)
         return output, self._require("criterion")(output, target)
 
-    def backward(self, loss: torch.Tensor) -> None:
-        """Clears the gradients, unless there are some to add to, and computes new ones."""
-        optimizer = self._require("optimizer")
-        if not self._parallel.step.keeps_gradients(optimizer):
-            optimizer.zero_grad()
-        self._precision.backward(self._parallel.weighted(loss), optimizer)
+    def backward(self, loss: torch.Tensor, *, optimizer: Any = None, weight: Any = None) -> None:
+        """Clears the gradients, unless there are some to add to, and computes new ones.
 
-    def optimizer_step(self) -> None:
+        Args:
+            loss: The mean over the samples of the batch; with a weight the mean over what that counts.
+            optimizer: The optimizer that the loss is for, or a list of all those that it is for. Needed where several
+                are registered.
+            weight: How much the batch counts in the mean over all batches of a step and all workers: a number from 0
+                on, such as the number of tokens. All workers have to give one, or none. None: its samples.
+
+        Raises:
+            ValueError: It is not known which optimizer the loss is for, or the weight is none.
+            RuntimeError: It is not known which batch the loss is of.
+        """
+        chosen = self._chosen("backward", optimizer)
+        cleared = [*chosen, *self._bystanders(optimizer, chosen)]
+        step = self._parallel.step
+        own = None if weight is None else as_weight("weight", weight)
+        if not step.keeps_gradients(cleared if step.window == 1 else chosen, own):
+            for each in cleared:
+                each.zero_grad()
+        if own is None:
+            self._precision.backward(self._parallel.weighted(loss, chosen[0]), chosen[0])
+            return
+        counting = 0.0 if step.is_padding else own
+        with self._parallel.weighting(loss, chosen, counting, self._trained_parameters()) as weighted:
+            self._precision.backward(weighted, chosen[0])
+        if step.window == 1:
+            self._complete(cleared)
+
+    def optimizer_step(self, optimizer: Any = None) -> None:
         """Steps the optimizer with the gradients, the mean over all workers' samples by now.
 
         With accumulation it does nothing before the last batch of a step, and the stock `train_batch` does not call it
-        before.
+        before. It does nothing either where no worker's batch counted (`weight=0`).
+
+        Args:
+            optimizer: The optimizer to step, or a list of them. Needed where several are registered.
+
+        Raises:
+            ValueError: It is not known which optimizer to step.
         """
+        chosen = self._chosen("optimizer_step", optimizer)
         if self._parallel.step.is_boundary:
-            self._apply_gradients(self._require("optimizer"))
+            for each in chosen:
+                self._apply_gradients(each)
 
     def accumulate_grad_batches(self, epoch_idx: int) -> int:
         """How many batches make an optimizer step: what the trainer was told. Asked once in each call of `train`.
@@ -253,12 +294,13 @@ class TrainingOperator:
         """Evaluates one batch: `val_loss`, `val_accuracy` (how often the largest output is the target) and weight."""
         features, target = self.prepare_batch(batch)
         with self.timers.record("eval_fwd"), self._precision.forward():
-            output, loss = self.forward(features, target)
+            output, loss, weight = _with_weight(self.forward(features, target))
         num_samples = count_samples((target,))
         return {
             "val_loss": loss.detach(),
             "val_accuracy": _accuracy(output, target, num_samples),
             NUM_SAMPLES: num_samples,
+            **_weight_entry(weight),
         }
 
     def state_dict(self) -> Any:
@@ -544,25 +586,87 @@ class TrainingOperator:
         self._world_rank, self._local_rank = world.rank, world.local_rank
         self._is_distributed, self.world_size = world.is_distributed, world.size
 
+    @contextmanager
+    def _acting_on(self, optimizer: Any) -> Iterator[None]:
+        """Says which optimizer `backward` and `optimizer_step` are for, to overrides without such an argument too."""
+        before, self._acting = self._acting, optimizer
+        try:
+            yield
+        finally:
+            self._acting = before
+
+    def _chosen(self, method: str, given: Any) -> list[Any]:
+        """The optimizers that a rung is to act on."""
+        if given is not None:
+            chosen = list(given) if isinstance(given, list | tuple) else [given]
+            if not chosen or not all(hasattr(each, "zero_grad") and hasattr(each, "step") for each in chosen):
+                raise ValueError(f"`optimizer={given!r}`: pass one that `register` returned, or a list of them.")
+            return chosen
+        if self._acting is not None:
+            return [self._acting]
+        num_registered = len(getattr(self, "_optimizers", ()))
+        if num_registered > 1:
+            arguments = "loss, " if method == "backward" else ""
+            raise ValueError(
+                f"`self.{method}` was called without `optimizer`, and {num_registered} optimizers are registered: pass "
+                f"the one that it is for, as in `self.{method}({arguments}optimizer=self.optimizer)`, or a list of "
+                "them. The gradients of the others would add up."
+            )
+        return [self._require("optimizer")]
+
+    def _bystanders(self, given: Any, chosen: list[Any]) -> list[Any]:
+        """Optimizers that stock code does not step, but whose gradients its one loss is to be the only source of."""
+        if given is not None:
+            return []
+        registered = getattr(self, "_optimizers", ())
+        return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []
+
+    def _trained_parameters(self) -> Iterator[torch.Tensor]:
+        return (parameter for model in self._models for parameter in model.parameters())
+
+    def _backward_with(self, loss: torch.Tensor, weight: Any) -> None:
+        """Calls the rung with what `forward` returned."""
+        if not _takes(self.backward, "weight"):
+            raise TypeError(
+                f"`{type(self).__name__}.forward` returned a weight, and its `backward` does not take one: write "
+                "`def backward(self, loss, **options)` and hand the options on to `super().backward(loss, **options)`."
+            )
+        self.backward(loss, weight=weight)
+
     def _apply_gradients(self, optimizer: Any) -> None:
         """Steps one optimizer, all of whose gradients are there."""
         step = self._parallel.step
         if step.window > 1:
             self._complete_gradients(optimizer)
-        self._clip_gradients(optimizer)
-        self._precision.step(optimizer)
+        if not step.is_left_out(optimizer):
+            self._clip_gradients(optimizer)
+            self._precision.step(optimizer)
         step.stepped(optimizer)
 
+    def _complete(self, optimizers: Sequence[Any]) -> None:
+        """Does at the end of a backward pass what there is to do for a step of one batch."""
+        for optimizer in optimizers:
+            self._complete_gradients(optimizer)
+        for optimizer in optimizers:
+            self._parallel.step.stepped(optimizer)
+
     def _complete_gradients(self, optimizer: Any) -> None:
-        """Makes of the gradients of several batches what one batch of all their samples would have given."""
+        """Makes of the gradients of several batches what one batch of all their samples would have given.
+
+        Where nothing in them counts there are none, so that whoever steps the optimizer changes nothing.
+        """
         step, parameters = self._parallel.step, self._precision.parameters(optimizer)
         if step.is_unexchanged(optimizer):
             self._parallel.exchange(parameters)
-        correction = step.correction()
-        if correction != 1.0:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(correction)
+        correction = step.correction(optimizer)
+        if correction == 0.0:
+            step.leave_out(optimizer)
+            self._warn_of_nothing()
+        for parameter in parameters:
+            if correction == 0.0:
+                parameter.grad = None
+            elif correction != 1.0 and parameter.grad is not None:
+                parameter.grad.mul_(correction)
 
     def _clip_gradients(self, optimizer: Any) -> None:
         options = self._context.step_options
@@ -581,10 +685,33 @@ class TrainingOperator:
         if not step.is_pending:
             return
         step.is_boundary = True
-        stock = getattr(self, "optimizer", None)
         for optimizer in self._optimizers:
             if step.waits_for(optimizer):
-                self.optimizer_step() if optimizer is stock else self._apply_gradients(optimizer)
+                with self._acting_on(optimizer):
+                    arguments = (optimizer,) if _takes(self.optimizer_step, "optimizer") else ()
+                    self.optimizer_step(*arguments)
+
+    def _warn_of_nothing(self) -> None:
+        if not self._warned_of_nothing:
+            self._warned_of_nothing = True
+            logger.warning(
+                "nothing counts in a step: all workers gave `weight=0`. The optimizer does not step then. Later steps "
+                "like this one are not reported"
+            )
+
+    def _compare_weights(self, metrics: Any) -> None:
+        """Warns once where metrics are averaged by a weight, and gradients are not."""
+        if self._warned_of_weight or not isinstance(metrics, Mapping) or BATCH_WEIGHT not in metrics:
+            return
+        weight = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT])
+        if not any(math.isclose(weight, given, rel_tol=1e-6) for given in self._parallel.step.weights):
+            self._warned_of_weight = True
+            logger.warning(
+                "`%s.train_batch` returned `batch_weight` %s, and no backward pass of the batch had that weight. It "
+                "averages metrics, not gradients: to average these too, call `self.backward(loss, weight=...)` with it",
+                type(self).__name__,
+                weight,
+            )
 
     def _own_info(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         return {
@@ -697,6 +824,21 @@ class CreatorOperator(TrainingOperator):
 
     def _absent(self, name: str) -> Any:
         raise AttributeError(f"no `{name}`: no creator returned one")
+
+
+def _with_weight(returned: Any) -> tuple[Any, torch.Tensor, Any]:
+    """What `forward` returned: output, loss, and the weight or None."""
+    output, loss, *weight = returned
+    return output, loss, weight[0] if weight else None
+
+
+def _weight_entry(weight: Any) -> dict[str, Any]:
+    return {} if weight is None else {BATCH_WEIGHT: weight}
+
+
+def _takes(method: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
 
 
 def to_device(value: Any, device: torch.device) -> Any:

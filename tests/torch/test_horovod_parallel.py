@@ -237,9 +237,11 @@ def test_the_loss_is_weighted_where_gradients_are_not(parallel: HorovodParallel)
     parallel.step.weight, parallel.synchronizes = 0.25, True
     assert parallel.weighted(torch.tensor(8.0)).item() == 2
     parallel.arm((), weight_in_hook=False)
+    parallel.step.weight = 0.25
     assert parallel.weighted(torch.tensor(8.0)).item() == 2
     parallel.arm((), weight_in_hook=True)
     parallel.arm((), weight_in_hook=False)
+    parallel.step.weight = 0.25
     assert parallel.weighted(torch.tensor(8.0)).item() == 8, "a hook that is there stays there"
 
 

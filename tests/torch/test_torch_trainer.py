@@ -1027,11 +1027,10 @@ def test_two_optimizers_accumulate_each_by_itself(make_local: MakeTrainer) -> No
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
             features, _, target = batch
             for model, optimizer in zip(self.models, self.optimizers, strict=True):
-                self.optimizer = optimizer
                 with self._precision.forward():
                     loss = torch.nn.functional.mse_loss(model(features), target)
-                self.backward(loss)
-                self.optimizer_step()
+                self.backward(loss, optimizer=optimizer)
+                self.optimizer_step(optimizer)
             return {"num_samples": len(target)}
 
     for precision, tolerance in (("fp32", 1e-6), ("fp16", 4e-3)):
