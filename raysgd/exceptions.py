@@ -45,7 +45,7 @@ class IncompatibleModelError(RaySGDError, ValueError):
 
 
 class TrainerShutdownError(RaySGDError, RuntimeError):
-    """A trainer was used after `shutdown`."""
+    """A trainer was used after `shutdown`, or another thread called that during the call."""
 
 
 class ReservationTimeoutError(RaySGDError, TimeoutError):

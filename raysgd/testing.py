@@ -173,7 +173,7 @@ def _group(trainer: Any) -> WorkerGroup:
     """The workers as they are; to ask the controller itself would start new ones where there are none."""
     controller = _controller(trainer)
     group: WorkerGroup | None = controller._life.group
-    if group is None and not controller._is_stopped:
+    if group is None and not controller._life.is_stopped:
         raise RuntimeError("The trainer has no workers at this moment, they are being replaced: try again later.")
     return controller.group if group is None else group
 

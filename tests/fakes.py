@@ -8,13 +8,16 @@ happen to them what a test scripted.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from threading import Thread
 from typing import Any, cast
 
 from raysgd.backends.base import Backend
 from raysgd.engine import ranks
+from raysgd.engine.controller import ElasticController
 from raysgd.engine.lifecycle import Clock
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import (
@@ -34,7 +37,7 @@ from raysgd.engine.types import (
 )
 from raysgd.engine.worker import Answer, Stood
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
-from raysgd.exceptions import ReservationTimeoutError, WorkerFault
+from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerFault
 
 
 class NullBackend(Backend):
@@ -254,7 +257,14 @@ class Denied:
     """The cluster did not grant the resources."""
 
 
-Event = Lost | Raised | Interrupted | Denied | None
+@dataclass(frozen=True)
+class ShutDown:
+    """Another thread ends the trainer meanwhile; the event is over when that waits for this thread to come out."""
+
+    stop: Callable[[], None]
+
+
+Event = Lost | Raised | Interrupted | Denied | ShutDown | None
 
 
 class FakeClock:
@@ -346,6 +356,7 @@ class FakeGroup:
         self.recruits = FakeRecruits(self)
         self.is_alive = False
         self.ended_by: str | None = None
+        self.is_abandoned = False
         self.silent: set[int] = set()
         self.gone: set[int] = set()
         self.functions: list[str] = []
@@ -408,6 +419,8 @@ class FakeGroup:
     ) -> GroupReport:
         if isinstance(event, Interrupted):
             raise KeyboardInterrupt
+        if self.is_abandoned and not self.is_driver_only:
+            event = Lost(tuple(range(self.num_workers)))
         called = sorted(args_by_rank) if args_by_rank else range(self.num_workers)
         outcomes = []
         for rank in called:
@@ -468,6 +481,8 @@ class FakeGroup:
         event = _next(self.cluster.stands)
         if isinstance(event, Interrupted):
             raise KeyboardInterrupt
+        if self.is_abandoned:
+            event = Lost(tuple(survivors))
         outcomes = []
         for rank in survivors:
             failure = _failure(event, rank)
@@ -527,6 +542,13 @@ class FakeGroup:
         self.num_seats += count
 
     # ------------------------------------------------------------------------------------ the end
+
+    @property
+    def was_started(self) -> bool:
+        return bool(self.replicas)
+
+    def abandon(self) -> None:
+        self.is_abandoned = True
 
     def kill(self, timeout_s: float = 5.0) -> None:
         self.is_alive, self.ended_by = False, "kill"
@@ -620,7 +642,37 @@ def _failure(event: Event, rank: int) -> Failure | None:
 
 
 def _next(events: deque[Event]) -> Event:
-    return events.popleft() if events else None
+    event = events.popleft() if events else None
+    if isinstance(event, ShutDown):
+        event.stop()
+        return None
+    return event
+
+
+class Stopper:
+    """Another thread, which stops a controller that is in the middle of something."""
+
+    def __init__(self, controller: ElasticController, cluster: FakeCluster) -> None:
+        self._controller, self._cluster = controller, cluster
+        self._thread = Thread(target=controller.stop)
+
+    def stop(self) -> None:
+        """Returns when the thread has done all that it can do by itself."""
+        self._thread.start()
+        while not self._has_begun or not all(g.ended_by or g.is_abandoned for g in self._cluster.groups):
+            time.sleep(0.001)
+
+    @property
+    def _has_begun(self) -> bool:
+        try:
+            self._controller.status(None)
+        except TrainerShutdownError:
+            return True
+        return False
+
+    def join(self) -> None:
+        self._thread.join(20)
+        assert not self._thread.is_alive(), "`stop` did not return"
 
 
 def raise_from_compiled_code(kind: type[Exception], text: str) -> None:

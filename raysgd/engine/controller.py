@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -108,13 +109,13 @@ class ElasticController:
             self._snapshots,
             make_group,
             view or _cluster_view,
-            clock or Clock(),
+            clock,
             release_timeout_s,
             rules or ElasticRules(),
             start_budget,
         )
         self._turn = threading.RLock()  # calls from several threads come one after the other
-        self._is_stopped = False
+        self._num_inside = 0
         self._nodes_due = float("-inf")
         self.observer: Callable[[], None] | None = None
         self.watch: Watch | None = None
@@ -148,15 +149,22 @@ class ElasticController:
         Raises:
             TrainerShutdownError: After `stop`.
         """
-        self._check_active()
+        self._life.check_active()
         if self._life.group is None:
+            with self._in_turn():
+                return self._new_group()
+        return self._life.group
+
+    def _new_group(self) -> WorkerGroup:
+        if self._life.group is None:  # it may be there by now, if another thread was first
             self._life.rebuild("the last group was given up", "restarted")
         assert self._life.group is not None
         return self._life.group
 
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
-        self._life.start(as_fits=as_fits)
+        with self._in_turn():
+            self._life.start(as_fits=as_fits)
 
     def give_up(self) -> None:
         """Ends the workers, whatever they are doing; the next call starts new ones."""
@@ -173,8 +181,9 @@ class ElasticController:
         Raises:
             WorkerError: An exception in user code; of its class too. Never retried.
             WorkersLostError: When the retries are spent or too few workers can be had.
+            TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
         """
-        with self._turn:
+        with self._in_turn():
             try:
                 self._adapt(call)
                 return self._run(call, budget or RetryBudget(max_retries))
@@ -183,6 +192,32 @@ class ElasticController:
                 raise
             finally:
                 self.watch = None
+
+    @contextmanager
+    def _in_turn(self) -> Iterator[None]:
+        """One thread after the other. What fails after `stop` fails because of that, and the group ends here."""
+        with self._turn:
+            self._num_inside += 1
+            try:
+                self._life.check_active()
+                with self._telling_of_shutdown():
+                    yield
+            finally:
+                self._num_inside -= 1
+                if self._life.is_stopped:
+                    self._end(force=True)
+
+    @contextmanager
+    def _telling_of_shutdown(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._life.is_stopped:
+                raise
+            raise TrainerShutdownError(
+                "The trainer was shut down while this call was running, so the call did not finish. What was not saved "
+                "before is lost."
+            ) from (error if not isinstance(error, TrainerShutdownError) else None)
 
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
         function = call.function
@@ -210,6 +245,7 @@ class ElasticController:
         Returns:
             Whether the replicas are inside the call, so that it can be gone on with.
         """
+        self._life.check_active()
         if report.ok:
             assert self.watch is not None, "nobody else asks the ranks to stop"
             reason = self.watch.reason
@@ -263,7 +299,7 @@ class ElasticController:
         return Watch(self._life, can_hold, self._take_inside, self._observe)
 
     def _observe(self) -> None:
-        if self.observer is not None and not self._is_stopped:
+        if self.observer is not None and not self._life.is_stopped:
             self.observer()
 
     @property
@@ -273,8 +309,7 @@ class ElasticController:
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""
-        self._check_active()
-        with self._turn:
+        with self._in_turn():
             try:
                 for _ in range(1 + _DEFAULT_RETRIES):
                     self._await_snapshot()
@@ -315,7 +350,7 @@ class ElasticController:
         Args:
             samples_per_s: Throughput of the last training call, for when none is running.
         """
-        self._check_active()
+        self._life.check_active()
         group = self._life.group
         return self._status(ask_beats(group) if group is not None else {}, samples_per_s)
 
@@ -344,10 +379,32 @@ class ElasticController:
         )
 
     def stop(self, force: bool = False) -> None:
-        """Ends everything. A second time it does nothing."""
-        if self._is_stopped:
+        """Ends everything, from any thread; a call that is running then raises. A second time it does nothing.
+
+        Args:
+            force: End the processes at once instead of letting them close first; so it is in the middle of a call.
+        """
+        if self._life.is_stopped:
             return
-        self._is_stopped = True
+        self._life.forbid()
+        if self._num_inside:
+            force = True
+            self._life.abandon()
+        if not self._turn.acquire(timeout=self._patience_s):
+            logger.warning("a call is running in this process; its worker ends when the call does")
+            return
+        try:
+            self._end(force)
+        finally:
+            self._turn.release()
+
+    @property
+    def _patience_s(self) -> float:
+        """How long to wait for a call that was abandoned; one in this process comes to no sooner end than its own."""
+        group = self._life.group
+        return 0.0 if group is not None and group.is_driver_only else self._life.release_timeout_s
+
+    def _end(self, force: bool) -> None:
         group, self._life.group = self._life.group, None
         self._snapshots.forget()
         if group is None:
@@ -454,13 +511,6 @@ class ElasticController:
 
     def _has_failed_alike(self, report: GroupReport) -> bool:
         return failed_alike(report) and self._life.are_replicas_alike(self._tick)
-
-    def _check_active(self) -> None:
-        if self._is_stopped:
-            raise TrainerShutdownError(
-                "This trainer is not active any more: it was shut down. Create a new one; `save` before `shutdown` "
-                "keeps the state."
-            )
 
     # ---------------------------------------------------------------------------------------------- adapting
 

@@ -7,6 +7,7 @@ business.
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from raysgd.engine.types import ClusterView, GroupReport, Handover, Standing
 from raysgd.engine.watch import Watch
 from raysgd.engine.worker import Answer
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
-from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_error
+from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkersLostError, worker_error
 
 if TYPE_CHECKING:
     from raysgd.engine.controller import Call
@@ -49,7 +50,7 @@ class Clock:
     """Time as the engine sees it; tests bring their own."""
 
     monotonic: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], None] = time.sleep
+    sleep: Callable[[float], object] = time.sleep
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class Lifecycle:
         snapshots: The retry point.
         make_group: Makes a group that is not started yet.
         view: Reads the cluster.
-        clock: Time.
+        clock: Time; by default a wait ends when the trainer is stopped.
         release_timeout_s: How long to wait until Ray has taken the reservation back.
         rules: How the group follows the cluster.
         start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
@@ -126,7 +127,7 @@ class Lifecycle:
         snapshots: SnapshotKeeper[Call],
         make_group: Callable[[GroupSpec, int], WorkerGroup],
         view: Callable[[], ClusterView],
-        clock: Clock,
+        clock: Clock | None,
         release_timeout_s: float,
         rules: ElasticRules,
         start_budget: RetryBudget | None = None,
@@ -136,12 +137,14 @@ class Lifecycle:
         self._snapshots = snapshots
         self._make_group = make_group
         self._view = view
-        self._clock = clock
+        self._stopped = threading.Event()
+        self._clock = clock or Clock(sleep=self._stopped.wait)
         self.release_timeout_s = release_timeout_s
         self.rules = rules
         self._start_budget = start_budget
         self.history = History()
         self.group: WorkerGroup | None = None
+        self._starting: WorkerGroup | None = None
         self.facts: list[Any] = []
         self._suspected: dict[str, float] = {}
 
@@ -170,6 +173,33 @@ class Lifecycle:
         return leaving if used - leaving else frozenset()
 
     # ---------------------------------------------------------------------------------------------- start and end
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether there are to be no workers any more."""
+        return self._stopped.is_set()
+
+    def forbid(self) -> None:
+        """From now on no group is started. From any thread."""
+        self._stopped.set()
+
+    def abandon(self) -> None:
+        """From another thread, after `forbid`: lets the call that is running come to an end, wherever it is."""
+        for group in (self._starting, self.group):
+            if group is not None:
+                group.abandon()
+
+    def check_active(self) -> None:
+        """Raises `TrainerShutdownError` after `forbid`."""
+        if self.is_stopped:
+            raise TrainerShutdownError(
+                "This trainer is not active any more: it was shut down. Create a new one; `save` before `shutdown` "
+                "keeps the state."
+            )
+
+    def _sleep(self, seconds: float) -> None:
+        self._clock.sleep(seconds)
+        self.check_active()
 
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the full number of workers, for the first time; with `as_fits`, as many as there is room for.
@@ -244,7 +274,7 @@ class Lifecycle:
         """
         group = self._make_group(self.spec, num_workers)
         group.num_spares = num_spares
-        report = group.start(timeout_s)
+        report = self._start_group(group, timeout_s)
         if not report.ok:
             diagnosis = classify(report)
             if diagnosis.kind == "user":
@@ -259,6 +289,14 @@ class Lifecycle:
             group.call_up(num_spares, num_workers)
         return True
 
+    def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
+        self._starting = group
+        try:
+            self.check_active()  # who stops later than this finds the group
+            return group.start(timeout_s)
+        finally:
+            self._starting = None
+
     # ---------------------------------------------------------------------------------------------- rebuilding
 
     def rebuild(self, cause: str, kind: EventKind = "rebuilt") -> None:
@@ -268,6 +306,7 @@ class Lifecycle:
             WorkersLostError: Nothing could be had.
             WorkerError: The user's set-up failed.
         """
+        self.check_active()
         began, old_size = self._clock.monotonic(), self.num_workers
         try:
             self._try_rebuild(cause, kind, began, old_size)
@@ -291,7 +330,7 @@ class Lifecycle:
             attempt += 1
             if isinstance(decision, Wait):
                 logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
-                self._clock.sleep(decision.delay_s)
+                self._sleep(decision.delay_s)
                 continue
             num_spares = min(self.spec.num_spares, capacity(view, self.spec.resources) - decision.num_workers)
             try:
@@ -316,7 +355,7 @@ class Lifecycle:
             wanted = min(self.scaling.max_workers, capacity(view, need, free_only=False))
             if capacity(view, need) >= wanted or self._clock.monotonic() >= deadline:
                 return view
-            self._clock.sleep(0.05)
+            self._sleep(0.05)
 
     def _try_restart(self, num_workers: int, num_spares: int) -> bool:
         """Starts a group and restores it; False when a worker died over it.
@@ -577,7 +616,7 @@ class Lifecycle:
         self.call_up_growth()
         deadline = self._clock.monotonic() + RECRUIT_S
         while group.recruits.num_coming and self._clock.monotonic() < deadline:
-            self._clock.sleep(0.005)
+            self._sleep(0.005)
             tick()
         group.recruits.drop_dead()
         if not group.recruits.num_ready:

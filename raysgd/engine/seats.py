@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,19 +45,22 @@ class Seats:
         """Whether what is reserved is held already, so that an actor finds its place at once."""
         return all(reservation.is_own for reservation in self._reservations)
 
-    def reserve(self, count: int, timeout_s: float, *, has_driver: bool = False) -> None:
+    def reserve(
+        self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
+    ) -> None:
         """Reserves room for `count` more workers, all or none.
 
         Args:
             count: How many.
             timeout_s: How long to wait for it.
             has_driver: Whether the first of them is this very process.
+            check: Called now and then while it waits; may raise.
 
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """
         reservation = Reservation(self._need, count, has_driver, self._packs, self._within)
-        reservation.wait(timeout_s)
+        reservation.wait(timeout_s, check)
         self._reservations.append(reservation)
         self._free += [Seat(reservation, index) for index in range(count)]
 

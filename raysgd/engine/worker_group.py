@@ -25,7 +25,7 @@ from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.seats import Seats
 from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, Resources, WorkerInfo, World
 from raysgd.engine.worker import RemoteWorker, notes_of, pack
-from raysgd.exceptions import ReservationTimeoutError
+from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
 
 if TYPE_CHECKING:
     from raysgd.backends.base import Backend
@@ -97,6 +97,7 @@ class WorkerGroup:
         self._workers: list[LocalWorker | RemoteWorker] = []
         self._unanswered: dict[int, Any] = {}
         self._newcomers: Newcomers | None = None  # while it starts
+        self._is_abandoned = False
         self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
         self.silent: set[int] = set()  # ranks that at the last `settle` neither answered nor were known to be dead
@@ -170,13 +171,16 @@ class WorkerGroup:
 
         resources.ensure_ray()
         # The driver's share is held too.
-        self._seats.reserve(self.num_workers + self.num_spares, timeout_s, has_driver=spec.use_local)
+        self._seats.reserve(
+            self.num_workers + self.num_spares, timeout_s, has_driver=spec.use_local, check=self._check_wanted
+        )
         seat_of_driver = self._seats.take() if spec.use_local else None
         for _ in range(len(self._workers), self.num_workers):
             worker = RemoteWorker(self._seats.take(), spec.backend, spec.num_threads)
             self._workers.append(worker)
             if self._newcomers is not None:
                 self._newcomers.add(worker)
+        self._check_wanted()
         if seat_of_driver is not None:
             spec.backend.use_gpus(seat_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
 
@@ -399,7 +403,7 @@ class WorkerGroup:
 
     def reserve(self, count: int, timeout_s: float) -> None:
         """Reserves room for more workers; raises `ReservationTimeoutError` if that is not granted in time."""
-        self._seats.reserve(count, timeout_s)
+        self._seats.reserve(count, timeout_s, check=self._check_wanted)
 
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
@@ -439,6 +443,15 @@ class WorkerGroup:
         return {rank: self._ear.outcome(rank, reference) for rank, reference in references.items()}
 
     # ---------------------------------------------------------------------------------------------- stopping
+
+    def abandon(self) -> None:
+        """From another thread than the one that starts or uses the group: lets that one come to an end, and kill it."""
+        self._is_abandoned = True
+        self._end_remote()
+
+    def _check_wanted(self) -> None:
+        if self._is_abandoned:
+            raise TrainerShutdownError("The trainer was shut down while its workers were started.")
 
     def stop(self, timeout_s: float) -> None:
         """Lets every worker close what it has, then ends the processes and gives the resources back."""
@@ -540,12 +553,15 @@ class WorkerGroup:
 
     def _kill_remote(self, heard: Mapping[int, Outcome]) -> dict[int, Outcome]:
         """Ends the remote processes; whatever they answered before, nobody can count on them any more."""
-        for worker in self._workers:
+        self._end_remote()
+        return {rank: replace(found, answered=False) for rank, found in heard.items()}
+
+    def _end_remote(self) -> None:
+        for worker in tuple(self._workers):
             if isinstance(worker, RemoteWorker):
                 worker.kill()
             else:
                 worker.interrupt()
-        return {rank: replace(found, answered=False) for rank, found in heard.items()}
 
 
 def _has_died(found: Outcome) -> bool:

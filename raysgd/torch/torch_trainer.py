@@ -544,6 +544,8 @@ class TorchTrainer(ClassTrainer):
     def shutdown(self, force: bool = False) -> None:
         """Ends the workers and gives their resources back; a second time it does nothing.
 
+        From another thread it ends a running call too, which raises `TrainerShutdownError`.
+
         Args:
             force: End the processes at once instead of letting them close first.
         """

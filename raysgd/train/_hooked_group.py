@@ -75,6 +75,13 @@ class HookedGroup(EngineGroup):
         finally:
             super().stop(timeout_s)
 
+    def abandon(self) -> None:
+        """From another thread: lets whoever starts or uses the group come to an end, but for what has to come first."""
+        try:
+            self._prepare_end()
+        finally:
+            super().abandon()
+
     def kill(self, timeout_s: float = 5.0) -> None:
         """Ends the workers at once, but for what has to come first."""
         try:

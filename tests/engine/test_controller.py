@@ -4,6 +4,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
+from threading import Thread
 from typing import Any, cast
 
 import pytest
@@ -25,6 +26,8 @@ from tests.fakes import (
     Lost,
     NullBackend,
     Raised,
+    ShutDown,
+    Stopper,
     add,
     read,
 )
@@ -864,6 +867,96 @@ def test_stopping_works_before_the_start_and_after_the_group_was_given_up() -> N
         trainer.add(1)
     trainer.controller.stop()
     assert len(trainer.cluster.groups) == 1
+
+
+@pytest.mark.parametrize("moment", ["calls", "starts", "restores"])
+def test_a_call_that_another_thread_shuts_down_says_so_and_leaves_no_group(moment: str) -> None:
+    trainer = started()
+    stopper = Stopper(trainer.controller, trainer.cluster)
+    trainer.next_calls(Lost((1,)))
+    getattr(trainer.cluster, moment).append(ShutDown(stopper.stop))
+    with pytest.raises(TrainerShutdownError, match="shut down"):
+        trainer.add(1)
+    stopper.join()
+    assert not any(group.is_alive for group in trainer.cluster.groups)
+    assert [group.was_started for group in trainer.cluster.groups][2:] in ([], [False])
+
+
+def test_nobody_waits_for_room_or_starts_a_group_after_the_trainer_was_shut_down() -> None:
+    class ShutDownWhileWaiting(FakeClock):
+        def sleep(self, seconds: float) -> None:
+            super().sleep(seconds)
+            if seconds == 2:
+                stopper.stop()
+
+    trainer = Trainer()
+    trainer.clock = ShutDownWhileWaiting()
+    trainer.controller._life._clock = trainer.clock.as_clock()
+    trainer.start()
+    stopper = Stopper(trainer.controller, trainer.cluster)
+    trainer.cluster.num_slots = 0
+    trainer.next_calls(Lost((0, 1, 2)))
+    with pytest.raises(TrainerShutdownError):
+        trainer.add(1)
+    stopper.join()
+    assert trainer.clock.sleeps[-2:] == [1, 2]
+    assert len(trainer.cluster.groups) == 1
+
+
+def test_a_group_that_started_too_late_for_the_other_thread_is_ended_by_its_own() -> None:
+    trainer = started()
+    stopper = Stopper(trainer.controller, trainer.cluster)
+    trainer.next_calls(Lost((1,)))
+
+    def stop_once_it_is_there(tick: Callable[[], None]) -> None:
+        if len(trainer.cluster.groups) == 2:
+            stopper.stop()
+
+    trainer.cluster.while_waiting = stop_once_it_is_there
+    with pytest.raises(TrainerShutdownError):
+        trainer.add(1)
+    stopper.join()
+    assert [group.ended_by for group in trainer.cluster.groups if group.was_started] == ["kill", "kill"]
+
+
+def test_a_call_that_another_thread_waits_to_make_is_not_made() -> None:
+    trainer = started()
+    stopper = Stopper(trainer.controller, trainer.cluster)
+    found: list[BaseException] = []
+
+    def second_call() -> None:
+        try:
+            trainer.add(2)
+        except TrainerShutdownError as error:
+            found.append(error)
+
+    waiting = Thread(target=second_call)
+
+    def both() -> None:
+        waiting.start()
+        stopper.stop()
+
+    trainer.next_calls(ShutDown(both))
+    with pytest.raises(TrainerShutdownError):
+        trainer.add(1)
+    stopper.join()
+    waiting.join(20)
+    assert len(found) == 1
+    assert trainer.group.functions == ["add"]
+
+
+def test_a_call_that_the_driver_alone_works_on_ends_by_itself_and_keeps_its_result() -> None:
+    trainer = started(use_local=True, max_workers=1)
+    thread = Thread(target=trainer.controller.stop)
+
+    def stop() -> None:
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive(), "it waited for a call that nobody can end"
+
+    trainer.next_calls(ShutDown(stop))
+    assert trainer.add(1) == [1]
+    assert trainer.group.ended_by == "kill"
 
 
 USES: list[Callable[[Trainer], Any]] = [

@@ -12,12 +12,14 @@ import pytest
 
 from raysgd.engine.controller import Call
 from raysgd.engine.types import World
-from raysgd.exceptions import WorkersLostError
+from raysgd.exceptions import TrainerShutdownError, WorkersLostError
 from tests.engine.stepping_trainer import Trainer
 from tests.fakes import (
     Interrupted,
     Lost,
     Raised,
+    ShutDown,
+    Stopper,
     read,
     walk,
     walk_on,
@@ -647,6 +649,20 @@ def test_a_call_broken_off_for_good_is_not_gone_on_with_by_the_next_one() -> Non
     trainer.cluster.while_waiting = lambda tick: tick()
     assert trainer.walk(5) == [8, 8, 8], "from the state of the snapshot, with a call of its own"
     assert trainer.group.functions == ["_restore", "walk"]
+
+
+@pytest.mark.parametrize("moment", ["calls", "stands", "regroups", "waits"])
+def test_a_group_that_another_thread_shuts_down_while_it_is_formed_is_left(moment: str) -> None:
+    trainer = Trainer()
+    trainer.cluster.recruits_are_slow = True
+    stopper = Stopper(trainer.controller, trainer.cluster)
+    shut_down = ShutDown(stopper.stop)
+    if moment != "calls":
+        getattr(trainer.cluster, moment).append(shut_down)
+    with pytest.raises(TrainerShutdownError):
+        trainer.walk(3, shut_down if moment == "calls" else Lost((1,), after={0: 1, 2: 1}))
+    stopper.join()
+    assert [group.is_alive for group in trainer.cluster.groups] == [False]
 
 
 def test_a_call_that_spent_its_retries_is_not_gone_on_with_by_the_next_one() -> None:

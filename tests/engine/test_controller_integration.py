@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -337,6 +338,38 @@ def test_after_stopping_there_is_nothing_left_to_use(make: Make, plan: FailurePl
     trainer.controller.stop(not force)
     with pytest.raises(TrainerShutdownError):
         trainer.train(2)
+    wait_until(lambda: ray.available_resources().get("CPU", 0.0) == NUM_CPUS)
+
+
+def hang_once_all_have_been_here(folder: Path, num_times: int) -> None:
+    (folder / str(os.getpid())).touch()
+    if len(list(folder.iterdir())) > num_times:
+        time.sleep(FOR_EVER_S)
+
+
+@pytest.mark.parametrize("moment", ["in the call", "while new workers start"])
+def test_a_call_that_another_thread_shuts_down_ends_and_leaves_nothing(
+    make: Make, plan: FailurePlan, tmp_path: Path, moment: str
+) -> None:
+    folder = tmp_path / "seen"
+    folder.mkdir()
+    is_starting = moment == "while new workers start"
+    hook = partial(hang_once_all_have_been_here, folder, 2)
+    plan = plan.die(rank=1, step=1) if is_starting else plan.hang(rank=0, seconds=FOR_EVER_S, step=1)
+    trainer = make(plan, initialization_hook=hook)
+    num_seen = 3 if is_starting else 2
+    stopping = threading.Timer(0.3, trainer.controller.stop)
+
+    def stop_once_it_hangs() -> None:
+        wait_until(lambda: len(list(folder.iterdir())) >= num_seen)
+        stopping.start()
+
+    watching = threading.Thread(target=stop_once_it_hangs)
+    watching.start()
+    with pytest.raises(TrainerShutdownError):
+        trainer.train(1)
+    watching.join()
+    stopping.join()
     wait_until(lambda: ray.available_resources().get("CPU", 0.0) == NUM_CPUS)
 
 
