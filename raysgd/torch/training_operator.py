@@ -900,7 +900,8 @@ def _options(name: str, given: Any) -> dict[str, Any]:
 def _one_at_a_time() -> Any:
     from filelock import FileLock
 
-    return FileLock(os.path.join(tempfile.gettempdir(), ".raydata.lock"))
+    name = f".raydata-{os.getuid()}.lock"  # one file for all users would belong to the first, and shut out the others
+    return FileLock(os.path.join(tempfile.gettempdir(), name))
 
 
 def _is_multiple(component: Any) -> bool:

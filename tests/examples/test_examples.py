@@ -24,7 +24,7 @@ PATIENCE_S = 15
 
 # Not the scripts' own: Ray's logs of its sessions, PyTorch's cache, what TensorFlow leaves of a process that is killed,
 # and the lock of data creators, which stays so that nobody locks a file that somebody else removes.
-MAY_STAY = re.compile(r"ray|torchinductor_.*|__autograph_generated_file.*|__pycache__|\.raydata\.lock")
+MAY_STAY = re.compile(r"ray|torchinductor_.*|__autograph_generated_file.*|__pycache__|\.raydata-\d+\.lock")
 
 
 @dataclass(frozen=True)

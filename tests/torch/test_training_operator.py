@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import defaultdict, namedtuple
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -735,7 +736,7 @@ def test_workers_of_a_node_create_their_data_one_after_the_other(serialize: bool
 
     def create_data(config: dict[str, Any]) -> Any:
         try:
-            with filelock.FileLock(private_temp_dir / ".raydata.lock", timeout=0):
+            with filelock.FileLock(private_temp_dir / f".raydata-{os.getuid()}.lock", timeout=0):
                 found.append("free")
         except filelock.Timeout:
             found.append("held")
@@ -746,6 +747,19 @@ def test_workers_of_a_node_create_their_data_one_after_the_other(serialize: bool
     )
     make(operator_cls)
     assert found == ["held" if serialize else "free"]
+
+
+def test_the_lock_of_another_user_of_the_node_shuts_nobody_out(private_temp_dir: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 4711)
+    with filelock.FileLock(private_temp_dir / ".raydata-4712.lock"):
+        (private_temp_dir / ".raydata.lock").mkdir()  # as little to be opened as another user's file
+        try:
+            operator_cls = TrainingOperator.from_creators(
+                create_model, create_optimizer, create_loaders, torch.nn.MSELoss, serialize_data_creation=True
+            )
+            assert make(operator_cls).train_loader is not None
+        finally:
+            (private_temp_dir / ".raydata.lock").rmdir()
 
 
 def test_an_operator_of_creators_can_be_subclassed() -> None:
