@@ -25,7 +25,7 @@ class Precision:
         is_mixed: Whether part of the computation runs in a shorter format.
         flag: What operators find as `self.use_fp16`: False, True for PyTorch's own, or "apex".
         state_key: Where a checkpoint keeps the state; None when there is none.
-        namespace: What operators find as `self._amp`.
+        namespace: What operators find as `self._amp`; its `autocast` works with every precision but Apex.
         scaler: What operators find as `self._amp_scaler`.
         can_defer: Whether the exchange of gradients may be put off to a later batch.
     """
@@ -33,7 +33,7 @@ class Precision:
     is_mixed = False
     flag: bool | str = False
     state_key: str | None = None
-    namespace: Any = None
+    namespace: Any = SimpleNamespace(autocast=lambda *_, **__: nullcontext())
     scaler: Any = None
     can_defer = True
 

@@ -22,6 +22,7 @@ from raysgd.engine.types import DataLedger, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
 from raysgd.torch import rng
+from raysgd.torch.advice import with_advice
 from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.feed import Feed
 from raysgd.torch.modes import Modes
@@ -331,7 +332,8 @@ class TorchRunner(ClassRunner):
         self._arm(run.epoch_idx)
         began_at = stream.num_steps_taken
         try:
-            yield
+            with with_advice(getattr(self.operator, "_models", ())):
+                yield
             self._finish_steps(stream.num_steps_taken - began_at)
         finally:
             self._parallel.step.close_call()

@@ -18,7 +18,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -452,6 +452,16 @@ class TrainingOperator:
         """Initialises Apex; override to do so in another way."""
         models, optimizers = amp.initialize(models, optimizers, **apex_args)
         return models, optimizers
+
+    # ------------------------------------------------------------------------------------------------ to call anywhere
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for a forward pass and its loss in the trainer's precision; in fp32 it does nothing.
+
+        The stock methods do this around `forward`. Use it in a `train_batch` or `validate_batch` of your own:
+        `with self.autocast(): loss = ...`.
+        """
+        return self._precision.forward()
 
     # ------------------------------------------------------------------------------------------------ to read
 

@@ -338,5 +338,7 @@ def test_gradients_of_several_batches_add_up_under_apex(pretended_apex: StrictAm
     assert not apex.can_defer
 
 
-def test_plain_fp32_offers_nothing_to_operators() -> None:
-    assert (Precision.namespace, Precision.scaler, Precision.state_key) == (None, None, None)
+def test_plain_fp32_offers_operators_a_context_that_does_nothing() -> None:
+    assert (Precision.scaler, Precision.state_key) == (None, None)
+    with Precision.namespace.autocast("cpu", dtype=torch.bfloat16):
+        assert not torch.is_autocast_enabled("cpu")

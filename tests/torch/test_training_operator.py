@@ -243,7 +243,17 @@ def test_mixed_precision_is_at_work_after_registering_only() -> None:
 
 def test_without_mixed_precision_there_is_none() -> None:
     operator = make(LinearOperator)
-    assert (operator.use_fp16, operator._amp, operator._amp_scaler) == (False, None, None)
+    assert (operator.use_fp16, operator._amp_scaler) == (False, None)
+    with operator._amp.autocast(), operator._amp.autocast(enabled=True), operator.autocast():
+        assert not torch.is_autocast_enabled("cpu")
+
+
+def test_autocast_is_that_of_the_precision() -> None:
+    operator = make(LinearOperator, precision=make_precision(False, CPU, "bf16"))
+    with operator.autocast():
+        assert torch.is_autocast_enabled("cpu")
+        assert operator.model(torch.ones(1, NUM_FEATURES)).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cpu")
 
 
 # ------------------------------------------------------------------------------------------------ register_data

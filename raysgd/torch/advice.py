@@ -1,0 +1,42 @@
+"""What PyTorch says of a mistake, with what to do about it here: its own words name things that users never see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+_UNUSED = "Expected to have finished reduction in the prior iteration"
+_MOST_NAMES = 5
+
+
+@contextmanager
+def with_advice(models: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Puts advice before the words of an exception that it knows; the exception stays the same object.
+
+    Args:
+        models: The wrapped models.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if _UNUSED in str(error):
+            error.args = (f"{_of_unused_parameters(models)}\n\nPyTorch says: {error}",)
+        raise
+
+
+def _of_unused_parameters(models: Iterable[torch.nn.Module]) -> str:
+    names = [
+        name.removeprefix("module.")
+        for model in models
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad and parameter.grad is None
+    ]
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    which = f" ({', '.join(f'`{name}`' for name in names[:_MOST_NAMES])}{more})" if names else ""
+    return (
+        f"Some parameters{which} took no part in the loss of a batch, so the workers wait for their gradients. If they "
+        "take part in other batches, pass `register(ddp_args={'find_unused_parameters': True})`. If they are never "
+        "trained, call `parameter.requires_grad_(False)` on them before `register`."
+    )
