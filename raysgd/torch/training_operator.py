@@ -29,7 +29,7 @@ from raysgd._timers import TimerCollection
 from raysgd.engine.epochs import bind_batch_info
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
-from raysgd.torch import registry
+from raysgd.torch import batches, registry
 from raysgd.torch.blocks import checkpoint_activations
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
 from raysgd.torch.metric_objects import capture
@@ -181,7 +181,8 @@ class TrainingOperator:
         """Takes one optimizer step on one batch; with accumulation, on the last of several.
 
         Args:
-            batch: A sequence whose last element is the target and whose others are the inputs of the model.
+            batch: A sequence whose last element is the target and whose others are the inputs of the model; or a dict,
+                which is passed to the model by keyword (its target is under one of `batches.TARGET_NAMES`).
             batch_info: `batch_idx`, `global_step` and the entries of `info`.
 
         Returns:
@@ -191,29 +192,34 @@ class TrainingOperator:
         """
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), self._precision.forward():
-            _, loss, weight = _with_weight(self.forward(features, target))
+            _, loss, weight = batches.parts_of_forward(self.forward(features, target))
         with self._acting_on(self._require("optimizer")):
             with self.timers.record("grad"):
                 self.backward(loss) if weight is None else self._backward_with(loss, weight)
             if self._parallel.step.is_boundary:
                 with self.timers.record("apply"):
                     self.optimizer_step()
-        return {"train_loss": loss.detach(), NUM_SAMPLES: count_samples((target,)), **_weight_entry(weight)}
+        return {"train_loss": loss.detach(), NUM_SAMPLES: _num_samples(features, target), **_weight_entry(weight)}
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Splits a batch into inputs and target and brings them to the device."""
-        *features, target = batch
+        features, target = batches.split(batch)
         if self.use_gpu:
             return tuple(to_device(feature, self.device) for feature in features), to_device(target, self.device)
-        return tuple(features), target
+        return features, target
 
     def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, torch.Tensor] | tuple[Any, torch.Tensor, Any]:
         """Returns the output of the model and the loss, the mean over the samples. Used in training and validation.
 
+        The loss is that of the criterion; without one, that which the model has put into its output as `loss`.
+        An override may return the loss alone.
         Where the loss is the mean over something else (tokens, boxes), return how many of these there are as a third.
         """
-        output = self._require("model")(*features)
-        return output, self._require("criterion")(output, target)
+        output = batches.call(self._require("model"), features)
+        loss = batches.own_loss(output) if getattr(self, "criterion", None) is None else None
+        if loss is not None:
+            return output, loss
+        return output, self._require("criterion")(batches.prediction(output), target)
 
     def backward(self, loss: torch.Tensor, *, optimizer: Any = None, weight: Any = None) -> None:
         """Clears the gradients, unless there are some to add to, and computes new ones.
@@ -294,11 +300,11 @@ class TrainingOperator:
         """Evaluates one batch: `val_loss`, `val_accuracy` (how often the largest output is the target) and weight."""
         features, target = self.prepare_batch(batch)
         with self.timers.record("eval_fwd"), self._precision.forward():
-            output, loss, weight = _with_weight(self.forward(features, target))
-        num_samples = count_samples((target,))
+            output, loss, weight = batches.parts_of_forward(self.forward(features, target))
+        num_samples = _num_samples(features, target)
         return {
             "val_loss": loss.detach(),
-            "val_accuracy": _accuracy(output, target, num_samples),
+            "val_accuracy": _accuracy(batches.prediction(output), target, num_samples),
             NUM_SAMPLES: num_samples,
             **_weight_entry(weight),
         }
@@ -836,10 +842,8 @@ class CreatorOperator(TrainingOperator):
         raise AttributeError(f"no `{name}`: no creator returned one")
 
 
-def _with_weight(returned: Any) -> tuple[Any, torch.Tensor, Any]:
-    """What `forward` returned: output, loss, and the weight or None."""
-    output, loss, *weight = returned
-    return output, loss, weight[0] if weight else None
+def _num_samples(features: Sequence[Any], target: Any) -> int:
+    return count_samples(features if target is None else (target,))
 
 
 def _weight_entry(weight: Any) -> dict[str, Any]:

@@ -1128,3 +1128,46 @@ def test_batch_methods_may_take_an_index_or_their_info_by_keyword(make_local: Ma
     trainer = make_local(ByIndex)
     assert trainer.train(num_steps=3)["last_index"] == 2
     assert trainer.validate(num_steps=2)["last_index"] == 1
+
+
+class DictBatches(TrainingOperator):
+    """Batches as collators make them; a model that computes its own loss; no criterion."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(2, 2)
+
+        def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.linear(x)
+            return {"logits": logits, "loss": torch.nn.functional.cross_entropy(logits, labels)}
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(1)
+        model = self.Model()
+        self.model, self.optimizer = self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.5))
+        points = torch.randn(60, 2)
+        samples = [{"x": point, "labels": int(point[0] > 0)} for point in points]
+        loader = torch.utils.data.DataLoader(samples, batch_size=8)
+        self.register_data(train_loader=loader, validation_loader=loader)
+
+
+def test_dict_batches_go_to_the_model_by_name(make_local: MakeTrainer) -> None:
+    trainer = make_local(DictBatches)
+    results = [trainer.train() for _ in range(10)]
+    assert results[-1]["train_loss"] < results[0]["train_loss"]
+    assert results[0]["num_samples"] == 60
+    found = trainer.validate()
+    assert found["val_accuracy"] > 0.9
+    assert found["num_samples"] == 60
+
+
+class LossOnly(LinearOperator):
+    def forward(self, features: Any, target: Any) -> Any:
+        return self.criterion(self.model(*features), target)
+
+
+def test_forward_may_return_the_loss_alone(make_local: MakeTrainer) -> None:
+    results = [make_local(operator).train() for operator in (LossOnly, LinearOperator)]
+    assert equal(results[0]["train_loss"], results[1]["train_loss"])
+    assert math.isnan(make_local(LossOnly).validate()["val_accuracy"])
