@@ -18,6 +18,7 @@ from raysgd._background_writer import BackgroundWriter
 from raysgd._batching import split_batch_size
 from raysgd._class_trainer import ClassTrainer
 from raysgd._lazy import lazy_names
+from raysgd._paths import check_local
 from raysgd.backends.base import Backend
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
 from raysgd.engine.controller import Call, ElasticController
@@ -338,8 +339,10 @@ class TFTrainer(ClassTrainer):
             `checkpoint`.
 
         Raises:
-            ValueError: The operator's own state has something that a file cannot give back without running code.
+            ValueError: The operator's own state has something that a file cannot give back without running code. Or the
+                path is a URI.
         """
+        check_local("checkpoint", checkpoint)
         snapshot = self._snapshot()
         state = {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}
         if blocking:
@@ -364,6 +367,7 @@ class TFTrainer(ClassTrainer):
             CheckpointCorruptedError: The file is truncated or was changed.
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
+        check_local("checkpoint", checkpoint)
         state = checkpoint_file.read(checkpoint)
         if checkpoint_file.FORMER_OPTIMIZER in state:
             self._load_former(checkpoint, state)

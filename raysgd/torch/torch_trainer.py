@@ -18,6 +18,7 @@ import torch
 from raysgd import _class_arguments
 from raysgd._batching import split_batch_size
 from raysgd._class_trainer import ClassTrainer, NotYet
+from raysgd._paths import check_local
 from raysgd._state_codec import EncodedState, decode, lend
 from raysgd.backends.base import Backend
 from raysgd.backends.horovod import HorovodBackend
@@ -440,8 +441,10 @@ class TorchTrainer(ClassTrainer):
             `checkpoint`.
 
         Raises:
-            ValueError: The operator's own state could not be loaded back; the message names the key.
+            ValueError: The operator's own state could not be loaded back; the message names the key. Or the path is a
+                URI.
         """
+        check_local("checkpoint", checkpoint)
         snapshot = self._snapshot()
         state = decode(snapshot.shared_state, copy=False)
         state[RESUME] = {**state[RESUME], _RNG: list(snapshot.rank_states)}
@@ -465,6 +468,7 @@ class TorchTrainer(ClassTrainer):
             CheckpointCorruptedError: The file is truncated or was changed.
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
+        check_local("checkpoint", checkpoint)
         with ExitStack() as held:
             file = held.enter_context(checkpoint_file.mapped(checkpoint, weights_only=weights_only))
             content = self._checked(file.state, is_file=True)

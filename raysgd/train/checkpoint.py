@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._atomic_file import replacing
+from raysgd._paths import check_local
 from raysgd.train.constants import TIMESTAMP, TRAIN_CHECKPOINT_SUBDIR
 
 logger = logging.getLogger(__name__)
@@ -316,7 +317,7 @@ def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[s
     """A checkpoint: as it is if it is a dict, else read from a path. Reading runs what the file says, as any pickle.
 
     Raises:
-        ValueError: There is nothing at that path.
+        ValueError: There is nothing at that path, or it is a URI.
         TypeError: It is neither a dict nor a path.
     """
     if checkpoint is None:
@@ -325,6 +326,7 @@ def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[s
         return dict(checkpoint)
     if not isinstance(checkpoint, str | Path):
         raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict, or the path of a saved one.")
+    check_local("checkpoint", checkpoint)
     path = Path(checkpoint).expanduser()
     if not path.exists():
         raise ValueError(f"`checkpoint={str(checkpoint)!r}`: there is no such file.")

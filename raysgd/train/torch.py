@@ -24,6 +24,7 @@ require("torch", extra="torch", purpose="`raysgd.train.torch`")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from raysgd._paths import check_local  # noqa: E402
 from raysgd.backends.base import Backend as Connection  # noqa: E402
 from raysgd.backends.torch import TorchBackend as ProcessGroup  # noqa: E402
 from raysgd.backends.torch import end_process_group  # noqa: E402
@@ -387,6 +388,7 @@ class TorchWorkerProfiler:
 
     def __init__(self, trace_dir: str | None = None) -> None:
         self._rank = _session("TorchWorkerProfiler").world.rank
+        check_local("trace_dir", trace_dir)
         folder = Path(trace_dir) if trace_dir else Path(tempfile.gettempdir()) / "pytorch_profiler_worker_traces"
         folder.mkdir(parents=True, exist_ok=True)
         self.trace_dir = folder

@@ -9,11 +9,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+from raysgd._paths import check_local
 from raysgd.engine.history import History
 from raysgd.engine.resources import cluster_view
 from raysgd.exceptions import InactiveWorkerGroupError
@@ -74,6 +75,7 @@ class Trainer:
         heartbeat_s: float = 60.0,
     ) -> None:
         as_range(num_workers)
+        check_local("logdir", logdir)
         if not isinstance(max_retries, int):
             raise TypeError(f"`max_retries={max_retries!r}`: need an integer; -1 for any number.")
         num_cpus, num_gpus, custom = amounts_for_each(use_gpu, resources_per_worker)
@@ -268,6 +270,7 @@ class Trainer:
 
     def create_logdir(self, log_dir: str | Path | None) -> Path:
         """Makes the folder for the runs and returns it."""
+        check_local("logdir", log_dir)
         name = log_dir or time.strftime("train_%Y-%m-%d_%H-%M-%S")
         path = construct_path(name, constants.DEFAULT_RESULTS_DIR)
         path.mkdir(parents=True, exist_ok=True)
@@ -275,12 +278,14 @@ class Trainer:
         return path
 
     def create_run_dir(self) -> Path:
-        """Makes the folder of the next run and returns it."""
-        self._run_id += 1
-        run_dir = self.latest_run_dir
-        assert run_dir is not None
-        run_dir.mkdir(parents=True, exist_ok=True)
-        return run_dir
+        """Makes the folder of the next run and returns it: the next number that no other trainer has taken."""
+        while True:
+            self._run_id += 1
+            run_dir = self.latest_run_dir
+            assert run_dir is not None
+            with suppress(FileExistsError):
+                run_dir.mkdir(parents=True)
+                return run_dir
 
     @property
     def latest_run_dir(self) -> Path | None:

@@ -89,3 +89,10 @@ def test_the_driver_loads_no_framework() -> None:
     program = "import sys; from raysgd import TFTrainer; print({'torch', 'tensorflow', 'keras'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("method", ["save", "load", "restore"])
+def test_a_uri_is_refused_before_anything_is_asked_of_a_worker(method: str) -> None:
+    trainer = object.__new__(TFTrainer)  # there are no workers
+    with pytest.raises(ValueError, match="`checkpoint='s3://bucket/state'`: need a path on a local or mounted disk"):
+        getattr(trainer, method)("s3://bucket/state")

@@ -182,6 +182,16 @@ def test_what_was_used_of_the_data_by_the_last_call_is_not_told_after_a_load(
         assert trainer.status().data is None
 
 
+@pytest.mark.parametrize("method", ["save", "load"])
+def test_a_uri_is_no_path(make_local: MakeTrainer, method: str) -> None:
+    trainer = make_local()
+    with pytest.raises(
+        ValueError, match=r"`checkpoint='s3://bucket/state\.pt'`: need a path on a local or mounted disk"
+    ):
+        getattr(trainer, method)("s3://bucket/state.pt")
+    trainer.train()
+
+
 def test_a_loaded_state_is_not_shared_with_the_trainer(make_local: MakeTrainer) -> None:
     trainer = make_local(config={"optimizer": "adam"})
     trainer.train()

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +11,12 @@ import pytest
 from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train import Trainer
 from raysgd.train.backend import BackendConfig
+from raysgd.train.callbacks import JsonLoggerCallback
+from raysgd.train.checkpoint import load_checkpoint
 from raysgd.train.executor import Flag, as_range
 from raysgd.train.trainer import amounts_for_each
+
+BUCKET = "s3://bucket/results"
 
 
 def trainer(tmp_path: Path, **options: Any) -> Trainer:
@@ -90,6 +96,35 @@ def test_runs_have_folders_in_order(tmp_path: Path) -> None:
     made = trainer(tmp_path)
     assert [made.create_run_dir().name for _ in range(2)] == ["run_001", "run_002"]
     assert made.latest_checkpoint_dir == tmp_path / "run_002" / "checkpoints"
+
+
+def test_trainers_with_one_folder_never_share_that_of_a_run(tmp_path: Path) -> None:
+    (tmp_path / "run_002").mkdir()  # of an earlier program
+    made = [trainer(tmp_path) for _ in range(2)]
+    first, second, third = (made[index].create_run_dir() for index in (0, 1, 0))
+    assert [first.name, second.name, third.name] == ["run_001", "run_003", "run_004"]
+    assert made[0].latest_run_dir == third
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(lambda each: each.create_run_dir(), [trainer(tmp_path) for _ in range(20)]))
+    assert len(set(found)) == 20
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda folder: trainer(folder, logdir=BUCKET),
+        lambda folder: trainer(folder, logdir=Path(BUCKET)),
+        lambda folder: trainer(folder, logdir="file:///results"),
+        lambda folder: Trainer.load_checkpoint_from_path(BUCKET),
+        lambda folder: load_checkpoint(Path(BUCKET)),
+        lambda folder: JsonLoggerCallback(logdir=BUCKET),
+    ],
+)
+def test_a_uri_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: Callable[[Path], Any]) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match="need a path on a local or mounted disk, not a URI"):
+        call(tmp_path / "logs")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_relative_folder_is_among_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

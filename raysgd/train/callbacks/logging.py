@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._optional import require
+from raysgd._paths import check_local
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import (
@@ -33,9 +34,13 @@ class LogdirManager:
     Args:
         logdir: The folder; None for that of the run.
         create_logdir: Whether to make it.
+
+    Raises:
+        ValueError: `logdir` is a URI.
     """
 
     def __init__(self, logdir: str | Path | None = None, create_logdir: bool = True) -> None:
+        check_local("logdir", logdir)
         self._logdir = Path(logdir) if logdir is not None else None
         self._default: Path | None = None
         self._create_logdir = create_logdir

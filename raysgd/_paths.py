@@ -1,0 +1,31 @@
+"""What paths may be: those of files that this machine can open. In one place, until other storage is supported."""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: `pathlib` makes one of two
+
+
+def check_local(name: str, path: Any) -> None:
+    """Refuses what names a place in a remote storage; everything else is left for others to check.
+
+    Args:
+        name: The argument.
+        path: What was passed for it.
+
+    Raises:
+        ValueError: It is a URI.
+
+    >>> check_local("logdir", "/mnt/results")
+    >>> check_local("logdir", "s3://bucket/results")
+    Traceback (most recent call last):
+    ValueError: `logdir='s3://bucket/results'`: need a path on a local or mounted disk, not a URI...
+    """
+    if isinstance(path, str | os.PathLike) and _SCHEME.match(str(path)):
+        raise ValueError(
+            f"`{name}={str(path)!r}`: need a path on a local or mounted disk, not a URI. Mount the storage, or copy "
+            "the files to and from it yourself."
+        )
