@@ -151,6 +151,19 @@ def _policy_of(model: Any) -> str:
     return "mixed_float16" if "mixed_float16" in names else ""
 
 
+def choices_of_logs(model: Any) -> list[str]:
+    """The methods with which Keras chooses between the results of the metrics and what the last step returned."""
+    return [
+        name for name in ("_get_metrics_result_or_logs", "_validate_and_get_metrics_result") if hasattr(model, name)
+    ]
+
+
+def is_mean(metric: Any) -> bool:
+    """Whether a metric is Keras's mean of numbers, and not a class derived from it."""
+    cls = type(metric)
+    return cls.__name__ == "Mean" and cls.__module__.partition(".")[0] in ("keras", "tf_keras")
+
+
 def weights_of(model: Any) -> list[Any]:
     """The weights of a model; none for one that has not seen its input yet."""
     return list(model.weights) if model.built else []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from raysgd.tf.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.fit_run import FitStream
-from raysgd.tf.keras_sync import Step, Synchronizer
+from raysgd.tf.keras_sync import Synchronizer
 from raysgd.tf.streams import BatchStream, DividedSource, OwnSource, Passes, Source
 from raysgd.tf.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -324,7 +324,7 @@ class TFRunner(ClassRunner):
             return
         self._synchronizer.rejoin(World(0, 1))  # nobody else is here yet
         try:
-            with self._synchronizer.surfacing_errors():
+            with self._synchronizer.surfacing_errors(), self._scaling_losses():
                 self.operator.practise()
         except Exception as error:  # it is only practice; in earnest it would be the user's to know
             logger.warning("a worker that is to step in could not take a step in advance: %r", error)
@@ -381,9 +381,14 @@ class TFRunner(ClassRunner):
 
     @contextmanager
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
-        with self._synchronizer.surfacing_errors(), self._synchronizer.measuring():
+        synchronizer = self._synchronizer
+        with synchronizer.surfacing_errors(), synchronizer.measuring(), self._scaling_losses():
             yield
             self._synchronizer.merge_statistics(self.operator._models)
+
+    def _scaling_losses(self) -> AbstractContextManager[None]:
+        """For loops of operators; a `fit` does it in its steps, between which users may evaluate by themselves."""
+        return self._synchronizer.scaling_losses() if self._fit is None else nullcontext()
 
     def _returned_by_account(self, run: EpochRun) -> Any:
         return run.meters.summary() if self._fit is None else CreatorOperator.results_of(self._fit.logs)
@@ -411,7 +416,8 @@ class TFRunner(ClassRunner):
             began_at = stream.num_steps_taken
             self._running = (stream, began_at, request.num_steps, request.info)
             try:
-                with self._synchronizer.surfacing_errors(), self._timers.record("validation"):
+                scaling, timing = self._scaling_losses(), self._timers.record("validation")
+                with self._synchronizer.surfacing_errors(), timing, scaling:
                     returned = call_with_accepted(
                         operator.validate,
                         stream.take(request.num_steps),
@@ -424,7 +430,7 @@ class TFRunner(ClassRunner):
 
     def _open_validation(self, request: EpochRequest) -> BatchStream:
         source = self._source(self.operator.validation_dataset, "validation_dataset", training=False)
-        return BatchStream(source, Step(), lambda: 0)
+        return BatchStream(source, self._synchronizer.validation_step, lambda: 0)
 
     # ------------------------------------------------------------------------------------------------ data
 
