@@ -101,6 +101,9 @@ class CreatorOperator(TrainingOperator):
         """A `fit` together with other ranks, from its beginning or from where it broke off."""
         synchronizer, stream, model = self._context.synchronizer, self._fit, self.model
         synchronizer.watch_model(model, may_be_idle=True)  # compiled anew perhaps, hence each time
+        self._optimizers = registry.optimizers_in(model)
+        if synchronizer.group.size > 1:
+            registry.refuse_unreduced_loss(model)
         stream.steps_per_execution = registry.steps_per_execution(model)
         is_resumed = stream.begin(options.get("initial_epoch", 0))
         if is_resumed:

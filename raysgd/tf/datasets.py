@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -201,6 +201,45 @@ def check_dataset(name: str, dataset: Any) -> None:
     scalars = [spec for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank == 0]
     if scalars:
         raise ValueError(f"`{name}` yields {scalars[0]}, which is no batch: call `.batch(batch_size)` on it.")
+    sizes = {spec.shape[0] for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank} - {None}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"`{name}` yields {dataset.element_spec}, whose parts begin with different sizes {sorted(sizes)}, so it is "
+            "no batch: call `.batch(batch_size)` on it."
+        )
+
+
+def check_batches_for(name: str, dataset: Any, input_shapes: Sequence[Any]) -> None:
+    """Refuses a dataset of single samples, as far as the model says what it takes.
+
+    Args:
+        name: What to call it.
+        dataset: The dataset.
+        input_shapes: Those of the model's inputs, with the dimension of the batch; empty where nobody knows.
+
+    Raises:
+        ValueError: All inputs are as the model takes them, but without the dimension of the batch.
+    """
+    import tensorflow as tf
+
+    spec = dataset.element_spec
+    given = tf.nest.flatten(spec[0] if isinstance(spec, tuple) and spec else spec)
+    if len(given) != len(input_shapes) or not given or _is_batched_somewhere(dataset):
+        return
+    if all(_lacks_batch(one.shape, shape) for one, shape in zip(given, input_shapes, strict=True)):
+        raise ValueError(
+            f"`{name}` yields inputs of shape {[tuple(one.shape) for one in given]}, and the model takes batches of "
+            f"them, {[tuple(shape) for shape in input_shapes]}: call `.batch(batch_size)` on it."
+        )
+
+
+def _lacks_batch(given: Any, taken: Sequence[Any]) -> bool:
+    """Whether sizes are known to be those of a sample: that of a batch is seldom fixed."""
+    return given.is_fully_defined() and given.rank == len(taken) - 1 and given.is_compatible_with(tuple(taken)[1:])
+
+
+def _is_batched_somewhere(dataset: Any) -> bool:
+    return "Batch" in type(dataset).__name__ or any(_is_batched_somewhere(part) for part in dataset._inputs())
 
 
 def joint(dataset: Any, sharding: Sharding, num_batches: int) -> Any:

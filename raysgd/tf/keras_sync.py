@@ -325,7 +325,7 @@ class Synchronizer:
 
         return tf.constant(-1, tf.int64) if self._counted is None else tf.cast(self._counted, tf.int64)
 
-    def _compare(self, is_test: bool, count: Array, divisor: Array) -> Array:
+    def _compare(self, is_test: bool, count: Array, divisor: Array) -> np.float64:
         """Runs whenever the graph does. What a rank without samples computes does not count."""
         validation = self.validation_step
         if validation.num_samples is not None:

@@ -130,10 +130,21 @@ class TFRunner(ClassRunner):
         if makes_fit:
             self._fit = FitStream(self._passes_of("train_dataset", self.operator.train_dataset), self._synchronizer)
             self._operator._fit = self._fit
+        self._check_batches()
         self._build()
         self._synchronizer.share_first(self._weights())
+        self._take_weights_in()
         self._part_ways()
         return self._facts()
+
+    def _check_batches(self) -> None:
+        operator = self.operator
+        if len(operator._models) != 1:
+            return
+        shapes = registry.input_shapes_of(operator._models[0])
+        for name in ("train_dataset", "validation_dataset"):
+            if getattr(operator, name) is not None:
+                datasets.check_batches_for(name, getattr(operator, name), shapes)
 
     def _build(self) -> None:
         """Makes all variables where that is possible, so that there is a state from the beginning."""
@@ -150,6 +161,10 @@ class TFRunner(ClassRunner):
             for model, optimizer in zip(operator._models, operator._optimizers, strict=self._fit is None):
                 if model.built and model.trainable_variables:
                     registry.build_optimizer(optimizer, model.trainable_variables)
+
+    def _take_weights_in(self) -> None:
+        for model in self.operator._models:
+            registry.take_weights_in(model)
 
     def _has_traced_train_step(self, model: Any) -> bool:
         """Whether a `train_step` of the user's, which knows what each optimizer changes, could be asked for that."""
@@ -252,6 +267,7 @@ class TFRunner(ClassRunner):
             for variables, values, _ in targets:
                 for variable, value in zip(variables, values, strict=True):
                     variable.assign(value)
+            self._take_weights_in()
         self.epoch = int(state["epoch"])
         operator.load_state_dict(copy.deepcopy(state["operator"]))
         self._resume = dict(state.get(RESUME) or {})

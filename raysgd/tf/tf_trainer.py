@@ -309,6 +309,7 @@ class TFTrainer(ClassTrainer):
         if not model.weights:
             registry.build_model(model, self._controller.run(Call(TFRunner.input_spec, rank=0))[0])
         model.set_weights(weights)
+        registry.take_weights_in(model)
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and len(slots) == len(state["models"]):
             registry.build_optimizer(optimizer, model.trainable_variables)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -109,11 +110,37 @@ def test_what_ranks_compare_differs_when_the_data_does() -> None:
     [
         ([1, 2], TypeError, r"`train` is a `list`: need a `tf\.data\.Dataset`"),
         (tf.data.Dataset.range(3), ValueError, r"no batch: call `\.batch\(batch_size\)`"),
+        (tf.data.Dataset.from_tensors((np.ones(4), np.ones(1))), ValueError, r"different sizes \[1, 4\]"),
     ],
 )
 def test_what_is_no_dataset_of_batches_is_refused(dataset: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         datasets.check_dataset("train", dataset)
+
+
+FIXED = tf.data.Dataset.from_tensors(np.ones((4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "input_shapes", "is_refused"),
+    [
+        (FIXED, [(None, 4, 1)], True),
+        (tf.data.Dataset.from_tensors(((np.ones(3), np.ones(2)), np.ones(1))), [(None, 3), (None, 2)], True),
+        (FIXED.map(lambda x: (x, x)), [(None, 4, 1)], True),
+        (FIXED, [(None, 1)], False),  # four samples, always
+        (FIXED.batch(2), [(None, 4, 1)], False),
+        (tf.data.Dataset.range(4).batch(1, drop_remainder=True), [(None, 1)], False),  # Keras adds a dimension
+        (tf.data.Dataset.range(4).batch(2), [(None, 1)], False),
+        (FIXED, [], False),
+        (FIXED, [(None, 4, 1), (None, 4, 1)], False),
+    ],
+)
+def test_samples_that_are_no_batches_are_refused_as_far_as_the_model_says_what_it_takes(
+    dataset: Any, input_shapes: list[Any], is_refused: bool
+) -> None:
+    expected = pytest.raises(ValueError, match=r"`it` yields inputs of shape .*: call `\.batch\(batch_size\)`")
+    with expected if is_refused else nullcontext():
+        datasets.check_batches_for("it", dataset, input_shapes)
 
 
 def test_a_shuffle_is_found_anywhere_in_the_dataset() -> None:

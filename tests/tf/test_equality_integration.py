@@ -82,18 +82,22 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("case", LOSSES)
+def soaked(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.soak) for name in names]
+
+
+@pytest.mark.parametrize("case", ["sum_and_weights", "average_loss", *soaked("sum_and_weights_eagerly", "masked")])
 def test_a_loss_that_is_no_mean_over_samples_is_that_of_one_process(lab: TFTrainer, case: str) -> None:
     model_creator, data_creator, config = LOSSES[case]
     assert_same(*both(lab, make_operator(model_creator, data_creator), config))
 
 
-@pytest.mark.parametrize("loss", ["sum", "weights", "average"])
+@pytest.mark.parametrize("loss", ["weights", *soaked("sum", "average")])
 def test_a_loss_of_an_operator_that_is_no_mean_over_samples_too(lab: TFTrainer, loss: str) -> None:
     assert_same(*both(lab, Weighted, {"loss": loss}))
 
 
-@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+@pytest.mark.parametrize("kind", ["arrays", *soaked("dataset")])
 def test_fit_validates_over_all_workers_what_it_is_given(lab: TFTrainer, kind: str) -> None:
     x, y = samples(13, seed=1)
     given = (x, y) if kind == "arrays" else packed("it", tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
