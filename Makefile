@@ -15,13 +15,20 @@ export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: demo test soak lint typecheck format bench clean help
+.PHONY: demo quick test soak lint typecheck format bench clean help
+
+# What `make quick` leaves out: Ray clusters, hours, GPUs, and Horovod, which takes minutes to build.
+QUICK := not integration and not soak and not gpu
+HOROVOD_PAGE := "tests/docs/test_docs.py::test_the_python_of_a_page_runs[docs/horovod.md]"
 
 demo: $(STAMP) ## train a classifier of real digits on two workers, save, load and test it
 	$(PY) examples/quickstart.py
 
 test: $(STAMP) $(HOROVOD_STAMP) ## run all tests but the soak tests
 	$(PY) -m pytest tests -q --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30
+
+quick: lint typecheck ## style, types and every test that needs neither Ray nor Horovod: between two edits
+	$(PY) -m pytest tests -q -m "$(QUICK)" --deselect $(HOROVOD_PAGE) --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
 	$(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000

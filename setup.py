@@ -56,7 +56,6 @@ EXTRAS = {
     "metrics": union(TORCH, ["torchmetrics>=1.4"]),
     "tensorboard": ["tensorboardX>=2.6"],
     "mlflow": ["mlflow-skinny>=2.9"],
-    "codemod": ["libcst>=1.1"],
     "progress": ["tqdm>=4.60"],
 }
 # Every extra above in one environment.
@@ -75,7 +74,6 @@ EXTRAS["dev"] = union(
             "metrics",
             "tensorboard",
             "mlflow",
-            "codemod",
             "progress",
             "tf",
         )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 
 def lazy_names(
-    package: str, modules: Mapping[str, str], not_here: Mapping[str, str] | None = None
+    package: str,
+    modules: Mapping[str, str],
+    not_here: Mapping[str, str] | None = None,
+    submodules: Collection[str] = (),
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and the `__dir__` of a package.
 
@@ -17,12 +20,15 @@ def lazy_names(
         package: Its `__name__`.
         modules: For each name the module that defines it.
         not_here: For names that users of the old library look for here, what to use instead.
+        submodules: Modules of the package that are imported when somebody writes their names behind its own.
     """
     instead = not_here or {}
 
     def find(name: str) -> Any:
         if name in instead:
             raise ImportError(instead[name])  # of an `AttributeError`, `from ... import` would swallow the words
+        if name in submodules:
+            return importlib.import_module(f"{package}.{name}")
         if name not in modules:
             raise AttributeError(f"module `{package}` has no attribute `{name}`")
         value = getattr(importlib.import_module(modules[name]), name)
@@ -30,6 +36,6 @@ def lazy_names(
         return value
 
     def names() -> list[str]:
-        return sorted({*vars(sys.modules[package]), *modules})
+        return sorted({*vars(sys.modules[package]), *modules, *submodules})
 
     return find, names

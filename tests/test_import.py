@@ -108,6 +108,15 @@ def test_completion_shows_the_lazy_names() -> None:
     assert set(raysgd.__all__) <= set(dir(raysgd))
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["raysgd.train.Trainer", "raysgd.torch.TorchTrainer", "raysgd.utils.BATCH_SIZE", "raysgd.exceptions.WorkerError"],
+)
+def test_modules_can_be_written_behind_the_name_of_the_package(name: str) -> None:
+    result = run_fresh(f"import raysgd; print({name}); assert 'operators' in dir(raysgd)")
+    assert result.returncode == 0, result.stderr
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="module `raysgd` has no attribute `TorchTrianer`"):
         _ = raysgd.TorchTrianer

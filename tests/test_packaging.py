@@ -24,7 +24,6 @@ USER_EXTRAS = {
     "metrics",
     "tensorboard",
     "mlflow",
-    "codemod",
     "progress",
 }
 
