@@ -10,10 +10,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Protocol
 
-from raysgd._meters import NUM_SAMPLES, AverageMeterCollection, MetricSummary
+from raysgd._meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, MetricSummary
 from raysgd._timers import TimerCollection
 from raysgd.engine.captures import Captures, InsideSnapshots
 from raysgd.engine.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState, Steps
@@ -38,6 +38,14 @@ class Stream(Steps, Protocol):
 
     def settle(self) -> None:
         """Says that the loop around the steps came to its end."""
+
+
+class PlaceInStep(Protocol):
+    """Where a replica is in a step of all replicas."""
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether its batch is only there to take part."""
 
 
 class ClassRunner(ABC):
@@ -110,6 +118,11 @@ class ClassRunner(ABC):
     @abstractmethod
     def restore(self, shared_state: Any, rank_states: Any) -> None:
         """Takes over a snapshot or a checkpoint."""
+
+    @property
+    @abstractmethod
+    def _step(self) -> PlaceInStep:
+        """The step that the replica is in."""
 
     @abstractmethod
     def _training_stream(self, request: EpochRequest) -> Any:
@@ -272,11 +285,15 @@ class ClassRunner(ABC):
         run.attach(stream)
         stream.at_boundary = partial(self._at_boundary, run) if self._can_resume(stream) else self._note_boundary
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
-        batches = _Watched(coming if request.tick is None else _ticking(coming, request.tick))
+        batches = _Watched(coming if request.tick is None else _ticking(coming, request.tick), self._step)
         self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
         operator._meters_to_fill = run.meters
         try:
-            with self._training(run, stream), self._timers.record("train_epoch"):
+            with (
+                self._training(run, stream),
+                _not_counting_padding(operator, self._step),
+                self._timers.record("train_epoch"),
+            ):
                 self._note_boundary()
                 returned = call_with_accepted(
                     operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
@@ -367,11 +384,21 @@ class Remainder:
 
 
 class _Watched:
-    """An iterator that knows whether anybody drew from it."""
+    """An iterator that knows whether anybody drew from it; what a `train_epoch` is given.
 
-    def __init__(self, batches: Iterator[Any]) -> None:
+    Attributes:
+        was_touched: Whether anybody did.
+    """
+
+    def __init__(self, batches: Iterator[Any], step: PlaceInStep) -> None:
         self._batches = batches
+        self._step = step
         self.was_touched = False
+
+    @property
+    def is_padding(self) -> bool:
+        """Whether the batch drawn last repeats samples: other workers have some left, and this one has none."""
+        return self._step.is_padding
 
     def __iter__(self) -> Iterator[Any]:
         self.was_touched = True
@@ -380,6 +407,30 @@ class _Watched:
     def __next__(self) -> Any:
         self.was_touched = True
         return next(self._batches)
+
+
+@contextmanager
+def _not_counting_padding(operator: Any, step: PlaceInStep) -> Iterator[None]:
+    """Lets `train_batch` report no samples for padding, to a `train_epoch` of the user's own that counts by them.
+
+    Around the method and not inside it: an override may divide by what the stock one reports.
+    """
+    before, train_batch = dict(vars(operator)), operator.train_batch
+
+    @wraps(train_batch)
+    def without_padding(*args: Any, **kwargs: Any) -> Any:
+        metrics = train_batch(*args, **kwargs)
+        if not step.is_padding or not isinstance(metrics, Mapping):
+            return metrics
+        return {**metrics, **{weight: 0 for weight in (NUM_SAMPLES, BATCH_WEIGHT) if weight in metrics}}
+
+    operator.train_batch = without_padding
+    try:
+        yield
+    finally:
+        del operator.train_batch
+        if "train_batch" in before:  # of the user's, set on the object
+            operator.train_batch = train_batch
 
 
 def _ticking(batches: Iterator[Any], tick: Callable[[], None]) -> Iterator[Any]:

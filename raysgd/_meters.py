@@ -226,7 +226,8 @@ class AverageMeterCollection:
             else:
                 totals[name] = meter.total, float(meter.count)
                 values[name] = meter.mean
-                values[f"last_{name}"] = meter.last
+                if f"last_{name}" not in self._meters:  # a metric of the user's, which goes first
+                    values[f"last_{name}"] = meter.last
         return MetricSummary(values, totals, objects)
 
     def go_on_from(self, summary: MetricSummary) -> None:

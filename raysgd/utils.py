@@ -18,6 +18,7 @@ __all__ = [
     "BATCH_COUNT",
     "BATCH_SIZE",
     "BATCH_WEIGHT",
+    "IS_PADDING",
     "NUM_SAMPLES",
     "AverageMeter",
     "AverageMeterCollection",
@@ -33,6 +34,9 @@ logger = logging.getLogger(__name__)
 # Key of a trainer's config that holds the batch size of the whole group. The asterisk keeps it apart from
 # user keys.
 BATCH_SIZE = "*batch_size"
+# Key of a training batch's `batch_info`: whether the batch repeats samples, with weight 0, because other workers have
+# some left and this one has none.
+IS_PADDING = "is_padding"
 
 FunctionT = TypeVar("FunctionT", bound=Callable[..., Any])
 

@@ -126,6 +126,15 @@ class TestNumbers:
         assert (summary["loss"], summary["rare"], summary["last_rare"]) == (1.75, 3.0, 3.0)
         assert summary.totals == {"loss": (14.0, 8.0), "rare": (6.0, 2.0)}
 
+    @pytest.mark.parametrize("names", [("loss", "last_loss"), ("last_loss", "loss")])
+    def test_a_metric_goes_before_the_last_value_of_another(self, names: tuple[str, str]) -> None:
+        meters = AverageMeterCollection()
+        for value in (1.0, 3.0):
+            meters.update(dict.fromkeys(names, value))
+        summary = meters.summary()
+        assert (summary["last_loss"], summary["last_last_loss"]) == (2.0, 3.0)
+        assert summary.totals["last_loss"] == (4.0, 2.0)
+
     def test_one_nan_batch_makes_the_mean_nan_and_not_the_last_value(self) -> None:
         meters = AverageMeterCollection()
         meters.update({"score": float("nan")})
@@ -174,14 +183,6 @@ class TestNumbers:
         meters.update({"hit": value})
         meters.update({"hit": not value})
         assert meters.summary()["hit"] == 0.5
-
-    def test_a_weight_beside_the_metrics_is_theirs_and_samples_are_counted(self) -> None:
-        meters = AverageMeterCollection()
-        meters.update({"loss": 1.0, "batch_weight": 30}, n=2)
-        meters.hold({"loss": 2.0, "batch_weight": numpy.float32(10)}, n=4)
-        meters.count_held()
-        assert meters.summary() == {"batch_count": 2, "num_samples": 6, "loss": 1.25, "last_loss": 2.0}
-        assert meters.summary().totals == {"loss": (50.0, 40.0)}
 
     def test_numpy_weights_give_plain_numbers(self) -> None:
         meters = AverageMeterCollection()

@@ -55,9 +55,14 @@ def _merge_one(name: str, workers: Sequence[WorkerMetrics]) -> Any:
     present = [value for value in values if value is not None]
     if len(present) < len(values):  # not a number: one worker's value stands for all
         return workers[0].values[name]
-    if name in _PER_WORKER or str(name).startswith(_LAST):
+    if name in _PER_WORKER or all(_is_last_value(str(name), worker) for worker in workers):
         return _plain_mean(present)
     return _weighted_mean(_sum_and_count(name, worker) for worker in workers)
+
+
+def _is_last_value(name: str, worker: WorkerMetrics) -> bool:
+    """Whether it stands beside a metric whose last value it is; a metric of its own may have a name like that."""
+    return name.startswith(_LAST) and name.removeprefix(_LAST) in worker.values and name not in worker.totals
 
 
 def _sum_and_count(name: str, worker: WorkerMetrics) -> tuple[float, float]:

@@ -24,7 +24,7 @@ from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
 from raysgd.tf import registry
 from raysgd.tf.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.keras_sync import Synchronizer, variables_of
-from raysgd.utils import NUM_SAMPLES
+from raysgd.utils import IS_PADDING, NUM_SAMPLES
 
 NUM_STEPS = "__num_steps__"
 
@@ -133,9 +133,10 @@ class TrainingOperator:
             self._reset_metrics()
         train_batch = bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
-            batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **info}
-            metrics = train_batch(batch, batch_info)
-            if not self._context.synchronizer.step.is_padding:
+            is_padding = self._context.synchronizer.step.is_padding
+            where = {"batch_idx": batch_idx, "global_step": self.global_step, IS_PADDING: is_padding}
+            metrics = train_batch(batch, {**where, **info})
+            if not is_padding:
                 self._count(meters, metrics)
             self.global_step += 1
         summary = meters.summary()
@@ -147,7 +148,7 @@ class TrainingOperator:
 
         Args:
             batch: `(features, target)` or `(features, target, sample_weight)`, as `fit` takes them.
-            batch_info: `batch_idx`, `global_step` and the entries of `info`.
+            batch_info: `batch_idx`, `global_step`, `is_padding` and the entries of `info`.
 
         Returns:
             Metrics of the batch: numbers or tensors of one element. `num_samples` is the weight in the average.

@@ -28,6 +28,7 @@ class Feed:
         data_of: What is registered under "train" or "validation".
         parallel: How the replicas are kept equal.
         world_size: How many replicas there are.
+        undo: Called ahead of a batch of padding in training; returns what undoes what must not stay of it.
 
     Attributes:
         epoch: How many passes over the train data were begun.
@@ -36,11 +37,16 @@ class Feed:
     """
 
     def __init__(
-        self, data_of: Callable[[str], ShardedLoader | Unsharded | None], parallel: NoParallel, world_size: int
+        self,
+        data_of: Callable[[str], ShardedLoader | Unsharded | None],
+        parallel: NoParallel,
+        world_size: int,
+        undo: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
         self._data_of = data_of
         self._parallel = parallel
         self._world_size = world_size
+        self._undo = undo
         self.validation = Remainder(self._open_validation)
         self._agreement: Agreement | None = None
         self._summation: Summation | None = None
@@ -56,10 +62,10 @@ class Feed:
         if request.shard is not None:
             self.epoch += 1
             source = self._plain_source(_joined_pairs(request.shard), lockstep=True)
-            return BatchStream(source, self._parallel.step, lambda: self.epoch - 1)
+            return BatchStream(source, self._parallel.step, lambda: self.epoch - 1, self._undo)
         if self.train_stream is None:
             source = self._source("train", request.seed, lockstep=True)
-            self.train_stream = BatchStream(source, self._parallel.step, self._begin_pass)
+            self.train_stream = BatchStream(source, self._parallel.step, self._begin_pass, self._undo)
             self._resume(self.train_stream)
         if isinstance(self.train_stream.source, DividedSource):
             self._prepare_check(self.train_stream.source)

@@ -166,7 +166,7 @@ class LightningOperator(TrainingOperator):
             if self._is_stopped_at(batch, batch_idx):
                 self._skip_rest(iterator)
                 return
-            metrics = self.train_batch(batch, {"batch_idx": batch_idx, "global_step": self.global_step, **info})
+            metrics = self.train_batch(batch, {**self._batch_info(batch_idx), **info})
             if not step.is_padding:
                 self._count(self._meters, metrics)
             self.global_step += 1

@@ -11,7 +11,8 @@ merged there.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -73,13 +74,50 @@ def capture(metric: Metric) -> MetricState:
     return state
 
 
+def remember(holder: Any) -> Callable[[], None]:
+    """Remember what the metrics among the attributes of an object have seen; return what lets them forget the rest.
+
+    A metric that was reset in between has nothing to forget. Metrics in modules, lists, tuples and dicts are found.
+    """
+    metrics = _held_by(vars(holder)) if "torchmetrics" in sys.modules else {}
+    kept = [(metric, _contents(metric)) for metric in metrics.values()]
+
+    def forget_the_rest() -> None:
+        for metric, contents in kept:
+            if metric._update_count >= contents["_update_count"]:
+                for name, value in contents.items():
+                    setattr(metric, name, value)
+
+    return forget_the_rest
+
+
+def _held_by(value: Any) -> dict[int, Metric]:
+    """The metrics in a structure, by identity."""
+    if isinstance(value, torch.nn.Module):
+        return {id(metric): metric for metric in _metrics_in(value)}
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return {key: metric for item in items for key, metric in _held_by(item).items()}
+
+
+def _contents(metric: Metric) -> dict[str, Any]:
+    """Copies of all that updates change; of a list that they append to, a new list of the same tensors."""
+    kinds = (torch.Tensor, list, int, float, type(None))
+    return {name: _copied(value) for name, value in vars(metric).items() if isinstance(value, kinds)}
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    return list(value) if isinstance(value, list) else value
+
+
 def _metric_class() -> type[Metric]:
     torchmetrics = require("torchmetrics", "metrics", "merging metric objects across workers")
     metric_cls: type[Metric] = torchmetrics.Metric
     return metric_cls
 
 
-def _metrics_in(metric: Metric) -> Iterator[Metric]:
+def _metrics_in(metric: torch.nn.Module) -> Iterator[Metric]:
     """Yield the metric and those inside it: a wrapper keeps nothing itself, its children do."""
     metric_cls = _metric_class()
     return (module for module in metric.modules() if isinstance(module, metric_cls))

@@ -171,6 +171,7 @@ class BatchStream:
         source: Where the batches come from.
         step: Told about each step before its batch is handed out.
         next_pass: Called whenever a new pass is opened; returns its index.
+        undo: Called ahead of a batch of padding; what it returns is called ahead of the next.
 
     Attributes:
         at_boundary: Called between two steps, if it is set. What it raises ends the iteration.
@@ -178,10 +179,17 @@ class BatchStream:
         num_steps_taken: Steps whose batch was handed out.
     """
 
-    def __init__(self, source: Source, step: Step, next_pass: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        source: Source,
+        step: Step,
+        next_pass: Callable[[], int],
+        undo: Callable[[], Callable[[], None]] | None = None,
+    ) -> None:
         self.source = source
         self._step = step
         self._next_pass = next_pass
+        self._undo = undo
         self._live: Iterator[Item] | None = None
         self._ahead: list[Item | None] = []  # what was drawn already to see whether there is more
         self._to_resume: tuple[int, int] | None = None
@@ -276,7 +284,10 @@ class BatchStream:
             batch = self._hand_out(*item, is_last_of_call=produced == num_steps)
             if batch is not _NO_BATCH:
                 self._num_open += 1
+                undo = self._undo() if self._undo is not None and self._step.is_padding else None
                 yield batch
+                if undo is not None:
+                    undo()
                 if self._step.is_boundary:
                     self._step.confirm()
                     self._num_open = 0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,7 +21,7 @@ from raysgd.engine.replica import Capture
 from raysgd.engine.types import DataLedger, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import handover as handing_over
-from raysgd.torch import rng
+from raysgd.torch import metric_objects, rng
 from raysgd.torch.advice import with_advice
 from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.feed import Feed
@@ -31,6 +31,7 @@ from raysgd.torch.parallel import DDP, NoParallel, unwrap
 from raysgd.torch.precision import make_precision
 from raysgd.torch.replica_state import ReplicaState
 from raysgd.torch.sampling import DataSignature, ShardedLoader
+from raysgd.torch.step import Step
 from raysgd.torch.streams import BatchStream, DividedSource
 from raysgd.torch.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -99,7 +100,7 @@ class TorchRunner(ClassRunner):
         self._spec = spec
         self._device = _device(spec.use_gpu)
         self._parallel = _make_parallel(spec, world, self._device)
-        self._feed = Feed(self._data, self._parallel, world.size)
+        self._feed = Feed(self._data, self._parallel, world.size, self._undo)
         self._modes = Modes()
         self._encoder = StateEncoder()
         self._num_optimizer_steps = 0
@@ -278,7 +279,7 @@ class TorchRunner(ClassRunner):
             self._arm(0)
             batch = next(DividedSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
-                info = {"batch_idx": 0, "global_step": 0, **operator._own_info(None, 0)}
+                info = {**operator._batch_info(0), **operator._own_info(None, 0)}
                 bind_batch_info(operator.train_batch)(batch[0], info)
         except Exception as error:  # it is only practice; in earnest it would be the user's to know
             logger.warning("a worker that is to step in could not take a step in advance: %r", error)
@@ -394,6 +395,14 @@ class TorchRunner(ClassRunner):
                 "gradients by itself. Call `self.backward(loss)` and `self.optimizer_step()` in `train_batch`, for "
                 "every batch, or accumulate by hand and leave the option out."
             )
+
+    @property
+    def _step(self) -> Step:
+        return self._parallel.step
+
+    def _undo(self) -> Callable[[], None]:
+        """Remembers what padding must not change: what metric objects have seen."""
+        return metric_objects.remember(self.operator)
 
     def _training_stream(self, request: EpochRequest) -> BatchStream:
         return self._feed.training(request)

@@ -30,15 +30,22 @@ from raysgd.engine.epochs import bind_batch_info
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
 from raysgd.torch import batches, registry
+from raysgd.torch.accuracy import accuracy, compared_by, watching
 from raysgd.torch.blocks import checkpoint_activations
-from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH, USE_FP16
+from raysgd.torch.constants import (
+    NUM_STEPS,
+    SCHEDULER_STEP,
+    SCHEDULER_STEP_BATCH,
+    SCHEDULER_STEP_EPOCH,
+    USE_FP16,
+)
 from raysgd.torch.metric_objects import capture
 from raysgd.torch.modes import begin_training
 from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.parallel import NoParallel, unwrap
 from raysgd.torch.precision import Precision
 from raysgd.torch.sampling import ShardedLoader, Unsharded, count_samples, shard_loader
-from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
+from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
 
@@ -120,6 +127,7 @@ class TrainingOperator:
         self._meters_to_fill: AverageMeterCollection | None = None
         self._acting: Any = None  # the optimizer that stock code is about to use
         self._warned_of_weight = self._warned_of_nothing = False
+        self._has_warned_of_accuracy = False
         self.world_size = context.world.size
         self.timers = TimerCollection()
         self.global_step = 0
@@ -160,9 +168,10 @@ class TrainingOperator:
         meters, self._meters_to_fill = self._meters_to_fill or self._new_meters(), None
         step, train_batch = self._parallel.step, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
-            batch_info = {"batch_idx": batch_idx, "global_step": self.global_step, **info}
+            batch_info = {**self._batch_info(batch_idx), **info}
             metrics = train_batch(batch, batch_info)
-            self._compare_weights(metrics)
+            if not step.is_padding:
+                self._compare_weights(metrics)
             if step.is_boundary:
                 step.confirm()
                 meters.count_held()
@@ -183,7 +192,8 @@ class TrainingOperator:
         Args:
             batch: A sequence whose last element is the target and whose others are the inputs of the model; or a dict,
                 which is passed to the model by keyword (its target is under one of `batches.TARGET_NAMES`).
-            batch_info: `batch_idx`, `global_step` and the entries of `info`.
+            batch_info: `batch_idx`, `global_step`, `is_padding` and the entries of `info`. A batch is padding where
+                this worker has no samples left and repeats some, with weight 0, because the others have.
 
         Returns:
             Metrics of the batch: numbers, tensors of one element (these are not read before the epoch ends, so the host
@@ -208,7 +218,7 @@ class TrainingOperator:
             return tuple(to_device(feature, self.device) for feature in features), to_device(target, self.device)
         return features, target
 
-    def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
+    def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, torch.Tensor] | tuple[Any, torch.Tensor, Any]:
         """Returns the output of the model and the loss, the mean over the samples. Used in training and validation.
 
         The loss is that of the criterion; without one, that which the model has put into its output as `loss`.
@@ -297,15 +307,18 @@ class TrainingOperator:
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluates one batch: `val_loss`, `val_accuracy` (how often the largest output is the target) and weight."""
+        """Evaluates one batch: `val_loss`, `val_accuracy` (how often the prediction is the target) and weight."""
         features, target = self.prepare_batch(batch)
-        with self.timers.record("eval_fwd"), self._precision.forward():
+        criterion = getattr(self, "criterion", getattr(self, "_criterion", None))
+        with self.timers.record("eval_fwd"), self._precision.forward(), watching(criterion) as comparisons:
             output, loss, weight = batches.parts_of_forward(self.forward(features, target))
-        num_samples = _num_samples(features, target)
+        output = batches.prediction(output)
+        if type(self).forward is TrainingOperator.forward:
+            comparisons += compared_by(criterion, output, target)
         return {
             "val_loss": loss.detach(),
-            "val_accuracy": _accuracy(batches.prediction(output), target, num_samples),
-            NUM_SAMPLES: num_samples,
+            "val_accuracy": self._known(accuracy(output, target, comparisons)),
+            NUM_SAMPLES: _num_samples(features, target),
             **_weight_entry(weight),
         }
 
@@ -729,6 +742,19 @@ class TrainingOperator:
                 weight,
             )
 
+    def _known(self, found: Any) -> Any:
+        """NaN for an accuracy that the library cannot tell, and a warning once."""
+        if found is not None:
+            return found
+        if not self._has_warned_of_accuracy and self.world_rank == 0:
+            logger.warning(
+                "`val_accuracy` is NaN: the shapes of outputs and targets do not tell where the classes are, or what "
+                "one number per sample means. Use a loss of PyTorch as `self.criterion`, such as `CrossEntropyLoss` "
+                "(classes in dimension 1) or `BCEWithLogitsLoss`, or override `validate_batch` and return it yourself"
+            )
+        self._has_warned_of_accuracy = True
+        return float("nan")
+
     def _own_info(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         return {
             NUM_STEPS: num_steps,
@@ -736,6 +762,9 @@ class TrainingOperator:
             "epoch_idx": epoch_idx,
             SCHEDULER_STEP: self.scheduler_step_freq,
         }
+
+    def _batch_info(self, batch_idx: int) -> dict[str, Any]:
+        return {"batch_idx": batch_idx, "global_step": self.global_step, IS_PADDING: self._parallel.step.is_padding}
 
     def _new_meters(self) -> AverageMeterCollection:
         return AverageMeterCollection(to_floats=read_tensors, capture_object=capture)
@@ -876,21 +905,6 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
         return [float(tensor) for tensor in tensors]
     values: list[float] = torch.stack([tensor.reshape(()).double() for tensor in tensors]).tolist()
     return values
-
-
-def _accuracy(output: Any, target: Any, num_samples: int) -> Any:
-    """Share of samples (or pixels) whose largest output is the target; NaN where that means nothing.
-
-    A target of floats holds values or probabilities, not the index of a class.
-    """
-    if not isinstance(output, torch.Tensor) or output.ndim < 2 or not isinstance(target, torch.Tensor):
-        return float("nan")
-    if target.is_floating_point() or target.is_complex():
-        return float("nan")
-    predicted = output.argmax(dim=1)
-    if predicted.numel() != target.numel() or not num_samples:
-        return float("nan")
-    return (predicted.reshape(-1) == target.reshape(-1)).sum() / predicted.numel()
 
 
 def _refuse_unknown(unknown: dict[str, Any]) -> None:

@@ -86,8 +86,20 @@ def test_without_samples_workers_count_alike() -> None:
 
 @pytest.mark.parametrize("name", ["batch_count", "last_loss", "epoch"])
 def test_counters_and_last_values_are_plain_means(name: str) -> None:
-    merged = merge([plain(num_samples=9, **{name: 4}), plain(num_samples=1, **{name: 2})])
+    merged = merge([plain(num_samples=9, loss=1.0, **{name: 4}), plain(num_samples=1, loss=1.0, **{name: 2})])
     assert merged[name] == 3
+
+
+def test_a_metric_that_is_called_like_a_last_value_counts_by_its_samples() -> None:
+    merged = merge([averaged(3, last_token=(3.0, 3)), averaged(1, last_token=(5.0, 1))])
+    assert merged["last_token"] == 2.0
+    merged = merge([plain(num_samples=3, last_token=1.0), plain(num_samples=1, last_token=5.0)])
+    assert merged["last_token"] == 2.0
+
+
+def test_a_metric_beside_one_whose_last_value_it_might_be_counts_by_its_samples() -> None:
+    merged = merge([averaged(3, token=(3.0, 3), last_token=(3.0, 3)), averaged(1, token=(1.0, 1), last_token=(5.0, 1))])
+    assert merged["last_token"] == 2.0
 
 
 def test_an_epoch_stays_the_integer_that_it_is() -> None:

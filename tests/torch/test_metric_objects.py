@@ -10,17 +10,25 @@ import torch
 import torchmetrics
 from torch import distributed
 from torchmetrics import Metric
+from torchmetrics.aggregation import RunningMean
 from torchmetrics.classification import (
     BinaryAUROC,
     BinaryF1Score,
     MulticlassAccuracy,
     MulticlassConfusionMatrix,
 )
-from torchmetrics.regression import KendallRankCorrCoef, PearsonCorrCoef, R2Score, SpearmanCorrCoef
+from torchmetrics.regression import (
+    KendallRankCorrCoef,
+    MeanAbsoluteError,
+    MeanSquaredError,
+    PearsonCorrCoef,
+    R2Score,
+    SpearmanCorrCoef,
+)
 from torchmetrics.wrappers import ClasswiseWrapper, MinMaxMetric
 
 from raysgd._meters import AverageMeterCollection
-from raysgd.torch.metric_objects import MetricState, capture
+from raysgd.torch.metric_objects import MetricState, capture, remember
 from tests.run_if import RunIf
 
 pytestmark = pytest.mark.filterwarnings(
@@ -307,3 +315,47 @@ class TestTensorsInMeters:
     def test_several_elements_are_refused(self) -> None:
         with pytest.raises(ValueError, match=r"metric `logits` has shape `\(2, 3\)`"):
             AverageMeterCollection().update({"logits": torch.zeros(2, 3)})
+
+
+# ------------------------------------------------------------------------------------------------ forgetting
+
+
+class Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        MeanSquaredError,
+        SpearmanCorrCoef,
+        lambda: MinMaxMetric(MeanSquaredError()),
+        lambda: RunningMean(window=3),
+        lambda: torchmetrics.MetricCollection([MeanSquaredError(), MeanAbsoluteError()]),
+    ],
+    ids=["sums", "lists", "a wrapper", "a window", "a collection"],
+)
+@pytest.mark.parametrize(
+    "inside", [lambda metric: metric, lambda metric: {"validation": [(metric,)]}, torch.nn.Sequential]
+)
+@pytest.mark.parametrize("how", ["update", "forward"])
+def test_a_metric_forgets_what_it_saw_since(make: Callable[[], Any], inside: Callable[[Any], Any], how: str) -> None:
+    metric = make()
+    first, second, padding = (regression(8) if not isinstance(metric, RunningMean) else one_number(8) for _ in range(3))
+    for batch in (first, second):
+        getattr(metric, how)(*batch)
+    expected = copy.deepcopy(metric).compute()
+    forget_the_rest = remember(Holder(inside(metric)))
+    getattr(metric, how)(*padding)
+    assert metric.compute() != expected
+    forget_the_rest()
+    assert metric.compute() == expected
+
+
+def test_a_metric_that_was_reset_in_between_has_nothing_to_forget() -> None:
+    metric = fed(MeanSquaredError(), [regression(8)])
+    forget_the_rest = remember(Holder(metric))
+    capture(fed(metric, [regression(8)]))
+    forget_the_rest()
+    assert metric.update_count == 0

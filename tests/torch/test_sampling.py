@@ -703,6 +703,18 @@ def test_weighted_gradients_of_the_ranks_average_to_that_of_one_process() -> Non
         (({"a": torch.zeros(3)}, {"b": torch.zeros(5)}), 3),
         ((numpy.zeros((4, 2)), numpy.zeros(4)), 4),
         (["some", "raw", "texts"], 3),
+        (
+            (
+                (torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)),
+                ({"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}),
+            ),
+            2,
+        ),
+        ((torch.zeros(1, 3, 8, 8), [{"boxes": torch.zeros(5, 4)}]), 1),
+        (([{"boxes": torch.zeros(5, 4)}],), 1),
+        ([{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}], 2),
+        ({"labels": [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}], "pixels": torch.zeros(2, 3)}, 2),
+        ([{"input_ids": torch.zeros(8, 16)}], 8),
         ([], 0),
         ({}, 1),
         (torch.tensor(3.0), 1),

@@ -14,6 +14,7 @@ import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader
+from torchmetrics import MeanSquaredError
 
 from raysgd._state_codec import StateEncoder, decode
 from raysgd.engine import captures
@@ -22,10 +23,12 @@ from raysgd.engine.types import DataLedger, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
+from raysgd.torch.metric_objects import capture
 from raysgd.torch.options import StepOptions
 from raysgd.torch.replica_state import RESUME
 from raysgd.torch.sampling import DataSignature
 from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
+from raysgd.utils import IS_PADDING, AverageMeterCollection
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, OwnEpochOperator, equal
 
@@ -1173,3 +1176,48 @@ def test_an_evaluation_can_be_told_to_start_over() -> None:
     assert validate(runner, 3)["num_samples"] == 12
     answer = runner.validate(EpochRequest(None, {}, False, seed=0, starts_over=True))
     assert values(answer)["num_samples"] == 13
+
+
+# ------------------------------------------------------------------------------------------------ padding
+
+
+class Measuring(LinearOperator):
+    """Reports more in training: a ratio of what the stock method reports, and a metric object."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.error = MeanSquaredError()
+        self.measured: list[tuple[bool, float]] = []
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        metrics = super().train_batch(batch, batch_info)
+        output, target = self.model(batch[0]).detach(), batch[-1]
+        self.measured.append((batch_info[IS_PADDING], float((output - target).square().mean())))
+        self.error.update(output, target)
+        return {**metrics, "share": 1 / metrics["num_samples"], "error": self.error}
+
+
+class MeasuringInAnOwnLoop(Measuring):
+    """Counts by what each batch reports, as loops in guides do."""
+
+    def train_epoch(self, iterator: Any, info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        meters = AverageMeterCollection(capture_object=capture)
+        for batch_idx, batch in enumerate(iterator):
+            metrics = self.train_batch(batch, {"batch_idx": batch_idx, IS_PADDING: iterator.is_padding})
+            meters.update(metrics, n=metrics.pop("num_samples"))
+        return meters.summary()
+
+
+@pytest.mark.parametrize("operator_cls", [Measuring, MeasuringInAnOwnLoop])
+def test_padding_counts_nowhere(process_group: None, operator_cls: type[Measuring]) -> None:
+    # The second of two ranks, which has four of the first eight samples, and none in the step of the ninth.
+    runner = TorchRunner(RunnerSpec(operator_cls, {"num_samples": 9}), World(rank=1, size=2, local_size=2))
+    runner.setup()
+    operator = runner.operator
+    assert isinstance(operator, Measuring)
+    for _ in range(2):
+        result = values(train(runner))
+        (own, error), (repeated, _) = operator.measured[-2:]
+        assert (own, repeated) == (False, True)
+        assert (result["num_samples"], result["share"], result["error"]) == (4, 0.25, pytest.approx(error))
+    assert "train_batch" not in vars(operator)
