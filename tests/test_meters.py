@@ -184,6 +184,14 @@ class TestNumbers:
         meters.update({"hit": not value})
         assert meters.summary()["hit"] == 0.5
 
+    def test_a_weight_beside_the_metrics_is_theirs_and_samples_are_counted(self) -> None:
+        meters = AverageMeterCollection()
+        meters.update({"loss": 1.0, "batch_weight": 30}, n=2)
+        meters.hold({"loss": 2.0, "batch_weight": numpy.float32(10)}, n=4)
+        meters.count_held()
+        assert meters.summary() == {"batch_count": 2, "num_samples": 6, "loss": 1.25, "last_loss": 2.0}
+        assert meters.summary().totals == {"loss": (50.0, 40.0)}
+
     def test_numpy_weights_give_plain_numbers(self) -> None:
         meters = AverageMeterCollection()
         meters.update({"x": numpy.float32(0.5)}, n=numpy.int64(3))  # type: ignore[arg-type]

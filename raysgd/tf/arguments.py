@@ -63,12 +63,25 @@ def creator_of_model(operator_cls: Any) -> Callable[[dict[str, Any]], Any]:
     return creator
 
 
+_FROM_CREATOR = "the data come from `data_creator`. Return them from there, as datasets of batches"
+_INSTEAD = {
+    "x": _FROM_CREATOR,
+    "y": _FROM_CREATOR,
+    "batch_size": "the batches are those of the datasets. Call `.batch(batch_size)` on them in `data_creator`",
+    "validation_split": "a dataset cannot be split by Keras. Pass `validation_data`, a dataset or arrays",
+    "sample_weight": "the weights belong to the batches. Let the datasets yield `(x, y, sample_weight)`",
+}
+"""Options of Keras that do not apply to what is trained on here, and what to do instead."""
+
+
 def check_options_for_keras(config: Mapping[str, Any]) -> None:
     """Refuses options for Keras of the wrong kind."""
     for key in ("fit_config", "evaluate_config"):
         options = config.get(key)
         if options is not None and not isinstance(options, Mapping):
             raise TypeError(f"`config[{key!r}]={options!r}`: need a dict of options for Keras.")
+        for name in [name for name in _INSTEAD if options is not None and options.get(name) is not None]:
+            raise ValueError(f"`config[{key!r}][{name!r}]` cannot work: {_INSTEAD[name]}.")
 
 
 def check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) -> None:

@@ -17,6 +17,7 @@ from raysgd.tf.streams import lockstep_dataset
 from raysgd.tf.training_operator import TrainingOperator
 
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
+_DEFAULT_BATCH_SIZE = 32  # Keras's own, for arrays to validate on
 
 # They write to files, or somewhere else, what is the same on every rank.
 _ONLY_ON_FIRST = {"ModelCheckpoint", "BackupAndRestore", "TensorBoard", "CSVLogger", "RemoteMonitor", "ProgbarLogger"}
@@ -91,6 +92,8 @@ class CreatorOperator(TrainingOperator):
         return {f"train_{name}": value for name, value in logs.items()}
 
     def _fit_alone(self, options: dict[str, Any]) -> dict[str, Any]:
+        if isinstance(options.get("validation_data"), datasets.PackedDataset):
+            options["validation_data"] = options["validation_data"].unpacked()
         history = self.model.fit(self._train_dataset, **options)
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
@@ -98,6 +101,9 @@ class CreatorOperator(TrainingOperator):
         """A `fit` together with other ranks, from its beginning or from where it broke off."""
         synchronizer, stream, model = self._context.synchronizer, self._fit, self.model
         synchronizer.watch_model(model, may_be_idle=True)  # compiled anew perhaps, hence each time
+        self._optimizers = registry.optimizers_in(model)
+        if synchronizer.group.size > 1:
+            registry.refuse_unreduced_loss(model)
         stream.steps_per_execution = registry.steps_per_execution(model)
         is_resumed = stream.begin(options.get("initial_epoch", 0))
         if is_resumed:
@@ -107,7 +113,7 @@ class CreatorOperator(TrainingOperator):
         try:
             self._fit_rest(options)
         finally:
-            synchronizer.before_exchange = None
+            synchronizer.before_exchange, synchronizer.evaluates_together = None, False
         if is_resumed:  # callbacks that keep weights may have others where they have not seen all epochs
             synchronizer.share_first(model.weights)
         assert stream.place is not None
@@ -137,7 +143,10 @@ class CreatorOperator(TrainingOperator):
             stream.end_epoch(model.get_metrics_result(), steps)
             return
         track = tracker(stream, model, steps, self._agree)
-        merge = merger(model, lambda: self._context.synchronizer.merge_statistics([model]))
+        synchronizer = self._context.synchronizer
+        data, shares = self._validation_options(options)
+        merge = merger(model, lambda: synchronizer.merge_statistics([model]), lambda: synchronizer.evaluating(shares))
+        options = {name: value for name, value in options.items() if not name.startswith("validation_")} | data
         changed = {"initial_epoch": place.epoch, "epochs": end, "callbacks": [merge, *options["callbacks"], track]}
         if steps is not None:
             changed["steps_per_epoch"] = steps - place.num_steps
@@ -145,6 +154,17 @@ class CreatorOperator(TrainingOperator):
         stream.has_begun = True
         with one_part(model, options["callbacks"], stream.measures and place.num_steps > 0, silenced):
             model.fit(self._part(stream.data()), **{**options, **changed})
+
+    def _validation_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+        """Options of a `fit` that evaluates this rank's part; whether all ranks evaluate parts of the same batches."""
+        data = options.get("validation_data")
+        if data is None:
+            return {}, False
+        batch_size = options.get("validation_batch_size") or _DEFAULT_BATCH_SIZE
+        dataset = datasets.evaluation_dataset("config['fit_config']['validation_data']", data, batch_size)
+        part = self._part_to_evaluate(dataset, options.get("validation_steps"))
+        frequency = options.get("validation_freq", 1)
+        return {"validation_data": part, "validation_freq": frequency}, is_divided(dataset)
 
     def _agree(self) -> None:
         """Lets all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
@@ -196,16 +216,20 @@ class CreatorOperator(TrainingOperator):
         self._context.synchronizer.watch_model(self.model, may_be_idle=True)
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
-    def _evaluate_together(self, dataset: Any, steps: int | None, options: dict[str, Any]) -> Any:
-        world, synchronizer = self._context.world, self._context.synchronizer
-        synchronizer.watch_model(self.model, may_be_idle=True)
+    def _part_to_evaluate(self, dataset: Any, steps: int | None) -> Any:
+        """This rank's part of a dataset, or of so many batches of it."""
+        world = self._context.world
         if is_divided(dataset):
             whole = dataset if steps is None else dataset.take(steps)
-            part = datasets.part_of(whole, world.rank, world.size)
-        else:
-            part = datasets.own_part_of(dataset, world.size)
-            part = part if steps is None else part.take(steps)
-        with synchronizer.merging_metrics():
+            return datasets.part_of(whole, world.rank, world.size)
+        part = datasets.own_part_of(dataset, world.size)
+        return part if steps is None else part.take(steps)
+
+    def _evaluate_together(self, dataset: Any, steps: int | None, options: dict[str, Any]) -> Any:
+        synchronizer = self._context.synchronizer
+        synchronizer.watch_model(self.model, may_be_idle=True)
+        part = self._part_to_evaluate(dataset, steps)
+        with synchronizer.merging_metrics(), synchronizer.evaluating(is_divided(dataset)):
             return self.model.evaluate(part, **options)
 
     def _verbosity(self, options: dict[str, Any]) -> Any:

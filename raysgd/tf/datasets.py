@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -67,20 +67,92 @@ def unused_copy(dataset: Any) -> Any:
     A shuffle draws the order of each pass from a generator, which lies apart from the dataset under a name. In the copy
     the name is another one. Arrays in the dataset are copied, too.
     """
-    import tensorflow as tf
-
     try:
-        variant = tf.data.experimental.to_variant(dataset)
-        graph = tf.compat.v1.GraphDef.FromString(
-            tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=_IGNORE).numpy()
-        )
+        graph = _graph_of(dataset)
         _rename_generators(graph)
-        variant = tf.raw_ops.DatasetFromGraph(graph_def=graph.SerializeToString())
-        copy = tf.data.experimental.from_variant(variant, dataset.element_spec)
-        return copy.with_options(dataset.options())
+        return _dataset_of(graph.SerializeToString(), dataset.element_spec).with_options(dataset.options())
     except Exception as error:  # too large for a message, for instance
         logger.info("the order of a shuffled dataset cannot be repeated here: %s", error)
         return None
+
+
+def _graph_of(dataset: Any) -> Any:
+    import tensorflow as tf
+
+    variant = tf.data.experimental.to_variant(dataset)
+    text = tf.raw_ops.DatasetToGraphV2(input_dataset=variant, external_state_policy=_IGNORE).numpy()
+    return tf.compat.v1.GraphDef.FromString(text)
+
+
+def _dataset_of(graph: bytes, element_spec: Any) -> Any:
+    import tensorflow as tf
+
+    return tf.data.experimental.from_variant(tf.raw_ops.DatasetFromGraph(graph_def=graph), element_spec)
+
+
+@dataclass(frozen=True)
+class PackedDataset:
+    """A dataset that travels between processes: as a graph, with the arrays that it holds."""
+
+    graph: bytes
+    element_spec: Any
+    is_divided: bool
+
+    def unpacked(self) -> Any:
+        """The dataset, as if no pass over it had been begun."""
+        dataset = _dataset_of(self.graph, self.element_spec)
+        return dataset if self.is_divided else prepare_dataset_shard(dataset)
+
+
+def packed(name: str, dataset: Any) -> PackedDataset:
+    """Makes a dataset ready to travel.
+
+    Raises:
+        ValueError: It has parts that only its own process has, or is too large for a message.
+    """
+    advice = (
+        f"`{name}`: make this dataset in `data_creator` instead, with `config['fit_config']['validation_data'] = ...`"
+    )
+    try:
+        graph = _graph_of(dataset)
+        text = graph.SerializeToString()
+    except Exception as error:  # of any class: TensorFlow raises various ones
+        raise ValueError(f"{advice}. It cannot be sent to the workers: {error}") from error
+    nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
+    if any("PyFunc" in node.op for node in nodes):
+        raise ValueError(f"{advice}. It calls Python functions, such as a generator, which only this process has.")
+    return PackedDataset(text, dataset.element_spec, is_divided(dataset))
+
+
+def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
+    """What `fit` takes as `validation_data`, as a dataset of batches.
+
+    Args:
+        name: Where it comes from, for errors.
+        data: A dataset, or arrays as `fit` takes them.
+        batch_size: For arrays.
+
+    Raises:
+        TypeError: It is something else.
+        ValueError: Its elements are not batches.
+    """
+    import tensorflow as tf
+
+    if isinstance(data, PackedDataset):
+        data = data.unpacked()
+    if isinstance(data, tf.data.Dataset):
+        check_dataset(name, data)
+        return data
+    parts = tuple(part for part in (data if isinstance(data, list | tuple) else (data,)) if part is not None)
+    if not all(hasattr(leaf, "shape") for leaf in tf.nest.flatten(parts)):
+        kinds = ", ".join(sorted({f"`{type(leaf).__name__}`" for leaf in tf.nest.flatten(parts)}))
+        raise TypeError(
+            f"`{name}` is made of {kinds}: need a `tf.data.Dataset` of batches, or arrays in a tuple `(x, y)` or "
+            "`(x, y, sample_weight)`, so that the workers can divide it. Make a dataset of anything else with "
+            "`tf.data.Dataset.from_generator`, in `data_creator`."
+        )
+    as_tuples = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+    return tf.data.Dataset.from_tensor_slices(as_tuples).batch(batch_size)
 
 
 def _rename_generators(graph: Any) -> None:
@@ -129,6 +201,45 @@ def check_dataset(name: str, dataset: Any) -> None:
     scalars = [spec for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank == 0]
     if scalars:
         raise ValueError(f"`{name}` yields {scalars[0]}, which is no batch: call `.batch(batch_size)` on it.")
+    sizes = {spec.shape[0] for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank} - {None}
+    if len(sizes) > 1:
+        raise ValueError(
+            f"`{name}` yields {dataset.element_spec}, whose parts begin with different sizes {sorted(sizes)}, so it is "
+            "no batch: call `.batch(batch_size)` on it."
+        )
+
+
+def check_batches_for(name: str, dataset: Any, input_shapes: Sequence[Any]) -> None:
+    """Refuses a dataset of single samples, as far as the model says what it takes.
+
+    Args:
+        name: What to call it.
+        dataset: The dataset.
+        input_shapes: Those of the model's inputs, with the dimension of the batch; empty where nobody knows.
+
+    Raises:
+        ValueError: All inputs are as the model takes them, but without the dimension of the batch.
+    """
+    import tensorflow as tf
+
+    spec = dataset.element_spec
+    given = tf.nest.flatten(spec[0] if isinstance(spec, tuple) and spec else spec)
+    if len(given) != len(input_shapes) or not given or _is_batched_somewhere(dataset):
+        return
+    if all(_lacks_batch(one.shape, shape) for one, shape in zip(given, input_shapes, strict=True)):
+        raise ValueError(
+            f"`{name}` yields inputs of shape {[tuple(one.shape) for one in given]}, and the model takes batches of "
+            f"them, {[tuple(shape) for shape in input_shapes]}: call `.batch(batch_size)` on it."
+        )
+
+
+def _lacks_batch(given: Any, taken: Sequence[Any]) -> bool:
+    """Whether sizes are known to be those of a sample: that of a batch is seldom fixed."""
+    return given.is_fully_defined() and given.rank == len(taken) - 1 and given.is_compatible_with(tuple(taken)[1:])
+
+
+def _is_batched_somewhere(dataset: Any) -> bool:
+    return "Batch" in type(dataset).__name__ or any(_is_batched_somewhere(part) for part in dataset._inputs())
 
 
 def joint(dataset: Any, sharding: Sharding, num_batches: int) -> Any:
@@ -145,7 +256,7 @@ def part_of(dataset: Any, rank: int, num_workers: int) -> Any:
 
 
 def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
-    """The same with numbers: `(part, samples in it, samples in the joint batch)`.
+    """The same with numbers: `(part, samples in it, samples in the joint batch, and the weights of both)`.
 
     A rank without samples gets one that another rank has, and the number 0, so that it can take part in the step.
     """
@@ -156,7 +267,7 @@ def counted_part_of(dataset: Any, rank: int, num_workers: int) -> Any:
         part = _part(batch, rank, num_workers)
         own, total = num_samples(part), num_samples(batch)
         shown = tf.cond(own > 0, lambda: part, lambda: tf.nest.map_structure(lambda tensor: tensor[:1], batch))
-        return shown, own, total
+        return shown, own, total, tf.stack([sum_of_weights(part), sum_of_weights(batch)])
 
     return dataset.map(_on_element(dataset, counted)).prefetch(2)
 
@@ -200,6 +311,14 @@ def num_samples(batch: Any) -> Any:
     if isinstance(first, tf.SparseTensor):
         return first.dense_shape[0]
     return tf.shape(first, tf.int64)[0]
+
+
+def sum_of_weights(batch: Any) -> Any:
+    """The sum of the weights that a batch has in its third place, as `fit` takes it apart; else 0."""
+    import tensorflow as tf
+
+    weights = batch[2] if isinstance(batch, tuple) and len(batch) > 2 else None
+    return tf.reduce_sum(tf.cast(weights, tf.float64)) if tf.is_tensor(weights) else tf.constant(0.0, tf.float64)
 
 
 def zeros_like(dataset: Any) -> Any:

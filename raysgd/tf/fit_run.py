@@ -7,7 +7,7 @@ are the exchanges of gradients: a step has its exchange, and changes nothing bef
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -227,21 +227,27 @@ def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: C
     return Tracker()
 
 
-def merger(model: Any, merge: Callable[[], None]) -> Any:
+def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
     """A callback for the first place: it merges what the ranks have apart before others use the model.
 
-    At the end of an epoch these are the test steps of the validation, and the callbacks of the user.
+    At the end of an epoch these are the test steps of the validation, which are inside `evaluating`, and the callbacks
+    of the user, which may evaluate by themselves.
     """
     callback_cls: Any = registry.keras_of(model).callbacks.Callback
 
     class Merger(callback_cls):
         is_merged = False
+        inside = ExitStack()
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.is_merged = False
 
         def on_test_begin(self, logs: Any = None) -> None:
             self.merge_once()
+            self.inside.enter_context(evaluating())
+
+        def on_test_end(self, logs: Any = None) -> None:
+            self.inside.close()
 
         def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
             self.merge_once()

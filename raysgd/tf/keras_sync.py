@@ -12,8 +12,8 @@ part with weight 0.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,10 +24,11 @@ from raysgd.backends.group import Array
 from raysgd.backends.tensorflow import group_of
 from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.tf import registry
+from raysgd.tf import losses, registry
 from raysgd.tf.datasets import num_samples
 from raysgd.tf.exchange import Layout
 
+_ONE = np.float64(1.0)
 _EQUAL_WEIGHTS = 1e-6
 """The sum of the ranks' weights is 1 up to this when all have as many samples as the first step had."""
 
@@ -39,9 +40,22 @@ class Step:
     Attributes:
         num_samples: This rank's samples in the step, 0 where its batch is only there to take part; None where the loop
             is Keras's and the batch itself says.
+        num_joint: Samples of all ranks in the step; 0 where that is not known.
+        weights: The sums of the weights of this rank's samples and of those of all ranks; 0 where there are none.
     """
 
     num_samples: int | None = None
+    num_joint: int = 0
+    weights: tuple[float, float] = (0.0, 0.0)
+
+    def factor(self, divisor: float) -> float:
+        """What the loss is to be multiplied by, as far as the batch says; where it does not, nothing is known."""
+        own, joint = self.weights
+        if not self.num_samples or not self.num_joint:
+            return 1.0
+        if divisor == losses.SUM:
+            return self.num_joint / self.num_samples
+        return divisor / joint * self.num_joint / self.num_samples if joint and np.isclose(divisor, own) else 1.0
 
     @property
     def is_padding(self) -> bool:
@@ -57,6 +71,9 @@ class Synchronizer:
             its steps have to be counted.
 
     Attributes:
+        step: The step of training, where a loop of ours hands the batches out.
+        validation_step: Likewise in an evaluation, where each rank goes through its batches for itself.
+        evaluates_together: Whether a Keras loop that evaluates has all ranks at the same joint batch.
         before_exchange: Called ahead of each exchange of gradients, in one of TensorFlow's threads, if it is set. What
             it raises ends the step before it has changed a weight.
         num_exchanges: Exchanges of gradients that were completed.
@@ -67,7 +84,8 @@ class Synchronizer:
 
     def __init__(self, world: World, watches: bool = False) -> None:
         self.group = group_of(world)
-        self.step = Step()
+        self.step, self.validation_step = Step(), Step()
+        self.evaluates_together = False
         self.before_exchange: Callable[[], None] | None = None
         self.num_exchanges = 0
         self.num_exchanges_per_step = 1
@@ -76,8 +94,10 @@ class Synchronizer:
         self._num_samples = 0.0  # of this rank, in all exchanges
         self.watches = world.is_distributed or watches
         self._counted: Any = None  # samples in the batch of a Keras loop, a tensor of the graph that is being traced
-        self._applied: list[_Applied] = []  # what optimizers were given in the step that is being traced
+        self._exchanges: list[_Applied | _Compared] = []  # of the step that is being traced
         self._merges_metrics = False
+        self._is_test = False  # whether the step that is being traced is one of evaluation
+        self._counted_last: Any = None  # a variable: samples in the last batch of a Keras loop
         self._error: BaseException | None = None
         self._of_user = _Averager(self)  # for all of a replica: which rank traces a graph anew is its own affair
         self._averagers = [self._of_user]
@@ -149,7 +169,7 @@ class Synchronizer:
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
             with tf.init_scope():  # what is made in a branch of a graph would stay without a value
                 registry.build_optimizer(optimizer, variables)
-            self._applied.append(_Applied(optimizer, variables, gradients))
+            self._note_exchange(_Applied(optimizer, variables, gradients))
             averaged = averager.average(gradients)
             with _after(averaged):
                 return inner(averaged, trainable_variables)
@@ -162,7 +182,7 @@ class Synchronizer:
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
-            self._applied.append(_Applied(optimizer, variables, gradients))
+            self._note_exchange(_Applied(optimizer, variables, gradients))
             averaged = averager.average(gradients)
             with _after(averaged):
                 return inner(list(zip(averaged, variables, strict=True)), *args, **kwargs)
@@ -191,10 +211,12 @@ class Synchronizer:
         if getattr(vars(model).get("train_step"), "_is_of_raysgd", False):
             return
         replacements = {
-            "train_step": self._step_function(self._training_step(model), may_be_idle),
-            "test_step": self._step_function(model.test_step, may_be_idle),
+            "train_step": self._step_function(model, self._training_step(model), may_be_idle),
+            "test_step": self._step_function(model, model.test_step, may_be_idle, is_test=True),
             "get_metrics_result": self._metrics_result(model),
         }
+        for name in registry.choices_of_logs(model):
+            replacements[name] = self._logs(model, getattr(model, name))
         for name, function in replacements.items():
             function._is_of_raysgd = True
             object.__setattr__(model, name, function)  # past Keras, which keeps track of what models are given
@@ -205,7 +227,7 @@ class Synchronizer:
 
         def train_step(data: Any) -> Any:
             result = inner(data)
-            if not self._applied and _has_variables_to_train(model):
+            if not self._num_applied and _has_variables_to_train(model):
                 error = IncompatibleModelError(
                     f"`{type(model).__name__}.train_step` uses no optimizer that the library knows of, so each worker "
                     "would train a model of its own. Keep the optimizers as attributes of the model, like "
@@ -217,15 +239,23 @@ class Synchronizer:
 
         return train_step
 
-    def _step_function(self, inner: Callable[[Any], Any], may_be_idle: bool) -> Any:
+    def _step_function(
+        self, model: Any, step_of_user: Callable[[Any], Any], may_be_idle: bool, is_test: bool = False
+    ) -> Any:
         """A step of a model with the number of samples noted, and with nothing to learn where there are none."""
         remembered = _Remembered()
+
+        def inner(data: Any) -> Any:
+            self._weigh_means(model.metrics)
+            with self.scaling_losses():
+                return step_of_user(data)
 
         def step(data: Any) -> Any:
             import tensorflow as tf
 
             count = num_samples(data)
-            with self._counting(count):
+            with self._counting(count, is_test):
+                self._note_last(count)
                 if not may_be_idle or (_is_never_empty(data) and not tf.executing_eagerly()):
                     result = inner(data)
                     self._count_exchanges()
@@ -234,7 +264,7 @@ class Synchronizer:
                 def usual() -> Any:
                     result = inner(data)
                     self._count_exchanges()
-                    remembered.applied, remembered.result = tuple(self._applied), result
+                    remembered.exchanges, remembered.result = tuple(self._exchanges), result
                     return tf.nest.map_structure(tf.convert_to_tensor, result)
 
                 if tf.executing_eagerly():
@@ -245,17 +275,101 @@ class Synchronizer:
 
     def _count_exchanges(self) -> None:
         """Notes, while a step is traced, how many exchanges it has; an evaluation has none, and says nothing."""
-        self.num_exchanges_per_step = len(self._applied) or self.num_exchanges_per_step
+        self.num_exchanges_per_step = self._num_applied or self.num_exchanges_per_step
+
+    def _note_exchange(self, exchange: _Applied | _Compared) -> None:
+        if self._counted is not None:  # only ranks whose Keras draws the batches may have to repeat it
+            self._exchanges.append(exchange)
+
+    @property
+    def _num_applied(self) -> int:
+        return sum(isinstance(exchange, _Applied) for exchange in self._exchanges)
 
     @contextmanager
-    def _counting(self, count: Any) -> Iterator[None]:
-        self._counted, self._applied = count, []
+    def _counting(self, count: Any, is_test: bool) -> Iterator[None]:
+        self._counted, self._exchanges, self._is_test = count, [], is_test
         try:
             yield
         finally:
-            self._counted, self._applied = None, []
+            self._counted, self._exchanges, self._is_test = None, [], False
+
+    def _note_last(self, count: Any) -> None:
+        import tensorflow as tf
+
+        if self._counted_last is None:
+            with tf.init_scope():
+                self._counted_last = tf.Variable(0, dtype=tf.int64, trainable=False)
+        self._counted_last.assign(tf.cast(count, tf.int64))
+
+    # ------------------------------------------------------------------------------------------------ losses
+
+    def scaling_losses(self) -> AbstractContextManager[None]:
+        """Inside, losses that are no means over the samples are scaled, see `losses`; with what all ranks have."""
+        return losses.scaled(self._factor) if self.watches else nullcontext()
+
+    def _factor(self, divisor: Any) -> Any:
+        self._note_exchange(_Compared(self))
+        return self._compared(divisor)
+
+    def _compared(self, divisor: Any) -> Any:
+        import tensorflow as tf
+
+        compare = partial(self._compare, self._is_test)
+        own = tf.stop_gradient(tf.cast(divisor, tf.float64))
+        factor = tf.numpy_function(compare, [self._count_or_unknown(), own], tf.float64)
+        factor.set_shape([])
+        return factor
+
+    def _count_or_unknown(self) -> Any:
+        import tensorflow as tf
+
+        return tf.constant(-1, tf.int64) if self._counted is None else tf.cast(self._counted, tf.int64)
+
+    def _compare(self, is_test: bool, count: Array, divisor: Array) -> np.float64:
+        """Runs whenever the graph does. What a rank without samples computes does not count."""
+        validation = self.validation_step
+        if validation.num_samples is not None:
+            return np.float64(validation.factor(float(divisor)))
+        num_samples = self.num_samples_of(int(count))
+        if is_test and not self.evaluates_together:
+            return _ONE
+        joint = np.array([num_samples, max(0.0, float(divisor)) if num_samples else 0.0])
+        try:
+            self.group.add_up(joint)
+        except BaseException as error:
+            self.note(error)
+            raise
+        share = num_samples / joint[0] if joint[0] else 0.0
+        part = 1.0 if divisor == losses.SUM else float(divisor) / joint[1] if joint[1] else share
+        return np.float64(part / share if share else 0.0)
+
+    def num_samples_of(self, counted: int) -> float:
+        """What our own loop knows, or else what was counted in the batch; 1 where nobody knows: a plain mean."""
+        known = self.step.num_samples
+        if known is not None:
+            return known
+        return counted if counted >= 0 else 1
 
     # ------------------------------------------------------------------------------------------------ metrics
+
+    def _weigh_means(self, metrics: Sequence[Any]) -> None:
+        """Makes means count a number for the whole batch by this rank's share of the samples."""
+        for metric in metrics:
+            if registry.is_mean(metric) and not getattr(vars(metric).get("update_state"), "_is_of_raysgd", False):
+                update = self._update_of_mean(metric.update_state)
+                update._is_of_raysgd = True
+                object.__setattr__(metric, "update_state", update)
+
+    def _update_of_mean(self, inner: Callable[..., Any]) -> Any:
+        def update_state(values: Any, sample_weight: Any = None) -> Any:
+            import tensorflow as tf
+
+            is_number = tf.TensorShape(getattr(values, "shape", ())).rank == 0
+            if self._counted is not None and sample_weight is None and is_number:
+                sample_weight = 1.0 / self._factor(losses.SUM)
+            return inner(values, sample_weight=sample_weight)
+
+        return update_state
 
     def _metrics_result(self, model: Any) -> Any:
         inner = model.get_metrics_result
@@ -270,6 +384,38 @@ class Synchronizer:
                 return tf.nest.map_structure(lambda tensor: tensor, inner())
 
         return get_metrics_result
+
+    def _logs(self, model: Any, inner: Callable[[Any], Any]) -> Any:
+        """What Keras takes for the results of an epoch: those of the metrics, or what the last step returned."""
+
+        def chosen(logs: Any) -> Any:
+            results = inner(logs)
+            if results is not logs or not isinstance(logs, Mapping) or not self._merges_metrics:
+                return results
+            return self._of_all_ranks(model, logs)
+
+        return chosen
+
+    def _of_all_ranks(self, model: Any, logs: Mapping[str, Any]) -> dict[str, Any]:
+        """What the last step returned: results of metrics over all ranks, and the mean by samples of other numbers.
+
+        A rank without samples in that step has no say.
+        """
+        returned, own = _flat(logs), _flat(_results(model))
+        with self.merged(variables_of(model.metrics)):
+            joint = _flat(_results(model))
+        count = 0.0 if self._counted_last is None else float(self._counted_last.numpy())
+        told = [count]
+        for path, value in returned.items():
+            weighted = count * value if count else np.zeros_like(value)
+            told += [count * _is_same(value, own.get(path)), *weighted.reshape(-1)]
+        sums = np.array(told)
+        self.group.add_up(sums)
+        means = iter(sums[1:] / sums[0] if sums[0] else sums[1:])
+        for path, value in returned.items():
+            is_of_metric, mean = next(means) == 1.0, np.array([next(means) for _ in range(value.size)])
+            returned[path] = joint[path] if is_of_metric else mean.reshape(value.shape)
+        return _with_values(logs, returned)
 
     @contextmanager
     def merged(self, variables: Sequence[Any]) -> Iterator[None]:
@@ -295,6 +441,15 @@ class Synchronizer:
             yield
         finally:
             self._merges_metrics = False
+
+    @contextmanager
+    def evaluating(self, together: bool) -> Iterator[None]:
+        """Inside, a Keras loop evaluates; all ranks the same joint batches, or each one its own."""
+        self.evaluates_together = together
+        try:
+            yield
+        finally:
+            self.evaluates_together = False
 
     # ------------------------------------------------------------------------------------------------ state
 
@@ -339,6 +494,17 @@ class Synchronizer:
         self._error = self._error or error
 
 
+class _Compared:
+    """An exchange of what the ranks' losses were divided by."""
+
+    def __init__(self, synchronizer: Synchronizer) -> None:
+        self._synchronizer = synchronizer
+
+    def repeat_with_zeros(self) -> None:
+        """Takes part in it."""
+        self._synchronizer._compared(0.0)
+
+
 class _Applied:
     """What an optimizer was given in a step, without the numbers.
 
@@ -361,9 +527,9 @@ class _Applied:
 
 @dataclass
 class _Remembered:
-    """The usual step of a model: what its optimizers were given, and what it returned."""
+    """The usual step of a model: its exchanges, and what it returned."""
 
-    applied: Sequence[_Applied] = ()
+    exchanges: Sequence[_Applied | _Compared] = ()
     result: Any = None
 
 
@@ -375,8 +541,8 @@ def _idle(usual: _Remembered) -> Any:
         raise IncompatibleModelError(
             "With `run_eagerly=True` the first batch must have a sample for each worker: make the batches larger."
         )
-    for applied in usual.applied:
-        applied.repeat_with_zeros()
+    for exchange in usual.exchanges:
+        exchange.repeat_with_zeros()
     return tf.nest.map_structure(lambda value: tf.zeros(value.shape, value.dtype), usual.result)
 
 
@@ -427,8 +593,7 @@ class _Averager:
             return list(gradients)
         dense = [tf.convert_to_tensor(gradient) for gradient in given if not isinstance(gradient, tf.IndexedSlices)]
         sparse = [part for gradient in given if isinstance(gradient, tf.IndexedSlices) for part in _parts(gradient)]
-        counted = self._synchronizer._counted
-        count = tf.constant(-1, tf.int64) if counted is None else tf.cast(counted, tf.int64)
+        count = self._synchronizer._count_or_unknown()
         sent = [*dense, *sparse]
         exchange = partial(self._exchange, len(dense))
         received = tf.numpy_function(exchange, [count, *sent], [tensor.dtype for tensor in sent])
@@ -443,19 +608,12 @@ class _Averager:
         try:
             if synchronizer.before_exchange is not None:
                 synchronizer.before_exchange()
-            num_samples = self._num_samples(int(count))
+            num_samples = synchronizer.num_samples_of(int(count))
             with synchronizer._exchanging(num_samples):
                 return self._averaged(num_samples, gradients[:num_dense], gradients[num_dense:])
         except BaseException as error:
             synchronizer.note(error)
             raise
-
-    def _num_samples(self, counted: int) -> float:
-        """What our own loop knows, or else what was counted in the batch; 1 where nobody knows: a plain mean."""
-        known = self._synchronizer.step.num_samples
-        if known is not None:
-            return known
-        return counted if counted >= 0 else 1
 
     def _averaged(self, num_samples: float, gradients: Sequence[Array], sparse: Sequence[Array]) -> list[Array]:
         group = self._synchronizer.group
@@ -534,6 +692,37 @@ def refuse_xla(model: Any) -> None:
             '`jit_compile=True` does not work with `backend="gloo"`: code that XLA compiled cannot exchange gradients. '
             'Compile the model with `jit_compile=False`, or use `backend="mwms"` with tf_keras.'
         )
+
+
+def _results(model: Any) -> dict[str, Any]:
+    """The results of all metrics of a model, under the names of the metrics and under those that Keras gives them."""
+    by_name = {metric.name: metric.result() for metric in model.metrics}
+    return {**type(model).get_metrics_result(model), **by_name}
+
+
+def _flat(logs: Mapping[str, Any], path: tuple[str, ...] = ()) -> dict[tuple[str, ...], Array]:
+    """The numbers in dicts within dicts, by the path to them."""
+    found: dict[tuple[str, ...], Array] = {}
+    for name, value in logs.items():
+        if isinstance(value, Mapping):
+            found.update(_flat(value, (*path, name)))
+        elif np.asarray(value).dtype.kind in "biuf":
+            found[(*path, name)] = np.asarray(value, np.float64)
+    return found
+
+
+def _with_values(logs: Mapping[str, Any], values: Mapping[tuple[str, ...], Array], path: Any = ()) -> dict[str, Any]:
+    """The same dicts with other numbers."""
+    return {
+        name: _with_values(value, values, (*path, name))
+        if isinstance(value, Mapping)
+        else values.get((*path, name), value)
+        for name, value in logs.items()
+    }
+
+
+def _is_same(value: Array, other: Array | None) -> bool:
+    return other is not None and value.shape == other.shape and np.allclose(value, other, equal_nan=True)
 
 
 def variables_of(metrics: Sequence[Any]) -> list[Any]:

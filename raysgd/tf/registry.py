@@ -151,15 +151,42 @@ def _policy_of(model: Any) -> str:
     return "mixed_float16" if "mixed_float16" in names else ""
 
 
+def choices_of_logs(model: Any) -> list[str]:
+    """The methods with which Keras chooses between the results of the metrics and what the last step returned."""
+    return [
+        name for name in ("_get_metrics_result_or_logs", "_validate_and_get_metrics_result") if hasattr(model, name)
+    ]
+
+
+def is_mean(metric: Any) -> bool:
+    """Whether a metric is Keras's mean of numbers, and not a class derived from it."""
+    cls = type(metric)
+    return cls.__name__ == "Mean" and cls.__module__.partition(".")[0] in ("keras", "tf_keras")
+
+
 def weights_of(model: Any) -> list[Any]:
     """The weights of a model; none for one that has not seen its input yet."""
     return list(model.weights) if model.built else []
+
+
+def take_weights_in(model: Any) -> None:
+    """Lets layers use weights that were set from outside: those that adapt keep what they computed from theirs."""
+    for layer in model._flatten_layers():
+        finalize = getattr(layer, "finalize_state", None)
+        if layer is not model and finalize is not None and layer.built and layer.weights:
+            finalize()
 
 
 def variables_of_optimizer(optimizer: Any) -> list[Any]:
     """The state of an optimizer: counters, slots, and those of the optimizer inside a loss scale."""
     variables = optimizer.variables
     return list(variables() if callable(variables) else variables)
+
+
+def input_shapes_of(model: Any) -> list[Any]:
+    """The shapes of a model's inputs, with the dimension of the batch; empty where it does not know them yet."""
+    inputs = getattr(model, "inputs", None) if getattr(model, "built", False) else None
+    return [tuple(one.shape) for one in inputs or ()]
 
 
 def build_model(model: Any, element_spec: Any) -> None:
@@ -172,6 +199,23 @@ def build_model(model: Any, element_spec: Any) -> None:
 def has_own_train_step(model: Any) -> bool:
     """Whether a model was given a `train_step` by the user."""
     return type(model).train_step.__module__.partition(".")[0] not in ("keras", "tf_keras")
+
+
+def refuse_unreduced_loss(model: Any) -> None:
+    """Refuses a compiled loss that stays a number for each sample, of which nobody can say how ranks join it.
+
+    Raises:
+        IncompatibleModelError: Keras's own step would add such a loss up.
+    """
+    import tensorflow as tf
+
+    for loss in [] if has_own_train_step(model) else tf.nest.flatten(getattr(model, "loss", None)):
+        if getattr(loss, "reduction", "") in (None, "none"):
+            named = f"{type(loss).__name__}(reduction={loss.reduction!r})"
+            raise IncompatibleModelError(
+                f"`{named}` in `compile` cannot work with several workers: the "
+                'loss of a step is not one number. Use `reduction="sum_over_batch_size"` or `reduction="sum"`.'
+            )
 
 
 def trace_train_step(model: Any, element_spec: Any) -> None:

@@ -17,6 +17,8 @@ def model_to_json(model: Any, optimizer: Any = None, loss: Any = None, metrics: 
     """A model, and what it is to be compiled with if it was not."""
     keras = registry.keras_of(model)
     parts = {"keras": keras.__name__, "model": keras.saving.serialize_keras_object(model)}
+    if type(model).__name__ == "Sequential":
+        _know_input_shapes(parts["model"]["config"]["layers"])
     if optimizer is None or getattr(model, "optimizer", None) is not None:
         return json.dumps(parts)
     try:
@@ -30,6 +32,16 @@ def model_to_json(model: Any, optimizer: Any = None, loss: Any = None, metrics: 
         return json.dumps({**parts, "options": options})
     except Exception as error:  # of any class: what is the user's may say anything about itself
         return json.dumps({**parts, "obstacle": str(error)})
+
+
+def _know_input_shapes(layers: Sequence[dict[str, Any]]) -> None:
+    """Fills in the sizes of inputs that tf_keras leaves out where a layer was adapted ahead of its model."""
+    known: Sequence[Any] = ()
+    for layer in reversed(layers):
+        known = (layer.get("build_config") or {}).get("input_shape") or known
+        said = layer["config"].get("batch_input_shape")
+        if said and not any(said) and len(said) == len(known):
+            layer["config"]["batch_input_shape"] = known
 
 
 def model_from_json(text: str, custom_objects: Mapping[str, Any] | None = None) -> Any:

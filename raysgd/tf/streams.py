@@ -25,11 +25,13 @@ class Item:
         batch: The batch.
         num_samples: This rank's samples in the step; 0 where the batch is only there to take part.
         num_joint: Samples of all ranks in the step; 0 where that is not known.
+        weights: The sums of the weights of this rank's samples and of those of all ranks; 0 where there are none.
     """
 
     batch: Any
     num_samples: int
     num_joint: int
+    weights: tuple[float, float] = (0.0, 0.0)
 
 
 class Source(Protocol):
@@ -110,8 +112,8 @@ class DividedSource:
     def open(self, consumed: int) -> Iterator[Item]:
         self._passes.begin()
         joint = self._joint(datasets.after_samples(self._passes.dataset, consumed))
-        for batch, own, total in datasets.counted_part_of(joint, self._world.rank, self._world.size):
-            item = Item(batch, int(own), int(total))
+        for batch, own, total, weights in datasets.counted_part_of(joint, self._world.rank, self._world.size):
+            item = Item(batch, int(own), int(total), tuple(weights.numpy()))
             consumed += item.num_joint
             if item.num_samples or self._pads:
                 yield item
@@ -305,7 +307,8 @@ class BatchStream:
         assert item is not None
         assert self._live is not None
         self._coming = next(self._live, None)
-        self._step.num_samples = item.num_samples
+        self._step.num_samples, self._step.num_joint = item.num_samples, item.num_joint
+        self._step.weights = item.weights
         self.num_steps_taken += 1
         self.consumed += item.num_joint
         self._is_open = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,7 +28,7 @@ from raysgd.tf.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.fit_run import FitStream
-from raysgd.tf.keras_sync import Step, Synchronizer
+from raysgd.tf.keras_sync import Synchronizer
 from raysgd.tf.streams import BatchStream, DividedSource, OwnSource, Passes, Source
 from raysgd.tf.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -130,10 +130,21 @@ class TFRunner(ClassRunner):
         if makes_fit:
             self._fit = FitStream(self._passes_of("train_dataset", self.operator.train_dataset), self._synchronizer)
             self._operator._fit = self._fit
+        self._check_batches()
         self._build()
         self._synchronizer.share_first(self._weights())
+        self._take_weights_in()
         self._part_ways()
         return self._facts()
+
+    def _check_batches(self) -> None:
+        operator = self.operator
+        if len(operator._models) != 1:
+            return
+        shapes = registry.input_shapes_of(operator._models[0])
+        for name in ("train_dataset", "validation_dataset"):
+            if getattr(operator, name) is not None:
+                datasets.check_batches_for(name, getattr(operator, name), shapes)
 
     def _build(self) -> None:
         """Makes all variables where that is possible, so that there is a state from the beginning."""
@@ -150,6 +161,10 @@ class TFRunner(ClassRunner):
             for model, optimizer in zip(operator._models, operator._optimizers, strict=self._fit is None):
                 if model.built and model.trainable_variables:
                     registry.build_optimizer(optimizer, model.trainable_variables)
+
+    def _take_weights_in(self) -> None:
+        for model in self.operator._models:
+            registry.take_weights_in(model)
 
     def _has_traced_train_step(self, model: Any) -> bool:
         """Whether a `train_step` of the user's, which knows what each optimizer changes, could be asked for that."""
@@ -252,6 +267,7 @@ class TFRunner(ClassRunner):
             for variables, values, _ in targets:
                 for variable, value in zip(variables, values, strict=True):
                     variable.assign(value)
+            self._take_weights_in()
         self.epoch = int(state["epoch"])
         operator.load_state_dict(copy.deepcopy(state["operator"]))
         self._resume = dict(state.get(RESUME) or {})
@@ -324,7 +340,7 @@ class TFRunner(ClassRunner):
             return
         self._synchronizer.rejoin(World(0, 1))  # nobody else is here yet
         try:
-            with self._synchronizer.surfacing_errors():
+            with self._synchronizer.surfacing_errors(), self._scaling_losses():
                 self.operator.practise()
         except Exception as error:  # it is only practice; in earnest it would be the user's to know
             logger.warning("a worker that is to step in could not take a step in advance: %r", error)
@@ -381,9 +397,14 @@ class TFRunner(ClassRunner):
 
     @contextmanager
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
-        with self._synchronizer.surfacing_errors(), self._synchronizer.measuring():
+        synchronizer = self._synchronizer
+        with synchronizer.surfacing_errors(), synchronizer.measuring(), self._scaling_losses():
             yield
             self._synchronizer.merge_statistics(self.operator._models)
+
+    def _scaling_losses(self) -> AbstractContextManager[None]:
+        """For loops of operators; a `fit` does it in its steps, between which users may evaluate by themselves."""
+        return self._synchronizer.scaling_losses() if self._fit is None else nullcontext()
 
     def _returned_by_account(self, run: EpochRun) -> Any:
         return run.meters.summary() if self._fit is None else CreatorOperator.results_of(self._fit.logs)
@@ -411,7 +432,8 @@ class TFRunner(ClassRunner):
             began_at = stream.num_steps_taken
             self._running = (stream, began_at, request.num_steps, request.info)
             try:
-                with self._synchronizer.surfacing_errors(), self._timers.record("validation"):
+                scaling, timing = self._scaling_losses(), self._timers.record("validation")
+                with self._synchronizer.surfacing_errors(), timing, scaling:
                     returned = call_with_accepted(
                         operator.validate,
                         stream.take(request.num_steps),
@@ -424,7 +446,7 @@ class TFRunner(ClassRunner):
 
     def _open_validation(self, request: EpochRequest) -> BatchStream:
         source = self._source(self.operator.validation_dataset, "validation_dataset", training=False)
-        return BatchStream(source, Step(), lambda: 0)
+        return BatchStream(source, self._synchronizer.validation_step, lambda: 0)
 
     # ------------------------------------------------------------------------------------------------ data
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import random
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +26,7 @@ from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
-from raysgd.tf import arguments, checkpoint_file, registry, serializing
+from raysgd.tf import arguments, checkpoint_file, datasets, registry, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.tf_runner import RESUME, RunnerFacts, RunnerSpec, TFRunner
 from raysgd.tf.training_operator import TrainingOperator
@@ -166,7 +167,7 @@ class TFTrainer(ClassTrainer):
     def _make_controller(self) -> ElasticController:
         spec = RunnerSpec(
             operator_cls=self.training_operator_cls,
-            config=self._requested_config,
+            config=self._config_to_send(),
             seed=self.seed,
             use_gpu=self.use_gpu,
             verbose=self.verbose,
@@ -181,6 +182,17 @@ class TFTrainer(ClassTrainer):
             rejoins,
             arguments.reservation_timeout_s(),
         )
+
+    def _config_to_send(self) -> dict[str, Any]:
+        """The config with the dataset that `fit` is to validate on as something that other processes can use."""
+        config, tensorflow = dict(self._requested_config), sys.modules.get("tensorflow")
+        options = config.get("fit_config") or {}
+        data = options.get("validation_data")
+        stays_here = self.use_local and self.max_replicas == 1
+        if stays_here or tensorflow is None or not isinstance(data, tensorflow.data.Dataset):
+            return config
+        packed = datasets.packed("config['fit_config']['validation_data']", data)
+        return {**config, "fit_config": {**options, "validation_data": packed}}
 
     @property
     def _goes_on(self) -> bool:
@@ -297,6 +309,7 @@ class TFTrainer(ClassTrainer):
         if not model.weights:
             registry.build_model(model, self._controller.run(Call(TFRunner.input_spec, rank=0))[0])
         model.set_weights(weights)
+        registry.take_weights_in(model)
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and len(slots) == len(state["models"]):
             registry.build_optimizer(optimizer, model.trainable_variables)

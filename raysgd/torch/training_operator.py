@@ -218,7 +218,7 @@ class TrainingOperator:
             return tuple(to_device(feature, self.device) for feature in features), to_device(target, self.device)
         return features, target
 
-    def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, torch.Tensor] | tuple[Any, torch.Tensor, Any]:
+    def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
         """Returns the output of the model and the loss, the mean over the samples. Used in training and validation.
 
         The loss is that of the criterion; without one, that which the model has put into its output as `loss`.

@@ -12,13 +12,13 @@ import ray.cloudpickle
 
 from raysgd.tf import TFTrainer
 from tests.tf import lab as lab_module
-from tests.tf import models
+from tests.tf import loss_models, models
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let workers use what a test module defines, without a path to the tests."""
-    modules = (models, lab_module, request.module)
+    modules = (models, loss_models, lab_module, request.module)
     for module in modules:
         ray.cloudpickle.register_pickle_by_value(module)
     yield

@@ -80,9 +80,9 @@ def make_model(config: dict[str, Any]) -> Any:
     try:
         tf.keras.utils.set_random_seed(7)
         model = tf.keras.Sequential(make_layers(config))
-        model.compile(
-            optimizer=make_optimizer(config), loss="mse", **{"metrics": ["mae"], **setting(config, "compile")}
-        )
+        metrics = ["mae", tf.keras.metrics.TruePositives(0.5, name="hits")] if config.get("counts") else ["mae"]
+        options = {"loss": "mse", "metrics": metrics, **setting(config, "compile")}
+        model.compile(optimizer=make_optimizer(config), **options)
     finally:
         if "policy" in config:
             tf.keras.mixed_precision.set_global_policy("float32")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -66,10 +68,16 @@ def test_ragged_batches_are_divided() -> None:
 
 def test_counts_come_along_and_a_worker_without_samples_is_shown_one() -> None:
     found = [
-        (batch.numpy().tolist(), int(own), int(total))
-        for batch, own, total in datasets.counted_part_of(numbers(5, 4), 1, 2)
+        (batch.numpy().tolist(), int(own), int(total), weights.numpy().tolist())
+        for batch, own, total, weights in datasets.counted_part_of(numbers(5, 4), 1, 2)
     ]
-    assert found == [([2, 3], 2, 4), ([4], 0, 1)]
+    assert found == [([2, 3], 2, 4, [0.0, 0.0]), ([4], 0, 1, [0.0, 0.0])]
+
+
+def test_the_weights_of_the_samples_are_counted_too() -> None:
+    weighted = tf.data.Dataset.from_tensor_slices((tf.range(3), tf.range(3), [1.0, 2.0, 4.0])).batch(3)
+    [(_, _, _, weights)] = list(datasets.counted_part_of(weighted, 0, 2))
+    assert weights.numpy().tolist() == [3.0, 7.0]
 
 
 @pytest.mark.parametrize("consumed", [0, 3, 4, 6, 11])
@@ -102,11 +110,37 @@ def test_what_ranks_compare_differs_when_the_data_does() -> None:
     [
         ([1, 2], TypeError, r"`train` is a `list`: need a `tf\.data\.Dataset`"),
         (tf.data.Dataset.range(3), ValueError, r"no batch: call `\.batch\(batch_size\)`"),
+        (tf.data.Dataset.from_tensors((np.ones(4), np.ones(1))), ValueError, r"different sizes \[1, 4\]"),
     ],
 )
 def test_what_is_no_dataset_of_batches_is_refused(dataset: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         datasets.check_dataset("train", dataset)
+
+
+FIXED = tf.data.Dataset.from_tensors(np.ones((4, 1)))
+
+
+@pytest.mark.parametrize(
+    ("dataset", "input_shapes", "is_refused"),
+    [
+        (FIXED, [(None, 4, 1)], True),
+        (tf.data.Dataset.from_tensors(((np.ones(3), np.ones(2)), np.ones(1))), [(None, 3), (None, 2)], True),
+        (FIXED.map(lambda x: (x, x)), [(None, 4, 1)], True),
+        (FIXED, [(None, 1)], False),  # four samples, always
+        (FIXED.batch(2), [(None, 4, 1)], False),
+        (tf.data.Dataset.range(4).batch(1, drop_remainder=True), [(None, 1)], False),  # Keras adds a dimension
+        (tf.data.Dataset.range(4).batch(2), [(None, 1)], False),
+        (FIXED, [], False),
+        (FIXED, [(None, 4, 1), (None, 4, 1)], False),
+    ],
+)
+def test_samples_that_are_no_batches_are_refused_as_far_as_the_model_says_what_it_takes(
+    dataset: Any, input_shapes: list[Any], is_refused: bool
+) -> None:
+    expected = pytest.raises(ValueError, match=r"`it` yields inputs of shape .*: call `\.batch\(batch_size\)`")
+    with expected if is_refused else nullcontext():
+        datasets.check_batches_for("it", dataset, input_shapes)
 
 
 def test_a_shuffle_is_found_anywhere_in_the_dataset() -> None:
@@ -136,6 +170,30 @@ def test_a_copy_that_was_not_used_begins_with_the_order_of_the_first_pass(kind: 
     copy = datasets.unused_copy(dataset)
     assert [order_of(copy) for _ in range(3)] == orders
     assert order_of(dataset) == order_of(copy), "the one that was copied goes on where it was"
+
+
+def test_a_packed_dataset_comes_out_of_a_message_as_it_was() -> None:
+    dataset = datasets.prepare_dataset_shard(tf.data.Dataset.from_tensor_slices((np.arange(5), np.eye(5))).batch(2))
+    came = pickle.loads(pickle.dumps(datasets.packed("it", dataset))).unpacked()
+    assert came.element_spec == dataset.element_spec
+    assert not datasets.is_divided(came)
+    assert [x.numpy().tolist() for x, _ in came] == [[0, 1], [2, 3], [4]]
+
+
+def test_a_dataset_that_calls_python_is_not_packed() -> None:
+    generated = tf.data.Dataset.from_generator(lambda: iter(range(3)), output_signature=tf.TensorSpec([], tf.int64))
+    with pytest.raises(ValueError, match=r"`it`: make this dataset in `data_creator`.* generator"):
+        datasets.packed("it", generated.batch(2))
+
+
+def test_what_fit_validates_on_becomes_a_dataset_of_batches() -> None:
+    x, y = np.arange(5), np.eye(5)
+    sizes = [[len(part) for part in batch] for batch in datasets.evaluation_dataset("it", (x, y, None), 2)]
+    assert sizes == [[2, 2], [2, 2], [1, 1]]
+    [(several, _)] = list(datasets.evaluation_dataset("it", ([x, y], y), 8))
+    assert isinstance(several, tuple)
+    with pytest.raises(TypeError, match=r"`it` is made of `generator`: need a `tf\.data\.Dataset`"):
+        datasets.evaluation_dataset("it", (n for n in range(3)), 2)
 
 
 def test_a_dataset_that_notes_its_passes_is_otherwise_the_same() -> None:

@@ -6,14 +6,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tensorflow as tf
 
 from raysgd.engine.epochs import EpochRequest
 from raysgd.engine.types import Handover, World
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
+from raysgd.tf.datasets import packed
 from raysgd.tf.tf_runner import RunnerSpec, TFRunner
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, run_alone, run_together
-from tests.tf.models import Line, make_data, make_model, make_model_with_a_step_of_its_own
+from tests.tf.loss_models import (
+    Weighted,
+    make_data_of_losses,
+    make_masked_data,
+    make_masked_model,
+    make_model_of_losses,
+    make_model_that_reports,
+)
+from tests.tf.models import Line, make_data, make_model, make_model_with_a_step_of_its_own, samples
 
 pytestmark = pytest.mark.integration
 
@@ -50,7 +60,8 @@ def assert_same(alone: Findings, together: Findings) -> None:
     assert largest_difference(alone.state[0], together.state[0], "optimizers") < 1e-5
     for one, many in zip(alone.results, together.results, strict=True):
         kept = [name for name in one if not name.startswith("last_") and name not in ("batch_count", "epoch")]
-        assert {name: many[name] for name in kept} == pytest.approx({name: one[name] for name in kept}, nan_ok=True)
+        expected = pytest.approx({name: one[name] for name in kept}, rel=1e-5, abs=1e-7, nan_ok=True)
+        assert {name: many[name] for name in kept} == expected
 
 
 @pytest.mark.parametrize("case", [*CASES, *ONLY_FIT])
@@ -61,6 +72,40 @@ def test_fit_on_two_workers_is_fit_in_one_process(lab: TFTrainer, case: str) -> 
 @pytest.mark.parametrize("case", CASES)
 def test_an_operator_on_two_workers_is_one_in_one_process(lab: TFTrainer, case: str) -> None:
     assert_same(*both(lab, Line, CASES[case]))
+
+
+LOSSES = {
+    "sum_and_weights": (make_model_of_losses, make_data_of_losses, {}),
+    "sum_and_weights_eagerly": (make_model_of_losses, make_data_of_losses, {"run_eagerly": True}),
+    "masked": (make_masked_model, make_masked_data, {}),
+    "average_loss": (make_model_that_reports, make_data, {"fit_config": {"epochs": 2}}),
+}
+
+
+def soaked(*names: str) -> list[Any]:
+    return [pytest.param(name, marks=pytest.mark.soak) for name in names]
+
+
+@pytest.mark.parametrize("case", ["sum_and_weights", "average_loss", *soaked("sum_and_weights_eagerly", "masked")])
+def test_a_loss_that_is_no_mean_over_samples_is_that_of_one_process(lab: TFTrainer, case: str) -> None:
+    model_creator, data_creator, config = LOSSES[case]
+    assert_same(*both(lab, make_operator(model_creator, data_creator), config))
+
+
+@pytest.mark.parametrize("loss", ["weights", *soaked("sum", "average")])
+def test_a_loss_of_an_operator_that_is_no_mean_over_samples_too(lab: TFTrainer, loss: str) -> None:
+    assert_same(*both(lab, Weighted, {"loss": loss}))
+
+
+@pytest.mark.parametrize("kind", ["arrays", *soaked("dataset")])
+def test_fit_validates_over_all_workers_what_it_is_given(lab: TFTrainer, kind: str) -> None:
+    x, y = samples(13, seed=1)
+    given = (x, y) if kind == "arrays" else packed("it", tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
+    options = {"validation_data": given, "validation_steps": 3}
+    config = {"counts": True, "fit_config": options | ({"validation_batch_size": 4} if kind == "arrays" else {})}
+    alone, together = both(lab, make_operator(make_model, make_data), config)
+    assert_same(alone, together)
+    assert alone.results[0]["train_val_hits"] > 1
 
 
 def test_optimizers_of_a_train_step_of_its_own_are_those_of_one_process(lab: TFTrainer) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd.tf import registry
 from raysgd.tf.serializing import model_from_json, model_to_json
 
 
@@ -40,6 +41,19 @@ def test_a_model_that_is_compiled_keeps_what_it_has(keras: Any) -> None:
     model.compile(optimizer="adam", loss="mse")
     text = model_to_json(model, keras.optimizers.SGD(0.25), keras.losses.MeanSquaredError())
     assert type(model_from_json(text).optimizer).__name__ == "Adam"
+
+
+@pytest.mark.parametrize("has_input", [True, False])
+def test_a_layer_that_was_adapted_normalizes_with_the_weights_that_it_gets(keras: Any, has_input: bool) -> None:
+    x = np.random.default_rng(0).normal(3.0, 2.0, (32, 2)).astype("float32")
+    adapted = keras.layers.Normalization()
+    adapted.adapt(x)
+    model = keras.Sequential([*([keras.layers.Input([2])] if has_input else []), adapted, keras.layers.Dense(1)])
+    expected = model.predict(x, verbose=0)
+    copy = model_from_json(model_to_json(model))
+    copy.set_weights(model.get_weights())
+    registry.take_weights_in(copy)
+    assert np.array_equal(copy.predict(x, verbose=0), expected)
 
 
 def test_a_loss_that_keras_does_not_know_has_to_be_named(keras: Any, caplog: pytest.LogCaptureFixture) -> None:

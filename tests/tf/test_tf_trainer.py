@@ -46,6 +46,10 @@ class BackupAndRestore:
         ({"training_operator_cls": Operator, "backend": "mwms"}, ValueError, 'use `backend="gloo"`'),
         ({**CREATORS, "config": 3}, TypeError, "`config=3`: need a dict"),
         ({**CREATORS, "config": {"fit_config": 3}}, TypeError, r"`config\['fit_config'\]=3`"),
+        ({**CREATORS, "config": {"fit_config": {"x": [1]}}}, ValueError, r"\['x'\]` cannot work: .* `data_creator`"),
+        ({**CREATORS, "config": {"fit_config": {"batch_size": 8}}}, ValueError, r"Call `\.batch\(batch_size\)`"),
+        ({**CREATORS, "config": {"fit_config": {"validation_split": 0.2}}}, ValueError, "Pass `validation_data`"),
+        ({**CREATORS, "config": {"evaluate_config": {"sample_weight": [1]}}}, ValueError, r"yield `\(x, y, sample_w"),
         (
             {**CREATORS, "num_workers": 2, "config": {"fit_config": {"callbacks": BackupAndRestore()}}},
             ValueError,

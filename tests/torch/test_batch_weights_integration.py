@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +16,7 @@ from raysgd.engine.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.options import StepOptions
 from raysgd.torch.torch_runner import EpochRequest, RunnerSpec, TorchRunner
+from raysgd.utils import BATCH_SIZE, BATCH_WEIGHT
 from tests.torch.lab import SEED, Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
@@ -179,3 +184,185 @@ def test_a_step_that_is_not_over_the_data_counts_all_ranks_alike(
         for name, parameter in expected.named_parameters():
             assert parameter.grad is not None
             assert_close(after[name], before[name] - 0.05 * parameter.grad, name)
+
+
+# ------------------------------------------------------------------------------------------------ weights of the user's
+
+SEQUENCES = {"num_samples": 39, "batch_size": 3, "lr": 0.1, "optimizer": "adam"}  # the last joint batch has 3 samples
+LONGEST = 9
+TOLERANCE = {"fp32": 1e-6, "fp16": 4e-3}
+
+
+class Tokens(LinearOperator):
+    """Predicts something for each token of sequences of different length; the loss is the mean over tokens.
+
+    The second joint batch of two workers has no token at all, and in the third one a worker has none.
+    """
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        if self._precision.state_key:  # not the large first scale, whose steps are skipped
+            self._precision.load_state_dict({**self._precision.state_dict(), "scale": 256.0})
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        generator = torch.Generator().manual_seed(7)
+        num_samples = len(data)
+        lengths = torch.randint(1, LONGEST + 1, (num_samples,), generator=generator)
+        lengths[6:12] = lengths[15:18] = 0
+        features = torch.randn(num_samples, LONGEST, 3, generator=generator)
+        target = features.sum(dim=2, keepdim=True) * (1 + lengths.reshape(-1, 1, 1))
+        return super().make_loader(torch.utils.data.TensorDataset(features, lengths, target))
+
+    def prepare_batch(self, batch: Any) -> Any:
+        features, lengths, target = batch
+        return (features, torch.arange(LONGEST) < lengths.reshape(-1, 1)), target
+
+    def forward(self, features: Any, target: Any) -> Any:
+        inputs, is_there = features
+        output = self.model(inputs)
+        errors = torch.nn.functional.mse_loss(output.float(), target, reduction="none").squeeze(2)
+        return output, self.mean_over(errors, is_there), is_there.sum()
+
+    def mean_over(self, errors: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
+        return (errors * is_there).sum() / is_there.sum()  # without a token it is NaN, and so are its gradients
+
+
+class TokensInRungs(Tokens):
+    """Calls the rungs in a `train_batch` of its own."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, target = self.prepare_batch(batch)
+        with self._precision.forward():
+            _, loss, num_tokens = self.forward(features, target)
+        self.backward(loss, weight=num_tokens.item())
+        self.optimizer_step()
+        return {"train_loss": loss.detach(), "num_samples": len(target), BATCH_WEIGHT: num_tokens}
+
+
+class TokensInSteps(TokensInRungs):
+    """Steps the optimizer by itself."""
+
+    def optimizer_step(self) -> None:  # type: ignore[override]
+        self.optimizer.step()
+
+
+class TokensOfTwo(TokensInRungs):
+    """Two optimizers for one loss."""
+
+    def register(self, **parts: Any) -> Any:
+        model = parts["models"]
+        parts["optimizers"] = [torch.optim.Adam(model[index].parameters(), lr=self.config["lr"]) for index in (0, 2)]
+        model, optimizers, criterion = super().register(**parts)
+        return model, optimizers, criterion
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        super().backward(loss, optimizer=self.optimizer, **options)
+
+    def optimizer_step(self) -> None:  # type: ignore[override]
+        super().optimizer_step(self.optimizer)
+
+
+class WideTokens(Tokens):
+    """A model whose gradients are exchanged while others are computed."""
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(3, 60_000), torch.nn.Linear(60_000, 1))
+
+    def mean_over(self, errors: torch.Tensor, is_there: torch.Tensor) -> torch.Tensor:
+        return super().mean_over(errors, is_there) * 1e-3
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_gradients_are_averaged_over_what_user_code_counts(two: TorchTrainer, precision: str) -> None:
+    cases = [(Tokens, 1), (Tokens, 2), (TokensInRungs, 1), (TokensInRungs, 3), (TokensOfTwo, 1), (TokensOfTwo, 2)]
+    if precision == "fp32":
+        cases += [(TokensInSteps, 1), (WideTokens, 1), (WideTokens, 2)]
+    for operator_cls, window in cases:
+        case = f"{operator_cls.__name__}, {window} batches a step"
+        lr = {"lr": 1e-4} if operator_cls is WideTokens else {}
+        options = {"precision": precision, "step_options": StepOptions(accumulate_grad_batches=window)}
+        found = run_together(two, Experiment(operator_cls, {**SEQUENCES, **lr}, options=options))
+        base = WideTokens if operator_cls is WideTokens else Tokens
+        config = {**SEQUENCES, **lr, "batch_size": 6 * window}
+        expected = run_alone(Experiment(base, config, options={"precision": precision}))
+        assert_close(found.model[0], expected.model[0], case, TOLERANCE[precision])
+        assert_close(found.model[1], found.model[0], case, 0.0)
+        [result], [whole] = found.results, expected.results
+        assert result["num_samples"] == whole["num_samples"] == 39
+        assert result["train_loss"] == pytest.approx(whole["train_loss"], rel=TOLERANCE[precision]), case
+        assert BATCH_WEIGHT not in result
+
+
+def test_validation_is_averaged_over_what_user_code_counts(two: TorchTrainer) -> None:
+    calls = (("validate", None),)
+    found = run_together(two, Experiment(Tokens, SEQUENCES, calls)).results[0]
+    whole = run_alone(Experiment(Tokens, {**SEQUENCES, "batch_size": 39}, calls)).results[0]
+    assert found["num_samples"] == whole["num_samples"] == 13
+    assert found["val_loss"] == pytest.approx(whole["val_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_a_single_worker_counts_likewise(window: int) -> None:
+    for operator_cls in (Tokens, TokensInRungs):
+        steps = {"step_options": StepOptions(accumulate_grad_batches=window)}
+        found = run_alone(Experiment(operator_cls, SEQUENCES, options=steps))
+        expected = run_alone(Experiment(Tokens, {**SEQUENCES, "batch_size": 3 * window}))
+        assert_close(found.model[0], expected.model[0], operator_cls.__name__)
+
+
+def test_divided_models_refuse_weights_by_name(two: TorchTrainer) -> None:
+    with pytest.raises(ValueError, match=r"`weight=` of `self.backward`, or from `forward`, .* `parallel=\"fsdp\"`"):
+        run_together(two, Experiment(Tokens, SEQUENCES, options={"parallel": "fsdp"}))
+
+
+class TokensOfUnequalLoaders(Tokens):
+    """Loaders that the library does not divide; the shorter one is filled up with batches that count nothing."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        features, lengths, target = super().make_loader(data).dataset.tensors
+        bounds = {(0, 1): [0, 39], (0, 2): [0, 5, 9], (1, 2): [9, 11, 20, 21, 39]}[self.world_rank, self.world_size]
+        return [(features[a:b], lengths[a:b], target[a:b]) for a, b in itertools.pairwise(bounds)]
+
+
+def test_a_batch_that_only_fills_up_counts_nothing_whatever_user_code_says(two: TorchTrainer) -> None:
+    steps = {"step_options": StepOptions(accumulate_grad_batches=4)}
+    for operator_cls in (TokensOfUnequalLoaders, type("InRungs", (TokensInRungs, TokensOfUnequalLoaders), {})):
+        found = run_together(two, Experiment(operator_cls, SEQUENCES, options=steps))
+        expected = run_alone(Experiment(TokensOfUnequalLoaders, SEQUENCES))
+        assert_close(found.model[0], expected.model[0], operator_cls.__name__)
+
+
+class DiesInBackward(Tokens):
+    """Rank 1 is killed in the backward pass of a batch, when its weight is on its way already."""
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        note = Path(self.config["note_of_death"])
+        if self.world_rank == 1 and self.global_step == self.config["dies_at"] and not note.exists():
+            note.touch()
+            loss.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+        super().backward(loss, **options)
+
+
+class OfJointBatches(DiesInBackward):
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        loader = super().make_loader(data)
+        return torch.utils.data.DataLoader(loader.dataset, batch_size=self.config[BATCH_SIZE])
+
+
+def test_a_loss_during_a_step_changes_no_weight(ray_cluster: None, tmp_path: Path) -> None:
+    config = {**SEQUENCES, "dies_at": 3, "note_of_death": str(tmp_path / "note"), BATCH_SIZE: 6}
+    with TorchTrainer(
+        training_operator_cls=OfJointBatches,
+        num_workers=2,
+        num_cpus_per_worker=0.5,
+        config=config,
+        accumulate_grad_batches=2,
+    ) as trainer:
+        trainer.train()
+        assert (tmp_path / "note").exists()
+        found = trainer.get_model(to_cpu=True).state_dict()
+    expected = run_alone(Experiment(Tokens, {**SEQUENCES, "batch_size": 12}))
+    assert_close(dict(found), dict(expected.model[0]), "after a loss")

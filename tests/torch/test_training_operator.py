@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import filelock
+import numpy
 import pytest
 import torch
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -482,6 +484,151 @@ def test_each_rung_can_be_overridden_by_itself() -> None:
     operator.calls.clear()
     operator.validate_batch(batch, {})
     assert operator.calls == ["prepare_batch", "forward"]
+
+
+class Two(Bare):
+    """Two models in a row, each with an optimizer."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(NUM_FEATURES, 2), torch.nn.Linear(2, 1)]
+        self.models, self.optimizers, self.criterion = self.register(
+            models=models, optimizers=[an_optimizer(model) for model in models], criterion=torch.nn.MSELoss()
+        )
+        self.model, self.optimizer = torch.nn.Sequential(*self.models), self.optimizers[0]
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.take_step(self.forward(batch[:1], batch[1])[1])
+        return {}
+
+    def take_step(self, loss: torch.Tensor) -> None:
+        self.backward(loss, optimizer=self.optimizers)
+        self.optimizer_step(self.optimizers)
+
+
+class ClearsByHand(Two):
+    def take_step(self, loss: torch.Tensor) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        loss.backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+class OneByOne(Two):
+    def take_step(self, loss: torch.Tensor) -> None:
+        self.optimizers[1].zero_grad()
+        self.backward(loss, optimizer=self.optimizers[0])
+        for optimizer in self.optimizers:
+            self.optimizer_step(optimizer)
+
+
+class OldRungs(Two):
+    """The stock `train_batch`, which steps one optimizer, and rungs without arguments that step the other, too."""
+
+    train_batch = TrainingOperator.train_batch
+
+    def backward(self, loss: torch.Tensor) -> None:  # type: ignore[override]
+        super().backward(loss)
+
+    def optimizer_step(self) -> None:  # type: ignore[override]
+        super().optimizer_step()
+        self.optimizers[1].step()
+
+
+class WeightedOldRungs(OldRungs):
+    def forward(self, features: Any, target: Any) -> Any:
+        return *super().forward(features, target), 5.0
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        TrainingOperator.backward(self, loss, **options)
+
+
+@pytest.mark.parametrize("operator_cls", [Two, OneByOne, OldRungs, WeightedOldRungs])
+def test_gradients_of_several_optimizers_never_add_up(operator_cls: type[Two]) -> None:
+    found, expected = make(operator_cls), make(ClearsByHand)
+    for batch in batches(4):
+        for operator in (found, expected):
+            operator.train_batch(batch, {})
+        for model, other in zip(found.models, expected.models, strict=True):
+            torch.testing.assert_close(model.state_dict(), other.state_dict(), rtol=1e-6, atol=1e-6)
+
+
+def test_with_several_optimizers_a_rung_needs_to_know_which() -> None:
+    operator = make(Two)
+    loss = operator.model(torch.ones(1, NUM_FEATURES)).sum()
+    with pytest.raises(ValueError, match=r"`self.backward` was called without `optimizer`, and 2 .* add up"):
+        operator.backward(loss)
+    with pytest.raises(ValueError, match=r"as in `self.optimizer_step\(optimizer=self.optimizer\)`, or a list"):
+        operator.optimizer_step()
+    for wrong in (0, "generator", [], [operator.optimizer, None]):
+        for call in (lambda: operator.backward(loss, optimizer=wrong), lambda: operator.optimizer_step(wrong)):  # noqa: B023
+            with pytest.raises(ValueError, match=r"(?s)`optimizer=.*`: pass one that `register` returned"):
+                call()
+
+
+@pytest.mark.parametrize(
+    "weight", [-1, -0.5, math.nan, math.inf, torch.tensor(-1.0), torch.ones(2), numpy.float64("nan")]
+)
+def test_a_weight_that_is_none_is_refused(weight: Any) -> None:
+    operator = make(LinearOperator)
+    loss = operator.model(torch.ones(1, NUM_FEATURES)).sum()
+    with pytest.raises(ValueError, match=r"`weight=.*`: need a number from 0 on"):
+        operator.backward(loss, weight=weight)
+    with pytest.raises(ValueError, match=r"`batch_weight=.*`: need a number from 0 on"):
+        operator._new_meters().update({"loss": 1.0, "batch_weight": weight})
+
+
+@pytest.mark.parametrize("weight", ["5", True, [5], object()])
+def test_a_weight_that_is_no_number_is_refused(weight: Any) -> None:
+    operator = make(LinearOperator)
+    with pytest.raises(TypeError, match=r"`weight=.*`: need a number from 0 on"):
+        operator.backward(operator.model(torch.ones(1, NUM_FEATURES)).sum(), weight=weight)
+
+
+class Counting(LinearOperator):
+    """The weight of a batch is what the config says."""
+
+    def forward(self, features: Any, target: Any) -> Any:
+        return *super().forward(features, target), self.config["weight"]
+
+
+def test_a_step_in_which_nothing_counts_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Momentum, weight decay and schedulers stay where they are, too."""
+    operator = make(Counting, {"weight": 1, "optimizer": "adam"}, scheduler_step_freq="batch")
+    operator.scheduler = torch.optim.lr_scheduler.StepLR(operator.optimizer, step_size=1)
+    loader = dataset_batches()
+    operator.train_epoch(loader)
+    before = copy.deepcopy((operator.model.state_dict(), operator.optimizer.state_dict()))
+    last_epoch = operator.scheduler.last_epoch
+    operator.config["weight"] = 0
+    result = operator.train_epoch(loader)
+    torch.testing.assert_close((operator.model.state_dict(), operator.optimizer.state_dict()), before, rtol=0, atol=0)
+    assert operator.scheduler.last_epoch == last_epoch
+    assert math.isnan(result["train_loss"])
+    assert caplog.text.count("nothing counts in a step") == 1
+
+
+def test_a_backward_that_takes_no_weight_is_told_how() -> None:
+    class Old(Counting):
+        def backward(self, loss: torch.Tensor) -> None:  # type: ignore[override]
+            super().backward(loss)
+
+    with pytest.raises(TypeError, match=r"`Old.forward` returned a weight.*`def backward\(self, loss, \*\*options\)`"):
+        make(Old, {"weight": 2}).train_epoch(dataset_batches())
+
+
+def test_a_weight_of_metrics_that_gradients_do_not_have_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    class Mine(Counting):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            return {**super().train_batch(batch, batch_info), "batch_weight": self.config["told"]}
+
+    for told, num_warnings in ((2.0, 0), (torch.tensor(2), 0), (3, 1)):
+        caplog.clear()
+        operator = make(Mine, {"weight": 2, "told": told})
+        operator.train_epoch(dataset_batches())
+        operator.train_epoch(dataset_batches())
+        assert caplog.text.count("averages metrics, not gradients") == num_warnings
 
 
 def test_a_model_may_have_several_inputs() -> None:

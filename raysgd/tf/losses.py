@@ -1,0 +1,116 @@
+"""What a loss says about itself, and what that makes of the loss of a rank's share of a batch.
+
+Gradients and losses of the ranks are averaged by samples, which is right for a loss that is the mean over the samples.
+Other losses say in public what they are: the `reduction` of a loss of Keras, the mask of what it is given, the
+`global_batch_size` of `tf.nn.compute_average_loss`. Each is scaled so that its average by samples is the loss of one
+process on the joined batch.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from typing import Any
+
+SUM = -1.0
+"""Instead of what a loss was divided by: nothing."""
+
+Factor = Callable[[Any], Any]
+"""Of what this rank's loss was divided by, a tensor or `SUM`: what its loss is to be multiplied by, a tensor."""
+
+_ACROSS_BATCH = ("sum_over_batch_size", "mean", "auto")
+
+
+class _Inside(threading.local):
+    """Whether the code of this thread is inside, and how deep."""
+
+    def __init__(self) -> None:
+        self.factors: list[Factor] = []
+
+
+_inside = _Inside()
+_lock = threading.Lock()
+_num_inside = 0
+_replaced = ExitStack()
+
+
+@contextmanager
+def scaled(factor: Factor) -> Iterator[None]:
+    """Inside, losses that are no means over samples are multiplied by `factor`, in this thread."""
+    _replace(+1)
+    _inside.factors.append(factor)
+    try:
+        yield
+    finally:
+        _inside.factors.pop()
+        _replace(-1)
+
+
+def _replace(change: int) -> None:
+    """Puts ours in the place of what reduces losses for the first that is inside, and takes it back for the last."""
+    global _num_inside
+    with _lock:
+        _num_inside += change
+        if _num_inside == 0:
+            _replaced.close()
+        elif _num_inside == 1 and change > 0:
+            for owner, name, wrapped in _replacements():
+                _replaced.callback(setattr, owner, name, getattr(owner, name))
+                setattr(owner, name, wrapped)
+
+
+def _replacements() -> Iterator[tuple[Any, str, Any]]:
+    """Where losses are reduced: whose attribute, its name, and what takes its place."""
+    import tensorflow as tf
+
+    yield tf.nn, "compute_average_loss", _average_loss(tf.nn.compute_average_loss)
+    for name in ("keras", "tf_keras"):
+        keras = sys.modules.get(name)
+        loss_cls = getattr(getattr(keras, "losses", None), "Loss", None)
+        if loss_cls is not None:
+            yield loss_cls, "__call__", _loss_call(loss_cls.__call__)
+
+
+def _loss_call(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(inner)
+    def call(self: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+        loss = inner(self, y_true, y_pred, sample_weight)
+        return _times(loss, _divisor(str(self.reduction), getattr(y_pred, "_keras_mask", None), sample_weight))
+
+    return call
+
+
+def _average_loss(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(inner)
+    def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None) -> Any:
+        loss = inner(per_example_loss, sample_weight, global_batch_size)
+        return _times(loss, None if global_batch_size is None else SUM)
+
+    return compute_average_loss
+
+
+def _divisor(reduction: str, mask: Any, sample_weight: Any) -> Any:
+    """What a loss was divided by; `SUM` for nothing, None for the number of samples, or for one that is not reduced."""
+    import tensorflow as tf
+
+    if reduction == "sum":
+        return SUM
+    if reduction in _ACROSS_BATCH:
+        return None if mask is None else tf.reduce_sum(tf.cast(mask, tf.float64))
+    if reduction != "mean_with_sample_weight" or (mask is None and sample_weight is None):
+        return None
+    if sample_weight is None:
+        return tf.reduce_sum(tf.cast(mask, tf.float64))
+    weights = tf.cast(tf.convert_to_tensor(sample_weight), tf.float64)
+    return tf.reduce_sum(weights if mask is None else weights * tf.cast(mask, tf.float64))
+
+
+def _times(loss: Any, divisor: Any) -> Any:
+    import tensorflow as tf
+
+    if divisor is None or not _inside.factors:
+        return loss
+    return loss * tf.cast(_inside.factors[-1](divisor), loss.dtype)
