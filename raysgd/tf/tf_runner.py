@@ -28,7 +28,7 @@ from raysgd.tf.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.fit_run import FitStream
-from raysgd.tf.keras_sync import Synchronizer
+from raysgd.tf.keras_sync import Step, Synchronizer
 from raysgd.tf.streams import BatchStream, DividedSource, OwnSource, Passes, Source
 from raysgd.tf.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
