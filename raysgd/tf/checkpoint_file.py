@@ -9,18 +9,18 @@ is compared when it is read.
 from __future__ import annotations
 
 import base64
-import contextlib
 import json
 import math
 import os
-import pickle
+import re
 import zipfile
-import zlib
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from raysgd._atomic_file import replacing
+from raysgd._plain_pickle import NotPlainError, PlainUnpickler, array_of, check_depth, plain_dtype
+from raysgd._stored_archive import members
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
 
 FORMAT_VERSION = 1
@@ -33,6 +33,9 @@ FORMER_OPTIMIZER = "former_optimizer"
 """In the state of a file of the former library, instead of `optimizers`: its optimizer weights, in their own order."""
 
 _INDEX = "state.json"
+_ZIP_START = b"PK\x03\x04"
+_NPY_START = re.compile(rb"\x93NUMPY(?:\x01\x00..|[\x02\x03]\x00....)", re.DOTALL)
+_NPY_HEADER = re.compile(rb"\{'descr': '(?P<descr>[^']{2,12})', 'fortran_order': False, 'shape': \([0-9, ]*\), \} *")
 _TAG = "raysgd"
 _LEGACY_KEYS = {"epoch", "weights", "optimizer_weights"}
 
@@ -77,23 +80,38 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         ValueError: The content is not a training state, or in the format of a newer version of raysgd.
     """
     name = os.fspath(path)
-    if not zipfile.is_zipfile(name):
-        return _read_legacy(name)
-    try:
-        with zipfile.ZipFile(name) as archive:
-            index = json.loads(archive.read(_INDEX))
-            if index["format"] > FORMAT_VERSION:
-                raise _TooNewError(
-                    f"`{name}` is in checkpoint format {index['format']!r}; this version of raysgd knows formats up to "
-                    f"{FORMAT_VERSION}. Upgrade raysgd to read it."
-                )
-            arrays = {key: _read_array(archive, key, facts) for key, facts in index["arrays"].items()}
-            state = _decoded(index["state"], arrays)
-    except _TooNewError as error:
-        raise ValueError(str(error)) from None
-    except (zipfile.BadZipFile, zlib.error, KeyError, ValueError, TypeError, EOFError, NotImplementedError) as error:
-        raise _corrupted(name, f"it cannot be read ({str(error).partition(chr(10))[0]})") from error
+    with open(name, "rb") as file:
+        num_bytes = os.fstat(file.fileno()).st_size
+        is_archive = file.read(len(_ZIP_START)) == _ZIP_START
+        file.seek(0)
+        if not is_archive:
+            return _read_legacy(file, num_bytes, name)
+        try:
+            state = _read_archive(file, num_bytes)
+        except _TooNewError as error:
+            raise ValueError(f"`{name}` {error}") from None
+        except OSError:
+            raise
+        except Exception as error:
+            raise _corrupted(name, f"it cannot be read ({_in_short(error)})") from error
     return _training_state(state, name)
+
+
+def _read_archive(file: IO[bytes], num_bytes: int) -> Any:
+    found = members(file, num_bytes)
+    index = json.loads(found[_INDEX].read_checked(file))
+    if not isinstance(index["format"], int) or index["format"] > FORMAT_VERSION:
+        raise _TooNewError(
+            f"is in checkpoint format {str(index['format'])[:20]}; this version of raysgd knows formats up to "
+            f"{FORMAT_VERSION}. Upgrade raysgd to read it."
+        )
+    arrays = {
+        key: _array(found[f"{key}.npy"].read_checked(file), facts["dtype"], facts["shape"])
+        for key, facts in index["arrays"].items()
+    }
+    state = _decoded(index["state"], arrays)
+    check_depth(state)
+    return state
 
 
 def copied(value: Any) -> Any:
@@ -175,18 +193,25 @@ def _storable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array.view(f"u{array.dtype.itemsize}") if array.dtype.kind == "V" else array
 
 
-def _read_array(archive: zipfile.ZipFile, name: str, facts: dict[str, Any]) -> Any:
-    with archive.open(f"{name}.npy") as member:
-        array = np.lib.format.read_array(member, allow_pickle=False)
-        if member.read(1):
-            raise ValueError(f"{name} is longer than its shape says")
-    if array.dtype.name != facts["dtype"]:
-        import ml_dtypes
+def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
+    """The array in a `.npy` member. Its header is compared with what the index says, and not believed."""
+    header_at = _NPY_START.match(content)
+    header = _NPY_HEADER.match(content, header_at.end()) if header_at is not None else None
+    if header is None:
+        raise ValueError("an array does not begin as one does")
+    begin = content.index(b"\n", header.end()) + 1
+    array = array_of(plain_dtype(header["descr"].decode()), tuple(shape), content[begin:])
+    return array if array.dtype.name == dtype_name else array.view(_small_float(dtype_name))
 
-        array = array.view(np.dtype(getattr(ml_dtypes, facts["dtype"])))
-    if list(array.shape) != list(facts["shape"]):
-        raise ValueError(f"{name} has another shape than it was written with")
-    return array
+
+def _small_float(name: str) -> np.dtype[Any]:
+    """A dtype that NumPy alone does not know; it is stored as the integers that it is."""
+    import ml_dtypes  # noqa: F401 - it tells NumPy
+
+    dtype = np.dtype(name)
+    if dtype.hasobject or dtype.names is not None:
+        raise ValueError("an array is of another kind than it was stored as")
+    return dtype
 
 
 def _training_state(state: Any, name: str) -> dict[str, Any]:
@@ -199,6 +224,10 @@ def _training_state(state: Any, name: str) -> dict[str, Any]:
     return dict(state)
 
 
+def _in_short(error: Exception) -> str:
+    return str(error).partition("\n")[0][:200] or type(error).__name__
+
+
 def _corrupted(name: str, finding: str) -> CheckpointCorruptedError:
     return CheckpointCorruptedError(
         f"`{name}` is no intact checkpoint: {finding}. It was damaged, or not copied to its end. Copy it again from "
@@ -209,39 +238,24 @@ def _corrupted(name: str, finding: str) -> CheckpointCorruptedError:
 # ---------------------------------------------------------------------------------------- files of the old library
 
 
-class _ArraysOnly(pickle.Unpickler):
-    """Builds NumPy arrays and plain values, and refuses the rest."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        allowed = {
-            ("numpy.core.multiarray", "_reconstruct"),
-            ("numpy._core.multiarray", "_reconstruct"),
-            ("numpy.core.multiarray", "scalar"),
-            ("numpy._core.multiarray", "scalar"),
-            ("numpy.core.numeric", "_frombuffer"),
-            ("numpy._core.numeric", "_frombuffer"),
-            ("numpy", "ndarray"),
-            ("numpy", "dtype"),
-        }
-        if (module, name) not in allowed:
-            raise UnsafeCheckpointError(f"it needs `{module}.{name}` to be loaded, which might run code")
-        with contextlib.suppress(ImportError):
-            return super().find_class(module, name)
-        return super().find_class(module.replace("numpy._core", "numpy.core"), name)
-
-
-def _read_legacy(name: str) -> dict[str, Any]:
+def _read_legacy(file: IO[bytes], num_bytes: int, name: str) -> dict[str, Any]:
     try:
-        with open(name, "rb") as file:
-            state = _ArraysOnly(file).load()
-    except UnsafeCheckpointError as error:
-        raise UnsafeCheckpointError(f"`{name}` is not read: {error}.") from None
+        state = PlainUnpickler(file, num_bytes).load()
+    except NotPlainError as error:
+        raise UnsafeCheckpointError(
+            f"`{name}` is not read: it needs `{error.needed}` to be loaded, which might run code."
+        ) from None
     except OSError:
         raise
     except Exception as error:
         raise _corrupted(name, "it is neither an archive of raysgd nor a file of the former library") from error
     if not isinstance(state, dict) or not state.keys() >= _LEGACY_KEYS:
         raise ValueError(f"`{name}` holds no training state: a file of the former library has {sorted(_LEGACY_KEYS)}.")
+    for key in ("weights", "optimizer_weights"):
+        if not isinstance(state[key], list | tuple) or not all(
+            isinstance(a, np.ndarray | np.generic) for a in state[key]
+        ):
+            raise ValueError(f"`{name}` holds no training state: its {key!r} are no list of arrays.")
     return {
         "epoch": state["epoch"],
         "models": [list(state["weights"])],

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import io
-import threading
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
 
-_ALLOWED_LIST_LOCK = threading.RLock()
+from raysgd._plain_pickle import check_depth
+from raysgd.torch._tensor_file import read_archive
 
 
 def check_loadable(state: Any, *, allow_pickle: bool = False) -> Any:
@@ -28,32 +26,10 @@ def check_loadable(state: Any, *, allow_pickle: bool = False) -> Any:
     Raises:
         ValueError: Something could not be loaded back with `weights_only=True`. The message says where it is.
     """
-    return _LoadableCopy(allow_pickle).convert(state, "state")
-
-
-@contextlib.contextmanager
-def data_allowed() -> Iterator[None]:
-    """Let `weights_only` loading build numpy's arrays and numbers, and empty `bytes`, which cannot run code.
-
-    torch keeps one list of what is allowed for the whole process: one thread at a time may change it, and
-    what the user allowed stays allowed.
-    """
-    with _ALLOWED_LIST_LOCK:
-        allowed = torch.serialization.get_safe_globals()
-        with torch.serialization.safe_globals([entry for entry in _data_globals() if entry not in allowed]):
-            yield
-
-
-def _data_globals() -> list[Any]:
-    """What such values refer to when they are pickled, under the names that numpy 1 and numpy 2 give it."""
-    functions: list[Any] = [np.empty(0).__reduce__()[0], np.float64(0).__reduce__()[0]]
-    named = [
-        (function, f"{package}.multiarray.{function.__name__}")
-        for function in functions
-        for package in ("numpy.core", "numpy._core")
-    ]
-    dtype_classes = {type(np.dtype(code)) for code in np.typecodes["All"] if code != "O"}
-    return [bytes, np.ndarray, np.dtype, *named, *dtype_classes]
+    copy = _LoadableCopy(allow_pickle).convert(state, "state")
+    if not allow_pickle:
+        check_depth(copy)
+    return copy
 
 
 class _LoadableCopy:
@@ -78,7 +54,7 @@ class _LoadableCopy:
             return self._convert_container(value, path)
         if isinstance(value, np.generic) and type(value.item()) in (bool, int, float, complex, str, bytes):
             return value.item()
-        if kind not in (torch.Tensor, torch.nn.Parameter):
+        if kind not in (torch.Tensor, torch.nn.Parameter) or value.is_quantized or value.is_nested:
             self._require_loadable(_sample(value), value, path)
         elif vars(value):
             self._require_loadable(vars(value), value, f"vars({path})")
@@ -108,9 +84,7 @@ class _LoadableCopy:
         try:
             stream = io.BytesIO()
             torch.save(sample, stream)
-            stream.seek(0)
-            with data_allowed():
-                torch.load(stream, map_location="cpu", weights_only=True)
+            read_archive(stream, stream.tell(), num_comment_bytes=0)
         except Exception as error:
             raise ValueError(
                 f"`{path}` is a `{type(value).__module__}.{type(value).__qualname__}`, which a checkpoint "

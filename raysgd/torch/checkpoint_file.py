@@ -25,7 +25,6 @@ import enum
 import logging
 import mmap
 import os
-import pickle
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -35,11 +34,12 @@ import torch
 
 from raysgd._atomic_file import replacing
 from raysgd._background_writer import BackgroundWriter
+from raysgd._plain_pickle import NotPlainError
 from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
 from raysgd.torch._body_digest import BodyDigest
 from raysgd.torch._loadable import check_loadable as check_loadable
-from raysgd.torch._loadable import data_allowed
+from raysgd.torch._tensor_file import read_archive, read_old
 
 logger = logging.getLogger(__name__)
 
@@ -63,11 +63,6 @@ _SEAL_PREFIX = f"raysgd:1:{BodyDigest.NAME}:".encode()
 _SEAL_BYTES = len(_SEAL_PREFIX) + BodyDigest.NUM_HEX_DIGITS
 _PIECE_BYTES = 2**20
 _SEAL = re.compile(re.escape(_SEAL_PREFIX) + rb"[0-9a-f]+")
-
-_REFUSED_GLOBAL = re.compile(r"GLOBAL (\S+) (?:was not an allowed|whose module)")
-_REFUSAL = re.compile(
-    r"(?:unsupported|Unsupported) (?:GLOBAL|global)|unrecognized function|Can only (?:create|build)|must be imported"
-)
 
 
 def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version: int = FORMAT_VERSION) -> None:
@@ -144,7 +139,9 @@ def mapped_again(identity: FileIdentity, *, weights_only: bool = True) -> Iterat
             raise OtherFileError(f"`{identity.path}` cannot be opened here: {error}") from error
         if FileIdentity.of(file, identity.path) != identity:
             raise OtherFileError(f"`{identity.path}` is another file here, or was replaced since it was checked.")
-        yield _training_state(_load(_by_descriptor(file, identity.path), weights_only, is_mapped=True), identity.path)
+        source = _by_descriptor(file, identity.path)
+        loaded = _load(source, identity.num_bytes, _FileKind.SEALED, weights_only, is_mapped=True)
+        yield _training_state(loaded, identity.path)
 
 
 class OtherFileError(OSError):
@@ -203,7 +200,7 @@ def _opened(name: str, weights_only: bool, *, maps: bool) -> Iterator[OpenedFile
         if kind is _FileKind.SEALED:
             is_mapped = _check(file, identity.num_bytes, name, maps)
         try:
-            loaded = _load(_by_descriptor(file, name), weights_only, is_mapped)
+            loaded = _load(_by_descriptor(file, name), identity.num_bytes, kind, weights_only, is_mapped)
         except Exception as error:
             raise _explained(error, name, kind, weights_only) from error
         opened = OpenedFile(_training_state(loaded, name), identity, is_mapped, file)
@@ -368,28 +365,32 @@ def _pieces_in_file(file: IO[bytes], num_bytes: int) -> Iterator[memoryview]:
         yield buffer[:num_read]
 
 
-def _load(source: str, weights_only: bool, is_mapped: bool) -> Any:
-    with data_allowed() if weights_only else contextlib.nullcontext():
-        return torch.load(source, map_location="cpu", weights_only=weights_only, mmap=is_mapped)
+def _load(source: str, num_bytes: int, kind: _FileKind, weights_only: bool, is_mapped: bool) -> Any:
+    if not weights_only:
+        return torch.load(source, map_location="cpu", weights_only=False, mmap=is_mapped)
+    with open(source, "rb") as file:
+        if kind is _FileKind.OLD_TORCH:
+            return read_old(file, num_bytes)
+        num_comment_bytes = _SEAL_BYTES if kind is _FileKind.SEALED else 0
+        return read_archive(file, num_bytes, num_comment_bytes, source if is_mapped else None)
 
 
 def _explained(error: Exception, name: str, kind: _FileKind, weights_only: bool) -> Exception:
-    """Tell a refusal from damage. Other errors, of a file that is what was written, stay as they are."""
-    is_intact = kind is _FileKind.SEALED
-    is_refusal = isinstance(error, pickle.UnpicklingError) and (is_intact or _REFUSAL.search(str(error)))
-    if weights_only and is_refusal:
-        return UnsafeCheckpointError(_refusal_message(name, str(error)))
-    may_come_of_user_code = not weights_only and isinstance(error, (AttributeError, ImportError))
-    if is_intact or may_come_of_user_code or isinstance(error, (OSError, MemoryError)):
+    """Tell a refusal from damage. Errors of a file that was declared trustworthy, if it is intact, stay as they are."""
+    if isinstance(error, OSError):
         return error
-    return _corrupted(name, f"torch cannot read it ({_first_line(error)})")
+    if not weights_only:
+        may_come_of_user_code = isinstance(error, (AttributeError, ImportError, MemoryError))
+        is_as_it_is = kind is _FileKind.SEALED or may_come_of_user_code
+        return error if is_as_it_is else _corrupted(name, f"torch cannot read it ({_first_line(error)})")
+    if isinstance(error, NotPlainError):
+        return UnsafeCheckpointError(_refusal_message(name, error.needed))
+    return _corrupted(name, _first_line(error))
 
 
-def _refusal_message(name: str, message: str) -> str:
-    refused = _REFUSED_GLOBAL.search(message)
-    needed = f"`{refused[1]}`" if refused else "more than tensors and plain values"
+def _refusal_message(name: str, needed: str) -> str:
     return (
-        f"`{name}` needs {needed} to be loaded, which might run code. If you trust the source of the file, "
+        f"`{name}` needs `{needed}` to be loaded, which might run code. If you trust the source of the file, "
         "pass `weights_only=False`, as in `load(path, weights_only=False)`; never do so for other files."
     )
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 import struct
 import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +20,13 @@ _MERSENNE_TWISTER = "MT19937"
 _NUM_WORDS = 624
 _PYTHON_WORDS = struct.Struct(f"<{_NUM_WORDS + 1}I")
 """The generator's words, and behind them its position: what Python's `random` reports as one tuple."""
+
+_TORCH_BYTES = 5056
+_TORCH_PLACE = struct.Struct("<iiQ")
+_TORCH_PLACE_AT = 8
+"""Words that are left, whether it was seeded, and the next one: in the state of PyTorch's generator on the CPU."""
+
+_CUDA_BYTES = 16
 
 _KEYS = (
     "torch",
@@ -51,29 +60,100 @@ def capture() -> dict[str, Any]:
     }
 
 
-def restore(state: dict[str, Any]) -> None:
+def check(state: Any) -> None:
+    """Make sure that `restore(state)` is going to succeed; change nothing.
+
+    Raises:
+        ValueError: `state` lacks entries, or was captured from a generator of another kind or size, or is damaged.
+    """
+    _checked(state)
+
+
+def restore(state: Any) -> None:
     """Make every generator that `state` covers go on where it was when `capture` returned `state`.
 
     A generator that this process lacks (numpy not loaded, no CUDA device) is left out.
 
     Raises:
-        ValueError: `state` lacks entries, or was captured from a generator of another kind or size.
+        ValueError: As in `check`; no generator has changed.
     """
-    missing = [key for key in _KEYS if key not in state]
+    checked = _checked(state)
+    torch.set_rng_state(checked.torch)
+    if checked.torch_cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(checked.torch_cuda)
+    random.setstate(checked.python)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and checked.numpy is not None:
+        numpy.random.set_state(checked.numpy)
+
+
+@dataclass(frozen=True)
+class _Checked:
+    """States as their generators take them; None for one that is not covered."""
+
+    torch: torch.Tensor
+    torch_cuda: torch.Tensor | None
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...] | None
+
+
+def _checked(state: Any) -> _Checked:
+    missing = [key for key in _KEYS if key not in state] if isinstance(state, Mapping) else list(_KEYS)
     if missing:
         raise ValueError(f"`restore(state)`: `state` lacks {missing}. Pass what `capture()` returned.")
     try:
-        torch.set_rng_state(_bytes_to_tensor(state["torch"]))
-        if state["torch_cuda"] is not None and torch.cuda.is_available():
-            torch.cuda.set_rng_state(_bytes_to_tensor(state["torch_cuda"]))
-        words = _PYTHON_WORDS.unpack(state["python_words"])
-        random.setstate((state["python_version"], words, state["python_gauss"]))
-        _restore_numpy(sys.modules.get("numpy"), state)
+        return _Checked(
+            _checked_torch(state["torch"]),
+            _checked_cuda(state["torch_cuda"]),
+            _checked_python(state["python_version"], state["python_words"], state["python_gauss"]),
+            _checked_numpy(*(state[key] for key in _KEYS if key.startswith("numpy_"))),
+        )
     except (RuntimeError, TypeError, ValueError, IndexError, struct.error) as error:
         raise ValueError(
             "`restore(state)`: `state` does not fit this process's random number generators: it is damaged, "
             f"or comes from a version of torch, Python or numpy that keeps them differently ({error})."
         ) from error
+
+
+def _checked_torch(content: Any) -> torch.Tensor:
+    state = _bytes_to_tensor(content)
+    torch.Generator().set_state(state)
+    if len(content) == _TORCH_BYTES:  # PyTorch looks at each number by itself: together they may lead past the words
+        num_left, _, position = _TORCH_PLACE.unpack_from(content, _TORCH_PLACE_AT)
+        _require(num_left + position <= _NUM_WORDS + 1, "a position outside of its words")
+    return state
+
+
+def _checked_cuda(content: Any) -> torch.Tensor | None:
+    if content is None:
+        return None
+    state = _bytes_to_tensor(content)
+    _require(len(content) == _CUDA_BYTES, f"{len(content)} bytes for CUDA")
+    if torch.cuda.is_available():
+        torch.Generator("cuda").set_state(state)
+    return state
+
+
+def _checked_python(version: Any, content: Any, gauss: Any) -> tuple[Any, ...]:
+    _require(version == random.getstate()[0], "another version of Python's generator")
+    _require(gauss is None or type(gauss) is float, "a next number that is none")
+    state = version, _PYTHON_WORDS.unpack(content), gauss
+    random.Random().setstate(state)
+    return state
+
+
+def _checked_numpy(content: Any, position: Any, has_gauss: Any, gauss: Any) -> tuple[Any, ...] | None:
+    if content is None:
+        return None
+    _require(type(content) is bytes and len(content) == 4 * _NUM_WORDS, "no words for numpy")
+    _require(type(position) is int and 0 <= position <= _NUM_WORDS, "a position outside of its words")
+    _require(has_gauss in (0, 1) and type(gauss) is float, "a next number that is none")
+    return _MERSENNE_TWISTER, struct.unpack(f"<{_NUM_WORDS}I", content), position, has_gauss, gauss
+
+
+def _require(holds: bool, finding: str) -> None:
+    if not holds:
+        raise ValueError(finding)
 
 
 def _capture_numpy(numpy: ModuleType | None) -> dict[str, Any]:
@@ -88,17 +168,10 @@ def _capture_numpy(numpy: ModuleType | None) -> dict[str, Any]:
     }
 
 
-def _restore_numpy(numpy: ModuleType | None, state: dict[str, Any]) -> None:
-    if numpy is None or state["numpy_words"] is None:
-        return
-    words = numpy.frombuffer(state["numpy_words"], dtype="<u4")
-    gauss = state["numpy_has_gauss"], state["numpy_gauss"]
-    numpy.random.set_state((_MERSENNE_TWISTER, words, state["numpy_position"], *gauss))
-
-
 def _tensor_to_bytes(tensor: torch.Tensor) -> bytes:
     return bytes(tensor.numpy().tobytes())
 
 
-def _bytes_to_tensor(content: bytes) -> torch.Tensor:
+def _bytes_to_tensor(content: Any) -> torch.Tensor:
+    _require(type(content) is bytes, "no bytes")
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
