@@ -161,6 +161,8 @@ def check_parts(state: Mapping[str, Any], expected: Mapping[str, int]) -> None:
     if missing:
         raise KeyError(f"The state has no {', '.join(map(repr, missing))}; it has {sorted(map(str, state))}.")
     for key, count in expected.items():
+        if not isinstance(state[key], list | tuple):
+            raise ValueError(f"The state's {key!r} is a `{type(state[key]).__name__}` and no list. Nothing was loaded.")
         if len(state[key]) != count:
             raise ValueError(
                 f"The state holds {len(state[key])} {key}, but {count} are registered. Nothing was loaded; load it "

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from raysgd._fitting import check_count, require
 from raysgd.engine.types import DataLedger
 from raysgd.tf import registry
 from raysgd.tf.keras_sync import Synchronizer
@@ -36,6 +37,20 @@ class FitPlace:
     num_batches: int = 0
     logs: Mapping[str, float] = field(default_factory=dict)
     is_over: bool = False
+
+
+def check_state(state: Any) -> None:
+    """Refuses what `FitStream.resume` could not go on with.
+
+    Raises:
+        ValueError: It is not what `FitStream.state` returned.
+    """
+    require(isinstance(state, Mapping), "where `fit` is, is no dict")
+    known = set(FitPlace.__dataclass_fields__) if "epoch" in state else {"num_passes", "logs"}
+    require(set(state) == known, f"where `fit` is has not the entries {sorted(known)}")
+    require(isinstance(state["logs"], Mapping), "what `fit` has reported is no dict")
+    for name in known - {"logs", "is_over"}:
+        check_count(name, state[name])
 
 
 class FitStream:

@@ -16,6 +16,7 @@ import numpy as np
 
 from raysgd._batching import config_for_worker
 from raysgd._class_runner import ClassRunner, Remainder
+from raysgd._fitting import check_progress
 from raysgd._meters import AverageMeterCollection
 from raysgd.backends import tensorflow as backends
 from raysgd.engine.epoch_run import EpochRun, RunState
@@ -23,7 +24,7 @@ from raysgd.engine.epochs import EpochAnswer, EpochRequest, call_with_accepted
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import DataLedger, Handover, Held, Standing, World
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
-from raysgd.tf import _former_optimizer, datasets, registry, serializing
+from raysgd.tf import _former_optimizer, datasets, fit_run, registry, serializing
 from raysgd.tf.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
@@ -224,14 +225,16 @@ class TFRunner(ClassRunner):
         Raises:
             ValueError: A part does not fit what is registered.
         """
+        own = rank_states[self._world.rank] if self._world.rank < len(rank_states) else None
+        seeds = self._seeds()
+        if own is None or len(own) != len(seeds):
+            seeds, own = [], []
+        _check_fit(seeds, own, "the random generators")
         self._apply(shared_state)
         self._run = None
         self._inside.clear()
-        own = rank_states[self._world.rank] if self._world.rank < len(rank_states) else None
-        seeds = self._seeds()
-        if own is not None and len(own) == len(seeds):
-            for variable, value in zip(seeds, own, strict=True):
-                variable.assign(value)
+        for variable, value in zip(seeds, own, strict=True):
+            variable.assign(value)
 
     def restore_former(self, state: Mapping[str, Any]) -> str:
         """Takes over a file of the old library: the weights, the epoch, and what is known of the optimizer's variables.
@@ -263,19 +266,25 @@ class TFRunner(ClassRunner):
         targets = self._targets(state)
         for variables, values, what in targets:
             _check_fit(variables, values, what)
+        check_progress(state["epoch"], state.get(RESUME))
+        resume = dict(state.get(RESUME) or {})
+        goes_on_in_fit = self._fit is not None and bool(resume.get("fit"))
+        if goes_on_in_fit:
+            fit_run.check_state(resume["fit"])
+        own_state = copy.deepcopy(state["operator"])  # no copy fails when something has been replaced
         with operator._scope():
             for variables, values, _ in targets:
                 for variable, value in zip(variables, values, strict=True):
                     variable.assign(value)
             self._take_weights_in()
         self.epoch = int(state["epoch"])
-        operator.load_state_dict(copy.deepcopy(state["operator"]))
-        self._resume = dict(state.get(RESUME) or {})
-        operator.global_step = self._resume.get("global_step", operator.global_step)
+        operator.load_state_dict(own_state)
+        self._resume = resume
+        operator.global_step = resume.get("global_step", operator.global_step)
         self._train_stream = None
         self._validation.drop()
-        if self._fit is not None and self._resume.get("fit"):
-            self._fit.resume(self._resume["fit"])
+        if self._fit is not None and goes_on_in_fit:
+            self._fit.resume(resume["fit"])
 
     def shutdown(self) -> None:
         """Drops the iterators. The operator itself stays usable."""
@@ -648,6 +657,8 @@ def _plain(value: Any) -> Any:
 
 
 def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> None:
+    if not isinstance(values, Sequence) or not all(isinstance(value, np.ndarray | np.generic) for value in values):
+        raise ValueError(f"The state of {what} is no list of arrays. Nothing was loaded.")
     if len(variables) != len(values):
         raise ValueError(
             f"The state of {what} has {len(values)} arrays, and what is registered has {len(variables)} variables. "
@@ -658,5 +669,8 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
         for index, (variable, value) in enumerate(zip(variables, values, strict=True))
         if tuple(variable.shape) != np.shape(value)
     ]
+    strangers = [np.asarray(value).dtype.name for value in values if np.asarray(value).dtype.kind in "SUMmO"]
+    if strangers:
+        raise ValueError(f"The state of {what} has arrays of {strangers[0]}, which are no numbers. Nothing was loaded.")
     if shapes:
         raise ValueError(f"The state of {what} does not fit what is registered, nothing was loaded. Shapes: {shapes}.")

@@ -386,6 +386,8 @@ class TFTrainer(ClassTrainer):
             self._load_former(checkpoint, state)
         else:
             rank_states = state.pop(_RANKS, ())
+            if not isinstance(rank_states, list | tuple):
+                raise ValueError(f"`{checkpoint}`: the random states are no list. Nothing was loaded.")
             self._load(state, tuple(rank_states))
 
     restore = load

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch.nn.parameter import is_lazy
-
+from raysgd._fitting import check_progress
 from raysgd.exceptions import NotRegisteredError
+from raysgd.torch._fitting import check_model, check_optimizer, check_precision, check_schedulers
 from raysgd.torch.feed import Feed
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.precision import saved_state
@@ -72,14 +71,18 @@ class ReplicaState:
             KeyError: A part is missing.
             ValueError: A part does not fit what is registered.
         """
-        models, optimizers = self.registered("_original_models"), self.registered("_optimizers")
-        for model, saved in zip(models, state["models"], strict=True):
-            _check_tensors(model.state_dict(), saved)
-        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
-            _check_groups(optimizer, saved)
-        if self._operator._schedulers:
-            _check_schedulers(self._operator._schedulers, state["schedulers"])
-        state["operator"], state["epoch"]
+        operator = self._operator
+        check_progress(state["epoch"], state.get(RESUME))
+        for model, saved in zip(self.registered("_original_models"), state["models"], strict=True):
+            check_model(model, saved)
+        for optimizer, saved in zip(self.registered("_optimizers"), state["optimizers"], strict=True):
+            check_optimizer(optimizer, saved)
+        if operator._schedulers:
+            check_schedulers(operator._schedulers, state["schedulers"])
+        precision_state = saved_state(operator._precision, dict(state))
+        if precision_state is not None:
+            check_precision(operator._precision.state_dict(), precision_state)
+        state["operator"]
 
     def apply(self, state: Mapping[str, Any]) -> None:
         """Takes over a state that fits. Nothing of it is kept.
@@ -88,65 +91,20 @@ class ReplicaState:
         it has been loaded by then.
         """
         operator = self._operator
+        # What others are going to hold on to is copied first: no copy fails when something has been replaced.
+        own_state = copy.deepcopy(state["operator"])
+        schedulers = copy.deepcopy(list(state.get("schedulers", ())))
+        precision_state = copy.deepcopy(saved_state(operator._precision, dict(state)))
         for model, saved in zip(self.registered("_original_models"), state["models"], strict=True):
             self._parallel.load_model(model, saved)
         for optimizer, saved in zip(self.registered("_optimizers"), state["optimizers"], strict=True):
             self._parallel.load_optimizer(optimizer, saved)
-        for scheduler, saved in zip(operator._schedulers, state.get("schedulers", ()), strict=False):
-            scheduler.load_state_dict(copy.deepcopy(saved))
-        precision_state = saved_state(operator._precision, dict(state))
+        for scheduler, saved in zip(operator._schedulers, schedulers, strict=False):
+            scheduler.load_state_dict(saved)
         if precision_state is not None:
-            operator._precision.load_state_dict(copy.deepcopy(precision_state))
+            operator._precision.load_state_dict(precision_state)
         self._feed.epoch = state["epoch"]
-        operator.load_state_dict(copy.deepcopy(state["operator"]))
+        operator.load_state_dict(own_state)
         resume = state.get(RESUME) or {}
         operator.global_step = resume.get("global_step", operator.global_step)
         self._feed.go_to(state["epoch"], resume.get("position"))
-
-
-def _check_tensors(own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    missing, extra = sorted(own.keys() - saved.keys()), sorted(saved.keys() - own.keys())
-    shapes = [
-        f"{name}: {tuple(saved[name].shape)} instead of {tuple(tensor.shape)}"
-        for name, tensor in own.items()
-        if isinstance(tensor, torch.Tensor)
-        and name in saved
-        and not is_lazy(tensor)  # takes its shape from what is loaded
-        and saved[name].shape != tensor.shape
-    ]
-    if missing or extra or shapes:
-        raise ValueError(
-            "The state of a model does not fit the registered model, nothing was loaded. "
-            f"Missing: {missing or 'nothing'}; unknown: {extra or 'nothing'}; shapes: {shapes or 'all fit'}."
-        )
-
-
-def _check_schedulers(schedulers: Sequence[Any], states: Any) -> None:
-    strangers = [type(state).__name__ for state in states if not isinstance(state, Mapping)]
-    if strangers or len(states) != len(schedulers):
-        raise ValueError(
-            f"The state of the schedulers does not fit, nothing was loaded: {len(schedulers)} are registered, and it "
-            f"holds {len(states)}{f', of them a `{strangers[0]}`, which is no state' if strangers else ''}."
-        )
-
-
-def _check_groups(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    sizes = [len(group["params"]) for group in optimizer.state_dict().get("param_groups", ())]
-    saved_sizes = [len(group["params"]) for group in saved.get("param_groups", ())]
-    if sizes != saved_sizes:
-        raise ValueError(
-            f"The state of an optimizer does not fit, nothing was loaded: its groups have {saved_sizes} "
-            "parameters, the "
-            f"registered optimizer's {sizes}."
-        )
-    settings = {
-        name
-        for name, value in getattr(optimizer, "defaults", {}).items()
-        if isinstance(value, int | float | tuple) and not isinstance(value, bool)
-    }  # others come and go with the versions of PyTorch, which sets those that are missing
-    for group in saved.get("param_groups", ()):
-        if missing := sorted(settings - group.keys()):
-            raise ValueError(
-                "The state of an optimizer does not fit, nothing was loaded: it is that of another kind, without "
-                f"{', '.join(missing)}, which `{type(optimizer).__name__}` needs."
-            )

@@ -78,23 +78,23 @@ def restore(state: Any) -> None:
         ValueError: As in `check`; no generator has changed.
     """
     checked = _checked(state)
-    torch.set_rng_state(checked.torch)
-    if checked.torch_cuda is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(checked.torch_cuda)
-    random.setstate(checked.python)
+    torch.set_rng_state(checked.of_cpu)
+    if checked.of_cuda is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(checked.of_cuda)
+    random.setstate(checked.of_python)
     numpy = sys.modules.get("numpy")
-    if numpy is not None and checked.numpy is not None:
-        numpy.random.set_state(checked.numpy)
+    if numpy is not None and checked.of_numpy is not None:
+        numpy.random.set_state(checked.of_numpy)
 
 
 @dataclass(frozen=True)
 class _Checked:
     """States as their generators take them; None for one that is not covered."""
 
-    torch: torch.Tensor
-    torch_cuda: torch.Tensor | None
-    python: tuple[Any, ...]
-    numpy: tuple[Any, ...] | None
+    of_cpu: torch.Tensor
+    of_cuda: torch.Tensor | None
+    of_python: tuple[Any, ...]
+    of_numpy: tuple[Any, ...] | None
 
 
 def _checked(state: Any) -> _Checked:

@@ -207,12 +207,15 @@ class TorchRunner(ClassRunner):
             ValueError: A part does not fit what is registered.
         """
         state = decode(shared_state, copy=False) if isinstance(shared_state, EncodedState) else shared_state
+        own = rank_states[self._world.rank] if self._world.rank < len(rank_states) else None
         self._state.check(state)
+        if own is not None:
+            rng.check(own)
         self._apply(state)
         self._run = None
         self._inside.clear()
-        if self._world.rank < len(rank_states) and rank_states[self._world.rank] is not None:
-            rng.restore(rank_states[self._world.rank])
+        if own is not None:
+            rng.restore(own)
 
     def restore_file(self, identity: FileIdentity, weights_only: bool, rank_states: Sequence[Any]) -> None:
         """Takes over a checkpoint out of a file that the driver keeps open; nothing is changed if it does not fit.

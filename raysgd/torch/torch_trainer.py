@@ -18,6 +18,7 @@ import torch
 from raysgd import _class_arguments
 from raysgd._batching import split_batch_size
 from raysgd._class_trainer import ClassTrainer, NotYet
+from raysgd._fitting import check_progress
 from raysgd._paths import check_local
 from raysgd._state_codec import EncodedState, decode, lend
 from raysgd.backends.base import Backend
@@ -30,7 +31,7 @@ from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import Storing
 from raysgd.exceptions import UnevenStepsError
-from raysgd.torch import arguments, checkpoint_file, constants
+from raysgd.torch import arguments, checkpoint_file, constants, rng
 from raysgd.torch.precision import choose_precision
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.replica_state import RESUME
@@ -490,8 +491,9 @@ class TorchTrainer(ClassTrainer):
             ValueError, KeyError: It does not fit.
         """
         _check_parts(state, self._facts)
+        check_progress(state["epoch"], state.get(RESUME))
         resume = dict(state.get(RESUME) or {})
-        rank_states = tuple(resume.pop(_RNG, ()))
+        rank_states = _checked_rank_states(resume.pop(_RNG, ()))
         # A file of this very group leaves nothing out: afterwards it is what the workers have.
         is_complete = is_file and len(rank_states) == self.num_workers
         return _Content({**state, RESUME: resume}, rank_states, is_complete)
@@ -624,6 +626,15 @@ def _end_of(answer: EpochAnswer, info: Mapping[str, Any]) -> Progress:
     return Progress(answer.num_steps, answer.num_steps, answer.epoch_idx, info.get("num_epochs"), loss)
 
 
+def _checked_rank_states(states: Any) -> tuple[Any, ...]:
+    if not isinstance(states, list | tuple):
+        raise ValueError(f"The random states are a `{type(states).__name__}` and no list, nothing was loaded.")
+    for state in states:
+        if state is not None:
+            rng.check(state)
+    return tuple(states)
+
+
 def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
     """What the driver can know: whether a state has all its parts, in the right numbers."""
     expected = {"models": facts.num_models, "optimizers": facts.num_optimizers}
@@ -633,6 +644,8 @@ def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
     if missing:
         raise KeyError(f"The state has no {', '.join(repr(key) for key in missing)}; it has {sorted(map(str, state))}.")
     for key, count in expected.items():
+        if not isinstance(state[key], list | tuple):
+            raise ValueError(f"The state's {key!r} is a `{type(state[key]).__name__}` and no list. Nothing was loaded.")
         if len(state[key]) != count:
             raise ValueError(
                 f"The state holds {len(state[key])} {key}, but the operator registered {count}. Nothing was "

@@ -1,0 +1,58 @@
+"""Whether what a saved state says of the progress of a training can be. Looked at before anything is replaced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd._class_arguments import is_integer
+
+_MAX_COUNT = 2**62
+
+
+def require(holds: bool, finding: str) -> None:
+    """Refuses a state.
+
+    Raises:
+        ValueError: `holds` is not so. The message has `finding`.
+    """
+    if not holds:
+        raise ValueError(f"The state does not fit, nothing was loaded: {finding}.")
+
+
+def check_progress(epoch: Any, resume: Any) -> None:
+    """Refuses an epoch, a step counter or a position in the data that are none.
+
+    Raises:
+        ValueError: The message says which.
+    """
+    check_count("epoch", epoch)
+    if resume is None:
+        return
+    require(isinstance(resume, Mapping), f"what tells where to go on is a `{type(resume).__name__}` and no dict")
+    check_count("global_step", resume.get("global_step", 0))
+    if resume.get("position") is not None:
+        _check_position(resume["position"])
+
+
+def _check_position(position: Any) -> None:
+    require(isinstance(position, Mapping), f"the position in the data is a `{type(position).__name__}` and no dict")
+    check_count("pass_index", position.get("pass_index"))
+    if position.get("is_unknown"):
+        return
+    check_count("consumed", position.get("consumed"))
+    require(is_integer(position.get("seed")) and abs(position["seed"]) < 2**64, "the seed of the data is no number")
+    require(is_integer(position.get("order", 0)), "the order of the data is no number")
+    if "num_samples" in position:
+        check_count("num_samples", position["num_samples"])
+        require(position["consumed"] <= position["num_samples"], "the position lies behind the end of the data")
+
+
+def check_count(name: str, value: Any) -> None:
+    """Refuses what is no whole number from 0 on.
+
+    Raises:
+        ValueError: It is none.
+    """
+    found = value if is_integer(value) else f"a `{type(value).__name__}`"
+    require(is_integer(value) and 0 <= value < _MAX_COUNT, f"`{name}` is {found} and no count")
