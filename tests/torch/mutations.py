@@ -1,0 +1,188 @@
+"""Changes files of checkpoints as somebody would who wants to do harm: past the checksum, where it matters."""
+
+from __future__ import annotations
+
+import io
+import json
+import pickle
+import random
+import struct
+import zipfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from raysgd.torch._body_digest import BodyDigest
+from raysgd.torch.checkpoint_file import _SEAL_BYTES, _SEAL_PREFIX
+
+NUMBERS = (0, 1, -1, 2, 127, 255, 65535, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, 10**7)
+NAMES = (
+    b"numpy\ndtype\n",
+    b"numpy\nndarray\n",
+    b"numpy.core.multiarray\n_reconstruct\n",
+    b"numpy._core.multiarray\nscalar\n",
+    b"builtins\nbytearray\n",
+    b"builtins\nset\n",
+    b"torch._utils\n_rebuild_tensor_v2\n",
+    b"torch\nFloatStorage\n",
+    b"collections\nOrderedDict\n",
+    b"os\nsystem\n",
+)
+OPCODES = bytes(sorted(getattr(pickle, name)[0] for name in pickle.__all__ if name.isupper() and name[0] != "_"
+                       and isinstance(getattr(pickle, name), bytes)))  # fmt: skip
+Change = Callable[[random.Random, bytes], bytes]
+
+
+def flipped(chance: random.Random, content: bytes) -> bytes:
+    """A few bits are others."""
+    changed = bytearray(content)
+    for _ in range(chance.choice((1, 1, 2, 8))):
+        place = chance.randrange(len(changed))
+        changed[place] ^= 1 << chance.randrange(8)
+    return bytes(changed)
+
+
+def with_numbers(chance: random.Random, content: bytes) -> bytes:
+    """A number stands where another one was, or something else."""
+    changed = bytearray(content)
+    form = chance.choice(["<B", "<H", "<i", "<I", "<q", "<d", ">d"])
+    number = chance.choice(NUMBERS)
+    value = float(number) if form[1] == "d" else number % 2 ** (8 * struct.calcsize(form) - 1)
+    place = chance.randrange(max(1, len(changed) - 8))
+    changed[place : place + struct.calcsize(form)] = struct.pack(form, value)
+    return bytes(changed[: len(content)])
+
+
+def with_opcodes(chance: random.Random, content: bytes) -> bytes:
+    """Opcodes stand where others were, or between them; parts are missing, or are there twice."""
+    place, length = chance.randrange(len(content)), chance.choice((0, 1, 1, 3, 20))
+    start = chance.randrange(len(content))
+    inserted = chance.choice(
+        (
+            bytes([chance.choice(OPCODES)]),
+            b"c" + chance.choice(NAMES),
+            content[start : start + chance.choice((1, 5, 50))],
+            b"K\x05\x85R",
+            b"J" + struct.pack("<i", chance.choice(NUMBERS[:9])),
+        )
+    )
+    return content[:place] + inserted + content[place + length :]
+
+
+def truncated(chance: random.Random, content: bytes) -> bytes:
+    """The end is missing."""
+    return content[: chance.randrange(1, len(content))]
+
+
+ANYWHERE: tuple[Change, ...] = (flipped, with_numbers)
+IN_A_PICKLE: tuple[Change, ...] = (flipped, with_numbers, with_opcodes, with_opcodes, with_opcodes)
+
+
+@dataclass(frozen=True)
+class Seed:
+    """A real file.
+
+    Attributes:
+        content: Its bytes.
+        change: Changes them.
+    """
+
+    content: bytes
+    change: Change
+
+
+def changed_pickle_file(chance: random.Random, content: bytes) -> bytes:
+    """A file that is one pickle, or several and what follows them."""
+    change = chance.choice((*IN_A_PICKLE, truncated))
+    return change(chance, content)
+
+
+def changed_archive(chance: random.Random, content: bytes) -> bytes:
+    """An archive of `torch.save`; where it had our checksum it has a right one again."""
+    body, is_sealed = (content[:-_SEAL_BYTES], True) if _is_sealed(content) else (content, False)
+    changed = _changed_body(chance, body)
+    return _sealed(changed) if is_sealed else changed
+
+
+def _changed_body(chance: random.Random, body: bytes) -> bytes:
+    kind = chance.random()
+    if kind < 0.2:
+        return chance.choice(ANYWHERE)(chance, body)
+    if kind < 0.45:
+        return _with_changed_directory(chance, body)
+    return _with_changed_member(chance, body, "data.pkl", chance.choice(IN_A_PICKLE))
+
+
+def _with_changed_directory(chance: random.Random, body: bytes) -> bytes:
+    """What an archive says of itself: at its end, and before each member."""
+    starts = [at for at in range(len(body) - 4) if body[at : at + 2] == b"PK" and body[at + 2] < 9]
+    start = chance.choice(starts)
+    changed = bytearray(body)
+    part = chance.choice(ANYWHERE)(chance, bytes(changed[start : start + 60]))
+    changed[start : start + 60] = part
+    return bytes(changed[: len(body)])
+
+
+def _with_changed_member(chance: random.Random, body: bytes, name: str, change: Change) -> bytes:
+    """One member is another: in its place where it fits there, else in a new archive."""
+    with zipfile.ZipFile(io.BytesIO(body)) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    full_name = next(found for found in members if found.rpartition("/")[2] == name)
+    before = members[full_name]
+    after = change(chance, before)
+    if len(after) == len(before):
+        return body.replace(before, after, 1)
+    return archived({**members, full_name: after})
+
+
+def archived(members: dict[str, bytes]) -> bytes:
+    """An archive as Python writes it."""
+    stream = io.BytesIO()
+    with zipfile.ZipFile(stream, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
+    return stream.getvalue()
+
+
+def _is_sealed(content: bytes) -> bool:
+    return content[-_SEAL_BYTES:].startswith(_SEAL_PREFIX)
+
+
+def _sealed(body: bytes) -> bytes:
+    """A file with the checksum of `body`, whatever that has become."""
+    if len(body) < 22:
+        return body
+    digest = BodyDigest()
+    digest.update(body[:-2] + bytes(2))
+    return body[:-2] + _SEAL_BYTES.to_bytes(2, "little") + _SEAL_PREFIX + digest.hexdigest().encode()
+
+
+def changed_arrays(chance: random.Random, content: bytes) -> bytes:
+    """An archive of NumPy's arrays with an index; each member has its checksum."""
+    if chance.random() < 0.3:
+        return _with_changed_directory(chance, content)
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    name = chance.choice((*members, "state.json", "state.json"))
+    text_changes: Sequence[Change] = (flipped, _with_another_number) if name == "state.json" else ANYWHERE
+    return archived({**members, name: chance.choice(text_changes)(chance, members[name])})
+
+
+def _with_another_number(chance: random.Random, content: bytes) -> bytes:
+    """A value of the index is another one."""
+    index = json.loads(content)
+    holder, key = chance.choice(list(_places(index)))
+    holder[key] = chance.choice((*NUMBERS, "x", None, [], {}, {"raysgd": "array", "value": "models/0/0"}, 1.5, True))
+    return json.dumps(index).encode()
+
+
+def _places(tree: object) -> list[tuple[dict[str, object] | list[object], str | int]]:
+    pairs: list[tuple[str | int, object]] = []
+    if isinstance(tree, dict):
+        pairs = list(tree.items())
+    elif isinstance(tree, list):
+        pairs = list(enumerate(tree))
+    found: list[tuple[dict[str, object] | list[object], str | int]] = []
+    for key, value in pairs:
+        found.append((tree, key))  # type: ignore[arg-type]
+        found.extend(_places(value))
+    return found
