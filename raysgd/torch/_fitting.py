@@ -6,6 +6,7 @@ step, or by nobody. So these functions look at kinds and sizes, not only at what
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,6 +84,8 @@ def check_optimizer(optimizer: Any, saved: Any) -> None:
         _check_settings(optimizer, group, saved_group)
     if "param_groups" in own:
         _check_slots(optimizer, saved)
+    if type(optimizer).__module__.startswith("torch.optim."):
+        _rehearse(optimizer, saved)
 
 
 def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
@@ -114,6 +117,29 @@ def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
             if is_by_element and isinstance(value, torch.Tensor) and value.numel() != 1:
                 is_alike = value.shape == parameter.shape and value.layout == torch.strided and not value.is_meta
                 require(is_alike, f"{str(name)[:50]!r} of a parameter has another shape than the parameter")
+
+
+def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
+    """Lets a copy of one of PyTorch's optimizers load the state, with tensors that have a shape and hardly any memory."""
+    slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
+    try:
+        copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
+    except Exception as error:
+        raise ValueError(
+            f"The state does not fit, nothing was loaded: `{type(optimizer).__name__}` cannot load it ({error!r:.200})."
+        ) from error
+
+
+def _without_memory(entry: Any) -> Any:
+    if not isinstance(entry, Mapping):
+        return entry
+    return {
+        name: value.new_zeros(()).expand(value.shape) if _is_large(value) else value for name, value in entry.items()
+    }
+
+
+def _is_large(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_meta and value.numel() > 1
 
 
 def check_schedulers(schedulers: Sequence[Any], states: Any) -> None:

@@ -1,8 +1,8 @@
 """Loads changed files, one after the other, in a process that may not have much memory: a program for a test.
 
 Says how many were refused and how many were taken, and ends with an error at the first file that does harm: that ends
-the process, that changes a trainer by which it was refused, that needs memory which there is not, or that is refused by an
-error which is not documented.
+the process, that changes a trainer by which it was refused, that needs memory which there is not, or that is refused by
+an error which is not documented.
 """
 
 from __future__ import annotations

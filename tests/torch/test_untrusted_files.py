@@ -88,6 +88,7 @@ def nested(num_levels: int) -> bytes:
 
 
 MILLIONS = b"J" + struct.pack("<i", 400_000_000)
+B_AS_BYTES = as_bytes(b"b")
 ONE_MEMORY = {"data/0": bytes(64)}
 OUTSIDE = b"(K\x01K\x00" + MILLIONS + b"ttQ"
 FILES: dict[str, Callable[[], bytes]] = {
@@ -96,7 +97,7 @@ FILES: dict[str, Callable[[], bytes]] = {
     "bytes by their number": lambda: archive_of(pickled(b"cbuiltins\nbytes\n" + MILLIONS + b"\x85R")),
     "a buffer by its size": lambda: archive_of(pickled(b"cbuiltins\nbytearray\n" + MILLIONS + b"\x85R")),
     "an array by its shape": lambda: archive_of(
-        pickled(b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n" + MILLIONS + b"\x85" + as_bytes(b"b") + b"tR")
+        pickled(b"cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n" + MILLIONS + b"\x85" + B_AS_BYTES + b"tR")
     ),
     "a tensor past its memory": lambda: archive_of(pickled(tensor_of(10**6, 10**6, 1)), **ONE_MEMORY),
     "a tensor behind its memory": lambda: archive_of(pickled(tensor_of(16, 4, 1, offset=10**9)), **ONE_MEMORY),
@@ -199,6 +200,7 @@ def test_many_tensors_in_one_memory_are_not_made_large(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc], ids=lambda layout: str(layout)
 )
+@pytest.mark.filterwarnings("ignore:Sparse CS. tensor support")
 def test_sparse_tensors_come_back(layout: torch.layout, tmp_path: Path) -> None:
     matrix = torch.eye(3).to_sparse(layout=layout)
     state = {"epoch": 1, "operator": checkpoint_file.check_loadable(matrix), "models": [], "optimizers": []}
@@ -300,6 +302,7 @@ DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("optimizers", 0, "state"), 7, "keeps for its parameters"),
     (("optimizers", 0, "state", 0), 7, "keeps for a parameter"),
     (("optimizers", 0, "state", 0, "exp_avg"), torch.zeros(2, 9), "'exp_avg' of a parameter has another shape"),
+    (("optimizers", 0, "state", 0), {"exp_avg": torch.zeros(())}, "`Adam` cannot load it"),
     (("schedulers",), 3, "'schedulers' is a `int`"),
     (("schedulers", 0), [3], "no state"),
     (("schedulers", 0, "step"), 3, "would replace"),
