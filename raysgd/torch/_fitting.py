@@ -120,7 +120,7 @@ def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
 
 
 def _rehearse(optimizer: Any, saved: Mapping[str, Any]) -> None:
-    """Lets a copy of one of PyTorch's optimizers load the state, with tensors that have a shape and hardly any memory."""
+    """Lets a copy of one of PyTorch's optimizers load the state, with tensors that have a shape and hardly memory."""
     slots = {index: _without_memory(entry) for index, entry in saved.get("state", {}).items()}
     try:
         copy.copy(optimizer).load_state_dict({"state": slots, "param_groups": saved["param_groups"]})
