@@ -99,7 +99,8 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
             "The state of an optimizer does not fit, nothing was loaded: it is that of another kind, without "
             f"{', '.join(missing)}, which `{type(optimizer).__name__}` needs."
         )
-    _check_kinds({name: value for name, value in own.items() if name != "params"}, saved, "the optimizer's")
+    rest = {name: value for name, value in own.items() if name != "params"}
+    _check_kinds({**rest, **getattr(optimizer, "defaults", {})}, saved, "the optimizer's")
 
 
 def _check_slots(optimizer: Any, saved: Mapping[str, Any]) -> None:
@@ -186,8 +187,8 @@ def _check_kinds(own: Mapping[str, Any], saved: Mapping[str, Any], whose: str) -
 
 def _is_of_kind(own: Any, saved: Any) -> bool:
     """Whether one may stand in the place of the other. What None stands for is not known."""
-    if own is None or (isinstance(own, bool) and saved is None):
-        return True
+    if own is None or saved is None:
+        return own is None or isinstance(own, bool)
     if _is_number(own):
         return _is_number(saved)
     if isinstance(own, tuple) and all(map(_is_number, own)):
