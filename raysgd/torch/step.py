@@ -146,6 +146,9 @@ class Step:
         self._empty: set[int] = set()  # likewise: those for which nothing counted
         self._index = self._num_batches = 0
         self._handed_out: list[_HandedOut] = []
+        self._is_batch_missing = False
+        self._doubtful: list[_Terms] = []
+        self._terms = self._terms_before = _Terms()
         self._take(_Terms())
         self.defer(False)
 
@@ -181,11 +184,14 @@ class Step:
 
     def end_stream(self) -> None:
         """Says that no batch follows; what user code does from here on is by itself, if it has used all of them."""
+        last_two = [self._terms_before, self._terms]
+        if self._is_batch_missing and not last_two[0].are_alike(last_two[1], by_samples=True):
+            self._doubtful = last_two
         if not self._handed_out:
             self._take(_Terms())
 
     def _take(self, terms: _Terms) -> None:
-        self._terms = terms
+        self._terms_before, self._terms = self._terms, terms
         self.weight, self.num_samples, self.is_boundary = terms.weight, terms.num_samples, terms.is_boundary
         self.weights: list[float] = []
 
@@ -203,21 +209,24 @@ class Step:
     # ---------------------------------------------------------------------------------------- drawn ahead
 
     def _note_handed_out(self, batch: _HandedOut) -> None:
-        waiting = self._in_reach()
-        if waiting and waiting[-1].is_same_as(batch):
-            waiting.pop()
-        self._handed_out = [*waiting, batch]
+        self._let_go()
+        if self._handed_out and self._handed_out[-1].is_same_as(batch):
+            self._handed_out.pop()
+        self._handed_out.append(batch)
 
-    def _in_reach(self) -> list[_HandedOut]:
-        """The batches that a loss may come from: the last one, and those right before it that user code still holds.
+    def _let_go(self) -> None:
+        """Leaves the batches that a loss may come from: the last one, and those before it that user code still holds.
 
-        A batch that was skipped is let go of, so it is not one of them, and neither is any before it.
+        A batch that was skipped is let go of, so it is not one of them, and neither is any before it. One that was
+        copied is let go of, too; in that case there are more backward passes at the end than batches.
         """
         waiting = self._handed_out
         first = len(waiting) - 1
         while first > 0 and waiting[first - 1].is_alive:
             first -= 1
-        return waiting[max(0, first) :]
+        if first > 0:
+            self._is_batch_missing = True
+            del waiting[:first]
 
     def use(self, by_samples: bool = True) -> None:
         """Says that a backward pass follows.
@@ -228,11 +237,13 @@ class Step:
         Raises:
             RuntimeError: Batches that count differently were drawn, and nobody knows which one the loss is of.
         """
+        if self._doubtful and by_samples:
+            raise RuntimeError(_drawn_ahead(self._doubtful, self.window))
         if len(self._handed_out) > 1:
-            self._handed_out = self._in_reach()
+            self._let_go()
             if not self._are_alike(by_samples):
                 gc.collect()  # what only a cycle of references holds is not held
-                self._handed_out = self._in_reach()
+                self._let_go()
             if not self._are_alike(by_samples):
                 raise RuntimeError(_drawn_ahead([each.terms for each in self._handed_out], self.window))
         if len(self._handed_out) == 1:

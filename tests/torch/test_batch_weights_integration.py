@@ -69,6 +69,13 @@ class DrawsAheadByHand(DrawsAhead, OwnBatchOperator):
     """Computes gradients past the rungs."""
 
 
+class DrawsCopiesAhead(DrawsAheadByHand):
+    """Copies each batch as soon as it has it, as to a GPU."""
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        return super().train_epoch(([part.clone() for part in batch] for batch in iterator), info)
+
+
 class Skips(LinearOperator):
     """Leaves every second batch out, in one of the ways that programs do, among them the one before the last."""
 
@@ -120,7 +127,7 @@ def one_step(operator: Any) -> None:
     operator.train_batch((features, torch.zeros(1), torch.zeros(1, 1)), {"batch_idx": 0})
 
 
-@pytest.mark.parametrize("operator_cls", [DrawsAll, DrawsAhead, DrawsAheadByHand])
+@pytest.mark.parametrize("operator_cls", [DrawsAll, DrawsAhead, DrawsAheadByHand, DrawsCopiesAhead])
 def test_batches_of_different_weights_drawn_ahead_are_an_error(
     two: TorchTrainer, operator_cls: type[TrainingOperator]
 ) -> None:

@@ -261,6 +261,29 @@ def test_a_batch_that_was_trained_on_may_be_kept() -> None:
         step.use()
 
 
+def test_copies_of_batches_drawn_ahead_are_found_out_at_the_end() -> None:
+    """They are more than the batches that were handed out when a backward pass followed."""
+    step = Step()
+    hand_out(step)
+    for weight in (1.0, 1.0, 1.5):
+        hand_out(step, weight)
+        step.use()
+    step.end_stream()
+    with pytest.raises(RuntimeError, match=r"count differently \(weights 1, 1.5\)"):
+        step.use()
+    step.use(by_samples=False)
+
+
+@pytest.mark.parametrize(("first", "last"), [(1.0, 1.0), (1.5, 1.5)])
+def test_copies_of_batches_that_are_alike_may_be_drawn_ahead(first: float, last: float) -> None:
+    step = Step()
+    hand_out(step, first)
+    hand_out(step, last)
+    step.use()
+    step.end_stream()
+    step.use()
+
+
 def test_padding_is_told_apart_whoever_weights() -> None:
     step = Step()
     kept = [hand_out(step, 1.0), hand_out(step, 0.0, num_samples=0)]
