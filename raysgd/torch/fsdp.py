@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.torch.blocks import blocks_of, without_checkpointing
 from raysgd.torch.options import FSDPOptions
-from raysgd.torch.parallel import NoParallel, no_weights
+from raysgd.torch.parallel import NoParallel, no_weights, take_from_first, trainable
 from raysgd.torch.step import Step, never_defer
 
 _reduce_scatter: Any = (
@@ -54,9 +54,9 @@ class FSDP(NoParallel):
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """Divides the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            return model
-        self._broadcast(model)
+        if not trainable(model):
+            return self._leave_out(model)
+        take_from_first((*model.parameters(), *model.buffers()))
         self._skeletons[id(model)] = _skeleton_of(model)
         whole = dict(model.named_parameters())
         mesh = self._mesh = self._mesh or init_device_mesh(self._device.type, (self._world_size,))
@@ -68,12 +68,6 @@ class FSDP(NoParallel):
             self._moved[id(whole[name])] = parameter
             self._whole.append(whole[name])
         return model
-
-    def _broadcast(self, model: torch.nn.Module) -> None:
-        """Gives every rank rank 0's weights, as `DistributedDataParallel` does."""
-        with torch.no_grad():
-            for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor, 0)
 
     def adopt(self, optimizers: Sequence[Any]) -> None:
         """Puts the divided parameters into the places of the whole ones, with what optimizers know about these."""

@@ -48,6 +48,7 @@ class HorovodParallel(HorovodByHand):
         self.synchronizes = self.step.is_joint = world_size > 1
         self._outgoing = _Outgoing(self.step)
         self._pairs: list[tuple[Any, Any]] = []  # an optimizer as it was registered, and wrapped
+        self._averaged: set[torch.Tensor] = set()
         self._num_models = 0
         self._backward_pass = -1
 
@@ -80,9 +81,9 @@ class HorovodParallel(HorovodByHand):
         self._pairs.append((optimizer, wrapped))
         if self.synchronizes:
             self._take_state_of_rank_0(wrapped)
-            for parameter in _parameters_of(wrapped):
-                if parameter.requires_grad:
-                    parameter.register_post_accumulate_grad_hook(self._note_backward)
+            for parameter in _trained_by(wrapped):
+                self._averaged.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self._note_backward)
         return wrapped
 
     def _check(self, optimizer: Any) -> None:
@@ -122,6 +123,14 @@ class HorovodParallel(HorovodByHand):
         state = self._hvd.broadcast_object(wrapped.state_dict() if self._hvd.rank() == 0 else None, 0, name=name)
         if self._hvd.rank():
             wrapped.load_state_dict(state)
+
+    def match(self, models: Sequence[torch.nn.Module]) -> None:
+        if self.synchronizes and any(not self._averaged.issuperset(_trained_by(each)) for _, each in self._pairs):
+            raise ValueError(
+                "Parameters were unfrozen (`requires_grad=True`) since `register`, and Horovod averages the gradients "
+                "of those alone that an optimizer had then: register them unfrozen, in a group with a learning rate "
+                'of 0 until they are needed, or use `backend="gloo"` or "nccl".'
+            )
 
     def arm(
         self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
@@ -238,6 +247,10 @@ def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
     wrapped.register_step_post_hook(tell)
     refuse._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # schedulers look at this too
     plain.step = refuse  # type: ignore[assignment]
+
+
+def _trained_by(optimizer: Any) -> list[torch.Tensor]:
+    return [parameter for parameter in _parameters_of(optimizer) if parameter.requires_grad]
 
 
 def _parameters_of(optimizer: Any) -> list[torch.Tensor]:

@@ -12,6 +12,7 @@ to do so too where user code says how much a batch counts. `raysgd.torch.step` h
 
 import copy
 import time
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -21,7 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from raysgd.backends.group import Group
 from raysgd.backends.torch import exchanges_at_once, is_on_one_node
@@ -50,6 +53,33 @@ _KEPT_BY_WRAPPER = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
+
+
+@dataclass(eq=False)
+class _Wrapping:
+    """A model that `DistributedDataParallel` was put around.
+
+    Attributes:
+        model: The wrapper.
+        options: What it was made with.
+        covered: The parameters whose gradients it averages: those that were not frozen when it was made.
+    """
+
+    model: DistributedDataParallel
+    options: dict[str, Any]
+    covered: tuple[torch.nn.Parameter, ...]
+
+    def fits(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
+        """Whether it does for what the model trains now; else it has to be made anew.
+
+        It waits for gradients of parameters that were frozen since, unless it was told to look for unused ones. One
+        around a model that is all frozen waits for nothing: models are frozen for a part of each batch, too.
+        """
+        now = [parameter for parameter in parameters if parameter.requires_grad]
+        if not now or _are_same(now, self.covered):
+            return True
+        is_more = not {*map(id, now)} <= {*map(id, self.covered)}
+        return not is_more and self.model.find_unused_parameters
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +139,7 @@ class NoParallel:
         self.step.is_joint = self.synchronizes
         self.exchanges = Exchanges()
         self._weights_in_hook = False
+        self._left_out: list[torch.nn.Module] = []
 
     # ---------------------------------------------------------------------------------------- set-up
 
@@ -119,6 +150,12 @@ class NoParallel:
     def wrap_optimizer(self, optimizer: Any) -> Any:
         """The optimizer to use in training."""
         return optimizer
+
+    def _leave_out(self, model: torch.nn.Module, group: Any = None) -> torch.nn.Module:
+        """Makes a model equal on all ranks that has nothing to train, and so no gradients to average."""
+        take_from_first((*model.parameters(), *model.buffers()), group)
+        self._left_out.append(model)
+        return model
 
     def adopt(self, optimizers: Sequence[Any]) -> None:
         """Makes optimizers that were made before `wrap` step what the wrapped models train."""
@@ -139,6 +176,23 @@ class NoParallel:
         """
         self.step.open_call(window)
         self.step.check = self.exchanges.check if weight_in_hook and self._has_others else accept
+
+    def match(self, models: Sequence[torch.nn.Module]) -> None:
+        """Sees to it that gradients are averaged of all that the wrapped `models` train by now.
+
+        Called before the first batch of a call and of a pass, on all ranks at the same time.
+
+        Raises:
+            ValueError: That cannot be done.
+        """
+        for model in self._left_out:
+            if trainable(model) and any(model is each for each in models):
+                raise ValueError(
+                    f"A model that had nothing to train when it was registered (`{type(model).__name__}`) has "
+                    "parameters with `requires_grad=True` now, whose gradients nobody averages over the workers. "
+                    "Freeze it after `register` instead of before: a model that is registered with something to train "
+                    "may be frozen and unfrozen later."
+                )
 
     @property
     def obstacle(self) -> str | None:
@@ -238,16 +292,18 @@ class DDP(NoParallel):
     def __init__(self) -> None:
         super().__init__()
         self.step.count_ranks, self.step.start_sum = dist.get_world_size, self._start_sum
-        self._wrapped: list[tuple[DistributedDataParallel, dict[str, Any]]] = []
+        self._wrapped: list[_Wrapping] = []
         self._armed: set[int] = set()
+        self._uncovered: list[torch.nn.Parameter] = []
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            return model  # DDP refuses a frozen model, and there is no gradient to average
+        covered = trainable(model)
+        if not covered:
+            return self._leave_out(model, options.get("process_group"))
         options = {"device_ids": device_ids, **options}
         wrapped = DistributedDataParallel(model, **_for_torch(options))
         self._register_hook(wrapped, options)
-        self._wrapped.append((wrapped, options))
+        self._wrapped.append(_Wrapping(wrapped, options, covered))
         return wrapped
 
     def _register_hook(self, wrapped: DistributedDataParallel, options: dict[str, Any]) -> None:
@@ -264,23 +320,73 @@ class DDP(NoParallel):
 
     @property
     def obstacle(self) -> str | None:
-        for wrapped, options in self._wrapped:
-            if "process_group" in options:
-                return "`ddp_args` names a process group of its own"
-            if _has_state(options.get(COMM_HOOK)):
-                return "a communication hook in `ddp_args` has a state, which is another one on each worker"
-            if any(hook not in (_average, _weight_and_call) for hook, _ in wrapped._comm_hooks):
-                return "a model has a communication hook that was registered by hand"
-        return None
+        if any("process_group" in each.options for each in self._wrapped):
+            return "`ddp_args` names a process group of its own"
+        return next(filter(None, map(_hook_obstacle, self._wrapped)), None)
 
     def reform(self) -> None:
         """Builds each wrapper anew around the same model, as the same object: user code holds on to it."""
         super().reform()
-        for wrapped, options in self._wrapped:
-            kept = {name: wrapped.__dict__[name] for name in _KEPT_BY_WRAPPER if name in wrapped.__dict__}
-            wrapped.__init__(wrapped.module, init_sync=False, **_for_torch(options))  # type: ignore[misc]
-            wrapped.__dict__.update(kept)
-            self._register_hook(wrapped, options)
+        for each in self._wrapped:
+            self._build_anew(each, init_sync=False)
+
+    def _build_anew(self, each: _Wrapping, init_sync: bool) -> None:
+        wrapped = each.model
+        kept = {name: wrapped.__dict__[name] for name in _KEPT_BY_WRAPPER if name in wrapped.__dict__}
+        with _something_to_train(wrapped.module):
+            each.covered = trainable(wrapped.module)
+            wrapped.__init__(wrapped.module, init_sync=init_sync, **_for_torch(each.options))  # type: ignore[misc]
+        wrapped.__dict__.update(kept)
+        self._register_hook(wrapped, each.options)
+
+    def match(self, models: Sequence[torch.nn.Module]) -> None:
+        """Builds wrappers anew whose model trains something else than when they were made.
+
+        The ranks ask each other first: one that builds alone would wait for the others for ever.
+        """
+        ours = {*map(id, self._left_out), *(id(each.model) for each in self._wrapped)}  # others are the user's to wrap
+        parameters = {id(model): tuple(model.parameters()) for model in models if id(model) in ours}
+        here = [each for each in self._wrapped if id(each.model) in parameters]
+        everything = [parameter for part in parameters.values() for parameter in part]
+        fits = self._agree([each.fits(parameters[id(each.model)]) for each in here], everything)
+        super().match(models)
+        for each in (each for each, fits_everywhere in zip(here, fits, strict=True) if not fits_everywhere):
+            obstacle = _hook_obstacle(each)
+            if obstacle is not None:
+                raise ValueError(
+                    f"Parameters were frozen or unfrozen since `register`, and {obstacle}, which would not fit the "
+                    "others: freeze before `register`, or use a hook without a state."
+                )
+            self._build_anew(each, init_sync=True)
+        covered = {id(parameter) for each in here for parameter in each.covered}
+        self._uncovered = [parameter for parameter in everything if id(parameter) not in covered]
+
+    def _agree(self, fits: list[bool], parameters: Iterable[torch.nn.Parameter]) -> list[bool]:
+        """Of each wrapper, whether all ranks say that it fits.
+
+        Raises:
+            ValueError: The ranks train different parameters.
+        """
+        flags = bytes(parameter.requires_grad for parameter in parameters)
+        own = zlib.crc32(flags) >> 8  # short, so that sums of squares are exact
+        numbers = torch.tensor([own, own**2, *fits], device=_reachable())
+        self.all_sum(numbers)
+        total, squares, *counts = numbers.tolist()
+        if squares * dist.get_world_size() != total**2:  # they are equal if all that was added up is
+            raise ValueError(
+                "The workers have frozen different parameters (`requires_grad`), so their gradients do not fit "
+                "together: freeze and unfreeze alike on all of them, by nothing that depends on the rank."
+            )
+        return [count == dist.get_world_size() for count in counts]
+
+    def _check_step(self, came_through: Callable[[], None]) -> None:
+        came_through()
+        if any(parameter.requires_grad for parameter in self._uncovered):
+            raise ValueError(
+                "Parameters were unfrozen (`requires_grad=True`) in the middle of a pass, and their gradients were not "
+                "averaged over the workers. Unfreeze them between two calls of `train`, with `apply_all_operators`, or "
+                "in `train_epoch` before the first batch is drawn."
+            )
 
     def arm(
         self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
@@ -292,6 +398,7 @@ class DDP(NoParallel):
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         self.step.defer = _deferrer(wrapped) if may_defer else never_defer
         super().arm(models, weight_in_hook, window)
+        self.step.check = partial(self._check_step, self.step.check)
         self._weights_in_hook = self._weights_in_hook or weight_in_hook
         for model in wrapped:
             self._armed.add(id(model))
@@ -300,8 +407,7 @@ class DDP(NoParallel):
 
     def _start_sum(self, number: float) -> Callable[[], float]:
         # In the group of the gradients: there it comes right before those of the same backward pass, on every rank.
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
-        numbers = torch.tensor([number], dtype=torch.float64, device=device)
+        numbers = torch.tensor([number], dtype=torch.float64, device=_reachable())
         with self.exchanges.noting():
             work = dist.all_reduce(numbers, async_op=True)
         return partial(self._sum_of, work, numbers)
@@ -312,7 +418,7 @@ class DDP(NoParallel):
         return numbers.item()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
-        groups = {id(p): wrapped.process_group for wrapped, _ in self._wrapped for p in wrapped.parameters()}
+        groups = {id(p): each.model.process_group for each in self._wrapped for p in each.model.parameters()}
         for parameter in parameters:
             if parameter.grad is None:  # of this rank; others may have one
                 parameter.grad = torch.zeros_like(parameter)
@@ -355,6 +461,61 @@ def _silenced(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def trainable(model: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
+    """The parameters of a model that are not frozen."""
+    return tuple(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _are_same(these: Sequence[Any], those: Sequence[Any]) -> bool:
+    return len(these) == len(those) and all(one is other for one, other in zip(these, those, strict=True))
+
+
+@contextmanager
+def _something_to_train(model: torch.nn.Module) -> Iterator[None]:
+    """Unfreezes a model for a moment if all of it is frozen, which `DistributedDataParallel` refuses."""
+    frozen = [] if trainable(model) else [p for p in model.parameters() if p.is_floating_point() or p.is_complex()]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def take_from_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
+    """Gives every rank of a group the numbers that the first one has, whatever their format.
+
+    Raises:
+        RuntimeError: The ranks' tensors differ in shape.
+    """
+    group = group or dist.group.WORLD
+    present = [each.detach() for each in tensors if each.numel() and not each.is_meta and not is_lazy(each)]
+    if not present:
+        return
+    _verify_param_shape_across_processes(group, present)
+    first = dist.get_global_rank(group, 0)
+    for tensor in present:
+        flat = tensor.contiguous().reshape(-1)
+        dist.broadcast(flat.view(torch.uint8), first, group=group)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.copy_(flat.reshape(tensor.shape))
+
+
+def _reachable() -> torch.device | None:
+    """Where numbers have to be that the default group adds up; None for the CPU."""
+    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend() == "nccl" else None
+
+
+def _hook_obstacle(each: _Wrapping) -> str | None:
+    """Why its communication hook does not go on in a wrapper that is made anew; None when it does."""
+    if _has_state(each.options.get(COMM_HOOK)):
+        return "a communication hook in `ddp_args` has a state, which is another one on each worker"
+    if any(hook not in (_average, _weight_and_call) for hook, _ in each.model._comm_hooks):
+        return "a model has a communication hook that was registered by hand"
+    return None
 
 
 def _for_torch(options: dict[str, Any]) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._fitting import check_progress
@@ -14,6 +14,7 @@ from raysgd.torch.parallel import NoParallel
 from raysgd.torch.precision import saved_state
 from raysgd.torch.training_operator import TrainingOperator
 
+FROZEN = "frozen"  # key in it of what only snapshots carry: parameters that were frozen or unfrozen since `setup`
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 
 
@@ -30,6 +31,7 @@ class ReplicaState:
         self._operator = operator
         self._parallel = parallel
         self._feed = feed
+        self._flags = self._read_flags()
 
     def read(self) -> dict[str, Any]:
         """The live state; copy before anything else runs."""
@@ -39,8 +41,21 @@ class ReplicaState:
             state["schedulers"] = [scheduler.state_dict() for scheduler in operator._schedulers]
         if operator._precision.state_key:
             state[operator._precision.state_key] = operator._precision.state_dict()
-        state[RESUME] = {"global_step": operator.global_step, "position": self._feed.position()}
+        frozen = [_changes(before, now) for before, now in zip(self._flags, self._read_flags(), strict=False)]
+        position = self._feed.position()
+        state[RESUME] = {"global_step": operator.global_step, "position": position, FROZEN: frozen}
         return state
+
+    def _read_flags(self) -> list[dict[str, bool]]:
+        """For each model which parameters are frozen."""
+        models = getattr(self._operator, "_original_models", ())
+        return [{name: not each.requires_grad for name, each in model.named_parameters()} for model in models]
+
+    def _freeze(self, changes: Sequence[Mapping[str, bool]]) -> None:
+        """Freezes what `setup` has frozen, but for the changes since then."""
+        for model, before, changed in zip(self.registered("_original_models"), self._flags, changes, strict=False):
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(not changed.get(name, before.get(name, not parameter.requires_grad)))
 
     def read_parts(self) -> dict[str, Any]:
         """The state of models and optimizers. Where these are sharded, all ranks have to ask at the same time."""
@@ -106,5 +121,19 @@ class ReplicaState:
         self._feed.epoch = state["epoch"]
         operator.load_state_dict(own_state)
         resume = state.get(RESUME) or {}
+        if FROZEN in resume:
+            self._freeze(resume[FROZEN])
         operator.global_step = resume.get("global_step", operator.global_step)
         self._feed.go_to(state["epoch"], resume.get("position"))
+
+
+def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state without what no file carries."""
+    resume = state.get(RESUME)
+    if not isinstance(resume, Mapping):
+        return dict(state)
+    return {**state, RESUME: {name: value for name, value in resume.items() if name != FROZEN}}
+
+
+def _changes(before: Mapping[str, bool], now: Mapping[str, bool]) -> dict[str, bool]:
+    return {name: flag for name, flag in now.items() if before.get(name) != flag}

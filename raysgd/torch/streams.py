@@ -175,6 +175,7 @@ class BatchStream:
 
     Attributes:
         at_boundary: Called between two steps, if it is set. What it raises ends the iteration.
+        prepare: Called before the first batch of a call and of a pass.
         pass_index: Index of the pass begun last.
         num_steps_taken: Steps whose batch was handed out.
     """
@@ -196,6 +197,7 @@ class BatchStream:
         self._num_steps_in_pass = 0
         self._num_open = 0  # batches handed out since the last optimizer step
         self.at_boundary: Callable[[], None] | None = None
+        self.prepare: Callable[[], None] = lambda: None
         self.pass_index = 0
         self.num_steps_taken = 0
 
@@ -266,6 +268,8 @@ class BatchStream:
     def _batches(self, num_steps: int | None) -> Iterator[Any]:
         produced = 0
         just_opened = False
+        if self._live is not None and num_steps != 0:
+            self.prepare()
         while num_steps is None or produced < num_steps:
             if self._live is None:
                 if num_steps is None and produced:
@@ -295,6 +299,7 @@ class BatchStream:
                         self.at_boundary()
 
     def _open(self) -> Iterator[Item]:
+        self.prepare()
         if self._to_resume is not None:
             (self.pass_index, consumed), self._to_resume = self._to_resume, None
         else:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from raysgd.torch.modes import Modes
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
 from raysgd.torch.precision import make_precision
-from raysgd.torch.replica_state import ReplicaState
+from raysgd.torch.replica_state import ReplicaState, as_in_file
 from raysgd.torch.sampling import DataSignature, ShardedLoader
 from raysgd.torch.step import Step
 from raysgd.torch.streams import BatchStream, DividedSource
@@ -225,7 +226,7 @@ class TorchRunner(ClassRunner):
             KeyError, ValueError: As in `restore`.
         """
         with mapped_again(identity, weights_only=weights_only) as state:
-            self.restore(state, rank_states)
+            self.restore(as_in_file(state), rank_states)
 
     def shutdown(self) -> None:
         """Drops the iterators, and with them the processes of the loaders. The operator itself stays usable."""
@@ -295,7 +296,6 @@ class TorchRunner(ClassRunner):
             self._train_stream.break_off()
         self._detach()
         self._take_place(world)
-        self._parallel.reform()
         self._parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
         device = self.operator.device
         if world.rank == handover.source and handover.takers:
@@ -303,6 +303,7 @@ class TorchRunner(ClassRunner):
             handing_over.send((self.state(), run), handover.takers, device)
         elif world.rank in handover.takers:
             self._take_over(*handing_over.receive(handover.source, device))
+        self._parallel.reform()  # for what is frozen by now, which a new worker has just heard
         self._count_orphans(handover.orphans)
         self.operator.world_changed()
         return self._facts()
@@ -334,6 +335,7 @@ class TorchRunner(ClassRunner):
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self._modes.give_back()
         self._arm(run.epoch_idx)
+        stream.prepare = partial(self._parallel.match, getattr(self.operator, "_models", ()))
         began_at = stream.num_steps_taken
         try:
             with with_advice(getattr(self.operator, "_models", ())):

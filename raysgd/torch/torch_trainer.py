@@ -34,7 +34,7 @@ from raysgd.exceptions import UnevenStepsError
 from raysgd.torch import arguments, checkpoint_file, constants, rng
 from raysgd.torch.precision import choose_precision
 from raysgd.torch.progress import ProgressBar
-from raysgd.torch.replica_state import RESUME
+from raysgd.torch.replica_state import RESUME, as_in_file
 from raysgd.torch.torch_runner import RunnerFacts, RunnerSpec, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_COUNT, BATCH_SIZE
@@ -448,7 +448,8 @@ class TorchTrainer(ClassTrainer):
         check_local("checkpoint", checkpoint)
         snapshot = self._snapshot()
         state = decode(snapshot.shared_state, copy=False)
-        state[RESUME] = {**state[RESUME], _RNG: list(snapshot.rank_states)}
+        state = as_in_file(state)
+        state[RESUME][_RNG] = list(snapshot.rank_states)
         state = checkpoint_file.check_loadable(state, allow_pickle=not weights_only)
         if blocking:
             self._writer.wait()
@@ -492,7 +493,7 @@ class TorchTrainer(ClassTrainer):
         """
         _check_parts(state, self._facts)
         check_progress(state["epoch"], state.get(RESUME))
-        resume = dict(state.get(RESUME) or {})
+        resume = dict(as_in_file(state).get(RESUME) or {})
         rank_states = _checked_rank_states(resume.pop(_RNG, ()))
         # A file of this very group leaves nothing out: afterwards it is what the workers have.
         is_complete = is_file and len(rank_states) == self.num_workers

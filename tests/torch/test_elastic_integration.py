@@ -18,7 +18,7 @@ from raysgd.backends import torch as torch_backend
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import DataLedger
 from raysgd.torch import TorchTrainer
-from tests.torch.ledger import Ledger, uses
+from tests.torch.ledger import Ledger, parameters_of, uses
 
 pytestmark = pytest.mark.integration
 
@@ -165,6 +165,36 @@ def test_no_sample_is_lost_where_user_code_catches_what_a_lost_connection_raises
     data = trainer.status().data
     assert data is not None
     assert (data.due, data.used) == (240, 240)
+
+
+class BeginsFrozen(Ledger):
+    """Its line is frozen by `setup`."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.net.line.requires_grad_(False)
+
+
+def thaw(operator: Ledger) -> None:
+    operator.net.line.requires_grad_(True)
+
+
+@pytest.mark.parametrize("recovery", ["rejoin", pytest.param("rebuild", marks=pytest.mark.soak)])
+def test_a_new_worker_trains_what_was_unfrozen_before_it_came(
+    recovery: str, ray_cluster: None, trainers: list[TorchTrainer]
+) -> None:
+    trainer = TorchTrainer(training_operator_cls=BeginsFrozen, num_workers=2, recovery=recovery)
+    trainers.append(trainer)
+    trainer.train(num_steps=2)
+    trainer.apply_all_operators(thaw)
+    [frozen, _] = trainer.apply_all_operators(parameters_of)
+    testing.kill_worker(trainer, 1, at="step:3")
+    trainer.train()
+    assert kinds(trainer) == ["rejoined" if recovery == "rejoin" else "rebuilt"]
+    first, second = trainer.apply_all_operators(parameters_of)
+    assert all(map(torch.equal, first, second))
+    assert not any(map(torch.equal, first, frozen))
+    assert uses(trainer) == {1}
 
 
 def test_batches_of_a_window_that_broke_off_count_once(ray_cluster: None, trainers: list[TorchTrainer]) -> None:

@@ -66,6 +66,16 @@ def test_registering_again_is_the_same_optimizer(parallel: HorovodParallel, mode
     assert parallel.wrap_optimizer(wrapped) is wrapped
 
 
+def test_parameters_that_are_unfrozen_later_are_refused(parallel: HorovodParallel, model: torch.nn.Module) -> None:
+    parallel.synchronizes = True
+    model.bias.requires_grad_(False)  # type: ignore[union-attr]
+    parallel.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    parallel.match([model])
+    model.bias.requires_grad_(True)  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"unfrozen .* since `register`, and Horovod averages"):
+        parallel.match([model])
+
+
 @pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW])
 def test_a_state_travels_between_plain_and_wrapped(
     parallel: HorovodParallel, model: torch.nn.Module, optimizer_cls: Any

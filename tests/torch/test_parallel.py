@@ -283,6 +283,113 @@ class _Counting:
         return allreduce_hook(dist.group.WORLD, bucket)
 
 
+# ------------------------------------------------------------------------------------------------ frozen and unfrozen
+
+
+def two_layers() -> torch.nn.Sequential:
+    return torch.nn.Sequential(torch.nn.Linear(2, 2, bias=False), torch.nn.Linear(2, 1, bias=False))
+
+
+def weighted_in(parallel: DDP, model: torch.nn.Module) -> list[bool]:
+    """For each parameter whether its gradient went out weighted, as those do that are averaged, and no other."""
+    parallel.step.weight = 0.0
+    for _ in range(2):  # an exchange that is not complete is found out in the next step
+        model.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+    return [bool((p.grad == 0).all()) if p.grad is not None else False for p in model.parameters()]
+
+
+@pytest.mark.parametrize("was_frozen", [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("is_frozen", [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize("has_new_group", [False, True])
+def test_what_a_model_trains_is_averaged_whatever_was_frozen_when_it_was_wrapped(
+    was_frozen: tuple[bool, bool], is_frozen: tuple[bool, bool], has_new_group: bool
+) -> None:
+    parallel, layers = DDP(), two_layers()
+    for layer, frozen in zip(layers, was_frozen, strict=True):
+        layer.requires_grad_(not frozen)
+    model = parallel.wrap(layers, None, {})
+    parallel.arm([model], weight_in_hook=True)
+    parallel.match([model])
+    for layer, frozen in zip(layers, is_frozen, strict=True):
+        layer.requires_grad_(not frozen)
+    if has_new_group:
+        reformed(parallel)
+    parallel.match([model])
+    assert weighted_in(parallel, model) == [not frozen for frozen in is_frozen]
+    parallel.step.check()
+    assert model.module is layers
+
+
+def test_a_model_that_is_all_frozen_for_a_while_stays_wrapped_as_it_was() -> None:
+    """As the discriminator of a GAN is, while the generator trains."""
+    parallel, layers = DDP(), two_layers()
+    model = parallel.wrap(layers, None, {})
+    parallel.arm([model], weight_in_hook=True)
+    layers.requires_grad_(False)
+    reducer = model.reducer
+    parallel.match([model])
+    assert model.reducer is reducer
+    reformed(parallel)
+    parallel.match([model])
+    assert not any(parameter.requires_grad for parameter in layers.parameters())
+    layers.requires_grad_(True)
+    assert weighted_in(parallel, model) == [True, True]
+
+
+def test_a_model_that_looks_for_unused_parameters_needs_no_new_wrapper_for_fewer() -> None:
+    parallel, layers = DDP(), two_layers()
+    model = parallel.wrap(layers, None, {"find_unused_parameters": True})
+    reducer = model.reducer
+    layers[0].requires_grad_(False)
+    parallel.match([model])
+    assert model.reducer is reducer
+
+
+def test_a_parameter_that_is_unfrozen_inside_of_a_pass_is_an_error() -> None:
+    parallel, layers = DDP(), two_layers()
+    layers[0].requires_grad_(False)
+    model = parallel.wrap(layers, None, {})
+    parallel.arm([model], weight_in_hook=False)
+    parallel.match([model])
+    parallel.step.check()
+    layers[0].requires_grad_(True)
+    with pytest.raises(ValueError, match=r"unfrozen .* in the middle of a pass"):
+        parallel.step.check()
+
+
+def test_a_model_that_was_left_unwrapped_must_not_be_trained() -> None:
+    parallel, teacher = DDP(), a_model().requires_grad_(False)
+    models = [parallel.wrap(two_layers(), None, {}), parallel.wrap(teacher, None, {})]
+    parallel.match(models)
+    teacher.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"had nothing to train when it was registered \(`Linear`\)"):
+        parallel.match(models)
+    parallel.match(models[:1])  # it was registered anew, without this one
+
+
+def test_a_model_that_the_user_wraps_is_none_of_ours() -> None:
+    parallel, layers = DDP(), two_layers()
+    layers[0].requires_grad_(False)
+    model = DistributedDataParallel(layers)
+    parallel.arm([model], weight_in_hook=True)
+    parallel.match([model])
+    reducer = model.reducer
+    layers[0].requires_grad_(True)
+    parallel.step.check()
+    parallel.match([model])
+    assert model.reducer is reducer
+
+
+def test_a_hook_with_a_state_does_not_go_on_in_another_wrapper() -> None:
+    parallel, layers = DDP(), two_layers()
+    model = parallel.wrap(layers, None, {COMM_HOOK: (PowerSGDState(None), powerSGD_hook)})
+    parallel.match([model])
+    layers[0].requires_grad_(False)
+    with pytest.raises(ValueError, match="frozen or unfrozen since `register`, and a communication hook"):
+        parallel.match([model])
+
+
 def test_a_communication_hook_that_remembers_something_is_an_obstacle() -> None:
     """What it remembers is of the rank and of the buckets; a new worker has nothing that fits."""
     remembering: list[object] = [

@@ -629,6 +629,19 @@ def survivor(operator_cls: type[TrainingOperator] = BreaksOff, every: int | None
     return runner
 
 
+def test_what_is_frozen_by_now_travels_with_snapshots() -> None:
+    runner, other = make_runner(DropoutOperator), make_runner(DropoutOperator)
+    layers, of_other = runner.operator.model, other.operator.model  # type: ignore[attr-defined]
+    layers[0].requires_grad_(False)
+    of_other[2].requires_grad_(False)
+    other.restore(decode(StateEncoder().encode(runner.state()), copy=True), ())
+    assert [parameter.requires_grad for parameter in of_other.parameters()] == [False, False, True, True]
+    files = {**runner.state(), RESUME: {}}
+    fresh = make_runner(DropoutOperator)
+    fresh.restore(files, ())
+    assert all(parameter.requires_grad for parameter in fresh.operator.model.parameters())  # type: ignore[attr-defined]
+
+
 class FailsAt(LinearOperator):
     """Raises at a place of its second step; overrides nothing that would have it watched more closely."""
 

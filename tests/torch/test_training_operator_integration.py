@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
 
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.parallel import DDP
+from raysgd.torch.parallel import DDP, unwrap
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal
 
@@ -206,6 +206,68 @@ def test_a_model_that_has_nothing_to_train_is_not_wrapped(two: TorchTrainer) -> 
         return operator.registered[1] is operator.teacher, len(operator._original_models)
 
     assert look(two, found, Teacher) == [(True, 2)] * 2
+
+
+class Distills(LinearOperator):
+    """With a teacher that is another one on each worker when it is made."""
+
+    def register(self, **parts: Any) -> Any:
+        torch.manual_seed(self.world_rank)
+        teacher = torch.nn.BatchNorm1d(NUM_FEATURES)
+        teacher.weight.data = torch.rand(4, NUM_FEATURES).t()[:, 1]  # not contiguous
+        teacher.bias.data = torch.rand(NUM_FEATURES).bfloat16()
+        teacher.register_buffer("codes", torch.randint(100, (5,), dtype=torch.int16))
+        models, optimizer, criterion = super().register(
+            **{**parts, "models": [parts["models"], teacher.requires_grad_(False)]}
+        )
+        return models[0], optimizer, criterion
+
+    def train_epoch(self, iterator: Any, **arguments: Any) -> dict[str, Any]:
+        state = self._original_models[1].state_dict()
+        return {**super().train_epoch(iterator, **arguments), "teacher": torch.cat([*map(torch.ravel, state.values())])}
+
+
+@pytest.mark.parametrize(("parallel", "is_shared"), [("ddp", True), ("fsdp", True), ("none", False)])
+def test_a_frozen_model_is_the_same_on_all_workers(two: TorchTrainer, parallel: str, is_shared: bool) -> None:
+    findings = run_together(two, Experiment(Distills, options={"parallel": parallel}))
+    first, second = (own["teacher"] for own in findings.single[0])
+    assert torch.equal(first, second) == is_shared
+    assert len(first.unique()) > 3
+
+
+class Thaws(LinearOperator):
+    """Trains its first layer in the second pass only, and its last one in all but the last."""
+
+    def make_model(self) -> torch.nn.Module:
+        model = torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+        model[0].requires_grad_(False)
+        return model
+
+    def train_epoch(self, iterator: Any, epoch_idx: int = 0, **arguments: Any) -> dict[str, Any]:
+        layers = unwrap(self.model)
+        layers[0].requires_grad_(epoch_idx in self.config["thaws"])  # type: ignore[index]
+        layers[2].requires_grad_(epoch_idx < 3)  # type: ignore[index]
+        return super().train_epoch(iterator, epoch_idx=epoch_idx, **arguments)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_parameters_that_are_unfrozen_later_are_trained_as_in_one_process(two: TorchTrainer, parallel: str) -> None:
+    config = {"num_samples": 18, "batch_size": 4, "thaws": (1, 3), "lr": 0.2}  # the last step has 2 samples
+    calls = (("train", None), ("train", 2), ("train", 1), ("train", None), ("train", None))
+    found = run_together(two, Experiment(Thaws, config, calls, {"parallel": parallel}))
+    alone = run_alone(Experiment(Thaws, {**config, "batch_size": 8}, calls))
+    if parallel == "ddp":
+        torch.testing.assert_close(found.model[0], found.model[1], rtol=0, atol=0)
+    torch.testing.assert_close(found.model[0], alone.model[0], rtol=1e-5, atol=1e-6)
+
+
+def test_workers_that_freeze_different_parameters_are_told_so(two: TorchTrainer) -> None:
+    class ByRank(Thaws):
+        def train_epoch(self, iterator: Any, epoch_idx: int = 0, **arguments: Any) -> dict[str, Any]:
+            return super().train_epoch(iterator, epoch_idx=self.world_rank, **arguments)
+
+    with pytest.raises(ValueError, match="frozen different parameters"):
+        run_together(two, Experiment(ByRank, {"thaws": (1,)}))
 
 
 class WrapsByHand(Looks):
