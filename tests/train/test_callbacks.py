@@ -184,19 +184,51 @@ class TestTensorBoard:
 
 
 class TestMLflow:
-    def test_a_run_is_kept_with_its_config_and_metrics(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.fixture(autouse=True)
+    def forget(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         import mlflow
 
-        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_REGISTRY_URI"):
-            monkeypatch.setenv(name, "")  # MLflow sets them; so they are taken away again
-        play(MLflowLoggerCallback(experiment_name="test"), tmp_path, [result(3, loss=0.5, note="text")], error=True)
-        client = mlflow.tracking.MlflowClient(str(tmp_path / "mlruns"))
+        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+            monkeypatch.setenv(name, "")  # MLflow and we set them; so they are taken away again
+            monkeypatch.delenv(name)
+        yield
+        mlflow.set_tracking_uri(None)
+
+    def runs_in(self, folder: Path) -> list[Any]:
+        import mlflow
+
+        client = mlflow.tracking.MlflowClient(str(folder))
         experiment = client.get_experiment_by_name("test")
-        [run] = client.search_runs([experiment.experiment_id])
+        return list(client.search_runs([experiment.experiment_id]))
+
+    def test_a_run_is_kept_with_its_config_and_metrics(self, tmp_path: Path) -> None:
+        play(MLflowLoggerCallback(experiment_name="test"), tmp_path, [result(3, loss=0.5, note="text")], error=True)
+        [run] = self.runs_in(tmp_path / "mlruns")
         assert run.data.params == {"lr": "0.1"}
         assert run.data.metrics["loss"] == 0.5
         assert run.info.status == "FAILED"
+
+    def test_each_run_has_a_store_in_its_own_folder(self, tmp_path: Path) -> None:
+        for name in ("first", "second"):
+            play(MLflowLoggerCallback(experiment_name="test"), tmp_path / name, [result(1, loss=0.5)])
+        assert [len(self.runs_in(tmp_path / name / "mlruns")) for name in ("first", "second")] == [1, 1]
+
+    @pytest.mark.parametrize("way", ["variable", "function", "argument"])
+    def test_a_store_of_the_users_choice_is_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+    ) -> None:
+        import mlflow
+
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        chosen, other = str(tmp_path / "chosen"), str(tmp_path / "other")
+        if way == "function":
+            mlflow.set_tracking_uri(chosen)
+        else:
+            monkeypatch.setenv("MLFLOW_TRACKING_URI", chosen if way == "variable" else other)
+        uri = chosen if way == "argument" else None
+        play(MLflowLoggerCallback(uri, experiment_name="test"), tmp_path / "run", [result(1, loss=0.5)])
+        assert len(self.runs_in(tmp_path / "chosen")) == 1
+        assert not (tmp_path / "run" / "mlruns").exists()
 
 
 def test_a_missing_mlflow_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -227,12 +227,16 @@ def one_rank(worker_to_log: Any) -> int:
     return one_rank(ranks[0])
 
 
+_default_stores: set[str] = set()  # that this module has chosen: MLflow cannot tell them from those of users
+
+
 class MLflowLoggerCallback(TrainingCallback):
     """Keeps an MLflow run.
 
     Args:
-        tracking_uri: Where runs are kept. Default: the folder `mlruns` in that of the run.
-        registry_uri: Where models are kept. Default: likewise.
+        tracking_uri: Where runs are kept. Default: what `mlflow.set_tracking_uri` or the environment variable
+            MLFLOW_TRACKING_URI says, else the folder `mlruns` in that of the run.
+        registry_uri: Where models are kept. Default: with the runs, unless MLFLOW_REGISTRY_URI says something else.
         experiment_id: An experiment that is there. Default: the environment variable MLFLOW_EXPERIMENT_ID.
         experiment_name: Else the name of one, which is made if need be. Default: MLFLOW_EXPERIMENT_NAME.
         tags: Tags of the run.
@@ -270,12 +274,21 @@ class MLflowLoggerCallback(TrainingCallback):
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         folder = self._logdir.setup_logdir(logdir)
-        default = str(folder / "mlruns")
-        self._mlflow.set_tracking_uri(self._tracking_uri or default)
-        self._mlflow.set_registry_uri(self._registry_uri or default)
+        self._choose_store(folder / "mlruns")
         experiment = self._find_experiment()
         self._mlflow.start_run(experiment_id=experiment, tags=self._tags)
         self._mlflow.log_params(_parameters(config))
+
+    def _choose_store(self, default: Path) -> None:
+        mlflow = self._mlflow
+        is_chosen = mlflow.is_tracking_uri_set() and mlflow.get_tracking_uri() not in _default_stores
+        if self._tracking_uri or not is_chosen:
+            mlflow.set_tracking_uri(self._tracking_uri or str(default))
+        if not self._tracking_uri and not is_chosen:
+            _default_stores.add(str(default))
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 wants a folder to be asked for twice
+        if self._registry_uri:
+            mlflow.set_registry_uri(self._registry_uri)
 
     def _find_experiment(self) -> str:
         identity = self._experiment_id or os.environ.get("MLFLOW_EXPERIMENT_ID")
