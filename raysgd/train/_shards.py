@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 
@@ -46,6 +47,18 @@ class DividedData:
         if self._actors is None or "locality_hints" not in inspect.signature(dataset.split).parameters:
             return list(dataset.split(num_workers, equal=True))
         return list(dataset.split(num_workers, equal=True, locality_hints=list(self._actors())))
+
+
+def with_to_torch(shard: Any) -> Any:
+    """A shard, or a dict of them, with the `to_torch` that datasets of Ray Data had; today their iterators have it."""
+    for each in shard.values() if isinstance(shard, dict) else (shard,):
+        if hasattr(each, "iterator") and not hasattr(each, "to_torch"):
+            each.to_torch = partial(_to_torch, each)
+    return shard
+
+
+def _to_torch(dataset: Any, **options: Any) -> Any:
+    return dataset.iterator().to_torch(**options)
 
 
 def check_dataset(dataset: Any) -> None:

@@ -23,6 +23,7 @@ from raysgd.engine.types import Beat, World
 from raysgd.exceptions import SessionMisuseError as SessionMisuseError  # is found here too
 from raysgd.exceptions import TrainBackendError
 from raysgd.train._hand_off import Ended, HandOff
+from raysgd.train._shards import with_to_torch
 from raysgd.train.constants import (
     DATE,
     HOSTNAME,
@@ -193,7 +194,7 @@ class Session:
     ) -> None:
         self.world = world
         self.checkpoint = checkpoint
-        self.shard = shard
+        self.shard = with_to_torch(shard)
         self.accelerator: Any = None
         self.is_muted = order.is_muted
         self.iteration = 0

@@ -16,15 +16,20 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), R
 
 
 def read_twice() -> list[list[int]]:
+    """As rows, and as batches of tensors, the way of the guides of Ray 1."""
     shard = train.get_dataset_shard("train")
-    return [sorted(row["id"] for row in shard.iter_rows()) for _ in range(2)]
+    batches = shard.to_torch(label_column="id", feature_columns=["x"], batch_size=2)
+    return [
+        sorted(row["id"] for row in shard.iter_rows()),
+        sorted(int(label) for features, labels in batches for label in labels if features.shape[1:] == (1,)),
+    ]
 
 
 def test_each_row_is_in_one_shard_and_can_be_read_again(tmp_path: Path) -> None:
     import ray.data
 
     ray.data.DataContext.get_current().enable_progress_bars = False
-    dataset = ray.data.range(10, override_num_blocks=3)
+    dataset = ray.data.from_items([{"id": number, "x": number / 2} for number in range(10)], override_num_blocks=3)
     trainer = Trainer(BackendConfig(), num_workers=2, logdir=tmp_path)
     trainer.start()
     try:

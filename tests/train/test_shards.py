@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.train._shards import DividedData, check_dataset
+from raysgd.train._shards import DividedData, check_dataset, with_to_torch
 
 
 class Numbers:
@@ -56,3 +56,27 @@ def test_what_cannot_be_divided_is_refused() -> None:
     for dataset in ([1, 2], {"train": Numbers(), "val": 3}):
         with pytest.raises(TypeError, match=r"`split\(n, equal=True\)`"):
             check_dataset(dataset)
+
+
+class Iterator:
+    def to_torch(self, **options: Any) -> dict[str, Any]:
+        return options
+
+
+class Dataset:
+    def iterator(self) -> Iterator:
+        return Iterator()
+
+
+class OldDataset(Dataset):
+    def to_torch(self, **options: Any) -> str:
+        return "its own"
+
+
+def test_shards_have_the_method_that_moved_to_their_iterators() -> None:
+    shards = with_to_torch({"new": Dataset(), "old": OldDataset(), "list": [1]})
+    assert shards["new"].to_torch(batch_size=2) == {"batch_size": 2}
+    assert shards["old"].to_torch(batch_size=2) == "its own"
+    assert shards["list"] == [1]
+    assert with_to_torch(Dataset()).to_torch(batch_size=3) == {"batch_size": 3}
+    assert with_to_torch(None) is None
