@@ -42,13 +42,20 @@ def is_ray_client() -> bool:
     return bool(_ray().util.client.ray.is_connected())
 
 
+def outer_group() -> Any:
+    """The placement group that this process is in and that is meant for what it starts, too; None without one."""
+    ray = _ray()
+    captures = ray.get_runtime_context().should_capture_child_tasks_in_placement_group
+    return ray.util.get_current_placement_group() if captures else None
+
+
 def cluster_view() -> ClusterView:
     """The live nodes with their total and free resources, and the placement groups that hold or want some.
 
     Inside an existing placement group that group is all there is: each bundle counts as a node.
     """
     ray = _ray()
-    outer = ray.util.get_current_placement_group()
+    outer = outer_group()
     if outer is not None:
         bundles = enumerate(outer.bundle_specs)
         return ClusterView(
@@ -166,7 +173,8 @@ class Reservation:
         num_workers: How many there are.
         has_driver: Whether the first of them is this very process. Its GPU is then one of this node.
         packs: Whether workers go to as few nodes as they can, rather than to as many.
-        within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
+        within: Whose placement group to use: "default" for that of this process if it captures child tasks, a group for
+            that one, None for none.
     """
 
     def __init__(
@@ -175,7 +183,7 @@ class Reservation:
         ray = _ray()
         self._need, self._num_workers = need, num_workers
         self._holder: Any = None
-        self._outer = ray.util.get_current_placement_group() if within == "default" else within
+        self._outer = outer_group() if within == "default" else within
         self._own: Any = None
         bundle = need.bundle()
         if self._outer is None and bundle and num_workers:

@@ -304,6 +304,15 @@ class RemoteWorker:
             ray.kill(self.actor, no_restart=True)
 
 
+class _HostedProcess(WorkerProcess):
+    """A worker process in an actor. It sees no GPU if Ray gave it none, whatever its node has."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if not _gpu_ids():
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        super().__init__(*args, **kwargs)
+
+
 # Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.
 _GROUPS = {"beside": ("beside", "stack"), "signs": ("describe", "interrupt"), "sending": ("send",)}
 
@@ -319,7 +328,7 @@ def _actor_class() -> Any:
             for group, names in _GROUPS.items()
             for name in names
         }
-        hosted = type("RaySGDWorker", (WorkerProcess,), members)
+        hosted = type("RaySGDWorker", (_HostedProcess,), members)
         threads = dict.fromkeys(_GROUPS, 1)
         options: dict[str, Any] = {"concurrency_groups": threads, "max_restarts": 0, "max_task_retries": 0}
         _ACTOR_CLASS = ray.remote(**options)(hosted)

@@ -200,7 +200,7 @@ class TFTrainer(ClassTrainer):
         return self.backend == "gloo"
 
     def _make_backend(self) -> Backend:
-        variables = _variables_for_workers(self.use_gpu)
+        variables = _variables_for_workers()
         if self.backend == "mwms" and self.max_replicas > 1:
             return MultiWorkerBackend(self.timeout_s, variables)
         return TensorFlowBackend(self.timeout_s, variables)
@@ -446,11 +446,9 @@ class TFTrainer(ClassTrainer):
         return facts
 
 
-def _variables_for_workers(use_gpu: bool) -> dict[str, str]:
+def _variables_for_workers() -> dict[str, str]:
     """What workers must know before they import TensorFlow: the driver's choice of Keras, and to be quiet."""
     variables = {name: os.environ[name] for name in ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND") if name in os.environ}
-    if not use_gpu:
-        variables["CUDA_VISIBLE_DEVICES"] = "-1"
     return {**variables, "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 

@@ -137,6 +137,10 @@ def variables(replica: CountingReplica) -> dict[str, str | None]:
     return {name: os.environ.get(name) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS")}
 
 
+def visible_gpus(replica: CountingReplica) -> str | None:
+    return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+
 def thread_names(replica: CountingReplica) -> str:
     return threading.current_thread().name
 
@@ -197,6 +201,11 @@ def test_remote_workers_are_told_their_number_of_threads_and_the_driver_is_left_
     for rank, answer in enumerate(started.call(variables).values):
         limited = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         assert answer.value == (limited if rank in started.kind.remote_ranks else own)
+
+
+def test_remote_workers_without_gpus_see_none_and_the_driver_is_left_alone(started: Started) -> None:
+    for rank, answer in enumerate(started.call(visible_gpus).values):
+        assert answer.value == ("" if rank in started.kind.remote_ranks else os.environ.get("CUDA_VISIBLE_DEVICES"))
 
 
 # -------------------------------------------------------------------------------------------- calling

@@ -200,12 +200,12 @@ class Trial:
         return function()
 
 
-def in_a_trial(num_bundles: int, function: Callable[[], Any]) -> Any:
-    """Runs `function()` in an actor that has the first of the bundles, and the group captured."""
+def in_a_trial(num_bundles: int, function: Callable[[], Any], captures: bool = True) -> Any:
+    """Runs `function()` in an actor with the first bundle of a group, meant for what it starts too if it `captures`."""
     group = placement_group([{"CPU": 1}] * num_bundles, name="trial")
     ray.get(group.ready())
     strategy = PlacementGroupSchedulingStrategy(
-        placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=True
+        placement_group=group, placement_group_bundle_index=0, placement_group_capture_child_tasks=captures
     )
     try:
         trial: Any = Trial
@@ -233,6 +233,19 @@ def test_inside_somebody_elses_group_that_one_is_used_and_left_as_it_was(ray_clu
     assert values == [1.0, 2.0]
     assert after == [*before, "CREATED"]
     assert num_fitting == 3
+
+
+def reserve_one() -> tuple[bool, int]:
+    reservation = Reservation(Resources(), 1)
+    try:
+        reservation.wait(20)
+        return reservation.is_own, len(cluster_view().holders)
+    finally:
+        reservation.release(10)
+
+
+def test_inside_a_group_that_is_not_meant_for_what_is_started_there_an_own_one_is_made(ray_cluster: None) -> None:
+    assert in_a_trial(1, reserve_one, captures=False) == (True, 2)
 
 
 def start_with_slow_hook() -> bool:
