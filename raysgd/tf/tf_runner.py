@@ -344,15 +344,16 @@ class TFRunner(ClassRunner):
         return f"`{type(operator).__name__}` has a `train_epoch` of its own and does not set `resumes_epochs`"
 
     def prime(self) -> None:
-        """Takes steps on zeros; whatever they change is taken over from another rank later."""
-        if self._epoch_obstacle is not None or self.operator.train_dataset is None:
+        """Takes steps on zeros. What they change is taken over from another rank later, or put back."""
+        operator = self.operator
+        if not operator.warms_up_standby or self._epoch_obstacle is not None or operator.train_dataset is None:
             return
         self._synchronizer.rejoin(World(0, 1))  # nobody else is here yet
         try:
             with self._synchronizer.surfacing_errors(), self._scaling_losses():
-                self.operator.practise()
+                operator.practise()
         except Exception as error:  # it is only practice; in earnest it would be the user's to know
-            logger.warning("a worker that is to step in could not take a step in advance: %r", error)
+            logger.warning("warm-up of a standby worker failed: %r", error)
 
     def regroup(self, world: World, handover: Handover) -> RunnerFacts:
         """Goes on in the new group; takes over the state of `handover.source` if it is among the takers."""

@@ -14,9 +14,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from raysgd._meters import AverageMeterCollection
+from raysgd._putting_back import putting_back
 from raysgd._timers import TimerCollection
 from raysgd.engine.epochs import bind_batch_info
 from raysgd.engine.types import World
@@ -74,10 +76,14 @@ class TrainingOperator:
             again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator with a
             `train_epoch` of its own may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
+        warms_up_standby: Whether a standby worker calls `train_batch` twice on zeros, so that it is fast when it steps
+            in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")` before
+            you write, or set this to False.
     """
 
     run_eagerly = False
     resumes_epochs: bool | None = None
+    warms_up_standby: bool = True
 
     def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
         self._config = config
@@ -148,7 +154,8 @@ class TrainingOperator:
 
         Args:
             batch: `(features, target)` or `(features, target, sample_weight)`, as `fit` takes them.
-            batch_info: `batch_idx`, `global_step`, `is_padding` and the entries of `info`.
+            batch_info: `batch_idx`, `global_step`, `is_padding` and the entries of `info`. In the warm-up of a standby
+                worker also `warm_up=True`: the step does not count.
 
         Returns:
             Metrics of the batch: numbers or tensors of one element. `num_samples` is the weight in the average.
@@ -389,10 +396,13 @@ class TrainingOperator:
     def practise(self) -> None:
         """Takes steps on zeros, so that everything that happens for the first time has happened."""
         step = self._context.synchronizer.step
+        info = {"batch_idx": 0, "global_step": 0, IS_PADDING: False, "warm_up": True, **self._own_info(None, 0)}
+        self._train_function = self._compiled(self.train_step)  # to be kept
         for number in (1, 2):  # two sizes: the second one is traced for all sizes
             step.num_samples = number
             batch = zeros(self._train_dataset.element_spec, number)
-            bind_batch_info(self.train_batch)(batch, {"batch_idx": 0, "global_step": 0, **self._own_info(None, 0)})
+            with putting_back(self, undo_of=_undo_of_variable):
+                bind_batch_info(self.train_batch)(batch, info)
         step.num_samples = None
         self._reset_metrics()
 
@@ -485,3 +495,9 @@ def _refuse_unknown(unknown: dict[str, Any]) -> None:
         f"`register` does not know {', '.join(f'`{name}`' for name in unknown)}. {hint}"
         "Allowed are models, optimizers, loss and metrics."
     )
+
+
+def _undo_of_variable(value: Any) -> Callable[[], object] | None:
+    import tensorflow as tf
+
+    return partial(value.assign, value.numpy()) if isinstance(value, tf.Variable) else None

@@ -79,6 +79,12 @@ class ReplicaState:
             )
         return list(found)
 
+    def objects(self) -> list[Any]:
+        """All that a state has a place for, down to the tensors."""
+        operator, models = self._operator, self.registered("_original_models")
+        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
+        return [*tensors, *self.registered("_optimizers"), *operator._schedulers]
+
     def check(self, state: Mapping[str, Any]) -> None:
         """Refuses a state that does not fit.
 

@@ -15,6 +15,7 @@ from raysgd._batching import config_for_worker
 from raysgd._class_arguments import is_integer
 from raysgd._class_runner import ClassRunner
 from raysgd._meters import AverageMeterCollection
+from raysgd._putting_back import MOST_BYTES, putting_back
 from raysgd._state_codec import EncodedState, StateEncoder, decode
 from raysgd.engine.epoch_run import EpochRun, RunState
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, bind_batch_info, call_with_accepted
@@ -275,20 +276,27 @@ class TorchRunner(ClassRunner):
         return self._feed.obstacle("train")
 
     def prime(self) -> None:
-        """Takes one step on the first batch; whatever it changes is taken over from another rank later."""
+        """Takes one step on the first batch. What it changes is taken over from another rank later, or put back."""
         operator, data = self.operator, self._data("train")
-        if self._group_obstacle or self._epoch_obstacle or not isinstance(data, ShardedLoader):
+        if not operator.warms_up_standby or self._group_obstacle or self._epoch_obstacle:
+            return
+        if not isinstance(data, ShardedLoader):
             return
         try:
             self._arm(0)
             batch = next(DividedSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
-                info = {**operator._batch_info(0), **operator._own_info(None, 0)}
-                bind_batch_info(operator.train_batch)(batch[0], info)
+                with putting_back(operator, self._state.objects(), _undo_of_tensor, _is_module_class):
+                    self._warm_up(batch[0])
         except Exception as error:  # it is only practice; in earnest it would be the user's to know
-            logger.warning("a worker that is to step in could not take a step in advance: %r", error)
+            logger.warning("warm-up of a standby worker failed: %r", error)
         finally:
             self._parallel.step.close_call()
+
+    def _warm_up(self, batch: Any) -> None:
+        operator = self.operator
+        info = {**operator._batch_info(0), "warm_up": True, **operator._own_info(None, 0)}
+        bind_batch_info(operator.train_batch)(batch, info)
 
     def regroup(self, world: World, handover: Handover) -> RunnerFacts:
         """Goes on in the new group; takes over the state of `handover.source` if it is among the takers."""
@@ -488,3 +496,15 @@ def _device(use_gpu: bool) -> torch.device:
     if use_gpu and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
+
+
+def _is_module_class(kind: type) -> bool:
+    """Whether objects of this class of PyTorch hold tensors and nothing else, from the start."""
+    return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.lazy"
+
+
+def _undo_of_tensor(value: Any) -> Callable[[], object] | None:
+    """What puts a small tensor back; None for a large one, and for what is no tensor."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.nbytes > MOST_BYTES:
+        return None
+    return partial(value.detach().copy_, value.detach().clone())

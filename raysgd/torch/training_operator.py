@@ -102,9 +102,13 @@ class TrainingOperator:
             again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator with a
             `train_epoch` of its own may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
+        warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
+            it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`
+            before you write, or set this to False.
     """
 
     resumes_epochs: bool | None = None
+    warms_up_standby: bool = True
 
     def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
         self._config = config
@@ -193,7 +197,8 @@ class TrainingOperator:
             batch: A sequence whose last element is the target and whose others are the inputs of the model; or a dict,
                 which is passed to the model by keyword (its target is under one of `batches.TARGET_NAMES`).
             batch_info: `batch_idx`, `global_step`, `is_padding` and the entries of `info`. A batch is padding where
-                this worker has no samples left and repeats some, with weight 0, because the others have.
+                this worker has no samples left and repeats some, with weight 0, because the others have. In the
+                warm-up of a standby worker also `warm_up=True`: the step does not count.
 
         Returns:
             Metrics of the batch: numbers, tensors of one element (these are not read before the epoch ends, so the host

@@ -832,13 +832,73 @@ def test_what_cannot_be_gone_on_with_says_why(
 def test_practice_takes_a_step_and_what_goes_wrong_in_it_is_only_told(
     process_group: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    runner = survivor()
+    infos: list[dict[str, Any]] = []
+
+    class Noting(BreaksOff):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            infos.append({**batch_info, "samples": batch[0][:, 0].tolist()})
+            return super().train_batch(batch, batch_info)
+
+    runner = survivor(Noting)
     runner.prime()
-    assert samples(runner) == [0, 1]
+    assert [(info["warm_up"], len(info["samples"])) for info in infos] == [(True, 2)]
     assert runner.beat().step == -1
     runner.operator.breaks_in = 0  # type: ignore[attr-defined]
     runner.prime()
-    assert "could not take a step in advance: ConnectionError('the group is gone')" in caplog.text
+    assert "warm-up of a standby worker failed: ConnectionError('the group is gone')" in caplog.text
+    assert runner.operator.breaks_in == 0  # type: ignore[attr-defined]
+
+
+def test_practice_can_be_switched_off(process_group: None) -> None:
+    class NoPractice(BreaksOff):
+        warms_up_standby = False
+
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            raise AssertionError("it was called")
+
+    survivor(NoPractice).prime()
+
+
+class Bookkeeper(BreaksOff):
+    """Keeps books of its own, in attributes that nobody registers."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.num_batches, self.losses, self.by_name = 0, [0.5], {"best": [1.0]}
+        self.average = torch.zeros(1)
+        self.teacher = torch.nn.Sequential(torch.nn.Linear(3, 1), torch.nn.BatchNorm1d(1))
+        self.book = Book()
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.num_batches += 1
+        self.losses.append(0.1)
+        self.by_name["best"].append(0.1)
+        self.by_name["worst"] = []
+        self.average += 1
+        self.teacher(torch.randn(4, 3))
+        self.book.pages.append(self)
+        self.made_late = True
+        return super().train_batch(batch, batch_info)
+
+    def content(self) -> list[Any]:
+        parts = [self.num_batches, self.losses, self.by_name, self.average, self.book.pages, hasattr(self, "made_late")]
+        return [str(part) for part in (*parts, self.seen, self.teacher.state_dict())]
+
+
+class Book:
+    def __init__(self) -> None:
+        self.pages: list[Any] = []
+
+
+def test_practice_leaves_no_traces_in_what_the_operator_keeps_for_itself(process_group: None) -> None:
+    runner = survivor(Bookkeeper)
+    operator: Any = runner.operator
+    before, objects = operator.content(), dict(vars(operator))
+    weight = operator._original_models[0].weight.clone()
+    runner.prime()
+    assert operator.content() == before
+    assert all(vars(operator)[name] is value for name, value in objects.items())
+    assert not torch.equal(operator._original_models[0].weight, weight), "nothing was practised"
 
 
 def test_a_beat_tells_where_the_replica_is(process_group: None) -> None:
@@ -1112,9 +1172,17 @@ def test_modes_come_back_also_after_an_evaluation_that_raised() -> None:
 
 
 def test_practice_leaves_the_modes_as_they_are(process_group: None) -> None:
-    runner = survivor(Distiller)
+    found: list[Any] = []
+
+    class Noting(Distiller):
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            metrics = super().train_batch(batch, batch_info)
+            found.append(self.modes_in_forward)
+            return metrics
+
+    runner = survivor(Noting)
     runner.prime()
-    assert runner.operator.modes_in_forward == runner.operator.modes == AS_SET_UP  # type: ignore[attr-defined]
+    assert [*found, runner.operator.modes] == [AS_SET_UP, AS_SET_UP]  # type: ignore[attr-defined]
 
 
 def test_modes_survive_evaluation_and_the_loss_of_a_worker(process_group: None) -> None:
