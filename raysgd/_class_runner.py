@@ -116,7 +116,7 @@ class ClassRunner(ABC):
         """On other ranks: does what rank 0 cannot do alone when it copies what all share."""
 
     @abstractmethod
-    def restore(self, shared_state: Any, rank_states: Any) -> None:
+    def restore(self, shared_state: Any, own_state: Any) -> None:
         """Takes over a snapshot or a checkpoint."""
 
     @property
@@ -231,13 +231,12 @@ class ClassRunner(ABC):
             return None
         return part
 
-    def restore_inside(self, shared_state: Any, rank_states: Any, progress: Any) -> None:
+    def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
         """Takes over a snapshot that was taken inside a training call, ready to go on with the call."""
-        self.restore(shared_state, rank_states)
-        run = EpochRun(progress[0].epoch_idx, progress[0].num_requested, self._new_meters())
-        rank, size = self._world.rank, self._world.size
-        run.count(part.metrics for part in progress[rank::size])  # those of ranks that are no more, too
-        run.take_over(progress[0])
+        self.restore(shared_state, own_state)
+        run = EpochRun(first.epoch_idx, first.num_requested, self._new_meters())
+        run.count(part.metrics for part in parts)
+        run.take_over(first)
         self._run = run
 
     def _detach(self) -> None:

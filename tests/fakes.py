@@ -91,9 +91,9 @@ class CountingReplica:
     def fetch(self, token: int) -> float:
         return self._kept[token]
 
-    def restore(self, shared_state: float, rank_states: Sequence[int]) -> None:
+    def restore(self, shared_state: float, own_state: int | None) -> None:
         self.total = shared_state
-        self.num_own_calls = rank_states[self.world.rank] if self.world.rank < len(rank_states) else 0
+        self.num_own_calls = own_state or 0
 
     def shutdown(self) -> None:
         self.is_shut_down = True
@@ -138,13 +138,13 @@ class SteppingReplica(CountingReplica):
         self.snapshot_at = 0
         self.is_primed = False
 
-    def restore(self, shared_state: float, rank_states: Sequence[int]) -> None:
-        super().restore(shared_state, rank_states)
+    def restore(self, shared_state: float, own_state: int | None) -> None:
+        super().restore(shared_state, own_state)
         self.num_done, self.has_answered = None, False
 
-    def restore_inside(self, shared_state: float, rank_states: Sequence[int], progress: Sequence[int]) -> None:
-        self.restore(shared_state, rank_states)
-        self.num_done = progress[0]
+    def restore_inside(self, shared_state: float, own_state: int | None, first: int, parts: Sequence[int]) -> None:
+        self.restore(shared_state, own_state)
+        self.num_done = first
 
     def standing(self) -> Standing:
         done = (self.num_done or 0) + self.has_answered

@@ -381,12 +381,10 @@ class Lifecycle:
         # Calls that are run again take long, too. No snapshots: one taken now would seem to cover all of them.
         watch = Watch(self, can_hold=False, take_inside=lambda parts: False)
         if snapshot is not None:
-            state = group.share(snapshot.shared_state)
-            function: Callable[..., Any] = _restore
-            rest: tuple[Any, ...] = (snapshot.rank_states,)
-            if snapshot.progress is not None:
-                function, rest = _restore_inside, (snapshot.rank_states, snapshot.progress)
-            args: dict[int, Sequence[Any]] = {rank: (state[rank], *rest) for rank in range(len(group))}
+            function: Callable[..., Any] = _restore if snapshot.progress is None else _restore_inside
+            rests = snapshot.for_ranks(len(group))
+            shared = group.share(snapshot.shared_state)
+            args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}
             if not self._is_fine(group.on_replica(function, args, tick=watch.tick)):
                 return False
         is_inside = self._snapshots.is_inside
@@ -640,12 +638,12 @@ def _fetch(replica: Replica, token: int) -> Any:
     return replica.fetch(token)
 
 
-def _restore(replica: Replica, shared_state: Any, rank_states: Sequence[Any]) -> None:
-    replica.restore(shared_state, rank_states)
+def _restore(replica: Replica, shared_state: Any, own_state: Any) -> None:
+    replica.restore(shared_state, own_state)
 
 
-def _restore_inside(replica: Any, shared_state: Any, rank_states: Sequence[Any], progress: Sequence[Any]) -> None:
-    replica.restore_inside(shared_state, rank_states, progress)
+def _restore_inside(replica: Any, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
+    replica.restore_inside(shared_state, own_state, first, parts)
 
 
 def _standing(replica: Any) -> Standing:

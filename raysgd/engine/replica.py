@@ -40,8 +40,8 @@ class Replica(Protocol):
     def fetch(self, token: int) -> Any:
         """Returns the shared state that `token` names. Called from a second thread, while the replica may train."""
 
-    def restore(self, shared_state: Any, rank_states: Sequence[Any]) -> None:
-        """Takes over a snapshot, whatever the number of ranks that it was taken with."""
+    def restore(self, shared_state: Any, own_state: Any) -> None:
+        """Takes over a snapshot; `own_state` is None where it was taken with fewer ranks."""
 
     def shutdown(self) -> None:
         """Lets go of everything that a killed process would leak or that another replica here would trip over."""
@@ -75,8 +75,15 @@ class RegroupingReplica(Replica, Protocol):
     def settle_hold(self, is_agreed: bool) -> None:
         """All ranks will stop at the proposed step, or none will."""
 
-    def restore_inside(self, shared_state: Any, rank_states: Sequence[Any], progress: Sequence[Any]) -> None:
-        """Does what `restore` does with a snapshot that was taken inside a call, which will be gone on with."""
+    def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
+        """Does what `restore` does with a snapshot that was taken inside a call, which will be gone on with.
+
+        Args:
+            shared_state: As for `restore`.
+            own_state: As for `restore`.
+            first: How far rank 0 was.
+            parts: How far those ranks were whose metrics this one counts.
+        """
 
     def part_of_snapshot(self, number: int) -> Capture | None:
         """This rank's part of the snapshot `number` taken inside the running call; None if it is not kept any more."""

@@ -35,6 +35,21 @@ class Snapshot:
     rank_states: tuple[Any, ...]
     progress: tuple[Any, ...] | None = None
 
+    def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
+        """What each rank of a new group, of whatever size, takes of it beside the shared state.
+
+        That is its own state, and where there is progress, that of rank 0 and of all whose metrics it counts.
+        """
+        own, progress = own_states(self.rank_states, num_ranks), self.progress
+        if progress is None:
+            return [(state,) for state in own]
+        return [(state, progress[0], progress[rank::num_ranks]) for rank, state in enumerate(own)]
+
+
+def own_states(rank_states: Sequence[Any], num_ranks: int) -> list[Any]:
+    """The state of each rank, and of nobody else: None for ranks that there were not."""
+    return [*rank_states[:num_ranks], *[None] * (num_ranks - len(rank_states))]
+
 
 class Transfer(Protocol):
     """A shared state on its way from a worker to the driver."""

@@ -215,25 +215,24 @@ class TFRunner(ClassRunner):
         if self._strategy is not None:
             self.state()
 
-    def restore(self, shared_state: Mapping[str, Any], rank_states: Sequence[Any]) -> None:
+    def restore(self, shared_state: Mapping[str, Any], own_state: Any) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
 
         Args:
             shared_state: What `state` returned, here or elsewhere.
-            rank_states: By rank; there may be fewer or more of them than ranks.
+            own_state: The random states of this rank; None to go on with those that it has.
 
         Raises:
             ValueError: A part does not fit what is registered.
         """
-        own = rank_states[self._world.rank] if self._world.rank < len(rank_states) else None
         seeds = self._seeds()
-        if own is None or len(own) != len(seeds):
-            seeds, own = [], []
-        _check_fit(seeds, own, "the random generators")
+        if own_state is None or len(own_state) != len(seeds):
+            seeds, own_state = [], []
+        _check_fit(seeds, own_state, "the random generators")
         self._apply(shared_state)
         self._run = None
         self._inside.clear()
-        for variable, value in zip(seeds, own, strict=True):
+        for variable, value in zip(seeds, own_state, strict=True):
             variable.assign(value)
 
     def restore_former(self, state: Mapping[str, Any]) -> str:
@@ -258,7 +257,7 @@ class TFRunner(ClassRunner):
         else:
             obstacle = f"the file is of one optimizer, and {len(optimizers)} are registered"
         own = {"operator": operator.state_dict(), "optimizers": optimizers}  # the old library had no operators
-        self.restore({**state, **own}, ())
+        self.restore({**state, **own}, None)
         return obstacle
 
     def _apply(self, state: Mapping[str, Any]) -> None:

@@ -24,7 +24,7 @@ from raysgd.backends.base import Backend
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, merged
-from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.snapshots import Snapshot, own_states
 from raysgd.engine.types import Resources, World
 from raysgd.tf import arguments, checkpoint_file, datasets, registry, serializing
 from raysgd.tf.creator_operator import CreatorOperator
@@ -417,7 +417,9 @@ class TFTrainer(ClassTrainer):
         is_complete = len(rank_states) == self.num_workers
         call = Call(
             TFRunner.restore,
-            lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(whole)],
+            lambda worlds: list(
+                zip(self._controller.group.share(whole), own_states(rank_states, len(worlds)), strict=True)
+            ),
             changes_state=not is_complete,
             keeps_alike=True,
         )

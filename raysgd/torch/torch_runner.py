@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -197,29 +197,28 @@ class TorchRunner(ClassRunner):
         if self._parallel.is_sharded:
             self._state.read_parts()  # rank 0 cannot put its state together alone
 
-    def restore(self, shared_state: EncodedState | Mapping[str, Any], rank_states: Sequence[Any]) -> None:
+    def restore(self, shared_state: EncodedState | Mapping[str, Any], own_state: Any) -> None:
         """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
 
         Args:
             shared_state: Encoded; or as it is, where it did not have to travel. Nothing of it is kept.
-            rank_states: By rank; there may be fewer or more of them than ranks.
+            own_state: The random states of this rank; None to go on with those that it has.
 
         Raises:
             KeyError: A part is missing.
             ValueError: A part does not fit what is registered.
         """
         state = decode(shared_state, copy=False) if isinstance(shared_state, EncodedState) else shared_state
-        own = rank_states[self._world.rank] if self._world.rank < len(rank_states) else None
         self._state.check(state)
-        if own is not None:
-            rng.check(own)
+        if own_state is not None:
+            rng.check(own_state)
         self._apply(state)
         self._run = None
         self._inside.clear()
-        if own is not None:
-            rng.restore(own)
+        if own_state is not None:
+            rng.restore(own_state)
 
-    def restore_file(self, identity: FileIdentity, weights_only: bool, rank_states: Sequence[Any]) -> None:
+    def restore_file(self, identity: FileIdentity, weights_only: bool, own_state: Any) -> None:
         """Takes over a checkpoint out of a file that the driver keeps open; nothing is changed if it does not fit.
 
         Raises:
@@ -227,7 +226,7 @@ class TorchRunner(ClassRunner):
             KeyError, ValueError: As in `restore`.
         """
         with mapped_again(identity, weights_only=weights_only) as state:
-            self.restore(as_in_file(state), rank_states)
+            self.restore(as_in_file(state), own_state)
 
     def shutdown(self) -> None:
         """Drops the iterators, and with them the processes of the loaders. The operator itself stays usable."""

@@ -27,7 +27,7 @@ from raysgd.backends.torch import TorchBackend
 from raysgd.engine import results
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, merged
-from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.snapshots import Snapshot, own_states
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import Storing
 from raysgd.exceptions import UnevenStepsError
@@ -516,8 +516,11 @@ class TorchTrainer(ClassTrainer):
         group = self._controller.group
         if group.is_driver_only or not (file.is_mapped and content.is_complete and group.is_on_one_node):
             return False
-        args = (file.identity, weights_only, content.rank_states)
-        call = Call(TorchRunner.restore_file, lambda worlds: [args] * len(worlds), keeps_alike=True)
+        call = Call(
+            TorchRunner.restore_file,
+            lambda worlds: [(file.identity, weights_only, own) for own in own_states(content.rank_states, len(worlds))],
+            keeps_alike=True,
+        )
         try:
             self._controller.run(call)
         except checkpoint_file.OtherFileError as error:
@@ -533,12 +536,14 @@ class TorchTrainer(ClassTrainer):
         """Loads into all workers; nothing of `content` is kept."""
         whole, rank_states = content.shared, content.rank_states
         if self._controller.group.is_driver_only:
-            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, rank_states)]))
+            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
             return
         stored = self._controller.group.store(lend(whole))
         call = Call(
             TorchRunner.restore,
-            lambda worlds: [(shared, rank_states) for shared in self._controller.group.share(stored)],
+            lambda worlds: list(
+                zip(self._controller.group.share(stored), own_states(rank_states, len(worlds)), strict=True)
+            ),
             changes_state=not content.is_complete,
             keeps_alike=True,
         )

@@ -372,7 +372,7 @@ class FunctionSession:
         """Says that the driver will not fetch a checkpoint."""
         self._parcels.refuse(token)
 
-    def restore(self, shared_state: Any, rank_states: Sequence[Any]) -> None:
+    def restore(self, shared_state: Any, own_state: Any) -> None:
         """Nothing: the next call starts the function, from the newest checkpoint."""
 
     def beat(self) -> Beat:

@@ -365,7 +365,7 @@ def restored_state(spec: RunnerSpec, state: dict[str, Any]) -> Callable[[], tupl
     def run() -> tuple[Any, Any]:
         runner = TorchRunner(spec, World(dist.get_rank(), dist.get_world_size()))
         runner.setup()
-        runner.restore(state, ())
+        runner.restore(state, None)
         before = copied(runner.state())
         runner.train_epoch(EpochRequest(None, {}, False, SEED))
         return before, copied(runner.state())
@@ -405,7 +405,7 @@ def test_checkpoints_travel_between_all_kinds(two: TorchTrainer, three: TorchTra
         if parallel == "single":
             runner = TorchRunner(spec, World(0, 1))
             runner.setup()
-            runner.restore(state, ())
+            runner.restore(state, None)
             found = runner.state()
         else:
             group = three if kind[1] == precision else two

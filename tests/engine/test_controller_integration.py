@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,9 @@ class PlannedReplica(CountingReplica):
         self.plan.check(self.world.rank, SET_UP)
         return super().setup()
 
-    def restore(self, shared_state: float, rank_states: Sequence[int]) -> None:
+    def restore(self, shared_state: float, own_state: int | None) -> None:
         self.plan.check(self.world.rank, RESTORE)
-        super().restore(shared_state, rank_states)
+        super().restore(shared_state, own_state)
 
 
 SET_UP, RESTORE = -1, -2

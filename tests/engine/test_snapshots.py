@@ -3,6 +3,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
+
 from raysgd.engine.replica import Capture
 from raysgd.engine.snapshots import Snapshot, SnapshotKeeper
 
@@ -261,3 +263,17 @@ def test_a_completed_call_is_finished_from_inside_whatever_becomes_of_the_next_o
     keeper.leave_call()
     assert keeper.is_coming, "that one covers the completed call"
     assert (keeper.is_inside, keeper.calls_since) == (True, ("call",))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "expected"),
+    [
+        (1, [("a", 10, (10, 20, 30))]),
+        (2, [("a", 10, (10, 30)), ("b", 10, (20,))]),
+        (4, [("a", 10, (10,)), ("b", 10, (20,)), ("c", 10, (30,)), (None, 10, ())]),
+    ],
+)
+def test_each_rank_takes_its_own_part_and_what_it_counts_for_others(num_ranks: int, expected: list[Any]) -> None:
+    inside, between = Snapshot(0, ("a", "b", "c"), (10, 20, 30)), Snapshot(0, ("a", "b", "c"))
+    assert inside.for_ranks(num_ranks) == expected
+    assert between.for_ranks(num_ranks) == [(own,) for own, *_ in expected]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -115,7 +115,7 @@ def test_optimizers_of_a_train_step_of_its_own_are_those_of_one_process(lab: TFT
     def restored(state: Any) -> Any:
         runner = TFRunner(RunnerSpec(operator_cls, {"batch_size": 4}, SEED, num_workers=2), World(0, 1))
         runner.setup()
-        runner.restore(state, ())
+        runner.restore(state, None)
         return runner.state()
 
     experiment = Experiment(operator_cls, {"batch_size": 4}, (("train", None), ("train", None)))
@@ -249,7 +249,7 @@ def test_a_pass_goes_on_elsewhere_in_the_same_order(lab: TFTrainer) -> None:
 
     def resumed(state: Any) -> Any:
         runner = new_runner(World(0, 1))
-        runner.restore(state, ())
+        runner.restore(state, None)
         runner.train_epoch(request(None))
         return [sample for batch in runner.operator.seen for sample in batch]
 
@@ -276,6 +276,41 @@ def test_a_survivor_goes_on_alone_where_the_group_stopped(lab: TFTrainer) -> Non
     assert obstacle is None
     assert rest == 8
     assert all(np.array_equal(a, b) for a, b in zip(first[0], second[0], strict=True))
+
+
+class Bookkeeper(Line):
+    """Keeps books of its own, in attributes that nobody registers."""
+
+    infos: ClassVar[list[dict[str, Any]]] = []
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        super().setup(config)
+        self.num_batches, self.losses, self.average = 0, [0.5], tf.Variable(0.0)
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        self.infos.append(batch_info)
+        self.num_batches += 1
+        self.losses.append(0.1)
+        self.average.assign_add(1.0)
+        return super().train_batch(batch, batch_info)
+
+
+def test_practice_is_marked_and_leaves_no_traces_in_what_the_operator_keeps_for_itself(lab: TFTrainer) -> None:
+    def practised() -> Any:
+        runner = TFRunner(RunnerSpec(Bookkeeper, {"batch_size": 2}, SEED, num_workers=2), World(0, 1))
+        runner.setup()
+        runner.prime()
+        operator: Any = runner.operator
+        marks = [info["warm_up"] for info in Bookkeeper.infos]
+        number_of_graphs = operator._train_function.experimental_get_tracing_count()
+        return marks, number_of_graphs, (operator.num_batches, operator.losses, float(operator.average))
+
+    for marks, number_of_graphs, books in lab.apply_all_workers(practised):
+        assert marks == [True, True]
+        assert number_of_graphs >= 1, "what it compiled is kept"
+        assert books == (0, [0.5], 0.0)
 
 
 def new_runner(world: World) -> TFRunner:

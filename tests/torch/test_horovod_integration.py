@@ -207,7 +207,7 @@ def test_a_stream_may_be_left_in_the_middle_and_begun_again(two: TorchTrainer) -
         runner.setup()
         for _ in range(12):
             runner.train_epoch(EpochRequest(1, {}, False, 0))
-            runner.restore(runner.state(), ())
+            runner.restore(runner.state(), None)
         return runner.train_epoch(EpochRequest(None, {}, False, 0)).num_steps
 
     assert two.apply_all_operators(restart) == [3, 3]

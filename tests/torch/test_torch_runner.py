@@ -299,10 +299,10 @@ def stateful_runner(**config: Any) -> TorchRunner:
     return runner
 
 
-def snapshot(runner: TorchRunner) -> tuple[Any, list[Any]]:
+def snapshot(runner: TorchRunner) -> tuple[Any, Any]:
     capture = runner.capture(None)
     state = capture.shared_state if capture.token is None else runner.fetch(capture.token)
-    return state, [capture.rank_state]
+    return state, capture.rank_state
 
 
 def test_the_state_has_its_keys_in_their_order() -> None:
@@ -324,11 +324,11 @@ def test_the_state_has_its_keys_in_their_order() -> None:
 def test_a_restored_replica_goes_on_exactly_as_the_first_one_did(shuffle: bool) -> None:
     first = stateful_runner(shuffle=shuffle, optimizer="adam")
     train(first, num_steps=8)
-    state, rank_states = snapshot(first)
+    state, own_state = snapshot(first)
     answers = [train(first, num_steps=9)]
     end = first.state()
     second = stateful_runner(shuffle=shuffle, optimizer="adam", seed=1)
-    second.restore(state, rank_states)
+    second.restore(state, own_state)
     answers.append(train(second, num_steps=9))
     assert equal(second.state(), end)
     assert values(answers[0]) == values(answers[1])
@@ -349,9 +349,9 @@ def test_a_snapshot_does_not_change_with_the_training_behind_it() -> None:
 def test_a_restored_replica_does_not_share_memory_with_the_snapshot() -> None:
     runner = make_runner(optimizer="adam")
     train(runner)
-    state, rank_states = snapshot(runner)
+    state, own_state = snapshot(runner)
     before = decode(state, copy=True)
-    runner.restore(state, rank_states)
+    runner.restore(state, own_state)
     train(runner)
     assert equal(decode(state, copy=True), before)
 
@@ -402,12 +402,12 @@ def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
 
 def test_a_snapshot_of_fewer_ranks_restores_random_state_where_it_has_one() -> None:
     runner = make_runner()
-    state, rank_states = snapshot(runner)
+    state, _ = snapshot(runner)
     other = TorchRunner(RunnerSpec(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
     other.setup()
     torch.manual_seed(123)
     before = torch.get_rng_state()
-    other.restore(state, rank_states)
+    other.restore(state, None)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -435,10 +435,10 @@ def broken_states(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], type
 def test_a_state_that_does_not_fit_changes_nothing(what: str) -> None:
     runner = make_runner(optimizer="adam")
     train(runner, num_steps=3)
-    before, rank_states = snapshot(runner)
+    before, own_state = snapshot(runner)
     broken, kind, message = broken_states(decode(before, copy=True))[what]
     with pytest.raises(kind, match=message):
-        runner.restore(StateEncoder().encode(broken), rank_states)
+        runner.restore(StateEncoder().encode(broken), own_state)
     assert equal(runner.state(), decode(before, copy=False))
     train(runner, num_steps=1)
     assert runner.operator.seen[-1] == [12, 13, 14, 15]  # type: ignore[attr-defined]
@@ -576,10 +576,10 @@ def test_a_state_of_apex_travels_also_under_its_old_name(apex: StrictAmp) -> Non
     }
     other = TorchRunner(RunnerSpec(LinearOperator, {}, precision="apex"), ALONE)
     other.setup()
-    other.restore(old, ())
+    other.restore(old, None)
     assert other.state()["amp_apex"] == old["amp"]
     plain = make_runner()
-    plain.restore(state, ())
+    plain.restore(state, None)
     assert "amp_apex" not in plain.state()
 
 
@@ -960,7 +960,7 @@ def test_another_process_goes_on_from_the_part_of_a_held_call(process_group: Non
     whole, first, second = survivor(), survivor(), survivor()
     expected = train(whole)
     part = held_after(first, num_steps).part
-    second.restore_inside(part.shared_state, [part.rank_state], [part.progress])
+    second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress])
     assert second.standing().progress == num_steps
     answer = resume(second)
     assert samples(second) == samples(whole)[2 * num_steps :]
@@ -987,7 +987,7 @@ def test_another_process_goes_on_from_a_snapshot_taken_inside_a_call(process_gro
     expected = train(first)
     part = first.part_of_snapshot(num_steps)
     assert part is not None
-    second.restore_inside(part.shared_state, [part.rank_state], [part.progress])
+    second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress])
     answer = resume(second)
     assert answer.num_steps == 5
     assert values(answer)["train_loss"] == pytest.approx(values(expected)["train_loss"])
@@ -999,7 +999,7 @@ def test_a_snapshot_taken_after_the_last_step_leaves_no_step_to_take_again(proce
     train(first)
     part = first.part_of_snapshot(5)
     assert part is not None
-    second.restore_inside(part.shared_state, [part.rank_state], [part.progress])
+    second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress])
     assert resume(second).num_steps == 5
     assert samples(second) == []
     assert second.epoch == first.epoch
@@ -1012,7 +1012,7 @@ def test_one_worker_goes_on_for_two_with_what_both_had_measured(process_group: N
     assert part is not None
     other = replace(part, shared_state=None)
     alone = make_runner(BreaksOff)
-    alone.restore_inside(part.shared_state, [part.rank_state] * 2, [part.progress, other.progress])
+    alone.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress, other.progress])
     answer = resume(alone)
     assert sorted(samples(alone)) == [16, 17, 18, 19]
     assert (values(answer)["num_samples"], values(answer)["batch_count"]) == (2 * 8 + 4, 5)
@@ -1033,7 +1033,7 @@ def test_a_worker_that_is_alone_takes_snapshots_inside_a_call_too() -> None:
     part = first.part_of_snapshot(4)
     assert part is not None
     second = make_runner()
-    second.restore_inside(part.shared_state, [part.rank_state], [part.progress])
+    second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress])
     assert resume(second).num_steps == 5
     assert samples(second) == [16, 17, 18, 19]
     assert equal(second.state()["models"], first.state()["models"])
