@@ -634,11 +634,11 @@ def test_what_is_frozen_by_now_travels_with_snapshots() -> None:
     layers, of_other = runner.operator.model, other.operator.model  # type: ignore[attr-defined]
     layers[0].requires_grad_(False)
     of_other[2].requires_grad_(False)
-    other.restore(decode(StateEncoder().encode(runner.state()), copy=True), ())
+    other.restore(decode(StateEncoder().encode(runner.state()), copy=True), None)
     assert [parameter.requires_grad for parameter in of_other.parameters()] == [False, False, True, True]
     files = {**runner.state(), RESUME: {}}
     fresh = make_runner(DropoutOperator)
-    fresh.restore(files, ())
+    fresh.restore(files, None)
     assert all(parameter.requires_grad for parameter in fresh.operator.model.parameters())  # type: ignore[attr-defined]
 
 
