@@ -21,6 +21,7 @@ UTILITIES = {
     "raysgd.exceptions",
     "raysgd._lazy",
     "raysgd._logging",
+    "raysgd._drawn_ahead",
     "raysgd._meters",
     "raysgd._optional",
     "raysgd._timers",

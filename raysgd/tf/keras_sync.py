@@ -14,12 +14,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from raysgd._drawn_ahead import DrawnAhead
 from raysgd.backends.group import Array
 from raysgd.backends.tensorflow import group_of
 from raysgd.engine.types import World
@@ -47,6 +48,37 @@ class Step:
     num_samples: int | None = None
     num_joint: int = 0
     weights: tuple[float, float] = (0.0, 0.0)
+    _drawn: DrawnAhead[tuple[int, int]] = field(default_factory=DrawnAhead)
+
+    def begin(self, batch: Any, num_samples: int, num_joint: int, weights: tuple[float, float]) -> None:
+        """Begins a batch, which is about to be handed out."""
+        self.num_samples, self.num_joint, self.weights = num_samples, num_joint, weights
+        self._drawn.note((num_samples, num_joint), batch)
+
+    def end(self) -> None:
+        """Says that no batch is out any more, if what was handed out was trained on."""
+        if not self._drawn:
+            self.num_samples = None
+
+    def forget(self) -> None:
+        """Ends a call: what user code does between two of them is no step over the data."""
+        self.num_samples, self._drawn = None, DrawnAhead()
+
+    def use(self) -> int | None:
+        """This rank's samples in the batch that is trained on.
+
+        Raises:
+            RuntimeError: Batches that count differently were drawn, and nobody knows which one it is.
+        """
+        waiting = self._drawn.use(lambda amounts: amounts == (self.num_samples, self.num_joint))
+        if waiting:
+            counts = ", ".join(str(own) for own, _ in waiting)
+            raise RuntimeError(
+                f"Batches were drawn ahead that have {counts} samples on this worker, so it is not known which one a "
+                "step is for. Draw one batch, train on it, then draw the next. To draw ahead, make all batches alike: "
+                "`drop_remainder=True`."
+            )
+        return self.num_samples
 
     def factor(self, divisor: float) -> float:
         """What the loss is to be multiplied by, as far as the batch says; where it does not, nothing is known."""
@@ -327,14 +359,13 @@ class Synchronizer:
 
     def _compare(self, is_test: bool, count: Array, divisor: Array) -> np.float64:
         """Runs whenever the graph does. What a rank without samples computes does not count."""
-        validation = self.validation_step
-        if validation.num_samples is not None:
-            return np.float64(validation.factor(float(divisor)))
-        num_samples = self.num_samples_of(int(count))
         if is_test and not self.evaluates_together:
             return _ONE
-        joint = np.array([num_samples, max(0.0, float(divisor)) if num_samples else 0.0])
         try:
+            if self.validation_step.use() is not None:
+                return np.float64(self.validation_step.factor(float(divisor)))
+            num_samples = self.num_samples_of(int(count))
+            joint = np.array([num_samples, max(0.0, float(divisor)) if num_samples else 0.0])
             self.group.add_up(joint)
         except BaseException as error:
             self.note(error)
@@ -345,7 +376,7 @@ class Synchronizer:
 
     def num_samples_of(self, counted: int) -> float:
         """What our own loop knows, or else what was counted in the batch; 1 where nobody knows: a plain mean."""
-        known = self.step.num_samples
+        known = self.step.use()
         if known is not None:
             return known
         return counted if counted >= 0 else 1

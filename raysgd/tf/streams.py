@@ -307,8 +307,7 @@ class BatchStream:
         assert item is not None
         assert self._live is not None
         self._coming = next(self._live, None)
-        self._step.num_samples, self._step.num_joint = item.num_samples, item.num_joint
-        self._step.weights = item.weights
+        self._step.begin(item.batch, item.num_samples, item.num_joint, item.weights)
         self.num_steps_taken += 1
         self.consumed += item.num_joint
         self._is_open = True
@@ -319,6 +318,6 @@ class BatchStream:
         finally:
             if redo is not None:
                 redo()
-            self._step.num_samples = None
+            self._step.end()
         if self.at_boundary is not None:
             self.at_boundary()

@@ -408,8 +408,11 @@ class TFRunner(ClassRunner):
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         synchronizer = self._synchronizer
         with synchronizer.surfacing_errors(), synchronizer.measuring(), self._scaling_losses():
-            yield
-            self._synchronizer.merge_statistics(self.operator._models)
+            try:
+                yield
+            finally:
+                synchronizer.step.forget()
+            synchronizer.merge_statistics(self.operator._models)
 
     def _scaling_losses(self) -> AbstractContextManager[None]:
         """For loops of operators; a `fit` does it in its steps, between which users may evaluate by themselves."""
@@ -451,6 +454,7 @@ class TFRunner(ClassRunner):
                     )
             finally:
                 self._running = None
+                self._synchronizer.validation_step.forget()
         return self._answer(returned, {}, request.profile, stream.num_steps_taken - began_at)
 
     def _open_validation(self, request: EpochRequest) -> BatchStream:

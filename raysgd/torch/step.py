@@ -16,12 +16,12 @@ count differently: nobody can tell which of them a loss was computed from.
 
 from __future__ import annotations
 
-import gc
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+
+from raysgd._drawn_ahead import DrawnAhead
 
 
 def accept() -> None:
@@ -56,24 +56,6 @@ class _Terms:
         kinds = [(terms.is_boundary, terms.num_samples == 0) for terms in (self, other)]
         amounts = [(terms.weight, terms.total) for terms in (self, other)]
         return kinds[0] == kinds[1] and (not by_samples or amounts[0] == amounts[1])
-
-
-class _HandedOut:
-    """A batch that no backward pass has followed yet."""
-
-    def __init__(self, terms: _Terms, batch: Any) -> None:
-        self.terms = terms
-        self._parts = [part for part in map(_weak, _parts_of(batch)) if part is not None]
-        self._identities = [id(part()) for part in self._parts]
-
-    @property
-    def is_alive(self) -> bool:
-        """Whether user code can still train on it, or on a part of it."""
-        return any(part() is not None for part in self._parts)
-
-    def is_same_as(self, other: _HandedOut) -> bool:
-        """Whether both are one object, which a rank without another batch is given again."""
-        return self.is_alive and self._identities == other._identities
 
 
 @dataclass
@@ -145,8 +127,7 @@ class Step:
         self._usual: dict[int, float] = {}  # likewise: how much a batch of all ranks weighed last
         self._empty: set[int] = set()  # likewise: those for which nothing counted
         self._index = self._num_batches = 0
-        self._handed_out: list[_HandedOut] = []
-        self._is_batch_missing = False
+        self._drawn: DrawnAhead[_Terms] = DrawnAhead()
         self._doubtful: list[_Terms] = []
         self._terms = self._terms_before = _Terms()
         self._take(_Terms())
@@ -178,16 +159,16 @@ class Step:
         self._is_confirmed = False
         self._empty.clear()
         self._take(_Terms(weight, num_samples, total if self.window > 1 else None, is_boundary))
-        self._note_handed_out(_HandedOut(self._terms, batch))
+        self._drawn.note(self._terms, batch)
         if self.window > 1:
             self.defer(not is_boundary)
 
     def end_stream(self) -> None:
         """Says that no batch follows; what user code does from here on is by itself, if it has used all of them."""
         last_two = [self._terms_before, self._terms]
-        if self._is_batch_missing and not last_two[0].are_alike(last_two[1], by_samples=True):
+        if self._drawn.is_batch_missing and not last_two[0].are_alike(last_two[1], by_samples=True):
             self._doubtful = last_two
-        if not self._handed_out:
+        if not self._drawn:
             self._take(_Terms())
 
     def _take(self, terms: _Terms) -> None:
@@ -208,26 +189,6 @@ class Step:
 
     # ---------------------------------------------------------------------------------------- drawn ahead
 
-    def _note_handed_out(self, batch: _HandedOut) -> None:
-        self._let_go()
-        if self._handed_out and self._handed_out[-1].is_same_as(batch):
-            self._handed_out.pop()
-        self._handed_out.append(batch)
-
-    def _let_go(self) -> None:
-        """Leaves the batches that a loss may come from: the last one, and those before it that user code still holds.
-
-        A batch that was skipped is let go of, so it is not one of them, and neither is any before it. One that was
-        copied is let go of, too; in that case there are more backward passes at the end than batches.
-        """
-        waiting = self._handed_out
-        first = len(waiting) - 1
-        while first > 0 and waiting[first - 1].is_alive:
-            first -= 1
-        if first > 0:
-            self._is_batch_missing = True
-            del waiting[:first]
-
     def use(self, by_samples: bool = True) -> None:
         """Says that a backward pass follows.
 
@@ -237,20 +198,10 @@ class Step:
         Raises:
             RuntimeError: Batches that count differently were drawn, and nobody knows which one the loss is of.
         """
-        if self._doubtful and by_samples:
-            raise RuntimeError(_drawn_ahead(self._doubtful, self.window))
-        if len(self._handed_out) > 1:
-            self._let_go()
-            if not self._are_alike(by_samples):
-                gc.collect()  # what only a cycle of references holds is not held
-                self._let_go()
-            if not self._are_alike(by_samples):
-                raise RuntimeError(_drawn_ahead([each.terms for each in self._handed_out], self.window))
-        if len(self._handed_out) == 1:
-            self._handed_out = []
-
-    def _are_alike(self, by_samples: bool) -> bool:
-        return all(each.terms.are_alike(self._terms, by_samples) for each in self._handed_out)
+        waiting = self._doubtful if by_samples else []
+        waiting = waiting or self._drawn.use(lambda terms: terms.are_alike(self._terms, by_samples))
+        if waiting:
+            raise RuntimeError(_drawn_ahead(waiting, self.window))
 
     # ---------------------------------------------------------------------------------------- gradients
 
@@ -407,22 +358,6 @@ class Step:
             return 1.0
         self.use()
         return self.weight
-
-
-def _parts_of(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if not isinstance(batch, list | tuple):
-        yield batch
-        return
-    for part in batch:
-        yield from _parts_of(part)
-
-
-def _weak(part: Any) -> weakref.ref[Any] | None:
-    with suppress(TypeError):
-        return weakref.ref(part)
-    return None
 
 
 def _drawn_ahead(waiting: Iterable[_Terms], window: int) -> str:
