@@ -24,7 +24,7 @@ from raysgd._drawn_ahead import DrawnAhead
 from raysgd.backends.group import Array
 from raysgd.backends.tensorflow import group_of
 from raysgd.engine.types import World
-from raysgd.exceptions import IncompatibleModelError
+from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
 from raysgd.tf import losses, registry
 from raysgd.tf.datasets import num_samples
 from raysgd.tf.exchange import Layout
@@ -111,6 +111,7 @@ class Synchronizer:
         num_exchanges: Exchanges of gradients that were completed.
         num_exchanges_per_step: How many a step of a model that is watched has.
         own_s: Seconds of the training call that were not spent in exchanges, up to the last one.
+        registered: Says which models the optimizers may train; nothing is refused where it is None.
         watches: Whether it does anything at all; models of a replica that stays alone are left as they are.
     """
 
@@ -124,6 +125,7 @@ class Synchronizer:
         self.own_s = 0.0
         self._left_at: float | None = None  # when the last exchange of the call was over
         self._num_samples = 0.0  # of this rank, in all exchanges
+        self.registered: Callable[[], Sequence[Any]] | None = None
         self.watches = world.is_distributed or watches
         self._counted: Any = None  # samples in the batch of a Keras loop, a tensor of the graph that is being traced
         self._exchanges: list[_Applied | _Compared] = []  # of the step that is being traced
@@ -187,6 +189,38 @@ class Synchronizer:
         wrapped._is_of_raysgd = True
         setattr(optimizer, name, wrapped)  # of the instance: its class, which a saved model names, stays as it is
 
+    def require_watched(self, optimizer: Any) -> None:
+        """Refuses an optimizer that would step with this rank's gradients alone.
+
+        Raises:
+            InvalidRegistrationError: It was not registered.
+        """
+        name = "apply" if hasattr(optimizer, "apply") else "apply_gradients"
+        if self.watches and not getattr(vars(optimizer).get(name), "_is_of_raysgd", False):
+            self._refuse(
+                f"`self.optimizer` is a `{type(optimizer).__name__}` that was not registered, so each worker would "
+                "train a model of its own. Call `register` with it, also when you replace an optimizer later, and use "
+                "what it returns."
+            )
+
+    def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
+        """Refuses to train what no registered model has: nobody saves it, or hands it to a worker that steps in."""
+        if self.group.size == 1 or self.registered is None:
+            return
+        strangers = registry.variables_outside(self.registered(), variables)
+        if strangers:
+            self._refuse(
+                f"`{type(optimizer).__name__}` trains variables of no registered model: {', '.join(strangers)}. They "
+                "would be neither saved nor given to workers that step in. Make them with `add_weight` of a layer, and "
+                "register the layer too: `register(models=[model, layer], ...)`."
+            )
+
+    def _refuse(self, message: str) -> None:
+        """Raises, and remembers what: of an error in a step that is traced, TensorFlow makes something of its own."""
+        error = InvalidRegistrationError(message)
+        self.note(error)
+        raise error
+
     def average(self, gradients: Sequence[Any]) -> list[Any]:
         """The mean of the ranks' gradients by samples; None stays None. For optimizers that are not watched."""
         return self._of_user.average(gradients) if self.watches else list(gradients)
@@ -201,6 +235,7 @@ class Synchronizer:
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
             with tf.init_scope():  # what is made in a branch of a graph would stay without a value
                 registry.build_optimizer(optimizer, variables)
+            self._refuse_strangers(optimizer, variables)
             self._note_exchange(_Applied(optimizer, variables, gradients))
             averaged = averager.average(gradients)
             with _after(averaged):
@@ -214,6 +249,7 @@ class Synchronizer:
         def apply_gradients(grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
             pairs = list(grads_and_vars)
             gradients, variables = [gradient for gradient, _ in pairs], [variable for _, variable in pairs]
+            self._refuse_strangers(optimizer, variables)
             self._note_exchange(_Applied(optimizer, variables, gradients))
             averaged = averager.average(gradients)
             with _after(averaged):
@@ -376,7 +412,7 @@ class Synchronizer:
 
     def num_samples_of(self, counted: int) -> float:
         """What our own loop knows, or else what was counted in the batch; 1 where nobody knows: a plain mean."""
-        known = self.step.use()
+        known = self.step.use() if self.group.size > 1 else self.step.num_samples
         if known is not None:
             return known
         return counted if counted >= 0 else 1

@@ -177,6 +177,12 @@ def take_weights_in(model: Any) -> None:
             finalize()
 
 
+def variables_outside(models: Sequence[Any], variables: Iterable[Any]) -> list[str]:
+    """The names of those variables that no model has."""
+    known = {id(variable) for model in models for variable in model.variables}
+    return [str(getattr(one, "path", None) or one.name) for one in variables if id(one) not in known]
+
+
 def variables_of_optimizer(optimizer: Any) -> list[Any]:
     """The state of an optimizer: counters, slots, and those of the optimizer inside a loss scale."""
     variables = optimizer.variables

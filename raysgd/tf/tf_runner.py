@@ -131,6 +131,7 @@ class TFRunner(ClassRunner):
         if makes_fit:
             self._fit = FitStream(self._passes_of("train_dataset", self.operator.train_dataset), self._synchronizer)
             self._operator._fit = self._fit
+        self._synchronizer.registered = lambda: self.operator._models
         self._check_batches()
         self._build()
         self._synchronizer.share_first(self._weights())
@@ -388,6 +389,7 @@ class TFRunner(ClassRunner):
         if self._fit is not None:
             self._fit.end()  # one that an exception in user code broke off is not gone on with
         self._synchronizer.forget_call()
+        self.operator._forget_stale_steps()
         return super().train_epoch(request)
 
     def _can_resume(self, stream: Any) -> bool:

@@ -99,6 +99,7 @@ class TrainingOperator:
         self._meters_to_fill: AverageMeterCollection | None = None
         self._train_function: Any = None
         self._test_function: Any = None
+        self._trained: tuple[int, tuple[int, ...]] | None = None  # by what optimizer, and what
         self.world_size = context.world.size
         self.timers = TimerCollection()
         self.global_step = 0
@@ -133,6 +134,7 @@ class TrainingOperator:
             `batch_count`, `num_samples`, for each metric of `train_batch` its mean and `last_<metric>`, and
             `train_<name>` for each registered Keras metric.
         """
+        self._forget_stale_steps()  # also of what a method around this one has changed
         info = {**self._own_info(num_steps, epoch_idx), **(info or {})}
         meters, self._meters_to_fill = self._meters_to_fill or AverageMeterCollection(), None
         if not meters.num_batches:
@@ -194,8 +196,10 @@ class TrainingOperator:
 
     def optimizer_step(self, gradients: Sequence[Any]) -> None:
         """Steps the optimizer, which takes the mean of the gradients of all workers by samples first."""
+        optimizer = self._require("optimizer")
+        self._context.synchronizer.require_watched(optimizer)
         variables = self._require("model").trainable_variables
-        self._require("optimizer").apply_gradients(zip(gradients, variables, strict=True))
+        optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     def update_metrics(self, target: Any, output: Any, sample_weight: Any = None) -> None:
         """Tells every registered Keras metric about a batch."""
@@ -413,6 +417,14 @@ class TrainingOperator:
         import tensorflow as tf
 
         return method if self.run_eagerly else tf.function(method, reduce_retracing=True)
+
+    def _forget_stale_steps(self) -> None:
+        """Lets the steps be traced anew if other variables are to be trained, or by another optimizer, than before."""
+        trained = [id(variable) for model in self._models if model.built for variable in model.trainable_variables]
+        kind = (id(getattr(self, "optimizer", None)), tuple(trained))
+        if kind != self._trained and self._trained is not None:
+            self._train_function = self._test_function = None
+        self._trained = kind
 
     def _num_samples(self, batch: Any) -> int:
         from raysgd.tf.datasets import num_samples

@@ -128,3 +128,42 @@ class Line(TrainingOperator):
         )
         train, test = make_data(config)
         self.register_data(train_dataset=train, validation_dataset=test, sharding=config.get("sharding", "worker"))
+
+
+class Unfreezes(Line):
+    """Trains the first layer from the second pass on, with another optimizer, which it may register."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.model.layers[0].trainable = False
+
+    def train_epoch(self, iterator: Any, info: Any = None, num_steps: Any = None, epoch_idx: int = 0) -> dict[str, Any]:
+        if epoch_idx == 1:
+            self.model.layers[0].trainable = True
+            self.optimizer = make_optimizer(self.config)
+            if self.config["registers"]:
+                _, self.optimizer = self.register(models=self.model, optimizers=self.optimizer)
+        return super().train_epoch(iterator, info, num_steps, epoch_idx)
+
+
+class TrainsMore(Line):
+    """Trains a layer that it does not register."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        super().setup(config)
+        layer = tf.keras.layers.Dense(1)
+        layer.build([None, 1])
+        self.optimizer = self.register(models=[self.model, self.model], optimizers=make_optimizer(config))[1]
+        self.more = layer
+
+    def train_step(self, batch: Any) -> dict[str, Any]:
+        import tensorflow as tf
+
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.more(self.model(x)) - y) ** 2)
+        variables = [*self.model.trainable_variables, *self.more.trainable_variables]
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return {"train_loss": loss}

@@ -10,10 +10,12 @@ import tensorflow as tf
 
 from raysgd.engine.epochs import EpochRequest
 from raysgd.engine.types import Handover, World
+from raysgd.exceptions import InvalidRegistrationError
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.datasets import packed
 from raysgd.tf.tf_runner import RunnerSpec, TFRunner
+from raysgd.tf.training_operator import OperatorContext
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, run_alone, run_together
 from tests.tf.loss_models import (
     Weighted,
@@ -23,7 +25,15 @@ from tests.tf.loss_models import (
     make_model_of_losses,
     make_model_that_reports,
 )
-from tests.tf.models import Line, make_data, make_model, make_model_with_a_step_of_its_own, samples
+from tests.tf.models import (
+    Line,
+    TrainsMore,
+    Unfreezes,
+    make_data,
+    make_model,
+    make_model_with_a_step_of_its_own,
+    samples,
+)
 
 pytestmark = pytest.mark.integration
 
@@ -106,6 +116,26 @@ def test_fit_validates_over_all_workers_what_it_is_given(lab: TFTrainer, kind: s
     alone, together = both(lab, make_operator(make_model, make_data), config)
     assert_same(alone, together)
     assert alone.results[0]["train_val_hits"] > 1
+
+
+def test_layers_that_are_trained_later_are_those_of_one_process(lab: TFTrainer) -> None:
+    alone, together = both(lab, Unfreezes, {"registers": True})
+    assert_same(alone, together)
+    first = lab.apply_all_workers(lambda: Line({"batch_size": 4}, OperatorContext(World(0, 1))).model.get_weights())[0]
+    assert np.abs(together.state[0]["models"][0][0] - first[0]).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "message"),
+    [
+        (Unfreezes, "`self.optimizer` is a `SGD` that was not registered"),
+        (TrainsMore, r"trains variables of no registered"),
+    ],
+)
+def test_what_would_come_apart_is_refused(lab: TFTrainer, operator_cls: type[TrainingOperator], message: str) -> None:
+    config = {"batch_size": 4, "registers": False}
+    with pytest.raises(InvalidRegistrationError, match=message):
+        run_together(lab, Experiment(operator_cls, config, CALLS[:2]))
 
 
 def test_optimizers_of_a_train_step_of_its_own_are_those_of_one_process(lab: TFTrainer) -> None:
