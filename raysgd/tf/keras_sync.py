@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._drawn_ahead import DrawnAhead
+from raysgd._meters import as_weight
 from raysgd.backends.group import Array
 from raysgd.backends.tensorflow import group_of
 from raysgd.engine.types import World
@@ -80,12 +81,12 @@ class Step:
             )
         return self.num_samples
 
-    def factor(self, divisor: float) -> float:
+    def factor(self, divisor: float | None) -> float:
         """What the loss is to be multiplied by, as far as the batch says; where it does not, nothing is known."""
         own, joint = self.weights
         if not self.num_samples or not self.num_joint:
             return 1.0
-        if divisor == losses.SUM:
+        if divisor is None:
             return self.num_joint / self.num_samples
         return divisor / joint * self.num_joint / self.num_samples if joint and np.isclose(divisor, own) else 1.0
 
@@ -375,14 +376,21 @@ class Synchronizer:
         """Inside, losses that are no means over the samples are scaled, see `losses`; with what all ranks have."""
         return losses.scaled(self._factor) if self.watches else nullcontext()
 
-    def _factor(self, divisor: Any) -> Any:
-        self._note_exchange(_Compared(self))
-        return self._compared(divisor)
-
-    def _compared(self, divisor: Any) -> Any:
+    def weighted(self, loss: Any, weight: Any) -> Any:
+        """A loss that is the mean over so much, so scaled that it counts by that over all ranks."""
         import tensorflow as tf
 
-        compare = partial(self._compare, self._is_test)
+        return loss * tf.cast(self._factor(weight), loss.dtype) if self.watches else loss
+
+    def _factor(self, divisor: Any) -> Any:
+        is_sum = divisor is losses.SUM
+        self._note_exchange(_Compared(self, is_sum))
+        return self._compared(is_sum, 0.0 if is_sum else divisor)
+
+    def _compared(self, is_sum: bool, divisor: Any) -> Any:
+        import tensorflow as tf
+
+        compare = partial(self._compare, self._is_test, is_sum)
         own = tf.stop_gradient(tf.cast(divisor, tf.float64))
         factor = tf.numpy_function(compare, [self._count_or_unknown(), own], tf.float64)
         factor.set_shape([])
@@ -393,22 +401,27 @@ class Synchronizer:
 
         return tf.constant(-1, tf.int64) if self._counted is None else tf.cast(self._counted, tf.int64)
 
-    def _compare(self, is_test: bool, count: Array, divisor: Array) -> np.float64:
+    def _compare(self, is_test: bool, is_sum: bool, count: Array, divisor: Array) -> np.float64:
         """Runs whenever the graph does. What a rank without samples computes does not count."""
         if is_test and not self.evaluates_together:
             return _ONE
         try:
+            own = None if is_sum else as_weight("weight", float(divisor))
             if self.validation_step.use() is not None:
-                return np.float64(self.validation_step.factor(float(divisor)))
-            num_samples = self.num_samples_of(int(count))
-            joint = np.array([num_samples, max(0.0, float(divisor)) if num_samples else 0.0])
-            self.group.add_up(joint)
+                return np.float64(self.validation_step.factor(own))
+            return np.float64(self._factor_over_ranks(self.num_samples_of(int(count)), own))
         except BaseException as error:
             self.note(error)
             raise
-        share = num_samples / joint[0] if joint[0] else 0.0
-        part = 1.0 if divisor == losses.SUM else float(divisor) / joint[1] if joint[1] else share
-        return np.float64(part / share if share else 0.0)
+
+    def _factor_over_ranks(self, num_samples: float, divisor: float | None) -> float:
+        own = np.array([num_samples, divisor or 0.0]) if num_samples else np.zeros(2)
+        joint = own.copy()
+        self.group.add_up(joint)
+        if not num_samples:
+            return 0.0
+        part = 1.0 if divisor is None else divisor / joint[1] if joint[1] else 0.0
+        return float(part * joint[0] / num_samples)
 
     def num_samples_of(self, counted: int) -> float:
         """What our own loop knows, or else what was counted in the batch; 1 where nobody knows: a plain mean."""
@@ -564,12 +577,12 @@ class Synchronizer:
 class _Compared:
     """An exchange of what the ranks' losses were divided by."""
 
-    def __init__(self, synchronizer: Synchronizer) -> None:
-        self._synchronizer = synchronizer
+    def __init__(self, synchronizer: Synchronizer, is_sum: bool) -> None:
+        self._synchronizer, self._is_sum = synchronizer, is_sum
 
     def repeat_with_zeros(self) -> None:
         """Takes part in it."""
-        self._synchronizer._compared(0.0)
+        self._synchronizer._compared(self._is_sum, 0.0)
 
 
 class _Applied:

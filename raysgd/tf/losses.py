@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
-SUM = -1.0
+SUM = "sum"
 """Instead of what a loss was divided by: nothing."""
 
 Factor = Callable[[Any], Any]

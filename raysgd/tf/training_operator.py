@@ -26,7 +26,7 @@ from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
 from raysgd.tf import registry
 from raysgd.tf.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.keras_sync import Synchronizer, variables_of
-from raysgd.utils import IS_PADDING, NUM_SAMPLES
+from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 
 NUM_STEPS = "__num_steps__"
 
@@ -175,15 +175,19 @@ class TrainingOperator:
         model, optimizer = self._require("model"), self._require("optimizer")
         features, target, sample_weight = unpack(batch)
         with tf.GradientTape() as tape:
-            output, loss = self.forward(features, target, sample_weight, training=True)
-            scaled = _scaled(optimizer, loss)
+            output, loss, weight = _three(self.forward(features, target, sample_weight, training=True))
+            scaled = _scaled(optimizer, loss if weight is None else self.weighted_loss(loss, weight))
         gradients = _unscaled(optimizer, tape.gradient(scaled, model.trainable_variables))
         self.optimizer_step(gradients)
         self.update_metrics(target, output, sample_weight)
-        return {"train_loss": loss}
+        return {"train_loss": loss, **_as_metric(weight)}
 
-    def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, Any]:
-        """Returns the output of the model and the loss, the mean over the samples. For training and validation."""
+    def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, ...]:
+        """Returns the output of the model and the loss, the mean over the samples. For training and validation.
+
+        Where the loss is the mean over something else, such as tokens, return how much that is as a third thing:
+        gradients and metrics are then averaged by it over all workers.
+        """
         import tensorflow as tf
 
         model = self._require("model")
@@ -230,9 +234,9 @@ class TrainingOperator:
     def test_step(self, batch: Any) -> dict[str, Any]:
         """The evaluation of a batch, as a graph. Returns metrics as tensors."""
         features, target, sample_weight = unpack(batch)
-        output, loss = self.forward(features, target, sample_weight, training=False)
+        output, loss, weight = _three(self.forward(features, target, sample_weight, training=False))
         self.update_metrics(target, output, sample_weight)
-        return {"val_loss": loss, "val_accuracy": _accuracy(output, target)}
+        return {"val_loss": loss, "val_accuracy": _accuracy(output, target), **_as_metric(weight)}
 
     def state_dict(self) -> Any:
         """State of your own for checkpoints and recovery; what is registered is taken care of."""
@@ -330,6 +334,13 @@ class TrainingOperator:
     def average_gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """The mean of all workers' gradients by samples, for optimizers that are not registered."""
         return self._context.synchronizer.average(gradients)
+
+    def weighted_loss(self, loss: Any, weight: Any) -> Any:
+        """A loss that is the mean over so many tokens, say, made ready for its gradient; all workers have to call it.
+
+        For a `train_step` of your own, which reports `loss` itself and the weight under `raysgd.utils.BATCH_WEIGHT`.
+        """
+        return self._context.synchronizer.weighted(loss, weight)
 
     # ------------------------------------------------------------------------------------------------ to read
 
@@ -459,6 +470,15 @@ def unpack(batch: Any) -> tuple[Any, Any, Any]:
         return batch, None, None
     features, target, sample_weight = (*batch, None, None)[:3]
     return features, target, sample_weight
+
+
+def _three(returned: Sequence[Any]) -> Sequence[Any]:
+    """Output, loss and weight; None for a weight that was not given."""
+    return returned if len(returned) == 3 else [*returned, None]
+
+
+def _as_metric(weight: Any) -> dict[str, Any]:
+    return {} if weight is None else {BATCH_WEIGHT: weight}
 
 
 def _number(value: Any) -> Any:

@@ -152,3 +152,36 @@ class Weighted(TrainingOperator):
 
         errors = (y_true - y_pred)[:, 0] ** 2
         return tf.nn.compute_average_loss(errors, sample_weight, global_batch_size=self.config["batch_size"])
+
+
+class Tokens(TrainingOperator):
+    """A loss over the steps of sequences of different lengths, one of which is empty; says how many there were."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        keras = tf.keras
+        keras.utils.set_random_seed(7)
+        layers = [keras.layers.Input([NUM_STEPS_OF_SEQUENCE]), keras.layers.Embedding(7, 4), keras.layers.Dense(7)]
+        self.model, self.optimizer = self.register(
+            models=keras.Sequential(layers), optimizers=keras.optimizers.SGD(0.5, momentum=0.5)
+        )
+        train, test = make_masked_data(config)
+        self.register_data(train_dataset=train, validation_dataset=test, sharding="global")
+
+    def forward(self, features: Any, target: Any, sample_weight: Any = None, training: bool = False) -> tuple[Any, ...]:
+        import tensorflow as tf
+
+        output = self.model(features, training=training)
+        counts = tf.cast(target > 0, tf.float32)
+        errors = tf.keras.losses.sparse_categorical_crossentropy(target, output, from_logits=True)
+        weight = tf.reduce_sum(counts)
+        return (
+            output,
+            tf.math.divide_no_nan(tf.reduce_sum(errors * counts), weight),
+            weight * self.config.get("sign", 1),
+        )
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        metrics = super().validate_batch(batch, batch_info)
+        return {name: value for name, value in metrics.items() if name != "val_accuracy"}  # which counts padding, too

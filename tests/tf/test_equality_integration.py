@@ -18,6 +18,7 @@ from raysgd.tf.tf_runner import RunnerSpec, TFRunner
 from raysgd.tf.training_operator import OperatorContext
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, run_alone, run_together
 from tests.tf.loss_models import (
+    Tokens,
     Weighted,
     make_data_of_losses,
     make_masked_data,
@@ -116,6 +117,12 @@ def test_fit_validates_over_all_workers_what_it_is_given(lab: TFTrainer, kind: s
     alone, together = both(lab, make_operator(make_model, make_data), config)
     assert_same(alone, together)
     assert alone.results[0]["train_val_hits"] > 1
+
+
+def test_an_operator_may_say_how_much_a_batch_counts(lab: TFTrainer) -> None:
+    assert_same(*both(lab, Tokens, {}))
+    with pytest.raises(ValueError, match="need a number from 0 on, by which the batch counts"):
+        run_together(lab, Experiment(Tokens, {"batch_size": 4, "sign": -1}))
 
 
 def test_layers_that_are_trained_later_are_those_of_one_process(lab: TFTrainer) -> None:
