@@ -50,20 +50,28 @@ class Step:
     num_joint: int = 0
     weights: tuple[float, float] = (0.0, 0.0)
     _drawn: DrawnAhead[tuple[int, int]] = field(default_factory=DrawnAhead)
+    _last_two: list[tuple[int, int]] = field(default_factory=list)
+    _doubtful: list[tuple[int, int]] = field(default_factory=list)
 
     def begin(self, batch: Any, num_samples: int, num_joint: int, weights: tuple[float, float]) -> None:
         """Begins a batch, which is about to be handed out."""
         self.num_samples, self.num_joint, self.weights = num_samples, num_joint, weights
         self._drawn.note((num_samples, num_joint), batch)
+        self._last_two = [*self._last_two[-1:], (num_samples, num_joint)]
 
     def end(self) -> None:
         """Says that no batch is out any more, if what was handed out was trained on."""
         if not self._drawn:
             self.num_samples = None
 
+    def end_stream(self) -> None:
+        """Says that no batch follows: who trains on one now has copied what was drawn ahead."""
+        if self._drawn.is_batch_missing and len(set(self._last_two)) > 1:
+            self._doubtful = self._last_two
+
     def forget(self) -> None:
         """Ends a call: what user code does between two of them is no step over the data."""
-        self.num_samples, self._drawn = None, DrawnAhead()
+        self.num_samples, self._drawn, self._last_two, self._doubtful = None, DrawnAhead(), [], []
 
     def use(self) -> int | None:
         """This rank's samples in the batch that is trained on.
@@ -71,7 +79,7 @@ class Step:
         Raises:
             RuntimeError: Batches that count differently were drawn, and nobody knows which one it is.
         """
-        waiting = self._drawn.use(lambda amounts: amounts == (self.num_samples, self.num_joint))
+        waiting = self._doubtful or self._drawn.use(lambda amounts: amounts == (self.num_samples, self.num_joint))
         if waiting:
             counts = ", ".join(str(own) for own, _ in waiting)
             raise RuntimeError(

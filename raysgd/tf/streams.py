@@ -281,6 +281,10 @@ class BatchStream:
 
         An empty source ends the iteration.
         """
+        yield from self._batches(num_steps)
+        self._step.end_stream()
+
+    def _batches(self, num_steps: int | None) -> Iterator[Any]:
         produced = 0
         while num_steps is None or produced < num_steps:
             if self._coming is None:

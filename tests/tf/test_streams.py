@@ -201,6 +201,16 @@ def test_batches_drawn_ahead_must_be_alike(num_ahead: int) -> None:
     assert step.use() is None, "what is done by hand afterwards belongs to no batch"
 
 
+def test_copies_of_batches_drawn_ahead_must_be_alike_too() -> None:
+    import tensorflow as tf
+
+    stream, step = tensors(4, 4, 1)
+    copies = [tf.nest.map_structure(tf.identity, batch) for batch in stream.take(None)]
+    assert len(copies) == 3
+    with pytest.raises(RuntimeError, match="have 4, 1 samples"):
+        step.use()
+
+
 class Votes:
     """An agreement with another rank that has so many batches."""
 
