@@ -183,7 +183,7 @@ def test_a_step_is_for_the_batch_that_was_drawn_and_not_for_one_that_was_skipped
             used += [step.use(), step.use()]  # two optimizers
             kept.append(batch)
     assert used == [4, 4, 4, 4, 2, 2]
-    assert step.use() is None
+    assert step.num_samples is None
 
 
 @pytest.mark.parametrize("num_ahead", [1, 3])
