@@ -84,8 +84,14 @@ def _said(fault: WorkerFault) -> str:
 
 
 def listed(ranks: Collection[int]) -> str:
-    """Ranks in order, for sentences."""
-    return ", ".join(map(str, sorted(ranks)))
+    """Ranks in order, for sentences; four or more in a row as a range."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs)
 
 
 def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:

@@ -69,7 +69,7 @@ class Newcomers:
         for worker, silent_s in heard.silent:
             self._judge(worker, silent_s)
         if self._now() >= self._next_round:
-            self._next_round = self._now() + self._pulse.round_s
+            self._next_round = self._now() + self._pulse.round_s(len(self._workers))
             self._ask(self._workers)
 
     def _judge(self, worker: RemoteWorker, silent_s: float) -> None:

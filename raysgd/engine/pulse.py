@@ -12,6 +12,8 @@ KeyT = TypeVar("KeyT")
 
 _ROUND_S = 1.0
 _ROUNDS_PER_HEARTBEAT = 5
+_QUESTION_S = 0.00036  # of the driver's time, for one question and its answer
+_SHARE = 0.05  # of the driver's time that questions may take
 _LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and heard nothing
 
 
@@ -39,9 +41,12 @@ class Pulse(Generic[KeyT]):
 
     def __init__(self, heartbeat_s: float, hear: Callable[[KeyT, Any], Outcome], now: Callable[[], float]) -> None:
         self._heartbeat_s, self._hear, self._now = heartbeat_s, hear, now
-        self.round_s = min(_ROUND_S, heartbeat_s / _ROUNDS_PER_HEARTBEAT)
         self._asked: dict[KeyT, tuple[Any, float]] = {}
         self._left_at = now()
+
+    def round_s(self, num_keys: int, wanted_s: float = _ROUND_S) -> float:
+        """Time from one round of questions to the next: as wanted, longer for many workers, but still often enough."""
+        return min(max(wanted_s, num_keys * _QUESTION_S / _SHARE), self._heartbeat_s / _ROUNDS_PER_HEARTBEAT)
 
     def ask(self, keys: Iterable[KeyT], submit: Callable[[KeyT], Any]) -> None:
         """Asks all who do not owe an answer already."""

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raysgd import _logging
+from raysgd.engine.failures import listed
 from raysgd.engine.pulse import Pulse
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Beat, Outcome
@@ -28,6 +29,7 @@ _FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast, or wo
 _NODES_S = 2.0
 _HOLD_AHEAD_S = 0.05
 _MIN_MARGIN = 2
+_MOST_STACKS = 8
 
 
 class Watch:
@@ -56,7 +58,7 @@ class Watch:
         self._take_inside = take_inside
         self._at_round = at_round
         self._pulse: Pulse[int] = Pulse(life.spec.heartbeat_s, self._hear_rank, life.now)
-        self._round_s = self._pulse.round_s
+        self._round_s = self._pulse.round_s(self._num_asked)
         now = life.now()
         self._next_round = now + min(_FIRST_ROUND_S, self._round_s)
         self._next_nodes = now + _NODES_S
@@ -113,8 +115,8 @@ class Watch:
         for rank, found in heard.answers:
             if found.ok and found.value is not None:
                 self._note(rank, found.value)
-        for rank, silent_s in heard.silent:
-            self._end_hung(rank, silent_s)
+        if heard.silent:
+            self._end_hung(dict(heard.silent))
         if heard.answers:
             self._look_for_snapshot()
 
@@ -127,29 +129,33 @@ class Watch:
         if beat.is_training:
             self._first.setdefault(rank, beat)
 
-    def _end_hung(self, rank: int, silent_s: float) -> None:
-        """A process that is stopped or frozen is lost; the failure of its call then takes the usual way."""
+    def _end_hung(self, silent: Mapping[int, float]) -> None:
+        """Processes that are stopped or frozen are lost; the failure of their call then takes the usual way.
+
+        Args:
+            silent: For how many seconds each of these ranks has said nothing.
+        """
         group = self._life.group
         assert group is not None
-        cause = f"rank {rank} gave no sign of life for {silent_s:.0f} s"
+        silent_s = max(silent.values())
+        cause = f"{_named(silent)} gave no sign of life for {silent_s:.0f} s"
         logger.warning("%s\n%s", cause, self.report())
         self._life.history.record("hung", len(group), len(group), silent_s, cause)
-        group.kill_rank(rank)
+        for rank in silent:
+            group.kill_rank(rank)
 
     def report(self) -> str:
-        """Each rank's last step and present stack, as far as it answers."""
+        """Each rank's last step and present stack, as far as it answers. Ranks with the same are told of together."""
         group = self._life.group
         if group is None:
             return "there is no group"
         asked = ask_beats(group, timeout_s=0.5)
         beats = {**self.beats, **{rank: beat for rank, beat in asked.items() if beat.step >= 0}}
         stacks: Mapping[int, str] = group.ask_beside("stack", timeout_s=1.0)
-        lines = []
+        alike: dict[str, list[int]] = {}
         for rank in range(len(group)):
-            beat = beats.get(rank)
-            place = f"epoch {beat.epoch}, step {beat.step}, {beat.phase}" if beat is not None else "not heard of yet"
-            lines.append(f"rank {rank}: {place}\n{stacks.get(rank, '  no answer')}")
-        return "\n".join(lines)
+            alike.setdefault(f"{_place(beats.get(rank))}\n{stacks.get(rank, '  no answer')}", []).append(rank)
+        return _reported(alike)
 
     # ---------------------------------------------------------------------------------------------- snapshots
 
@@ -165,8 +171,13 @@ class Watch:
         """Half the time where a snapshot was there for the taking, twice the time where none was."""
         factor, self._has_collected = 0.5 if self._has_collected else 2.0, False
         is_awaited = self._life.group is not None and self._can_hold and self._life.group.recruits.num_coming > 0
-        wanted = _FASTEST_ROUND_S if is_awaited else self._round_s * factor
-        return min(self._pulse.round_s, max(_FASTEST_ROUND_S, wanted))
+        slowest_s = self._pulse.round_s(self._num_asked)
+        wanted_s = _FASTEST_ROUND_S if is_awaited else min(slowest_s, max(_FASTEST_ROUND_S, self._round_s * factor))
+        return self._pulse.round_s(self._num_asked, wanted_s)
+
+    @property
+    def _num_asked(self) -> int:
+        return len(self._life.group) if self._life.group is not None else 0
 
     def _collect_snapshot(self, number: int) -> bool:
         group = self._life.group
@@ -218,6 +229,22 @@ class Watch:
         group.ask_beside("beside", _settle_hold, is_agreed)
         self._is_holding = is_agreed
         self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
+
+
+def _place(beat: Beat | None) -> str:
+    return f"epoch {beat.epoch}, step {beat.step}, {beat.phase}" if beat is not None else "not heard of yet"
+
+
+def _named(ranks: Collection[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"
+
+
+def _reported(alike: Mapping[str, Sequence[int]]) -> str:
+    """A few of the texts, by rank: those of the fewest ranks, who are what the others wait for."""
+    few = sorted(alike.items(), key=lambda item: len(item[1]))[:_MOST_STACKS]
+    lines = [f"{_named(ranks)}: {text}" for text, ranks in sorted(few, key=lambda item: item[1][0])]
+    num_others = sum(map(len, alike.values())) - sum(len(ranks) for _, ranks in few)
+    return "\n".join([*lines, f"{num_others} other ranks are elsewhere"] if num_others else lines)
 
 
 def ask_beats(group: WorkerGroup, timeout_s: float = 2.0) -> dict[int, Beat]:

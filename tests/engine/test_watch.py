@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from raysgd.engine.controller import Call
-from raysgd.engine.types import Beat
+from raysgd.engine.pulse import Pulse
+from raysgd.engine.types import Beat, Outcome
+from raysgd.engine.watch import _reported
 from raysgd.exceptions import WorkersLostError
 from tests.engine.stepping_trainer import Trainer
 from tests.fakes import Lost, read
@@ -60,6 +62,47 @@ def test_a_rank_that_is_silent_for_too_long_is_ended_and_everything_told(caplog:
     text = caplog.records[0].getMessage()
     assert "rank 0: epoch 0, step 0, stepping\nstack of rank 0" in text
     assert "rank 1: not heard of yet\n  no answer" in text
+
+
+def test_ranks_that_hang_together_are_ended_and_told_of_together(caplog: pytest.LogCaptureFixture) -> None:
+    trainer = Trainer(heartbeat_s=5.0, num_slots=6, max_workers=6)
+    trainer.cluster.silent = {1, 2, 3, 4}
+    trainer.during_calls(10)
+    with caplog.at_level(logging.WARNING, logger="raysgd"):
+        trainer.walk(5, Lost((1, 2, 3, 4), after={0: 2, 5: 2}))
+    assert trainer.group.killed_ranks[:4] == [1, 2, 3, 4]
+    event = next(event for event in trainer.controller.history.events if event.kind == "hung")
+    assert event.cause == "ranks 1-4 gave no sign of life for 6 s"
+    text = caplog.records[0].getMessage()
+    assert text.startswith(f"{event.cause}\n")
+    assert "ranks 1-4: not heard of yet\n  no answer" in text
+
+
+def test_of_many_ranks_those_are_told_of_that_are_unlike_the_others() -> None:
+    alike = {"training": list(range(990)), **{f"elsewhere {number}": [990 + number] for number in range(10)}}
+    lines = _reported(alike).splitlines()
+    assert lines[0] == "rank 990: elsewhere 0"
+    assert lines[-1] == "992 other ranks are elsewhere"
+    assert len(lines) == 9
+    assert _reported({"training": [0, 2], "validating": [1]}) == "ranks 0, 2: training\nrank 1: validating"
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "heartbeat_s", "wanted_s", "expected"),
+    [
+        (2, 30.0, 1.0, 1.0),
+        (2, 2.0, 1.0, 0.4),
+        (2, 30.0, 0.25, 0.25),
+        (1000, 30.0, 1.0, 6.0),
+        (1000, 60.0, 1.0, 7.2),
+        (1000, 60.0, 0.25, 7.2),
+    ],
+)
+def test_many_ranks_are_asked_less_often_but_several_times_before_they_count_as_lost(
+    num_workers: int, heartbeat_s: float, wanted_s: float, expected: float
+) -> None:
+    pulse: Pulse[int] = Pulse(heartbeat_s, lambda rank, call: Outcome(rank), lambda: 0.0)
+    assert pulse.round_s(num_workers, wanted_s) == pytest.approx(expected)
 
 
 def test_of_a_rank_that_froze_early_it_is_told_how_far_it_was(caplog: pytest.LogCaptureFixture) -> None:
