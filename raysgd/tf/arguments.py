@@ -9,7 +9,7 @@ from typing import Any
 from raysgd._batching import split_batch_size
 from raysgd._class_arguments import is_integer
 from raysgd._optional import require_installed
-from raysgd.tf import registry
+from raysgd.tf import datasets, registry
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -82,6 +82,13 @@ def check_options_for_keras(config: Mapping[str, Any]) -> None:
             raise TypeError(f"`config[{key!r}]={options!r}`: need a dict of options for Keras.")
         for name in [name for name in _INSTEAD if options is not None and options.get(name) is not None]:
             raise ValueError(f"`config[{key!r}][{name!r}]` cannot work: {_INSTEAD[name]}.")
+
+
+def check_validation_data(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
+    """Refuses what `fit` is to validate on, if it cannot be divided over several workers."""
+    if num_workers > 1 and backend == "gloo":
+        data = (config.get("fit_config") or {}).get("validation_data")
+        datasets.check_can_be_divided("config['fit_config']['validation_data']", data)
 
 
 def check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -124,6 +124,34 @@ def packed(name: str, dataset: Any) -> PackedDataset:
     return PackedDataset(text, dataset.element_spec, is_divided(dataset))
 
 
+def check_can_be_divided(name: str, data: Any) -> None:
+    """Refuses what workers cannot divide; needs no TensorFlow.
+
+    Raises:
+        TypeError: It is neither a dataset nor made of arrays.
+    """
+    kinds = sorted({f"`{type(leaf).__name__}`" for leaf in _leaves(data) if not _is_array_or_dataset(leaf)})
+    if kinds:
+        raise TypeError(
+            f"`{name}` is made of {', '.join(kinds)}: need a `tf.data.Dataset` of batches, or arrays in a tuple "
+            "`(x, y)` or `(x, y, sample_weight)`, so that the workers can divide it. Make a dataset of anything else "
+            "with `tf.data.Dataset.from_generator`, in `data_creator`."
+        )
+
+
+def _is_array_or_dataset(leaf: Any) -> bool:
+    return leaf is None or any(hasattr(leaf, name) for name in ("shape", "element_spec"))
+
+
+def _leaves(data: Any) -> Iterator[Any]:
+    parts = list(data.values()) if isinstance(data, Mapping) else data
+    if isinstance(parts, list | tuple):
+        for part in parts:
+            yield from _leaves(part)
+    else:
+        yield parts
+
+
 def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
     """What `fit` takes as `validation_data`, as a dataset of batches.
 
@@ -143,14 +171,8 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
     if isinstance(data, tf.data.Dataset):
         check_dataset(name, data)
         return data
+    check_can_be_divided(name, data)
     parts = tuple(part for part in (data if isinstance(data, list | tuple) else (data,)) if part is not None)
-    if not all(hasattr(leaf, "shape") for leaf in tf.nest.flatten(parts)):
-        kinds = ", ".join(sorted({f"`{type(leaf).__name__}`" for leaf in tf.nest.flatten(parts)}))
-        raise TypeError(
-            f"`{name}` is made of {kinds}: need a `tf.data.Dataset` of batches, or arrays in a tuple `(x, y)` or "
-            "`(x, y, sample_weight)`, so that the workers can divide it. Make a dataset of anything else with "
-            "`tf.data.Dataset.from_generator`, in `data_creator`."
-        )
     as_tuples = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
     return tf.data.Dataset.from_tensor_slices(as_tuples).batch(batch_size)
 

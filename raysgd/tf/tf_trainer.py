@@ -121,6 +121,7 @@ class TFTrainer(ClassTrainer):
         self._trains_with_fit = issubclass(self.training_operator_cls, CreatorOperator)
         arguments.check_backend(backend, self._trains_with_fit)
         arguments.check_callbacks(config or {}, self.max_replicas, backend)
+        arguments.check_validation_data(config or {}, self.max_replicas, backend)
         arguments.check_timeout(timeout_s)
         _class_arguments.check_elastic(
             self.max_replicas,

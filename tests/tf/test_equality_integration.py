@@ -100,7 +100,9 @@ def soaked(*names: str) -> list[Any]:
 @pytest.mark.parametrize("case", ["sum_and_weights", "average_loss", *soaked("sum_and_weights_eagerly", "masked")])
 def test_a_loss_that_is_no_mean_over_samples_is_that_of_one_process(lab: TFTrainer, case: str) -> None:
     model_creator, data_creator, config = LOSSES[case]
-    assert_same(*both(lab, make_operator(model_creator, data_creator), config))
+    alone, together = both(lab, make_operator(model_creator, data_creator), config)
+    assert_same(alone, together)
+    assert all(first == second for first, second in together.single), "what callbacks see, such as early stopping"
 
 
 @pytest.mark.parametrize("loss", ["weights", *soaked("sum", "average")])

@@ -49,6 +49,11 @@ class BackupAndRestore:
         ({**CREATORS, "config": {"fit_config": {"x": [1]}}}, ValueError, r"\['x'\]` cannot work: .* `data_creator`"),
         ({**CREATORS, "config": {"fit_config": {"batch_size": 8}}}, ValueError, r"Call `\.batch\(batch_size\)`"),
         ({**CREATORS, "config": {"fit_config": {"validation_split": 0.2}}}, ValueError, "Pass `validation_data`"),
+        (
+            {**CREATORS, "num_workers": 2, "config": {"fit_config": {"validation_data": ([1], "here")}}},
+            TypeError,
+            r"\['validation_data'\]` is made of `int`, `str`: need a `tf\.data\.Dataset` of batches, or arrays",
+        ),
         ({**CREATORS, "config": {"evaluate_config": {"sample_weight": [1]}}}, ValueError, r"yield `\(x, y, sample_w"),
         (
             {**CREATORS, "num_workers": 2, "config": {"fit_config": {"callbacks": BackupAndRestore()}}},
