@@ -30,6 +30,12 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
         raise FileNotFoundError(errno.ENOENT, "the checkpoint's folder does not exist: create it first", folder)
     if os.path.isdir(target):
         raise IsADirectoryError(errno.EISDIR, "the checkpoint's path is a folder: add a file name", target)
+    if os.path.lexists(target) and not os.path.isfile(target):
+        raise FileExistsError(
+            errno.EEXIST,
+            "the checkpoint's path is no regular file, and only such a file is replaced: name another",
+            target,
+        )
     _remove_leftovers(folder)
     temporary = os.path.join(folder, f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}")
     file = open(os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), "w+b")  # noqa: SIM115

@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import difflib
 import logging
+import math
 from collections.abc import Iterable, Mapping
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any
 
 from raysgd.exceptions import InvalidCountError
 
 logger = logging.getLogger(__name__)
+
+MAX_WORKERS = 10_000
+"""Far more than any cluster has: a number above it is a mistake, such as a batch size in the wrong place."""
+
+MIN_HEARTBEAT_S = 0.1
+"""A live process may be silent for as long, because it collects garbage for instance."""
+
+_MAX_SECONDS = 10**9
+"""A generation; clocks and time-outs of the operating system cannot count much further."""
 
 
 def is_integer(value: Any) -> bool:
@@ -25,6 +35,42 @@ def check_count(name: str, value: Any, hint: str) -> int:
     return int(value)
 
 
+def check_num_workers(name: str, value: Any, hint: str, least: int = 1) -> int:
+    """Refuses what is no number of workers, and returns it as Python's."""
+    if not is_integer(value) or not least <= value <= MAX_WORKERS:
+        raise InvalidCountError(
+            f"`{name}={value!r}`: need at least {least} and at most {MAX_WORKERS}, as an integer. {hint}"
+        )
+    return int(value)
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a number, also one of numpy's, and neither infinite nor NaN."""
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bool = True) -> float:
+    """Refuses what is no length of time, and returns it."""
+    is_long_enough = is_number(value) and (value >= least if may_be_least else value > least)
+    if not is_long_enough or value > _MAX_SECONDS:
+        limit = f"{least:g} or more" if may_be_least else f"more than {least:g}"
+        raise ValueError(f"`{name}={value!r}`: need a number of seconds, {limit} and at most {_MAX_SECONDS}.")
+    return value if isinstance(value, int | float) else float(value)
+
+
+def check_amount(name: str, value: Any) -> None:
+    """Refuses what is no amount of a resource."""
+    if not is_number(value) or value < 0:
+        raise ValueError(f"`{name}={value!r}`: need a number, 0 or more, and not infinite.")
+
+
+def refuse_text(**switches: Any) -> None:
+    """Refuses texts where True or False belongs: also "no" would count as true. Other values keep their truth."""
+    for name, value in switches.items():
+        if isinstance(value, str | bytes):
+            raise ValueError(f"`{name}={value!r}`: need True or False; any text would count as True.")
+
+
 def check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any) -> None:
     """Refuses arguments of the wrong kind."""
     if config is not None and not isinstance(config, Mapping):
@@ -33,9 +79,7 @@ def check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any)
         )
     if initialization_hook is not None and not callable(initialization_hook):
         raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
-    is_number = isinstance(num_cpus_per_worker, int | float) and not isinstance(num_cpus_per_worker, bool)
-    if not is_number or num_cpus_per_worker < 0:
-        raise ValueError(f"`num_cpus_per_worker={num_cpus_per_worker!r}`: need a number of CPUs, 0 or more.")
+    check_amount("num_cpus_per_worker", num_cpus_per_worker)
 
 
 def check_num_steps(num_steps: Any) -> int | None:
@@ -86,22 +130,19 @@ def check_elastic(
             f'`recovery={recovery!r}`: allowed are "rejoin" (the survivors of a loss go on) and "rebuild" (all workers '
             "are started anew)."
         )
-    check_count("min_workers", min_workers, hint="It is the number of workers to wait for after a loss.")
+    check_num_workers("min_workers", min_workers, hint="It is the number of workers to wait for after a loss.")
     if min_workers > num_workers:
         raise InvalidCountError(
             f"`min_workers={min_workers}` with `num_workers={num_workers}`: there are never more than `num_workers`. "
             "Lower the one or raise the other."
         )
-    if not is_integer(spare_workers) or spare_workers < 0:
-        raise InvalidCountError(f"`spare_workers={spare_workers!r}`: need 0 or more, as an integer.")
+    check_num_workers("spare_workers", spare_workers, hint="They wait to step in for lost ones.", least=0)
     if snapshot_every_n_steps is not None:
         check_count("snapshot_every_n_steps", snapshot_every_n_steps, hint="None copies the state between calls only.")
-    times = {"resize_check_s": resize_check_s, "heartbeat_s": heartbeat_s, "settle_timeout_s": settle_timeout_s}
-    for name, seconds in times.items():
-        if seconds is None and name == "resize_check_s":
-            continue
-        if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
-            raise ValueError(f"`{name}={seconds!r}`: need a number of seconds above 0.")
+    if resize_check_s is not None:
+        check_seconds("resize_check_s", resize_check_s, may_be_least=False)
+    check_seconds("settle_timeout_s", settle_timeout_s, may_be_least=False)
+    check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
 
 
 def check_max_retries(max_retries: Any) -> None:

@@ -20,7 +20,9 @@ from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import Beat, Resources, World
+from raysgd.engine.worker import is_sendable
 from raysgd.engine.worker_group import GroupSpec
+from raysgd.exceptions import UnpicklableError
 from raysgd.utils import BATCH_SIZE
 
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
@@ -108,8 +110,16 @@ class ClassTrainer:
         self._samples_per_s: float | None = None
         self._last_beats: dict[int, Beat] = {}
         self._finalizer = finalize(self, _abandon, controller)
-        controller.start()
+        try:
+            controller.start()
+        except UnpicklableError as error:
+            raise self._naming_config_entry(error) from error.__cause__
         controller.observer = _Observer(self)
+
+    def _naming_config_entry(self, error: UnpicklableError) -> UnpicklableError:
+        """The error of a start whose parts cannot be sent to workers; by name where it is an entry of the config."""
+        found = [key for key, value in self._requested_config.items() if not is_sendable(value)]
+        return UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error
 
     # ------------------------------------------------------------------------------------------------ epochs
 

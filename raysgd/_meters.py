@@ -176,6 +176,8 @@ class AverageMeterCollection:
             ValueError: If a tensor or array has more or less than one element, or `batch_weight` is no weight.
         """
         num_samples = n if type(n) is int else float(n)
+        if not 0 <= num_samples < math.inf:
+            raise ValueError(f"`{NUM_SAMPLES}={n!r}`: need the number of samples of a batch, 0 or more.")
         weight = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]) if BATCH_WEIGHT in metrics else num_samples
         meters = self._meters
         for name, value in metrics.items():

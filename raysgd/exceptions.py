@@ -44,6 +44,10 @@ class IncompatibleModelError(RaySGDError, ValueError):
     """A model, or how it was compiled, does not work with the backend or in the place where it is to be trained."""
 
 
+class UnpicklableError(RaySGDError, TypeError):
+    """Something cannot be sent to the workers, because it cannot be pickled. Nothing was sent, no worker was lost."""
+
+
 class TrainerShutdownError(RaySGDError, RuntimeError):
     """A trainer was used after `shutdown`, or another thread called that during the call."""
 

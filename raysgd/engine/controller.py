@@ -23,7 +23,7 @@ from raysgd.engine.status import TrainerStatus, compose
 from raysgd.engine.types import Beat, ClusterView, GroupReport, Held, World
 from raysgd.engine.watch import Watch, ask_beats
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
-from raysgd.exceptions import TrainerShutdownError, WorkersLostError, worker_error
+from raysgd.exceptions import TrainerShutdownError, UnpicklableError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
 
@@ -226,6 +226,9 @@ class ElasticController:
             args = call.args_for(group.worlds)
             try:
                 report = self._attempt(group, call, function, args)
+            except UnpicklableError:  # nothing was sent: the group is kept
+                self._leave_call(call)
+                raise
             except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere inside the call
                 self._life.end(type(error).__name__, unless_local=True)
                 self._leave_call(call)

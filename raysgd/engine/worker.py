@@ -19,6 +19,7 @@ from raysgd._logging import Note
 from raysgd.engine.faults import describe_fault
 from raysgd.engine.replica import Capture, Replica, ReplicaFactory
 from raysgd.engine.types import Failure, FailureKind, Handover, Held, Outcome, Rendezvous, Standing, WorkerInfo, World
+from raysgd.exceptions import UnpicklableError
 
 if TYPE_CHECKING:
     from raysgd.backends.base import Backend
@@ -78,14 +79,45 @@ class _Room:
     index: int
 
 
+def packed_bytes(what: str, value: Any) -> bytes:
+    """`value` as it travels to a worker.
+
+    Raises:
+        UnpicklableError: It cannot be pickled. The message begins with `what` it is.
+    """
+    from ray import cloudpickle
+
+    try:
+        packed: bytes = cloudpickle.dumps(value, protocol=5)
+    except Exception as error:
+        raise UnpicklableError(
+            f"{what} cannot be sent to the workers, because something in it cannot be pickled: {_in_short(error)}. "
+            "Leave out what belongs to this process (locks, open files, connections, generators), and make it there."
+        ) from error
+    return packed
+
+
+def is_sendable(value: Any) -> bool:
+    """Whether a value can travel to a worker."""
+    try:
+        packed_bytes("it", value)
+    except UnpicklableError:
+        return False
+    return True
+
+
+def _in_short(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:300] or type(error).__name__
+
+
 def pack(function: Callable[..., Any], capture: bool, landed: int | None, args: Sequence[Any]) -> tuple[Any, ...]:
     """A call as arguments of `WorkerProcess.on_packed`: pickled once, however many workers it goes to."""
-    from ray import ObjectRef, cloudpickle
+    from ray import ObjectRef
 
     references = [arg for arg in args if isinstance(arg, ObjectRef)]
     rooms = iter(range(len(references)))
     plain = [_Room(next(rooms)) if isinstance(arg, ObjectRef) else arg for arg in args]
-    return cloudpickle.dumps((function, capture, landed, plain), protocol=5), *references
+    return packed_bytes("What the call is given", (function, capture, landed, plain)), *references
 
 
 class WorkerProcess:

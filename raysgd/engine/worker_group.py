@@ -24,7 +24,7 @@ from raysgd.engine.recruits import Recruit, Recruits
 from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.seats import Seats
 from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, Resources, WorkerInfo, World
-from raysgd.engine.worker import RemoteWorker, notes_of, pack
+from raysgd.engine.worker import RemoteWorker, notes_of, pack, packed_bytes
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
 
 if TYPE_CHECKING:
@@ -169,6 +169,7 @@ class WorkerGroup:
             return
         from raysgd.engine import resources
 
+        packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
         resources.ensure_ray()
         # The driver's share is held too.
         self._seats.reserve(
@@ -222,14 +223,15 @@ class WorkerGroup:
         """Runs `function(replica, *args)` on the ranks named in `args_by_rank` and gathers the answers."""
         packed: dict[int, tuple[Any, ...]] = {}  # by identity of the arguments: most calls say the same to every rank
         calls = {}
+        for rank, args in args_by_rank.items():  # all before the first is sent: no rank begins what others cannot join
+            if not self._workers[rank].is_local and id(args) not in packed:
+                packed[id(args)] = pack(function, capture, landed, args)
         for rank, args in args_by_rank.items():
             worker = self._workers[rank]
             if worker.is_local:
                 calls[rank] = worker.submit("on_replica", function, capture, landed, *args)
-                continue
-            if id(args) not in packed:
-                packed[id(args)] = pack(function, capture, landed, args)
-            calls[rank] = worker.submit("on_packed", *packed[id(args)])
+            else:
+                calls[rank] = worker.submit("on_packed", *packed[id(args)])
         return self._gather(calls, tick)
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:

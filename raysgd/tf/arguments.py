@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd._batching import split_batch_size
-from raysgd._class_arguments import is_integer
+from raysgd._class_arguments import check_num_workers, check_seconds
 from raysgd._optional import require_installed
 from raysgd.tf import datasets, registry
 from raysgd.tf.creator_operator import make_operator
@@ -24,12 +24,7 @@ def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
     name, value = ("num_replicas", num_replicas) if num_workers is None else ("num_workers", num_workers)
     if value is None:
         return 1
-    if not is_integer(value) or value <= 0:
-        raise ValueError(
-            f"`{name}={value!r}`: need at least 1, as an integer. To run without Ray actors pass `use_local=True` with "
-            f"`{name}=1`."
-        )
-    return int(value)
+    return check_num_workers(name, value, hint=f"To run without Ray actors pass `use_local=True` with `{name}=1`.")
 
 
 def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -> type[TrainingOperator]:
@@ -138,10 +133,15 @@ def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> 
         )
 
 
+def check_verbose(verbose: Any) -> None:
+    """Refuses texts that Keras does not know."""
+    if isinstance(verbose, str | bytes) and verbose != "auto":
+        raise ValueError(f'`verbose={verbose!r}`: allowed are True, False, 0, 1, 2 and "auto".')
+
+
 def check_timeout(timeout_s: Any) -> None:
     """Refuses anything but a positive number."""
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
-        raise ValueError(f"`timeout_s={timeout_s!r}`: need a positive number of seconds.")
+    check_seconds("timeout_s", timeout_s, may_be_least=False)
 
 
 def check_seed(seed: Any) -> int:
@@ -156,9 +156,9 @@ def check_installed() -> None:
     require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
 
 
-def check_batch_size(config: Mapping[str, Any], num_workers: int, trains_with_fit: bool) -> None:
+def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
     """Refuses a batch size that cannot be divided."""
-    if BATCH_SIZE in config and not trains_with_fit:
+    if BATCH_SIZE in config:
         split_batch_size(config[BATCH_SIZE], num_workers)
 
 

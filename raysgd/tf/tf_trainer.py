@@ -19,7 +19,7 @@ from raysgd._background_writer import BackgroundWriter
 from raysgd._batching import split_batch_size
 from raysgd._class_trainer import ClassTrainer
 from raysgd._lazy import lazy_names
-from raysgd._paths import check_local
+from raysgd._paths import check_path
 from raysgd.backends.base import Backend
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
 from raysgd.engine.controller import Call, ElasticController
@@ -114,6 +114,8 @@ class TFTrainer(ClassTrainer):
         **unknown: Any,
     ) -> None:
         _class_arguments.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__)
+        _class_arguments.refuse_text(use_gpu=use_gpu, use_local=use_local)
+        arguments.check_verbose(verbose)
         self.max_replicas = arguments.resolve_num_workers(num_workers, num_replicas)
         self.training_operator_cls = arguments.resolve_operator(training_operator_cls, model_creator, data_creator)
         _class_arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
@@ -137,7 +139,7 @@ class TFTrainer(ClassTrainer):
         arguments.check_snapshots_inside(snapshot_every_n_steps, backend)
         arguments.check_installed()
         self.config_of_user = dict(config or {})
-        arguments.check_batch_size(self.config_of_user, self.max_replicas, self._trains_with_fit)
+        arguments.check_batch_size(self.config_of_user, self.max_replicas)
         self.model_creator = model_creator
         self.data_creator = data_creator
         self.initialization_hook = initialization_hook
@@ -236,6 +238,7 @@ class TFTrainer(ClassTrainer):
             WorkersLostError: Workers were lost and the retries are used up.
         """
         _class_arguments.check_max_retries(max_retries)
+        _class_arguments.refuse_text(profile=profile, reduce_results=reduce_results)
         num_steps = _class_arguments.check_num_steps(num_steps)
         requests = partial(self._requests, num_steps, profile, _class_arguments.check_info(info))
         resume = TFRunner.resume_epoch if self._goes_on else None
@@ -254,6 +257,7 @@ class TFTrainer(ClassTrainer):
         Arguments as in `train`. With creators the result has `validation_<name>` for each metric of the model; with an
         operator it is as in `train`, without `epoch`.
         """
+        _class_arguments.refuse_text(profile=profile, reduce_results=reduce_results)
         num_steps = _class_arguments.check_num_steps(num_steps)
         requests = partial(self._requests, num_steps, profile, _class_arguments.check_info(info))
         call = Call(TFRunner.validate, requests, changes_state=self._facts.keeps_own_state)
@@ -339,6 +343,10 @@ class TFTrainer(ClassTrainer):
             KeyError: A part is missing.
             ValueError: A part does not fit what is registered; the workers are as they were.
         """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"`load_state_dict` got `{type(state_dict).__name__}`: need what `state_dict` returns, a dict."
+            )
         self._load(dict(state_dict), ())
 
     def save(self, checkpoint: Any, blocking: bool = True) -> Any:
@@ -356,7 +364,8 @@ class TFTrainer(ClassTrainer):
             ValueError: The operator's own state has something that a file cannot give back without running code. Or the
                 path is a URI.
         """
-        check_local("checkpoint", checkpoint)
+        check_path("checkpoint", checkpoint)
+        _class_arguments.refuse_text(blocking=blocking)
         snapshot = self._snapshot()
         state = {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}
         if blocking:
@@ -381,7 +390,7 @@ class TFTrainer(ClassTrainer):
             CheckpointCorruptedError: The file is truncated or was changed.
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
-        check_local("checkpoint", checkpoint)
+        check_path("checkpoint", checkpoint)
         state = checkpoint_file.read(checkpoint)
         if checkpoint_file.FORMER_OPTIMIZER in state:
             self._load_former(checkpoint, state)

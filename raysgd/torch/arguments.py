@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import difflib
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
 import torch
 
-from raysgd._class_arguments import check_count
+from raysgd._class_arguments import check_count, check_seconds, is_number, refuse_text
 from raysgd._optional import require
 from raysgd.backends.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.torch import constants
@@ -110,8 +109,9 @@ def check_dataset(dataset: Any) -> None:
 def resolve_use_gpu(use_gpu: bool | str) -> bool:
     """Whether to use GPUs; "auto" asks the driver's PyTorch."""
     available = torch.cuda.is_available()
-    if use_gpu == "auto":
+    if isinstance(use_gpu, str) and use_gpu == "auto":
         return available
+    refuse_text(use_gpu=use_gpu)
     if not use_gpu and available:
         logger.info("GPUs are there, but `use_gpu` is off: pass `use_gpu=True` to train on them")
     return bool(use_gpu)
@@ -119,8 +119,11 @@ def resolve_use_gpu(use_gpu: bool | str) -> bool:
 
 def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> None:
     """Refuses amounts that Ray does not hand out, and NCCL on a GPU that workers share."""
-    is_number = isinstance(num_gpus_per_worker, int | float) and not isinstance(num_gpus_per_worker, bool)
-    if not is_number or num_gpus_per_worker <= 0 or (num_gpus_per_worker > 1 and num_gpus_per_worker % 1):
+    if (
+        not is_number(num_gpus_per_worker)
+        or num_gpus_per_worker <= 0
+        or (num_gpus_per_worker > 1 and num_gpus_per_worker % 1)
+    ):
         raise ValueError(
             f"`num_gpus_per_worker={num_gpus_per_worker!r}`: need a whole number of GPUs, or a part of one between 0 "
             "and 1. To train without GPUs pass `use_gpu=False`."
@@ -169,9 +172,7 @@ def check_horovod(precision: str, parallel: str, use_gpu: bool) -> None:
 def resolve_timeout(timeout_s: float | None, backend: str) -> float:
     """Seconds that a collective may take: what was passed, or the default of the transport."""
     if timeout_s is not None:
-        if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or timeout_s <= 0:
-            raise ValueError(f"`timeout_s={timeout_s!r}`: need a positive number of seconds.")
-        return timeout_s
+        return check_seconds("timeout_s", timeout_s, may_be_least=False)
     return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
 
 
@@ -215,8 +216,7 @@ def step_options(accumulate_grad_batches: Any, clip_grad_norm: Any, clip_grad_va
         "accumulate_grad_batches", accumulate_grad_batches, hint="1 steps the optimizer on every batch."
     )
     for name, bound in (("clip_grad_norm", clip_grad_norm), ("clip_grad_value", clip_grad_value)):
-        is_number = isinstance(bound, int | float) and not isinstance(bound, bool)
-        if bound is not None and not (is_number and bound > 0 and math.isfinite(bound)):
+        if bound is not None and not (is_number(bound) and bound > 0):
             raise ValueError(f"`{name}={bound!r}`: need a positive number, or None not to clip.")
     return StepOptions(window, clip_grad_norm, clip_grad_value)
 

@@ -64,14 +64,60 @@ def optimizers_of(given: Any) -> Parts:
             "optimizer, or a "
             "list or tuple of them."
         )
+    for optimizer in parts.items:
+        _check_parameters(optimizer)
     return parts
+
+
+def _check_parameters(optimizer: Any) -> None:
+    groups = getattr(optimizer, "param_groups", None)
+    if isinstance(groups, list) and not any(group["params"] for group in groups):
+        raise InvalidRegistrationError(
+            f"`register(optimizers=...)` got a `{type(optimizer).__name__}` without parameters, which trains nothing: "
+            "make it with `model.parameters()` of a model that has some."
+        )
+
+
+def criterion_of(given: Any) -> Any:
+    """The criterion, or None when none was given.
+
+    Raises:
+        InvalidRegistrationError: It cannot be called.
+    """
+    if not given:
+        return None
+    if not callable(given):
+        raise InvalidRegistrationError(
+            f"`register(criterion={given!s:.100})`: pass a loss module, or a function of output and target."
+        )
+    return given
+
+
+def check_loader(name: str, given: Any) -> None:
+    """Refuses what cannot be iterated over.
+
+    Raises:
+        InvalidRegistrationError: It cannot.
+    """
+    can_be_iterated = hasattr(given, "__iter__") or hasattr(given, "__getitem__")
+    if given is not None and (not can_be_iterated or isinstance(given, type | str | bytes | Mapping)):
+        raise InvalidRegistrationError(
+            f"`register_data({name}={given!s:.100})`: pass a `DataLoader`, or something else that yields batches."
+        )
 
 
 def schedulers_of(given: Any) -> Parts | None:
     """One scheduler or several; None when none were given. An empty container counts as given."""
     if given is None or given is False:
         return None
-    return _several("schedulers", given) if isinstance(given, Iterable) else Parts([given], None)
+    parts = _several("schedulers", given) if isinstance(given, Iterable) else Parts([given], None)
+    strangers = [item for item in parts.items if not hasattr(item, "step")]
+    if strangers:
+        raise InvalidRegistrationError(
+            f"`register(schedulers=...)` got `{type(strangers[0]).__name__}`, which has no `step`: pass a scheduler, "
+            "or a list or tuple of them."
+        )
+    return parts
 
 
 def _several(name: str, given: Any) -> Parts:

@@ -19,7 +19,7 @@ from raysgd import _class_arguments
 from raysgd._batching import split_batch_size
 from raysgd._class_trainer import ClassTrainer, NotYet
 from raysgd._fitting import check_progress
-from raysgd._paths import check_local
+from raysgd._paths import check_path
 from raysgd._state_codec import EncodedState, decode, lend
 from raysgd.backends.base import Backend
 from raysgd.backends.horovod import HorovodBackend
@@ -157,8 +157,11 @@ class TorchTrainer(ClassTrainer):
         data_loader_args: Any = None,
         **unknown: Any,
     ) -> None:
-        num_workers = _class_arguments.check_count(
+        num_workers = _class_arguments.check_num_workers(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
+        )
+        _class_arguments.refuse_text(
+            wrap_ddp=wrap_ddp, use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler, use_local=use_local
         )
         arguments.refuse_creators(model_creator, data_creator, optimizer_creator, scheduler_creator, loss_creator)
         if use_local:
@@ -295,6 +298,7 @@ class TorchTrainer(ClassTrainer):
             WorkersLostError: Workers were lost and the retries are used up.
         """
         _class_arguments.check_max_retries(max_retries)
+        _class_arguments.refuse_text(profile=profile, reduce_results=reduce_results)
         num_steps = _class_arguments.check_num_steps(num_steps)
         info = _class_arguments.check_info(info)
         arguments.check_dataset(dataset)
@@ -322,6 +326,7 @@ class TorchTrainer(ClassTrainer):
         info: Mapping[str, Any] | None = None,
     ) -> Any:
         """Evaluates on the validation loader, every sample once; arguments and result as in `train`, no `epoch`."""
+        _class_arguments.refuse_text(profile=profile, reduce_results=reduce_results)
         num_steps = _class_arguments.check_num_steps(num_steps)
         info = _class_arguments.check_info(info)
         requests = partial(self._requests, num_steps, profile, info, None, None)
@@ -445,7 +450,8 @@ class TorchTrainer(ClassTrainer):
             ValueError: The operator's own state could not be loaded back; the message names the key. Or the path is a
                 URI.
         """
-        check_local("checkpoint", checkpoint)
+        check_path("checkpoint", checkpoint)
+        _class_arguments.refuse_text(blocking=blocking, weights_only=weights_only)
         snapshot = self._snapshot()
         state = decode(snapshot.shared_state, copy=False)
         state = as_in_file(state)
@@ -470,7 +476,8 @@ class TorchTrainer(ClassTrainer):
             CheckpointCorruptedError: The file is truncated or was changed.
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
-        check_local("checkpoint", checkpoint)
+        check_path("checkpoint", checkpoint)
+        _class_arguments.refuse_text(weights_only=weights_only)
         with ExitStack() as held:
             file = held.enter_context(checkpoint_file.mapped(checkpoint, weights_only=weights_only))
             content = self._checked(file.state, is_file=True)

@@ -377,7 +377,7 @@ class TrainingOperator:
         _refuse_unknown(unknown)
         ddp_args, apex_args = _options("ddp_args", ddp_args), _options("apex_args", apex_args)
         model_parts, optimizer_parts = registry.models_of(models), registry.optimizers_of(optimizers)
-        scheduler_parts = registry.schedulers_of(schedulers)
+        scheduler_parts, criterion = registry.schedulers_of(schedulers), registry.criterion_of(criterion)
         if scheduler_parts is not None and self.scheduler_step_freq is None:
             raise ValueError(
                 '`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass "batch" or "epoch" '
@@ -385,7 +385,7 @@ class TrainingOperator:
                 'the library step `self.scheduler`, or "manual" to step by yourself.'
             )
         placed = [self._build(self._place(model)) for model in model_parts.items]
-        self._criterion = self._place(criterion) if criterion else None
+        self._criterion = self._place(criterion) if criterion is not None else None
         prepared, optimizers = self._precision.prepare(
             placed,
             optimizer_parts.items,
@@ -424,6 +424,8 @@ class TrainingOperator:
         A `DataLoader` over a map-style dataset is divided over the workers, in the order that it asks for itself; its
         `batch_size` is that of one worker. Any other iterable is used as it is, by every worker.
         """
+        registry.check_loader("train_loader", train_loader)
+        registry.check_loader("validation_loader", validation_loader)
         self._train_loader, self._train_data = self._divide(train_loader, training=True)
         self._validation_loader, self._validation_data = self._divide(validation_loader, training=False)
         self.__dict__.setdefault("train_loader", self._train_loader)

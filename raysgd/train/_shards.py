@@ -68,7 +68,7 @@ def check_dataset(dataset: Any) -> None:
         TypeError: It cannot.
     """
     for each in dataset.values() if isinstance(dataset, Mapping) else (dataset,):
-        if each is not None and not hasattr(each, "split"):
+        if each is not None and (isinstance(each, str | bytes) or not hasattr(each, "split")):
             raise TypeError(
                 f"`dataset` is, or holds, a {type(each).__name__}: need a Ray Data dataset, something with "
                 "`split(n, equal=True)`, or a dict of such."

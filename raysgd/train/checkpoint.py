@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._atomic_file import replacing
+from raysgd._class_arguments import is_integer
 from raysgd._paths import check_local
 from raysgd.train.constants import TIMESTAMP, TRAIN_CHECKPOINT_SUBDIR
 
@@ -44,8 +45,13 @@ class CheckpointStrategy:
     checkpoint_score_order: str = MAX
 
     def __post_init__(self) -> None:
-        if self.num_to_keep is not None and (not isinstance(self.num_to_keep, int) or self.num_to_keep < 0):
+        if self.num_to_keep is not None and (not is_integer(self.num_to_keep) or self.num_to_keep < 0):
             raise ValueError(f"`num_to_keep={self.num_to_keep!r}`: need None, for all of them, or 0 or more.")
+        if not isinstance(self.checkpoint_score_attribute, str):
+            raise ValueError(
+                f"`checkpoint_score_attribute={self.checkpoint_score_attribute!r}`: need the name of a value in the "
+                "checkpoints."
+            )
         if self.checkpoint_score_order not in (MAX, MIN):
             raise ValueError(
                 f'`checkpoint_score_order={self.checkpoint_score_order!r}`: allowed are "{MAX}" and "{MIN}".'

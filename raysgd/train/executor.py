@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raysgd._class_arguments import MAX_WORKERS, MIN_HEARTBEAT_S, check_seconds
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.history import History
 from raysgd.engine.lifecycle import ElasticRules
@@ -74,6 +75,8 @@ class BackendExecutor:
     ) -> None:
         self._min_workers, self._max_workers = as_range(num_workers)
         self._is_elastic = not isinstance(num_workers, int)
+        check_seconds("resize_check_s", resize_check_s)
+        check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
         check_group(self._min_workers, num_cpus_per_worker, num_gpus_per_worker)
         self._config = backend_config
         self._backend = backend_of(backend_config)
@@ -127,9 +130,9 @@ class BackendExecutor:
         """
         if self._controller is not None:
             raise RuntimeError("The workers were started already: call `shutdown` before another `start`.")
-        ensure_ray()
         guest = Guest(train_cls, tuple(train_cls_args or ()), train_cls_kwargs or {}) if train_cls is not None else None
         controller = self._make_controller(initialization_hook, guest)
+        ensure_ray()
         self._budget.renew()
         try:
             with self._naming_max_retries():
@@ -479,10 +482,10 @@ def as_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
         or not isinstance(pair, tuple)
         or len(pair) != 2
         or not all(isinstance(number, int) for number in pair)
-        or not 1 <= pair[0] <= pair[1]
+        or not 1 <= pair[0] <= pair[1] <= MAX_WORKERS
     ):
         raise ValueError(
-            f"`num_workers={num_workers!r}`: need at least 1, or a pair such as `(2, 8)`, the smallest and the largest "
-            "number."
+            f"`num_workers={num_workers!r}`: need at least 1 and at most {MAX_WORKERS}, or a pair such as `(2, 8)`, "
+            "the smallest and the largest number."
         )
     return pair

@@ -24,6 +24,7 @@ require("torch", extra="torch", purpose="`raysgd.train.torch`")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from raysgd._class_arguments import check_seconds  # noqa: E402
 from raysgd._paths import check_local  # noqa: E402
 from raysgd.backends.base import Backend as Connection  # noqa: E402
 from raysgd.backends.torch import TorchBackend as ProcessGroup  # noqa: E402
@@ -68,6 +69,7 @@ class TorchConfig(BackendConfig):
         return TorchBackend
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
+        check_seconds("timeout_s", self.timeout_s, may_be_least=False)
         if self.init_method not in ("env", "tcp"):
             raise ValueError(f'`init_method={self.init_method!r}`: allowed are "env" and "tcp".')
         transport = self.backend or ("nccl" if num_gpus_per_worker > 0 else "gloo")

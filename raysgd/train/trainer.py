@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd._paths import check_local
+from raysgd._class_arguments import check_amount, is_integer, refuse_text
+from raysgd._paths import check_path
 from raysgd.engine.history import History
 from raysgd.engine.resources import cluster_view
+from raysgd.engine.worker import packed_bytes
 from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train import constants
 from raysgd.train._shards import check_dataset
@@ -75,8 +77,10 @@ class Trainer:
         heartbeat_s: float = 60.0,
     ) -> None:
         as_range(num_workers)
-        check_local("logdir", logdir)
-        if not isinstance(max_retries, int):
+        if logdir is not None:
+            check_path("logdir", logdir)
+        refuse_text(use_gpu=use_gpu)
+        if not is_integer(max_retries):
             raise TypeError(f"`max_retries={max_retries!r}`: need an integer; -1 for any number.")
         num_cpus, num_gpus, custom = amounts_for_each(use_gpu, resources_per_worker)
         self._config = resolve(backend)
@@ -109,6 +113,8 @@ class Trainer:
             ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
             WorkerError: The hook raised; of that class too.
         """
+        if initialization_hook is not None and not callable(initialization_hook):
+            raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
         self._executor.start(initialization_hook)
         num_gpus = 0 if self._use_gpu else sum(node.total.get("GPU", 0) for node in cluster_view().nodes)
         if num_gpus:
@@ -164,8 +170,8 @@ class Trainer:
             StepMismatchError: The functions were out of step; a `RuntimeError`.
             WorkersLostError: Workers were lost too often; a `RuntimeError`.
         """
-        self._check_ready(train_func, dataset, checkpoint, checkpoint_strategy)
-        callbacks = list(callbacks or ())
+        callbacks = _checked_callbacks(callbacks)
+        self._check_ready(train_func, config, dataset, checkpoint, checkpoint_strategy)
         run_dir = self.create_run_dir()
         with _told(callbacks):
             for callback in callbacks:
@@ -190,24 +196,27 @@ class Trainer:
         checkpoint_strategy: CheckpointStrategy | None = None,
     ) -> TrainingIterator:
         """Starts a function on all workers and returns an iterator over what it reports; arguments as in `run`."""
-        self._check_ready(train_func, dataset, checkpoint, checkpoint_strategy)
+        self._check_ready(train_func, config, dataset, checkpoint, checkpoint_strategy)
         return self._iterate(train_func, config, self.create_run_dir(), dataset, checkpoint, checkpoint_strategy)
 
     def _check_ready(
         self,
         train_func: Callable[..., Any],
+        config: Any,
         dataset: Any,
         checkpoint: Mapping[str, Any] | str | Path | None,
         checkpoint_strategy: CheckpointStrategy | None,
     ) -> None:
         """Everything that can be wrong with a run before it leaves a trace."""
-        if not self._executor.is_started:
-            raise InactiveWorkerGroupError("The trainer has no workers: call `start` before `run`.")
-        self._executor.check_free()
         without_arguments(train_func, None)
         check_dataset(dataset)
         check_strategy(checkpoint_strategy)
         load_checkpoint(checkpoint)
+        packed_bytes("`train_func`", train_func)
+        packed_bytes("`config`", config)
+        if not self._executor.is_started:
+            raise InactiveWorkerGroupError("The trainer has no workers: call `start` before `run`.")
+        self._executor.check_free()
 
     def _iterate(
         self,
@@ -270,7 +279,8 @@ class Trainer:
 
     def create_logdir(self, log_dir: str | Path | None) -> Path:
         """Makes the folder for the runs and returns it."""
-        check_local("logdir", log_dir)
+        if log_dir is not None:
+            check_path("logdir", log_dir)
         name = log_dir or time.strftime("train_%Y-%m-%d_%H-%M-%S")
         path = construct_path(name, constants.DEFAULT_RESULTS_DIR)
         path.mkdir(parents=True, exist_ok=True)
@@ -476,8 +486,16 @@ def amounts_for_each(
     Raises:
         ValueError: `use_gpu` and the GPUs contradict each other; or an amount is negative.
     """
+    if resources_per_worker is not None and not isinstance(resources_per_worker, Mapping):
+        raise TypeError(
+            f'`resources_per_worker={resources_per_worker!r}`: need a dict, such as `{{"CPU": 2}}`, or None.'
+        )
     if not resources_per_worker:
         return 1, int(use_gpu), {}
+    for name, amount in resources_per_worker.items():
+        if not isinstance(name, str):
+            raise TypeError(f"`resources_per_worker={resources_per_worker!r}`: need texts as the names of resources.")
+        check_amount(f"resources_per_worker[{name!r}]", amount)
     rest = dict(resources_per_worker)
     num_cpus, num_gpus = rest.pop("CPU", 1), rest.pop("GPU", int(use_gpu))
     if not use_gpu and num_gpus > 0:
@@ -487,10 +505,17 @@ def amounts_for_each(
         )
     if use_gpu and num_gpus == 0:
         raise ValueError('`use_gpu=True`, but `resources_per_worker` asks for 0 "GPU": leave one of them out.')
-    negative = {name: amount for name, amount in resources_per_worker.items() if amount < 0}
-    if negative:
-        raise ValueError(f"`resources_per_worker` has negative amounts: {negative}.")
     return num_cpus, num_gpus, rest
+
+
+def _checked_callbacks(callbacks: Any) -> list[TrainingCallback]:
+    if callbacks is not None and (isinstance(callbacks, str | bytes) or not isinstance(callbacks, Iterable)):
+        raise TypeError(f"`callbacks={callbacks!r}`: need a list of callbacks, or None.")
+    found = list(callbacks or ())
+    for callback in found:
+        if isinstance(callback, type) or not hasattr(callback, "start_training"):
+            raise TypeError(f"`callbacks` has {callback!r}: need objects of subclasses of `TrainingCallback`.")
+    return found
 
 
 # Their first names.

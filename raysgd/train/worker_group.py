@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd._class_arguments import check_amount
 from raysgd.engine.failures import classify
 from raysgd.engine.gathering import Listener
 from raysgd.engine.policies import num_fitting
@@ -399,8 +400,5 @@ def check_group(num_workers: int, num_cpus_per_worker: float, num_gpus_per_worke
     """
     if num_workers <= 0:
         raise ValueError(f"`num_workers={num_workers!r}`: need at least 1.")
-    if num_cpus_per_worker < 0 or num_gpus_per_worker < 0:
-        raise ValueError(
-            f"`num_cpus_per_worker={num_cpus_per_worker!r}`, `num_gpus_per_worker={num_gpus_per_worker!r}`: need 0 or "
-            "more of each."
-        )
+    check_amount("num_cpus_per_worker", num_cpus_per_worker)
+    check_amount("num_gpus_per_worker", num_gpus_per_worker)

@@ -206,12 +206,37 @@ class TestRoundTrip:
             assert set(torch.serialization.get_safe_globals()) == before
 
 
+def make_special(kind: str, path: Path) -> None:
+    """Make something that is no regular file."""
+    if kind == "fifo":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/null")
+
+
 class TestWrite:
     def test_an_existing_file_is_replaced(self, tmp_path: Path) -> None:
         write(tmp_path / "last.pt", training_state(1))
         write(tmp_path / "last.pt", training_state(2))
         assert read(tmp_path / "last.pt")["epoch"] == 2
         assert os.listdir(tmp_path) == ["last.pt"]
+
+    @pytest.mark.parametrize("kind", ["fifo", "link to a device"])
+    def test_only_regular_files_are_replaced(self, kind: str, tmp_path: Path) -> None:
+        path = tmp_path / "last.pt"
+        make_special(kind, path)
+        before = path.stat()
+        with pytest.raises(FileExistsError, match=r"no regular file.*last\.pt|no regular file.*/dev/null"):
+            write(path, training_state())
+        assert path.stat() == before
+        assert os.listdir(tmp_path) == ["last.pt"]
+
+    def test_a_file_behind_a_link_is_replaced(self, tmp_path: Path) -> None:
+        (tmp_path / "real.pt").write_bytes(b"old")
+        (tmp_path / "last.pt").symlink_to("real.pt")
+        write(tmp_path / "last.pt", training_state(2))
+        assert (tmp_path / "last.pt").is_symlink()
+        assert read(tmp_path / "real.pt")["epoch"] == 2
 
     def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(self, tmp_path: Path) -> None:
         write(tmp_path / "last.pt", training_state(1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from ray.util import placement_group_table
 
-from raysgd.exceptions import ReservationTimeoutError
+from raysgd.exceptions import ReservationTimeoutError, UnpicklableError
 from raysgd.torch import TorchTrainer, TrainingOperator, constants
 from raysgd.utils import BATCH_SIZE
 from tests.hygiene import RaySurroundings
@@ -264,3 +265,32 @@ def test_a_dataset_is_divided_over_the_workers(pair: TorchTrainer) -> None:
 def test_two_trainers_take_turns(pair: TorchTrainer, single: TorchTrainer) -> None:
     assert (pair.train()["num_samples"], single.train()["num_samples"]) == (21, 20)
     assert (single.validate()["num_samples"], pair.validate()["num_samples"]) == (13, 13)
+
+
+def test_what_cannot_be_sent_is_refused_and_the_workers_are_kept(pair: TorchTrainer) -> None:
+    processes = pair.apply_all_workers(os.getpid)
+    lock = threading.Lock()
+    for call in (
+        lambda: pair.train(info={"lock": lock}),
+        lambda: pair.validate(info={"lock": lock}),
+        lambda: pair.apply_all_workers(lambda: lock.locked()),
+        lambda: pair.apply_all_operators(lambda operator: lock.locked()),
+        lambda: pair.train(dataset=OnlyHalfSendable(lock)),
+    ):
+        with pytest.raises(UnpicklableError, match=r"cannot be sent to the workers.*lock.*Leave out"):
+            call()
+    assert pair.train()["batch_count"] == 3
+    assert pair.apply_all_workers(os.getpid) == processes
+
+
+class OnlyHalfSendable:
+    """The share of rank 0 can be sent, and that of rank 1 cannot."""
+
+    def __init__(self, lock: Any) -> None:
+        self.lock = lock
+
+    def set_num_shards(self, num_shards: int) -> None:
+        pass
+
+    def get_shard(self, rank: int) -> list[Any]:
+        return [self.lock] if rank else []

@@ -1,0 +1,373 @@
+"""What no trainer takes: an error before an actor starts, with the value, what is allowed, and what to do."""
+
+from __future__ import annotations
+
+import math
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from raysgd.engine import resources
+from raysgd.tf import TFTrainer
+from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.train import CheckpointStrategy, Trainer
+from raysgd.train.torch import TorchConfig
+from raysgd.utils import BATCH_SIZE
+from tests.torch.operators_for_tests import LinearOperator
+
+NAN, INF = math.nan, math.inf
+NO_NUMBERS = (NAN, INF, -1, "1", None, True)
+NO_COUNTS = (0, -1, 1.5, "2", None, True, 10**9, NAN)
+NO_TIMES = (NAN, INF, -INF, -1, "10", True, 10**18)
+TEXTS = ("yes", "no", b"no")
+Row = tuple[str, Any]
+
+
+@pytest.fixture(autouse=True)
+def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fails a test in which a trainer goes as far as to look for a cluster."""
+
+    def look() -> None:
+        raise AssertionError("the trainer was about to start actors")
+
+    monkeypatch.setattr(resources, "ensure_ray", look)
+    monkeypatch.setattr("raysgd.train.executor.ensure_ray", look)
+
+
+def rows(argument: str, *values: Any) -> list[Row]:
+    return [(argument, value) for value in values]
+
+
+def named(row: Row) -> str:
+    return f"{row[0]}={row[1]!r:.30}"
+
+
+def assert_refused(argument: str, value: Any, call: Callable[[], object]) -> None:
+    """The call raises an error that names the argument, shows the value, and says what is allowed."""
+    with pytest.raises((ValueError, TypeError)) as caught:
+        call()
+    message = str(caught.value)
+    assert argument in message
+    assert _shown(value) in message
+    assert any(word in message for word in ("need", "allowed", "pass", "names", "Lower", "Raise", "least"))
+
+
+def _shown(value: Any) -> str:
+    """What of a value has to be in a message; nothing of one that has no name for itself."""
+    return repr(value) if isinstance(value, int | float | str | bytes | tuple | None) else ""
+
+
+# ------------------------------------------------------------------------------------------------ TorchTrainer
+
+TORCH: list[Row] = [
+    *rows("num_workers", *NO_COUNTS),
+    *rows("num_cpus_per_worker", *NO_NUMBERS),
+    *rows("num_gpus_per_worker", *NO_NUMBERS, 0, 1.5),
+    *rows("timeout_s", *NO_TIMES, 0),
+    *rows("heartbeat_s", *NO_TIMES, 0, 1e-9, None),
+    *rows("resize_check_s", *NO_TIMES, 0),
+    *rows("settle_timeout_s", *NO_TIMES, 0, None),
+    *rows("min_workers", 0, -1, 1.5, "1", True, 10**9, 2),
+    *rows("spare_workers", -1, 1.5, "1", True, 10**9),
+    *rows("snapshot_every_n_steps", 0, -1, 2.5, "2", True),
+    *rows("accumulate_grad_batches", 0, -1, 1.5, "2", True),
+    *rows("clip_grad_norm", 0, -1, NAN, INF, "1", True),
+    *rows("clip_grad_value", 0, -1, NAN, INF, "1", True),
+    *rows("use_gpu", *TEXTS),
+    *rows("wrap_ddp", *TEXTS),
+    *rows("use_tqdm", *TEXTS),
+    *rows("add_dist_sampler", *TEXTS),
+    *rows("use_local", *TEXTS),
+    *rows("sync_batchnorm", *TEXTS, 1),
+    *rows("activation_checkpointing", *TEXTS, 1),
+    *rows("compile", "yes", 1, None),
+    *rows("use_fp16", "yes", None, 2),
+    *rows("precision", "fp8", 16),
+    *rows("backend", "mpi", None, 3),
+    *rows("parallel", "dp", True),
+    *rows("recovery", "restart", None, True),
+    *rows("scheduler_step_freq", "step", 1),
+    *rows("config", "lr=1", [1], 3),
+    *rows("initialization_hook", "hook", 3),
+    *rows("training_operator_cls", None, "LinearOperator", TrainingOperator.__init__, dict),
+    *rows("fsdp_args", 3, "x"),
+]
+
+
+@pytest.mark.parametrize("row", TORCH, ids=named)
+def test_torch_trainer_refuses_an_argument(row: Row) -> None:
+    options: dict[str, Any] = {"training_operator_cls": LinearOperator, row[0]: row[1]}
+    assert_refused(*row, lambda: TorchTrainer(**options))
+
+
+BATCH_SIZES = (0, -1, True, "8", 2.5, None, 1, NAN)
+
+
+@pytest.mark.parametrize("size", BATCH_SIZES, ids=repr)
+def test_a_batch_size_that_cannot_be_divided_is_refused(size: Any) -> None:
+    config = {BATCH_SIZE: size}
+    assert_refused(
+        BATCH_SIZE, size, lambda: TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, config=config)
+    )
+    assert_refused(BATCH_SIZE, size, lambda: TFTrainer(dict, dict, config, num_replicas=2))
+
+
+UNPICKLABLE: dict[str, Callable[[], Any]] = {
+    "a lock": threading.Lock,
+    "a generator": lambda: (number for number in range(3)),
+    "a connection": socket.socket,
+}
+
+
+@pytest.mark.parametrize("what", UNPICKLABLE)
+def test_a_config_that_cannot_be_sent_is_refused_by_its_key(what: str) -> None:
+    value = UNPICKLABLE[what]()
+    for trainer_cls, options in (
+        (TorchTrainer, {"training_operator_cls": LinearOperator}),
+        (TFTrainer, {"model_creator": dict, "data_creator": dict}),
+    ):
+        with pytest.raises(TypeError, match=r"`config\['mine'\]`.*cannot be pickled: .*Leave out"):
+            trainer_cls(config={"lr": 1, "mine": value}, **options)
+    if hasattr(value, "close"):
+        value.close()
+
+
+# ------------------------------------------------------------------------------------------------ its methods
+
+
+@pytest.fixture(scope="module")
+def trainer() -> Iterator[TorchTrainer]:
+    with TorchTrainer(training_operator_cls=LinearOperator, use_local=True) as trainer:
+        yield trainer
+
+
+METHODS: list[tuple[str, Row]] = [
+    *(("train", row) for row in rows("num_steps", -1, 1.5, "3", True, NAN)),
+    *(("train", row) for row in rows("max_retries", -1, 1.5, "3", True, None)),
+    *(("train", row) for row in rows("info", 3, "x", [1])),
+    *(("train", row) for row in rows("profile", *TEXTS)),
+    *(("train", row) for row in rows("reduce_results", *TEXTS)),
+    *(("train", row) for row in rows("dataset", 3, [1])),
+    *(("validate", row) for row in rows("num_steps", -1, 1.5, "3", True)),
+    *(("validate", row) for row in rows("info", 3, "x")),
+    *(("validate", row) for row in rows("reduce_results", *TEXTS)),
+    *(("save", row) for row in rows("checkpoint", 3, None, b"x", "", "a\0b", 1.5, ["x"])),
+    *(("load", row) for row in rows("checkpoint", 3, None, b"x", "", "a\0b", 1.5, ["x"])),
+    *(("load_state_dict", row) for row in rows("state_dict", None, 3, [1], "x")),
+]
+
+
+@pytest.mark.parametrize(("method", "row"), METHODS, ids=[f"{method} {named(row)}" for method, row in METHODS])
+def test_a_method_refuses_an_argument_and_the_trainer_goes_on(method: str, row: Row, trainer: TorchTrainer) -> None:
+    name, value = row
+    with pytest.raises((ValueError, TypeError), match=name if method != "load_state_dict" else "need what"):
+        getattr(trainer, method)(**{name: value})
+    assert trainer.train(num_steps=1)["batch_count"] == 1
+
+
+@pytest.mark.parametrize("switch", ["blocking", "weights_only"])
+def test_texts_for_switches_of_save_and_load_are_refused(switch: str, trainer: TorchTrainer, tmp_path: Path) -> None:
+    assert_refused(switch, "no", lambda: trainer.save(tmp_path / "file", **{switch: "no"}))
+    assert not (tmp_path / "file").exists()
+    assert_refused("weights_only", "no", lambda: trainer.load(tmp_path / "file", weights_only="no"))  # type: ignore[arg-type]
+
+
+# ------------------------------------------------------------------------------------------------ register
+
+
+class Registering(LinearOperator):
+    """Registers what its config says in the place of what is right."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model = torch.nn.Linear(2, 1)
+        given: dict[str, Any] = {"models": model, "optimizers": torch.optim.SGD(model.parameters(), lr=0.1)}
+        self.register(**{**given, **config.get("register", {})})
+        self.register_data(**config.get("register_data", {}))
+
+
+def without_parameters() -> torch.optim.Optimizer:
+    return torch.optim.SGD([{"params": []}], lr=0.1)
+
+
+REGISTERED: list[tuple[str, Row]] = [
+    *(("register", row) for row in rows("models", None, 3, "resnet", [], [3], torch.nn.Linear)),
+    *(("register", row) for row in rows("optimizers", None, 3, "sgd", [3], without_parameters())),
+    *(("register", row) for row in rows("criterion", 3, "mse", [1])),
+    *(("register", row) for row in rows("schedulers", 3, "step", [3])),
+    *(("register", row) for row in rows("ddp_args", 3, "x", [1])),
+    *(("register", row) for row in rows("apex_args", 3, "x", [1])),
+    *(("register", row) for row in rows("model", 3)),
+    *(("register_data", row) for row in rows("train_loader", 3, "path", {"a": 1}, list, True)),
+    *(("register_data", row) for row in rows("validation_loader", 3, "path", {"a": 1}, list, True)),
+]
+
+
+@pytest.mark.parametrize(("method", "row"), REGISTERED, ids=[f"{method} {named(row)}" for method, row in REGISTERED])
+def test_what_cannot_be_registered_is_refused_at_once(method: str, row: Row) -> None:
+    name, value = row
+    config = {method: {name: value}}
+    with pytest.raises((ValueError, TypeError), match=rf"`?{name}"):
+        TorchTrainer(training_operator_cls=Registering, use_local=True, config=config, scheduler_step_freq="manual")
+
+
+class Counting(LinearOperator):
+    """Says how many samples a batch has."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().train_batch(batch, batch_info), "num_samples": self.config["told"]}
+
+
+@pytest.mark.parametrize("number", [-4, NAN, INF, -0.5], ids=repr)
+def test_a_number_of_samples_that_cannot_be_is_refused(number: float) -> None:
+    with TorchTrainer(training_operator_cls=Counting, use_local=True, config={"told": number}) as trainer:
+        assert_refused("num_samples", number, trainer.train)
+
+
+# ------------------------------------------------------------------------------------------------ TFTrainer
+
+TF: list[Row] = [
+    *rows("num_workers", 0, -1, 1.5, "2", True, 10**9, NAN),
+    *rows("num_replicas", 0, -1, 1.5, "2", True, 10**9),
+    *rows("num_cpus_per_worker", *NO_NUMBERS),
+    *rows("timeout_s", *NO_TIMES, 0, None),
+    *rows("heartbeat_s", *NO_TIMES, 0, 1e-9, None),
+    *rows("resize_check_s", *NO_TIMES, 0),
+    *rows("settle_timeout_s", *NO_TIMES, 0),
+    *rows("min_workers", 0, -1, 1.5, "1", True, 2),
+    *rows("spare_workers", -1, 1.5, "1", True, 10**9),
+    *rows("snapshot_every_n_steps", 0, -1, 2.5, "2", True),
+    *rows("seed", -1, 1.5, "2", True, 2**31),
+    *rows("use_gpu", *TEXTS),
+    *rows("use_local", *TEXTS),
+    *rows("verbose", "yes", b"no"),
+    *rows("backend", "nccl", None, 3),
+    *rows("recovery", "restart", None, True),
+    *rows("config", "lr=1", [1], 3),
+    *rows("initialization_hook", "hook", 3),
+    *rows("model_creator", None, 3, "make"),
+    *rows("data_creator", None, 3, "make"),
+]
+
+
+@pytest.mark.parametrize("row", TF, ids=named)
+def test_tf_trainer_refuses_an_argument(row: Row) -> None:
+    options: dict[str, Any] = {"model_creator": dict, "data_creator": dict, row[0]: row[1]}
+    with pytest.raises((ValueError, TypeError), match=row[0]) as caught:
+        TFTrainer(**options)
+    assert row[1] is None or _shown(row[1]) in str(caught.value)
+
+
+TF_METHODS: list[tuple[str, Row]] = [
+    *(("train", row) for row in rows("num_steps", -1, 1.5, "3", True)),
+    *(("train", row) for row in rows("max_retries", -1, 1.5, "3", True)),
+    *(("train", row) for row in rows("info", 3, "x")),
+    *(("train", row) for row in rows("profile", *TEXTS)),
+    *(("validate", row) for row in rows("num_steps", -1, 1.5, "3", True)),
+    *(("validate", row) for row in rows("reduce_results", *TEXTS)),
+    *(("save", row) for row in rows("checkpoint", 3, None, b"x", "", "a\0b")),
+    *(("load", row) for row in rows("checkpoint", 3, None, b"x", "", "a\0b")),
+    *(("load_state_dict", row) for row in rows("state_dict", None, 3, [1])),
+]
+
+
+@pytest.mark.parametrize(("method", "row"), TF_METHODS, ids=[f"{method} {named(row)}" for method, row in TF_METHODS])
+def test_a_method_of_tf_trainer_refuses_an_argument_before_it_asks_a_worker(method: str, row: Row) -> None:
+    name, value = row
+    trainer = object.__new__(TFTrainer)  # there are no workers
+    with pytest.raises((ValueError, TypeError), match=name if method != "load_state_dict" else "need what"):
+        getattr(trainer, method)(**{name: value})
+
+
+# ------------------------------------------------------------------------------------------------ Trainer
+
+FUNCTIONS: list[Row] = [
+    *rows("num_workers", *NO_COUNTS, (0, 2), (3, 2), (1, 10**9), (1,), (1, "2"), [1, 2]),
+    *rows("max_retries", 1.5, "3", True, None),
+    *rows("heartbeat_s", *NO_TIMES, 0, 1e-9, None),
+    *rows("resize_check_s", *NO_TIMES, None),
+    *rows("use_gpu", *TEXTS),
+    *rows("resources_per_worker", 3, "CPU", ["CPU"], {"CPU": -1}, {"CPU": NAN}, {"CPU": "2"}, {"disk": INF}, {3: 1}),
+    *rows("backend", "mpi", None, 3, TorchConfig),
+    *rows("logdir", 3, b"x", "", "a\0b"),
+]
+
+
+@pytest.mark.parametrize("row", FUNCTIONS, ids=named)
+def test_trainer_of_functions_refuses_an_argument(row: Row, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"backend": "torch", "logdir": tmp_path / "runs", row[0]: row[1]}
+    assert_refused(*row, lambda: Trainer(**options))
+    assert not (tmp_path / "runs").exists()
+
+
+RUNS: list[Row] = [
+    *rows("train_func", None, 3, "f", lambda a, b: None),
+    *rows("config", threading.Lock()),
+    *rows("callbacks", 3, "x", [3], [dict]),
+    *rows("dataset", 3, "x", {"train": 3}),
+    *rows("checkpoint", 3, [1], "/no/such/file"),
+    *rows("checkpoint_strategy", 3, "all"),
+]
+
+
+@pytest.mark.parametrize("row", RUNS, ids=named)
+def test_a_run_that_cannot_be_is_refused_before_it_leaves_a_trace(row: Row, tmp_path: Path) -> None:
+    trainer = Trainer("torch", logdir=tmp_path)
+    options: dict[str, Any] = {"train_func": print_nothing, row[0]: row[1]}
+    with pytest.raises((ValueError, TypeError), match=row[0]):
+        trainer.run(**options)
+    assert list(tmp_path.iterdir()) == []
+
+
+def print_nothing() -> None:
+    pass
+
+
+@pytest.mark.parametrize("timeout_s", [*NO_TIMES, 0], ids=repr)
+def test_a_config_of_a_backend_refuses_a_time(timeout_s: Any, tmp_path: Path) -> None:
+    trainer = Trainer(TorchConfig(timeout_s=timeout_s), logdir=tmp_path)
+    assert_refused("timeout_s", timeout_s, trainer.start)
+
+
+def test_a_hook_that_cannot_be_called_is_refused(tmp_path: Path) -> None:
+    trainer = Trainer("torch", logdir=tmp_path)
+    assert_refused("initialization_hook", "hook", lambda: trainer.start("hook"))  # type: ignore[arg-type]
+
+
+STRATEGIES: list[Row] = [
+    *rows("num_to_keep", -1, 1.5, "2", True),
+    *rows("checkpoint_score_attribute", None, 3),
+    *rows("checkpoint_score_order", "best", None, True),
+]
+
+
+@pytest.mark.parametrize("row", STRATEGIES, ids=named)
+def test_a_strategy_of_checkpoints_refuses_a_value(row: Row) -> None:
+    options: dict[str, Any] = {row[0]: row[1]}
+    assert_refused(*row, lambda: CheckpointStrategy(**options))
+
+
+# ------------------------------------------------------------------------------------------------ what is not refused
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"use_gpu": 0, "wrap_ddp": 1, "use_tqdm": [], "add_dist_sampler": {}, "use_local": 1},
+        {"use_gpu": None, "use_local": np.True_},
+        {"num_workers": np.int64(1), "num_cpus_per_worker": np.float32(1), "timeout_s": np.int32(5), "use_local": True},
+    ],
+)
+def test_other_values_keep_their_truth(options: dict[str, Any]) -> None:
+    with TorchTrainer(training_operator_cls=LinearOperator, **options) as trainer:
+        assert trainer.train(num_steps=1)["batch_count"] == 1
+
+
+def test_the_table_is_long_enough() -> None:
+    tables = (TORCH, METHODS, REGISTERED, TF, TF_METHODS, FUNCTIONS, RUNS, STRATEGIES)
+    assert sum(len(table) for table in tables) >= 160
