@@ -259,7 +259,7 @@ class LightningOperator(TrainingOperator):
             self._hooks.call("configure_gradient_clipping", optimizer, None, None)
         self._clip_gradients(optimizer)
         with self.timers.record("apply"):
-            self._precision.step(optimizer)
+            self._step_prepared(optimizer)
         self._parallel.step.stepped(optimizer)
         return loss
 
@@ -286,12 +286,6 @@ class LightningOperator(TrainingOperator):
                 logger.warning("no metric `%s` here: its scheduler waits for `update_scheduler`", entry["monitor"])
             else:
                 self._hooks.call("lr_scheduler_step", entry["scheduler"], value)
-
-    def _monitored(self, name: str, metrics: Mapping[str, Any]) -> float | None:
-        """The mean of a metric over all workers, who have to agree about a learning rate."""
-        own = (float(metrics[name]), 1.0) if name in metrics else (0.0, 0.0)
-        total, count = self._sum_over_workers(*getattr(metrics, "totals", {}).get(name, own))
-        return total / count if count else None
 
     # ---------------------------------------------------------------------------------------- validation
 
@@ -352,15 +346,6 @@ class LightningOperator(TrainingOperator):
         batch = self._hooks.call("on_before_batch_transfer", batch, dataloader_idx=0)
         batch = self._hooks.call("transfer_batch_to_device", batch, self.device, dataloader_idx=0)
         return self._hooks.call("on_after_batch_transfer", batch, dataloader_idx=0)
-
-    def _sum_over_workers(self, *values: float) -> list[float]:
-        """The sums of all workers' values; every worker has to ask."""
-        if not self._context.world.is_distributed:
-            return list(values)
-        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
-        self._parallel.all_sum(tensor)
-        sums: list[float] = tensor.tolist()
-        return sums
 
     # ---------------------------------------------------------------------------------------- to read
 

@@ -36,6 +36,11 @@ class StepOptions:
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
 
+    @property
+    def clips(self) -> bool:
+        """Whether there is a bound."""
+        return self.clip_grad_norm is not None or self.clip_grad_value is not None
+
 
 @dataclass(frozen=True)
 class FSDPOptions:

@@ -6,6 +6,7 @@ into an object, and reports a bad one.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -13,6 +14,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _NOTHING = nullcontext()
 _STATE_KEYS_OF_OLD = "amp"  # the name under which old checkpoints keep the state of Apex
@@ -62,6 +65,12 @@ class Precision:
         """Steps the optimizer, unless its gradients have overflowed."""
         optimizer.step()
 
+    def begin_call(self) -> None:
+        """Begins a training call."""
+
+    def check_use(self) -> None:
+        """Called ahead of each step of an optimizer; raises where the format that was asked for had no effect."""
+
     def has_skipped(self) -> bool:
         """Whether a step since the last time of asking was left out because of overflown gradients."""
         return False
@@ -81,14 +90,18 @@ class NativeAmp(Precision):
         dtype: `torch.float16` or `torch.bfloat16`.
         device: Where the model is.
         enabled: False makes every part a no-op that still works, as the old library did on CPUs.
+        must_act: Whether to refuse steps whose losses were computed without it.
     """
 
     is_mixed = True
     flag = True
 
-    def __init__(self, dtype: torch.dtype, device: torch.device, enabled: bool = True) -> None:
+    def __init__(self, dtype: torch.dtype, device: torch.device, enabled: bool = True, must_act: bool = False) -> None:
         kind, scales = device.type, dtype == torch.float16
-        self.forward_context = partial(torch.amp.autocast, kind, dtype=dtype, enabled=enabled)
+        self._autocast = partial(torch.amp.autocast, kind, dtype=dtype, enabled=enabled)
+        self._name = "fp16" if scales else "bf16"
+        self._must_act = must_act
+        self._has_computed = self._has_scaled = True
         make_scaler = partial(torch.amp.GradScaler, kind, enabled=enabled and scales)
         self.namespace = SimpleNamespace(autocast=self.forward_context, GradScaler=make_scaler)
         self.scaler = make_scaler()
@@ -104,11 +117,38 @@ class NativeAmp(Precision):
         self._num_optimizers = len(optimizers)
         return models, optimizers
 
-    def forward(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self.forward_context()
+    def forward_context(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
+        """The context that operators find as `self._amp.autocast`."""
+        self._has_computed = True
+        context: AbstractContextManager[Any] = self._autocast(*args, **options)
         return context
 
+    def forward(self) -> AbstractContextManager[Any]:
+        return self.forward_context()
+
+    def begin_call(self) -> None:
+        self._has_computed = self._has_scaled = not self._must_act
+
+    def check_use(self) -> None:
+        """Raises, or warns where the backward pass was ours, so that the forward pass may have been what it should.
+
+        Raises:
+            ValueError: Nothing of this training call went through this object.
+        """
+        if self._has_computed:
+            return
+        advice = (
+            f'`precision="{self._name}"` had no effect: nothing was computed in `self.autocast()`. Compute outputs and '
+            "losses in `with self.autocast():`, and call `self.backward(loss)` and `self.optimizer_step()`. If you use "
+            "`torch.autocast` yourself, leave `precision` out."
+        )
+        if not self._has_scaled:
+            raise ValueError(advice)
+        self._must_act, self._has_computed = False, True
+        logger.warning(advice)
+
     def backward(self, loss: torch.Tensor, optimizer: Any) -> None:
+        self._has_scaled = True
         if id(optimizer) in self._stepped:
             self._update()
         self.scaler.scale(loss).backward()
@@ -276,7 +316,7 @@ def make_precision(use_fp16: Any, device: torch.device, precision: Any = None) -
     if chosen == "legacy":
         return NativeAmp(torch.float16, device, enabled=device.type == "cuda")
     dtypes = {"fp16": torch.float16, "bf16": torch.bfloat16}
-    return NativeAmp(dtypes[chosen], device) if chosen in dtypes else Precision()
+    return NativeAmp(dtypes[chosen], device, must_act=True) if chosen in dtypes else Precision()
 
 
 def _apex_amp() -> Any:

@@ -343,11 +343,13 @@ class TorchRunner(ClassRunner):
         self._modes.give_back()
         self._arm(run.epoch_idx)
         stream.prepare = partial(self._parallel.match, getattr(self.operator, "_models", ()))
-        began_at = stream.num_steps_taken
+        began_at, schedulers = stream.num_steps_taken, self.operator._scheduler_steps()
         try:
             with with_advice(getattr(self.operator, "_models", ())):
                 yield
             self._finish_steps(stream.num_steps_taken - began_at)
+            if not stream.is_mid_pass:
+                self.operator._warn_of_idle_schedulers(schedulers)
         finally:
             self._parallel.step.close_call()
 
@@ -387,6 +389,7 @@ class TorchRunner(ClassRunner):
     def _arm(self, epoch_idx: int) -> None:
         """Gets ready for the steps of a call."""
         operator = self.operator
+        operator._begin_call()
         window = operator.accumulate_grad_batches(epoch_idx)
         if not is_integer(window) or window < 1:
             raise ValueError(
@@ -406,6 +409,12 @@ class TorchRunner(ClassRunner):
                 f"`accumulate_grad_batches={step.window}` had no effect: `{type(operator).__name__}` computes its "
                 "gradients by itself. Call `self.backward(loss)` and `self.optimizer_step()` in `train_batch`, for "
                 "every batch, or accumulate by hand and leave the option out."
+            )
+        if num_batches and operator._misses_clipping():
+            raise ValueError(
+                f"The bound for gradients had no effect: `{type(operator).__name__}` steps an optimizer that is no "
+                "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
+                "yourself and leave `clip_grad_norm` and `clip_grad_value` out."
             )
 
     @property

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd._meters import AverageMeterCollection, as_weight
 from raysgd._timers import TimerCollection
@@ -105,10 +106,13 @@ class TrainingOperator:
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
             it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`
             before you write, or set this to False.
+        scheduler_metric: Name of the metric of `train_batch` whose mean over an epoch a `ReduceLROnPlateau` goes by,
+            with `scheduler_step_freq="epoch"`.
     """
 
     resumes_epochs: bool | None = None
     warms_up_standby: bool = True
+    scheduler_metric: str | None = None
 
     def __init__(self, config: dict[str, Any], context: OperatorContext) -> None:
         self._config = config
@@ -131,7 +135,9 @@ class TrainingOperator:
         self._meters_to_fill: AverageMeterCollection | None = None
         self._acting: Any = None  # the optimizer that stock code is about to use
         self._warned_of_weight = self._warned_of_nothing = False
-        self._has_warned_of_accuracy = False
+        self._has_warned_of_accuracy = self._has_warned_of_schedulers = False
+        self._is_clipped = self._has_clipped = False
+        self._step_handles: list[Any] = []
         self.world_size = context.world.size
         self.timers = TimerCollection()
         self.global_step = 0
@@ -167,8 +173,7 @@ class TrainingOperator:
         """
         begin_training(self._require("model"))
         info = {**self._own_info(num_steps, epoch_idx), **(info or {})}
-        scheduler = getattr(self, "scheduler", None)
-        steps_scheduler = scheduler is not None and self.scheduler_step_freq == SCHEDULER_STEP_BATCH
+        schedulers = self._checked_schedulers()
         meters, self._meters_to_fill = self._meters_to_fill or self._new_meters(), None
         step, train_batch = self._parallel.step, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
@@ -179,16 +184,17 @@ class TrainingOperator:
             if step.is_boundary:
                 step.confirm()
                 meters.count_held()
-                if steps_scheduler and not (self._precision.has_skipped() or step.is_idle):
-                    scheduler.step()  # type: ignore[union-attr]
+                if self.scheduler_step_freq == SCHEDULER_STEP_BATCH:
+                    self._step_schedulers_of_batch(schedulers)
             if not step.is_padding:
                 count = meters.update if step.is_boundary else meters.hold
                 count(*self._checked(metrics))
             self.global_step += 1
         meters.count_held()
-        if scheduler is not None and self.scheduler_step_freq == SCHEDULER_STEP_EPOCH:
-            scheduler.step()
-        return meters.summary()
+        summary = meters.summary()
+        if self.scheduler_step_freq == SCHEDULER_STEP_EPOCH:
+            self._step_schedulers_of_epoch(schedulers, summary)
+        return summary
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Takes one optimizer step on one batch; with accumulation, on the last of several.
@@ -401,6 +407,7 @@ class TrainingOperator:
         else:
             self._models = [self._parallel.wrap(model, self.device_ids, {}) for model in prepared]
         self._parallel.adopt(self._optimizers)
+        self._watch_steps()
         self._compile()
         self._schedulers = scheduler_parts.items if scheduler_parts is not None else []
         result = [model_parts.mirror(self._models), optimizer_parts.mirror(self._optimizers)]
@@ -617,6 +624,10 @@ class TrainingOperator:
                 f"that uses it (`{type(self).__name__}` does neither)."
             ) from None
 
+    def _begin_call(self) -> None:
+        self._has_clipped = False
+        self._precision.begin_call()
+
     def _take_place(self, world: World) -> None:
         self._context = replace(self._context, world=world)
         self._world_rank, self._local_rank = world.rank, world.local_rank
@@ -676,8 +687,48 @@ class TrainingOperator:
             self._complete_gradients(optimizer)
         if not step.is_left_out(optimizer):
             self._clip_gradients(optimizer)
-            self._precision.step(optimizer)
+            self._step_prepared(optimizer)
         step.stepped(optimizer)
+
+    def _step_prepared(self, optimizer: Any) -> None:
+        """Steps an optimizer whose gradients are clipped already."""
+        self._is_clipped = True
+        try:
+            self._precision.step(optimizer)
+        finally:
+            self._is_clipped = False
+
+    def _watch_steps(self) -> None:
+        """Lets the trainer's options act, or be missed, also where user code steps an optimizer by itself."""
+        for handle in self._step_handles:
+            handle.remove()
+        hooked = [each for each in self._optimizers if hasattr(each, "register_step_pre_hook")]
+        self._step_handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
+
+    def _misses_clipping(self) -> bool:
+        """Whether a bound for gradients was not used in this call, and user code may have stepped past it."""
+        is_hooked = len(self._step_handles) == len(getattr(self, "_optimizers", ()))
+        return self._context.step_options.clips and not self._has_clipped and not is_hooked
+
+    def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs in each step of an optimizer, whoever asked for it."""
+        closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._check_gradients(optimizer)
+            return None
+
+        def compute() -> Any:
+            loss = closure()
+            self._check_gradients(optimizer)
+            return loss
+
+        return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
+
+    def _check_gradients(self, optimizer: Any) -> None:
+        self._precision.check_use()
+        if not self._is_clipped and self._context.step_options.clips:
+            _unscale_for_step(optimizer)
+            self._clip(optimizer)
 
     def _complete(self, optimizers: Sequence[Any]) -> None:
         """Does at the end of a backward pass what there is to do for a step of one batch."""
@@ -705,10 +756,12 @@ class TrainingOperator:
                 parameter.grad.mul_(correction)
 
     def _clip_gradients(self, optimizer: Any) -> None:
-        options = self._context.step_options
-        if options.clip_grad_norm is None and options.clip_grad_value is None:
-            return
-        self._precision.unscale(optimizer)
+        if self._context.step_options.clips:
+            self._precision.unscale(optimizer)
+            self._clip(optimizer)
+
+    def _clip(self, optimizer: Any) -> None:
+        options, self._has_clipped = self._context.step_options, True
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
         if options.clip_grad_norm is not None:
             self.clip_grad_norm(parameters, options.clip_grad_norm)
@@ -748,6 +801,75 @@ class TrainingOperator:
                 type(self).__name__,
                 weight,
             )
+
+    def _checked_schedulers(self) -> list[Any]:
+        """What the stock `train_epoch` steps: `self.scheduler`, which may be several."""
+        own, freq = getattr(self, "scheduler", None), self.scheduler_step_freq
+        schedulers = [] if own is None else list(own) if isinstance(own, list | tuple) else [own]
+        has_plateau = any(isinstance(each, ReduceLROnPlateau) for each in schedulers)
+        lacks_metric = freq == SCHEDULER_STEP_EPOCH and self.scheduler_metric is None
+        if has_plateau and (lacks_metric or freq == SCHEDULER_STEP_BATCH):
+            raise ValueError(
+                f'`scheduler_step_freq="{freq}"`: `ReduceLROnPlateau` goes by a metric of an epoch. Pass "epoch", and '
+                'name a metric of `train_batch` in your operator, as in `scheduler_metric = "train_loss"`. To go by '
+                'a metric of the validation, pass "manual" and call `trainer.update_scheduler(result["val_loss"])`.'
+            )
+        return schedulers
+
+    def _step_schedulers_of_batch(self, schedulers: Sequence[Any]) -> None:
+        has_stepped = not (schedulers and (self._precision.has_skipped() or self._parallel.step.is_idle))
+        for scheduler in schedulers if has_stepped else ():
+            scheduler.step()
+
+    def _step_schedulers_of_epoch(self, schedulers: Sequence[Any], metrics: Mapping[str, Any]) -> None:
+        for scheduler in schedulers:
+            if isinstance(scheduler, ReduceLROnPlateau):
+                scheduler.step(self._value_for_scheduler(metrics))
+            else:
+                scheduler.step()
+
+    def _value_for_scheduler(self, metrics: Mapping[str, Any]) -> float:
+        name = str(self.scheduler_metric)
+        value = self._monitored(name, metrics)
+        if value is None:
+            raise ValueError(
+                f"`scheduler_metric={name!r}`: no worker has a number of that name after this epoch. "
+                f"`train_batch` reports {', '.join(f'`{each}`' for each in metrics)}."
+            )
+        return value
+
+    def _monitored(self, name: str, metrics: Mapping[str, Any]) -> float | None:
+        """The mean of a metric over all workers, who have to agree about a learning rate."""
+        own = (float(metrics[name]), 1.0) if name in metrics else (0.0, 0.0)
+        total, count = self._sum_over_workers(*getattr(metrics, "totals", {}).get(name, own))
+        return total / count if count else None
+
+    def _sum_over_workers(self, *values: float) -> list[float]:
+        """The sums of all workers' values; every worker has to ask."""
+        if not self._context.world.is_distributed:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.device)
+        self._parallel.all_sum(tensor)
+        sums: list[float] = tensor.tolist()
+        return sums
+
+    def _scheduler_steps(self) -> list[Any]:
+        """How far the registered schedulers are."""
+        return [getattr(scheduler, "last_epoch", None) for scheduler in getattr(self, "_schedulers", ())]
+
+    def _warn_of_idle_schedulers(self, before: list[Any]) -> None:
+        """Warns once of schedulers that nobody steps; `before` is how far they were before the pass."""
+        is_ours = self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH)
+        is_idle = any(each is not None for each in before) and self._scheduler_steps() == before
+        if not is_ours or not is_idle or getattr(self, "scheduler", None) is not None:
+            return
+        if not self._has_warned_of_schedulers and self.world_rank == 0:
+            logger.warning(
+                "no scheduler was stepped in this epoch: the library steps `self.scheduler`, which is not set. Set it "
+                "in `setup` to what `register` returns for `schedulers`, one or a list. To step it yourself, pass "
+                '`scheduler_step_freq="manual"`'
+            )
+        self._has_warned_of_schedulers = True
 
     def _known(self, found: Any) -> Any:
         """NaN for an accuracy that the library cannot tell, and a warning once."""
@@ -912,6 +1034,17 @@ def read_tensors(tensors: list[torch.Tensor]) -> list[float]:
         return [float(tensor) for tensor in tensors]
     values: list[float] = torch.stack([tensor.reshape(()).double() for tensor in tensors]).tolist()
     return values
+
+
+def _unscale_for_step(optimizer: Any) -> None:
+    """Brings gradients to their true size that a fused optimizer is to unscale in its step, as `GradScaler` told it."""
+    scale = getattr(optimizer, "grad_scale", None)
+    if scale is None:
+        return
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if parameter.grad is not None:
+            parameter.grad.div_(scale)
+    optimizer.grad_scale = None
 
 
 def _refuse_unknown(unknown: dict[str, Any]) -> None:

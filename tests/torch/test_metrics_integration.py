@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from sklearn.metrics import accuracy_score, f1_score
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from raysgd.exceptions import UnevenStepsError
-from raysgd.torch import TorchTrainer
+from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.options import StepOptions
 from raysgd.torch.training_operator import get_test_metrics_operator
 from raysgd.utils import BATCH_SIZE
 from tests.run_if import RunIf
@@ -117,6 +119,38 @@ def test_a_loop_of_the_users_own_learns_what_one_process_does(
     together, alone = run_together(lab, experiment), run_alone(joined(experiment, lab.num_workers))
     for model in together.model:
         assert_close(model, alone.model[0])
+
+
+@pytest.mark.parametrize("operator_cls", [LinearOperator, OwnBatchOperator])
+def test_the_gradient_of_all_workers_is_clipped_whoever_steps(operator_cls: Any, two: TorchTrainer) -> None:
+    options = {"step_options": StepOptions(clip_grad_norm=0.5)}
+    experiment = Experiment(operator_cls, {"num_samples": 19}, (("train", None),), options)
+    together, alone = run_together(two, experiment), run_alone(joined(experiment, two.num_workers))
+    for model in together.model:
+        assert_close(model, alone.model[0])
+
+
+class OnPlateau(LinearOperator):
+    """Goes by a metric that differs between the ranks."""
+
+    scheduler_metric = "rank"
+
+    def register(self, **parts: Any) -> Any:
+        self.scheduler = ReduceLROnPlateau(parts["optimizers"], patience=0)
+        return super().register(**parts, schedulers=self.scheduler)[:3]
+
+    def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any]) -> dict[str, Any]:  # type: ignore[override]
+        result = TrainingOperator.train_epoch(self, iterator, info)
+        return {**result, "best": self.scheduler.best}
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().train_batch(batch, batch_info), "rank": float(self.world_rank)}
+
+
+def test_all_workers_go_by_the_same_metric_when_they_lower_the_learning_rate(two: TorchTrainer) -> None:
+    found = run_together(two, Experiment(OnPlateau, {"num_samples": 19}, options={"scheduler_step_freq": "epoch"}))
+    # 8, 8 and 3 samples in three steps: rank 1 has 4, 4 and 1 of them.
+    assert [worker["best"] for worker in found.single[0]] == pytest.approx([9 / 19] * 2)
 
 
 def test_a_loop_of_the_users_own_counts_by_the_samples_that_it_reports(lab: TorchTrainer) -> None:
