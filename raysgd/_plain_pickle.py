@@ -377,8 +377,12 @@ _KNOWN: dict[str, Any] = {
 }
 
 
-def check_depth(value: Any) -> None:
+def check_depth(value: Any, what: str = "it") -> None:
     """Refuses what is nested too deeply, and what holds something that belongs into a pickle only.
+
+    Args:
+        value: A structure of containers.
+        what: What the message calls it.
 
     Raises:
         DamagedPickleError: It does. A `ValueError`.
@@ -389,7 +393,7 @@ def check_depth(value: Any) -> None:
         _require(not isinstance(item, Function | Unfinished), "something is where a value should be")
         if not isinstance(item, dict | list | tuple) or id(item) in seen:
             continue
-        _require(depth < _MAX_DEPTH, f"it is nested more than {_MAX_DEPTH} levels deep")
+        _require(depth < _MAX_DEPTH, f"{what} is nested more than {_MAX_DEPTH} levels deep")
         seen.add(id(item))
         inner = [*item.values(), *getattr(item, "__dict__", {}).values()] if isinstance(item, dict) else item
         waiting.extend((part, depth + 1) for part in inner)

@@ -48,6 +48,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
         OSError: The file could not be written. `path` is as it was before.
     """
     arrays: dict[str, np.ndarray[Any, Any]] = {}
+    check_depth(state, "`state`")
     tree = _encoded(state, "", arrays)
     names = {name: {"dtype": array.dtype.name, "shape": array.shape} for name, array in arrays.items()}
     index = json.dumps({"format": FORMAT_VERSION, "state": tree, "arrays": names})
@@ -64,6 +65,7 @@ def check(state: dict[str, Any]) -> None:
     Raises:
         ValueError: The message says where in it.
     """
+    check_depth(state, "`state`")
     _encoded(state, "", {})
 
 

@@ -26,10 +26,9 @@ def check_loadable(state: Any, *, allow_pickle: bool = False) -> Any:
     Raises:
         ValueError: Something could not be loaded back with `weights_only=True`. The message says where it is.
     """
-    copy = _LoadableCopy(allow_pickle).convert(state, "state")
     if not allow_pickle:
-        check_depth(copy)
-    return copy
+        check_depth(state, "`state`")
+    return _LoadableCopy(allow_pickle).convert(state, "state")
 
 
 class _LoadableCopy:

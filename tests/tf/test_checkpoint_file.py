@@ -96,6 +96,17 @@ def test_a_missing_file_is_missing(tmp_path: Path) -> None:
         checkpoint_file.read(tmp_path / "file")
 
 
+@pytest.mark.parametrize("num_levels", [101, 5000])
+def test_what_is_nested_too_deeply_is_refused(num_levels: int, tmp_path: Path) -> None:
+    nested: list[Any] = []
+    for _ in range(num_levels):
+        nested = [nested]
+    with pytest.raises(ValueError, match="`state` is nested more than 100 levels deep"):
+        checkpoint_file.write(tmp_path / "file", state(operator=nested))
+    with pytest.raises(ValueError, match="nested"):
+        checkpoint_file.check(state(operator=nested))
+
+
 def test_a_state_without_its_parts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"lacks \['models'\]"):
         round_trip(tmp_path, {"epoch": 1, "optimizers": []})

@@ -14,7 +14,7 @@ import pytest
 
 from raysgd import testing
 from raysgd.exceptions import IncompatibleModelError, WorkerError
-from raysgd.tf import TFTrainer, TrainingOperator
+from raysgd.tf import TFTrainer, TrainingOperator, checkpoint_file
 from raysgd.tf.registry import variables_of_optimizer
 from raysgd.tf.tf_runner import RunnerSpec, TFRunner
 from tests.tf import models
@@ -60,6 +60,43 @@ def trainer(ray_cluster: None, keras_here: Any) -> Iterator[TFTrainer]:
     config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam"}
     with TFTrainer(make_model, make_data, config=config, num_replicas=2, seed=1, timeout_s=60) as made:
         yield made
+
+
+def changed(state: dict[str, Any], *path: Any, value: Any) -> Any:
+    """A copy in which something else is at a place."""
+    copy: Any = dict(state) if isinstance(state, dict) else list(state)
+    first, *rest = path
+    copy[first] = changed(copy[first], *rest, value=value) if rest else value
+    return copy
+
+
+DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
+    (("epoch",), "one", "`epoch` is a `str`"),
+    (("epoch",), -1, "`epoch` is -1"),
+    (("resume",), [1], "is a `list` and no dict"),
+    (("resume", "global_step"), "x", "`global_step`"),
+    (("resume", "position"), 5, "position in the data"),
+    (("resume", "fit"), {"epoch": "x"}, "where `fit` is"),
+    (("models",), 3, "'models' is a `int`"),
+    (("models", 0), 3, "no list of arrays"),
+    (("models", 0, 0), np.zeros((9, 9)), "Shapes"),
+    (("models", 0, 0), np.array([["a"], ["b"]]), "no numbers|Shapes"),
+    (("optimizers", 0), [], "0 arrays"),
+    (("ranks",), 3, "random states"),
+]
+
+
+@pytest.mark.parametrize(("place", "value", "message"), DAMAGES, ids=[".".join(map(str, row[0])) for row in DAMAGES])
+def test_a_file_with_anything_else_in_it_changes_nothing(
+    place: tuple[Any, ...], value: Any, message: str, trainer: TFTrainer, tmp_path: Path
+) -> None:
+    trainer.save(tmp_path / "real")
+    state = checkpoint_file.read(tmp_path / "real")
+    checkpoint_file.write(tmp_path / "changed", changed(state, *place, value=value))
+    with pytest.raises(ValueError, match=message):
+        trainer.load(tmp_path / "changed")
+    trainer.save(tmp_path / "after")
+    assert largest_difference(checkpoint_file.read(tmp_path / "after"), state) == 0
 
 
 def process_id() -> int:

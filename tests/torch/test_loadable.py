@@ -200,6 +200,15 @@ def test_a_structure_that_contains_itself_is_copied() -> None:
     assert got["list"][0] is got
 
 
+@pytest.mark.parametrize("num_levels", [101, 5000])
+def test_what_is_nested_too_deeply_is_refused(num_levels: int) -> None:
+    nested: list[Any] = []
+    for _ in range(num_levels):
+        nested = [nested]
+    with pytest.raises(ValueError, match="`state` is nested more than 100 levels deep"):
+        check_loadable({"x": nested})
+
+
 def test_a_modules_state_dict_keeps_its_metadata() -> None:
     state = torch.nn.BatchNorm1d(2).state_dict()
     assert check_loadable(state)._metadata == state._metadata
