@@ -400,9 +400,19 @@ class Synchronizer:
 
         compare = partial(self._compare, self._is_test, is_sum)
         own = tf.stop_gradient(tf.cast(divisor, tf.float64))
-        factor = tf.numpy_function(compare, [self._count_or_unknown(), own], tf.float64)
+        with tf.control_dependencies(self._changed()):
+            factor = tf.numpy_function(compare, [self._count_or_unknown(), own], tf.float64)
         factor.set_shape([])
         return factor
+
+    def _changed(self) -> list[Any]:
+        """What the traced step has changed so far: to wait for, so that a loss of workers finds no half of it."""
+        import tensorflow as tf
+
+        applied = [exchange for exchange in self._exchanges if isinstance(exchange, _Applied)]
+        if not applied or tf.executing_eagerly():
+            return []
+        return [tf.convert_to_tensor(variable) for exchange in applied for variable in exchange.variables]
 
     def _count_or_unknown(self) -> Any:
         import tensorflow as tf
@@ -606,6 +616,11 @@ class _Applied:
         self._optimizer = optimizer
         self._variables = list(variables)
         self._zeros = [_zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
+
+    @property
+    def variables(self) -> list[Any]:
+        """What the optimizer has changed, its own state included."""
+        return [*self._variables, *registry.variables_of_optimizer(self._optimizer)]
 
     def repeat_with_zeros(self) -> None:
         """Applies gradients of the same kinds that are zero."""

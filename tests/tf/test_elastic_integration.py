@@ -17,6 +17,7 @@ from raysgd.engine.types import DataLedger
 from raysgd.tf import TFTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import largest_difference
+from tests.tf.loss_models import make_data_of_losses, make_model_of_losses, make_model_that_reports
 from tests.tf.models import Line, make_data, make_model
 
 pytestmark = pytest.mark.integration
@@ -222,6 +223,25 @@ def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     assert found == pytest.approx(expected, rel=1e-4)
     assert trainer.train() == pytest.approx(other, rel=1e-4), "the next call takes up the order where it would be"
     assert_equal_on_all_ranks(trainer)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    ("model_creator", "data_creator"),
+    [(make_model_of_losses, make_data_of_losses), (make_model_that_reports, make_data)],
+)
+def test_sums_and_weights_are_those_of_one_worker_across_a_loss(
+    ray_cluster: None, keras: str, trainers: list[TFTrainer], model_creator: Any, data_creator: Any
+) -> None:
+    config = {"fit_config": {"epochs": 3}, "batch_size": 4}
+    trainers += [TFTrainer(model_creator, data_creator, config=config, num_workers=number, seed=1) for number in (2, 1)]
+    together, alone = trainers
+    testing.kill_worker(together, 1, at="step:8")
+    together.train()
+    assert kinds(together) == ["rejoined"]
+    alone.train()
+    assert largest_difference(together.state_dict(), alone.state_dict()) < 1e-5
+    assert_equal_on_all_ranks(together)
 
 
 def make_model_that_waits(config: dict[str, Any]) -> Any:
