@@ -35,9 +35,14 @@ from raysgd.engine.types import (
     WorkerInfo,
     World,
 )
-from raysgd.engine.worker import Answer, Stood
+from raysgd.engine.worker import Answer
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerFault
+
+
+def meeting(*ports: int, host: str = "127.0.0.1", on_one_node: bool = True) -> Rendezvous:
+    """Ranks that listen at these ports of one host."""
+    return Rendezvous(tuple((host, port) for port in ports), on_one_node)
 
 
 class NullBackend(Backend):
@@ -45,7 +50,7 @@ class NullBackend(Backend):
 
     def load(self) -> None: ...
 
-    def open_rendezvous(self) -> int:
+    def open_door(self, host: str, rank: int) -> int:
         return 1
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None: ...
@@ -486,8 +491,8 @@ class FakeGroup:
         outcomes = []
         for rank in survivors:
             failure = _failure(event, rank)
-            stood = Stood(self.replicas[rank].standing(), 1 if rank == survivors[0] else None)
-            outcomes.append(Outcome(rank, failure=failure) if failure else Outcome(rank, stood))
+            standing = self.replicas[rank].standing()
+            outcomes.append(Outcome(rank, failure=failure) if failure else Outcome(rank, standing))
         return GroupReport(tuple(outcomes))
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
@@ -505,11 +510,9 @@ class FakeGroup:
         self,
         survivors: Sequence[int],
         joining: Sequence[Any],
-        port: int,
         handover: Handover,
         tick: Callable[[], None] | None = None,
     ) -> GroupReport:
-        assert port == 1, "the first survivor has opened the meeting point"
         event = _next(self.cluster.regroups)
         self.handovers.append(handover)
         self.replicas = [self.replicas[rank] for rank in survivors] + list(joining)

@@ -1,25 +1,38 @@
 """How ranks find each other over sockets: who comes in, whom one calls on, and for how long one waits.
 
-Any process that reaches the port may connect. A rank shows that it belongs to the group by a secret, which the driver
-made for this meeting and which travelled through Ray. Strangers are sent away, and hold nobody up.
+Any process that reaches the port may connect. Both sides show that they belong to the group by a secret, which the
+driver made for this meeting and which travelled through Ray: each proves that it knows the secret by what it makes of a
+number that the other side has just drawn. The secret itself is never sent. Strangers are sent away, and hold nobody up.
 """
 
 from __future__ import annotations
 
 import errno
 import hmac
-import itertools
+import logging
+import math
+import secrets
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Generator, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import TypeAlias
+
+logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_GREETING_S = 10.0
-_GREETING = struct.Struct("<16sII")  # the secret, the rank that speaks, and a number of its own
+_GREETING_S = 30.0  # who has not shown by then that it belongs here is sent away
+_BACKLOG = 4096
+_HELLO = struct.Struct("<II16s")  # the rank that calls, a number of its own, and a number to make something of
+_NONCE_LENGTH = 16
+_PROOF_LENGTH = 32
 _UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY)
+
+Address: TypeAlias = tuple[str, int]
+"""Host, as a number, and port."""
 
 
 class MeetingFailed(ConnectionError):
@@ -60,76 +73,29 @@ class Patience:
             self.check()
 
 
-def call_on(host: str, port: int, secret: bytes, rank: int, number: int, patience: Patience) -> socket.socket:
-    """Connects to another rank and introduces itself.
+def listen_at(host: str) -> socket.socket:
+    """Listens at a free port of this address; of all addresses, where this machine does not have that one.
 
-    Args:
-        host: Where that rank is.
-        port: Where it listens.
-        secret: What ranks of the group know.
-        rank: Who is calling.
-        number: Something to say beside.
-        patience: How long to try.
-
-    Raises:
-        OSError: Nobody is there.
-        MeetingFailed: It took too long.
+    A machine whose address is translated is known to the others by one that it does not have itself.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    connection = socket.socket(family, kind, protocol)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        connection.setblocking(False)
-        code = connection.connect_ex(address)
-        if code in _UNDER_WAY:
-            patience.wait(connection, select.POLLOUT)
-            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, errno.errorcode.get(code, "unknown error"))
-        send(connection, _GREETING.pack(secret, rank, number), patience)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
-
-
-def send(connection: socket.socket, data: bytes, patience: Patience) -> None:
-    """Sends all of `data`.
-
-    Raises:
-        OSError: The connection ended.
-        MeetingFailed: It took too long.
-    """
-    rest = memoryview(data)
-    while rest:
-        patience.wait(connection, select.POLLOUT)
-        rest = rest[connection.send(rest) :]
-
-
-def receive(connection: socket.socket, length: int, patience: Patience) -> bytes:
-    """The next `length` bytes that come.
-
-    Raises:
-        OSError: The connection ended.
-        MeetingFailed: It took too long, or the other side left.
-    """
-    received = bytearray()
-    while len(received) < length:
-        patience.wait(connection, select.POLLIN)
-        part = connection.recv(length - len(received))
-        if not part:
-            raise MeetingFailed("another rank left before the group was formed")
-        received += part
-    return bytes(received)
+        return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        if error.errno != errno.EADDRNOTAVAIL:
+            raise
+    logger.warning("this machine does not have the address %s, by which others know it: listening at all it has", host)
+    return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
 
 
 @dataclass(frozen=True)
 class Guest:
-    """A rank that came.
+    """A rank that was met.
 
     Attributes:
         connection: To it; does not block.
         rank: Who it is.
-        number: What it said beside.
+        number: What it said beside, or was told.
     """
 
     connection: socket.socket
@@ -137,40 +103,94 @@ class Guest:
     number: int
 
 
-@dataclass
-class _Caller:
-    """Somebody who has not said everything yet."""
+@dataclass(frozen=True)
+class Badge:
+    """What a rank shows of itself.
 
-    connection: socket.socket
-    until: float
-    said: bytearray = field(default_factory=bytearray)
+    Attributes:
+        rank: Who it is.
+        secret: What ranks of the group know.
+    """
 
-    def listen(self) -> bool:
-        """Hears what it says; returns whether it is still to be listened to."""
+    rank: int
+    secret: bytes
+
+    def proof(self, role: bytes, caller: int, host: int, number: int, drawn: bytes) -> bytes:
+        """What only those can say that know the secret, to whoever drew these numbers, in this role, at this door."""
+        return hmac.digest(self.secret, role + struct.pack("<III", caller, host, number) + drawn, "sha256")
+
+    def greet(self, connection: socket.socket, host: int, number: int) -> _Talk:
+        """As the one that calls on rank `host`."""
+        own = secrets.token_bytes(_NONCE_LENGTH)
+        connection.sendall(_HELLO.pack(self.rank, number, own))
+        other = yield from _hear(connection, _NONCE_LENGTH)
+        proof = yield from _hear(connection, _PROOF_LENGTH)
+        if not hmac.compare_digest(proof, self.proof(b"host", self.rank, host, number, own + other)):
+            raise MeetingFailed(f"whoever listens where rank {host} should does not belong to the group")
+        connection.sendall(self.proof(b"caller", self.rank, host, number, own + other))
+        return Guest(connection, host, number)
+
+    def receive(self, connection: socket.socket) -> _Talk:
+        """As the one that is called on."""
+        caller, number, other = _HELLO.unpack((yield from _hear(connection, _HELLO.size)))
+        own = secrets.token_bytes(_NONCE_LENGTH)
+        connection.sendall(own + self.proof(b"host", caller, self.rank, number, other + own))
+        proof = yield from _hear(connection, _PROOF_LENGTH)
+        if not hmac.compare_digest(proof, self.proof(b"caller", caller, self.rank, number, other + own)):
+            raise MeetingFailed("a stranger called")
+        return Guest(connection, caller, number)
+
+
+_Talk: TypeAlias = Generator[None, None, Guest]
+"""What two ranks say to each other until they know each other; yields where it waits for the other side."""
+
+
+def _hear(connection: socket.socket, length: int) -> Generator[None, None, bytes]:
+    heard = b""
+    while len(heard) < length:
         try:
-            part = self.connection.recv(_GREETING.size - len(self.said))
+            part = connection.recv(length - len(heard))
         except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        self.said += part
-        return bool(part)
+            yield
+            continue
+        if not part:
+            raise MeetingFailed("another rank left before the group was formed")
+        heard += part
+    return heard
 
-    @property
-    def is_done(self) -> bool:
-        return len(self.said) == _GREETING.size
+
+def call_on(address: Address, patience: Patience) -> socket.socket:
+    """Connects to another rank.
+
+    Raises:
+        OSError: Nobody is there.
+        MeetingFailed: It took too long.
+    """
+    host, port = address
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        connection.setblocking(False)
+        code = connection.connect_ex((host, port))
+        if code in _UNDER_WAY:
+            patience.wait(connection, select.POLLOUT)
+            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if code:
+            raise OSError(code, errno.errorcode.get(code, "unknown error"))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 class Reception:
     """Listens at a port.
 
     Args:
-        host: Under which address; empty for all of them.
+        host: Under which address.
     """
 
-    def __init__(self, host: str = "") -> None:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        self._listener = socket.create_server((host, 0), family=family, backlog=512)
+    def __init__(self, host: str) -> None:
+        self._listener = listen_at(host)
         self._listener.setblocking(False)
 
     @property
@@ -181,52 +201,107 @@ class Reception:
         """Stops listening."""
         self._listener.close()
 
-    def guests(self, secret: bytes, patience: Patience) -> Generator[Guest]:
-        """Those who come and know the secret, one after the other, without end; to be closed when all are there.
+    def meet(
+        self, badge: Badge, hosts: Collection[tuple[int, Address]], num_guests: int, num_lanes: int, patience: Patience
+    ) -> list[Guest]:
+        """Calls on some ranks and receives others, each as often as there are lanes; returns when all were met.
+
+        Args:
+            badge: Who this is.
+            hosts: Whom to call on: their ranks and where they listen.
+            num_guests: How many come, of whom each knows the secret.
+            num_lanes: How often.
+            patience: How long to wait for the others.
 
         Raises:
-            MeetingFailed: Nobody came for too long.
+            OSError: Nobody is where a rank should be.
+            MeetingFailed: Another rank is gone, did not come in time, or is none.
         """
-        callers: dict[int, _Caller] = {}
-        try:
-            while True:
+        with ExitStack() as undo:
+            talks = _Talks(undo, self._listener)
+            for rank, address in hosts:
+                for lane in range(num_lanes):
+                    connection = undo.enter_context(call_on(address, patience))
+                    talks.begin(connection, badge.greet(connection, rank, lane))
+            while len(talks.known) < (len(hosts) + num_guests) * num_lanes:
                 patience.check()
-                self._wait_for(callers)
-                self._let_in(callers)
-                for number, caller in list(callers.items()):
-                    if caller.listen() and time.monotonic() < caller.until:
-                        if not caller.is_done:
-                            continue
-                        told, rank, beside = _GREETING.unpack(caller.said)
-                        if hmac.compare_digest(told, secret):
-                            del callers[number]
-                            yield Guest(caller.connection, rank, beside)
-                            continue
-                    callers.pop(number).connection.close()  # it came by mistake
-        finally:
-            for caller in callers.values():
-                caller.connection.close()
+                if talks.go_on():
+                    self._let_in(badge, talks)
+            talks.send_away(talks.open)
+            undo.pop_all()
+        return talks.known
 
-    def _wait_for(self, callers: dict[int, _Caller]) -> None:
-        poll = select.poll()
-        poll.register(self._listener, select.POLLIN)
-        for number in callers:
-            poll.register(number, select.POLLIN)
-        poll.poll(_POLL_S * 1000)
+    def _let_in(self, badge: Badge, talks: _Talks) -> None:
+        for _ in range(_BACKLOG):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            connection.setblocking(False)
+            talks.undo.enter_context(connection)
+            talks.begin(connection, badge.receive(connection), time.monotonic() + _GREETING_S)
 
-    def _let_in(self, callers: dict[int, _Caller]) -> None:
+
+class _Talks:
+    """Those that go on at the same time.
+
+    Args:
+        undo: Closes all connections where it comes to nothing.
+        listener: Where others call.
+
+    Attributes:
+        known: Who was met.
+        open: Whom one talks to, by the number of the connection.
+    """
+
+    def __init__(self, undo: ExitStack, listener: socket.socket) -> None:
+        self.undo = undo
+        self.known: list[Guest] = []
+        self.open: dict[int, _Open] = {}
+        self._listener = listener
+        self._poll = select.poll()
+        self._poll.register(listener, select.POLLIN)
+
+    def begin(self, connection: socket.socket, talk: _Talk, until: float = math.inf) -> None:
+        """Begins one; with somebody who may be a stranger, it ends at a time."""
+        number = connection.fileno()
+        self.open[number] = _Open(connection, talk, until)
+        self._poll.register(connection, select.POLLIN)
+        self._go_on_with(number)
+
+    def go_on(self) -> bool:
+        """Waits for a moment until somebody speaks, and goes on with those; returns whether anybody calls."""
+        ready = {number for number, _ in self._poll.poll(_POLL_S * 1000)}
+        for number in ready & self.open.keys():
+            self._go_on_with(number)
+        now = time.monotonic()
+        self.send_away([number for number, one in self.open.items() if now > one.until])
+        return self._listener.fileno() in ready
+
+    def _go_on_with(self, number: int) -> None:
+        one = self.open[number]
         try:
-            connection, _ = self._listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
-            return
-        connection.setblocking(False)
-        callers[connection.fileno()] = _Caller(connection, time.monotonic() + _GREETING_S)
+            next(one.talk)
+        except StopIteration as end:
+            del self.open[number]
+            self._poll.unregister(number)
+            self.known.append(end.value)
+        except OSError:
+            if one.until == math.inf:
+                raise
+            self.send_away([number])
+
+    def send_away(self, numbers: Iterable[int]) -> None:
+        """Those who have not shown that they belong here."""
+        for number in list(numbers):
+            self._poll.unregister(number)
+            self.open.pop(number).connection.close()
 
 
-def expect(reception: Reception, secret: bytes, count: int, patience: Patience) -> Iterator[Guest]:
-    """The next `count` guests."""
-    guests = reception.guests(secret, patience)
-    try:
-        yield from itertools.islice(guests, count)
-    finally:
-        guests.close()
+@dataclass(frozen=True)
+class _Open:
+    """A talk that has not come to its end."""
+
+    connection: socket.socket
+    talk: _Talk
+    until: float

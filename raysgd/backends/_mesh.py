@@ -10,10 +10,10 @@ import select
 import socket
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 
-from raysgd.backends._guests import MeetingFailed, Patience, Reception, call_on, expect
+from raysgd.backends._guests import Badge, MeetingFailed, Patience, Reception
 from raysgd.engine.types import Rendezvous
 
 _HEAD = struct.Struct("<QI")  # how many bytes follow, and of what kind they are
@@ -22,72 +22,56 @@ _LONGEST_POLL_MS = 2**31 - 1
 _IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere it is seen once the connection is used
 
 Bytes: TypeAlias = memoryview
-Invitation: TypeAlias = tuple[str, int]
-"""Host and port; also as a list, which is what JSON makes of it."""
+Connections: TypeAlias = dict[int, socket.socket]
+"""The socket to each other rank."""
 
 
 class MeshBroken(ConnectionError):
     """A connection to another rank ended, or kept this rank waiting for too long."""
 
 
-def host_of(rendezvous: Rendezvous) -> str:
-    """Under which address the other ranks find this one; on a single node that is the loopback address."""
-    if rendezvous.on_one_node:
-        return rendezvous.address
-    import ray
-
-    return str(ray.util.get_node_ip_address())
-
-
 class Door:
-    """Where a rank listens for others that are about to connect; `connect` makes the meshes, one for each lane.
+    """Where a rank listens for others that are about to connect.
 
     Args:
-        rendezvous: Where the ranks meet: on one node nobody from outside needs to come in.
-
-    Attributes:
-        invitation: What to tell the others, all of which need the invitations of all.
+        host: Under which address.
     """
 
-    def __init__(self, rendezvous: Rendezvous) -> None:
-        host = host_of(rendezvous)
-        self._secret = rendezvous.secret
-        self._reception = Reception(host if rendezvous.on_one_node else "::" if ":" in host else "")
-        self.invitation: Invitation = (host, self._reception.port)
+    def __init__(self, host: str) -> None:
+        self._reception = Reception(host)
+
+    @property
+    def port(self) -> int:
+        """Where it is."""
+        return self._reception.port
 
     def close(self) -> None:
         """Stops listening."""
         self._reception.close()
 
-    def connect(self, rank: int, invitations: Sequence[Invitation], num_lanes: int, patience: Patience) -> list[Mesh]:
-        """Connects to all ranks, which must all do so at this time; each lane is a mesh of its own.
+    def connect(self, rendezvous: Rendezvous, rank: int, num_lanes: int, patience: Patience) -> list[Connections]:
+        """Connects to all ranks, which must all do so at this time, once for each lane. Nobody listens any more then.
 
         Args:
+            rendezvous: Where all listen.
             rank: Who this is.
-            invitations: Those of all ranks, by rank.
-            num_lanes: How many meshes to make.
-            patience: How long to wait for another rank; and in every swap of the meshes just as long.
+            num_lanes: How many connections to make to each of the others.
+            patience: How long to wait for another rank.
 
         Raises:
             MeetingFailed: Another rank is gone, or did not come in time.
         """
-        lanes: list[dict[int, socket.socket]] = [{} for _ in range(num_lanes)]
-        num_guests = (len(invitations) - 1 - rank) * num_lanes
-        with ExitStack() as undo:
-            try:
-                for peer, (host, port) in enumerate(invitations[:rank]):
-                    for lane, connections in enumerate(lanes):
-                        connection = call_on(host, port, self._secret, rank, lane, patience)
-                        connections[peer] = undo.enter_context(connection)
-                for guest in expect(self._reception, self._secret, num_guests, patience):
-                    lanes[guest.number][guest.rank] = undo.enter_context(guest.connection)
-                meshes = [Mesh(connections, patience.timeout_s) for connections in lanes]
-            except OSError as error:
-                if isinstance(error, MeetingFailed):
-                    raise
-                raise MeetingFailed(f"rank {rank} could not connect to the others: {error}") from error
-            undo.pop_all()
-        return meshes
+        hosts = list(enumerate(rendezvous.addresses[:rank]))
+        num_guests = len(rendezvous.addresses) - 1 - rank
+        try:
+            met = self._reception.meet(Badge(rank, rendezvous.secret), hosts, num_guests, num_lanes, patience)
+        except OSError as error:
+            if isinstance(error, MeetingFailed):
+                raise
+            raise MeetingFailed(f"rank {rank} could not connect to the others: {error}") from error
+        finally:
+            self.close()
+        return [{one.rank: one.connection for one in met if one.number == lane} for lane in range(num_lanes)]
 
 
 class Mesh:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -65,10 +65,15 @@ def opened_since(before: dict[int, str]) -> list[Connection]:
     return found
 
 
-def between_ranks(own: Sequence[Connection], others: Collection[Ends]) -> list[Connection]:
-    """Those of `own` that another rank has the other end of; `others` are all connections that the others found."""
-    mirrored = {(remote, local) for local, remote in others}
-    return [connection for connection in own if connection.ends in mirrored]
+def listening_since(before: dict[int, str]) -> list[str]:
+    """Where TCP sockets listen that exist now and did not when `before` was taken."""
+    found = (_listens_at(number) for number, identity in open_sockets().items() if before.get(number) != identity)
+    return [address for address in found if address is not None]
+
+
+def between_ranks(own: Sequence[Connection], listening: Set[str]) -> list[Connection]:
+    """Those of `own` that lead to where some rank listens, this one or another."""
+    return [connection for connection in own if listening & set(connection.ends)]
 
 
 def _identity(number: int) -> str:
@@ -81,11 +86,24 @@ def _identity(number: int) -> str:
 def _ends(number: int) -> Ends | None:
     try:
         with socket.socket(fileno=os.dup(number)) as duplicate:
-            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+            if not _is_tcp(duplicate):
                 return None
             return _text(duplicate.getsockname()), _text(duplicate.getpeername())
     except OSError:  # a socket that listens has no other end
         return None
+
+
+def _listens_at(number: int) -> str | None:
+    try:
+        with socket.socket(fileno=os.dup(number)) as duplicate:
+            is_listening = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
+            return _text(duplicate.getsockname()) if is_listening and _is_tcp(duplicate) else None
+    except OSError:  # closed in this very moment
+        return None
+
+
+def _is_tcp(connection: socket.socket) -> bool:
+    return connection.family in (socket.AF_INET, socket.AF_INET6)
 
 
 def _text(address: tuple[object, ...]) -> str:

@@ -9,6 +9,9 @@ from collections.abc import Sequence
 
 from raysgd.engine.types import Rendezvous, World
 
+FORM_TIMEOUT_S = 120.0
+"""How long ranks may take to form a group, unless they are told otherwise. All are there already, and ready."""
+
 
 class Backend(ABC):
     """Makes the workers of a group one communicating whole. All methods run in the worker."""
@@ -36,15 +39,20 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def open_rendezvous(self) -> int:
-        """On rank 0: opens the meeting point and returns its port."""
+    def open_door(self, host: str, rank: int) -> int:
+        """Begins to listen for the other ranks of the next group, where this one needs to; returns the port.
+
+        Args:
+            host: Under which address of this machine; nobody who cannot reach that one gets in.
+            rank: The place in that group.
+        """
 
     @abstractmethod
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Joins the group; returns when all ranks did.
 
         Args:
-            rendezvous: Where the ranks meet.
+            rendezvous: Where the ranks listen, this one where it opened its door.
             world: This worker's place.
             even_alone: Whether to form a group also of a single rank. A model that was wrapped for a group needs one.
         """

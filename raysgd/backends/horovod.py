@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.backends._compiler import put_off_compiler
+from raysgd.backends._guests import listen_at
 from raysgd.backends.base import Backend
 from raysgd.engine.types import Rendezvous, World
 
@@ -72,9 +73,12 @@ class HorovodBackend(Backend):
     def load_in_driver(self) -> None:
         import_horovod()
 
-    def open_rendezvous(self) -> int:
+    def open_door(self, host: str, rank: int) -> int:
+        """Opens Horovod's rendezvous server on rank 0; nobody listens elsewhere before `hvd.init`."""
         self._is_interrupted = False
-        self._server = server = _Server()
+        if rank:
+            return 0
+        self._server = server = _Server(host)
         return server.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
@@ -260,14 +264,26 @@ def _interface_towards(address: str) -> str | None:
 
 
 class _Server:
-    """Horovod's rendezvous server in a thread of its own."""
+    """Horovod's rendezvous server in a thread of its own. Whoever reaches it may read and write what ranks tell there.
 
-    def __init__(self) -> None:
+    Args:
+        host: Under which address it listens.
+    """
+
+    def __init__(self, host: str) -> None:
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
         # Horovod gives a client 3 s to send its request, which is not enough for a worker on a machine that is busy.
         handler = type("PatientHandler", (RendezvousHandler,), {"timeout": _REQUEST_TIMEOUT_S})
-        self._http = RendezvousHTTPServer(("", 0), handler, 0)
+
+        def bind(server: Any) -> None:
+            server.socket.close()
+            server.socket = listen_at(host)
+            server.server_address = server.socket.getsockname()
+
+        # Its own way to bind also looks the name of the machine up.
+        kind = type("RendezvousServer", (RendezvousHTTPServer,), {"server_bind": bind})
+        self._http: Any = kind((host, 0), handler, 0)
         self._http.daemon_threads = True  # nobody waits for a client that is stuck
         self.port: int = self._http.server_address[1]
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)

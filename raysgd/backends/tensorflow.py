@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 from collections.abc import Mapping
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.backends._guests import MeetingFailed, Patience
-from raysgd.backends._meeting import Meeting
-from raysgd.backends._mesh import Door, Mesh, MeshBroken, host_of
+from raysgd.backends._guests import MeetingFailed, Patience, listen_at
+from raysgd.backends._mesh import Door, Mesh, MeshBroken
 from raysgd.backends._origins import is_of, with_causes
-from raysgd.backends.base import Backend
+from raysgd.backends.base import FORM_TIMEOUT_S, Backend
 from raysgd.backends.group import Group, Votes
 from raysgd.engine.types import Rendezvous, World
 
@@ -42,19 +39,19 @@ _FROM_PYTHON = "traceback (most recent call last)"  # such an error is what Tens
 
 
 @dataclass
-class _MeetingBackend(Backend):
-    """Ranks that load TensorFlow and meet to learn one another's addresses.
+class _LoadingBackend(Backend):
+    """Ranks that load TensorFlow, and are told one another's addresses.
 
     Attributes:
         timeout_s: How long to wait for the other ranks.
         variables: Environment variables to set in remote workers before TensorFlow is imported.
+        form_timeout_s: How long ranks may take to form a group; never longer than `timeout_s`.
     """
 
     timeout_s: float = 1800.0
     variables: Mapping[str, str] = field(default_factory=dict)
+    form_timeout_s: float = FORM_TIMEOUT_S
     _num_threads: int | None = field(default=None, repr=False, compare=False)
-    _meeting: Meeting | None = field(default=None, repr=False, compare=False)
-    _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
 
     def limit_threads(self, num_threads: int) -> None:
@@ -64,39 +61,26 @@ class _MeetingBackend(Backend):
     def load(self) -> None:
         load_tensorflow(self.variables, self._num_threads)
 
-    def open_rendezvous(self) -> int:
-        self._meeting = Meeting()
-        return self._meeting.open()
-
-    def interrupt(self) -> None:
-        self._is_interrupted = True
-
     def leave(self) -> None:
-        if self._meeting is not None:
-            self._meeting.close()
-        self._meeting, self._is_interrupted = None, False
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
 
-    def _patience(self) -> Patience:
-        return Patience(self.timeout_s, lambda: self._is_interrupted)
-
-    def _meet(
-        self, rendezvous: Rendezvous, world: World, word: Mapping[str, Any], patience: Patience
-    ) -> list[dict[str, Any]]:
-        """What every rank says, by rank. Sets `TF_CONFIG`."""
-        own = json.dumps({"address": free_address(rendezvous), **word})
-        said = (self._meeting or Meeting()).exchange(rendezvous, world.rank, world.size, own, patience)
-        words: list[dict[str, Any]] = [json.loads(each) for each in said]
-        self._own_variables += announce([each["address"] for each in words], world)
-        return words
+    def _announce(self, rendezvous: Rendezvous, world: World) -> None:
+        """Sets `TF_CONFIG`."""
+        self._own_variables += announce([f"{host}:{port}" for host, port in rendezvous.addresses], world)
 
 
 @dataclass
-class TensorFlowBackend(_MeetingBackend):
+class TensorFlowBackend(_LoadingBackend):
     """Replicas that each have a TensorFlow of their own, and exchange numbers over connections of raysgd's own."""
 
+    _door: Door | None = field(default=None, repr=False, compare=False)
+    _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
+
+    def open_door(self, host: str, rank: int) -> int:
+        self._door = Door(host)
+        return self._door.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Connects to all other ranks. A group of one rank needs no connections.
@@ -112,16 +96,17 @@ class TensorFlowBackend(_MeetingBackend):
                 "Another trainer with `use_local=True` has its rank 0 in this process, which can hold one only: "
                 "shut that trainer down first."
             )
-        patience = self._patience()
-        with closing(Door(rendezvous)) as door:
-            words = self._meet(rendezvous, world, {"door": door.invitation}, patience)
-            self._lanes = door.connect(world.rank, [word["door"] for word in words], 2, patience)
+        assert self._door is not None, "a rank of several listens before it joins the others"
+        patience = Patience(min(self.form_timeout_s, self.timeout_s), lambda: self._is_interrupted)
+        lanes = self._door.connect(rendezvous, world.rank, 2, patience)
+        self._lanes = [Mesh(lane, self.timeout_s) for lane in lanes]
         patience.check()  # an interrupt that came before there was anything to cut
+        self._announce(rendezvous, world)
         gradients, votes = self._lanes
         _JOINED = Joined(Group(world, gradients), Votes(world, votes))
 
     def interrupt(self) -> None:
-        super().interrupt()
+        self._is_interrupted = True
         for lane in self._lanes:
             lane.interrupt()
 
@@ -131,7 +116,9 @@ class TensorFlowBackend(_MeetingBackend):
             lane.close()
         if self._lanes:
             _JOINED = None
-        self._lanes = []
+        if self._door is not None:
+            self._door.close()
+        self._lanes, self._door, self._is_interrupted = [], None, False
         super().leave()
 
     def is_connection_error(self, error: BaseException) -> bool:
@@ -139,15 +126,20 @@ class TensorFlowBackend(_MeetingBackend):
 
 
 @dataclass
-class MultiWorkerBackend(_MeetingBackend):
+class MultiWorkerBackend(_LoadingBackend):
     """One `MultiWorkerMirroredStrategy` over all workers. A process can join one group in its life."""
 
+    def open_door(self, host: str, rank: int) -> int:
+        """Finds a port at which TensorFlow can listen, which does so by itself."""
+        with listen_at(host) as probe:
+            return int(probe.getsockname()[1])
+
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """Meets the others to learn their addresses, and makes the strategy; returns when all ranks did."""
+        """Makes the strategy; returns when all ranks did."""
         global _STRATEGY
         if not world.is_distributed:
             return
-        self._meet(rendezvous, world, {}, self._patience())
+        self._announce(rendezvous, world)
         import tensorflow as tf
 
         _STRATEGY = tf.distribute.MultiWorkerMirroredStrategy()
@@ -161,8 +153,6 @@ class MultiWorkerBackend(_MeetingBackend):
     def is_connection_error(self, error: BaseException) -> bool:
         import tensorflow as tf
 
-        if isinstance(error, MeetingFailed):
-            return True
         text = str(error).lower()
         return (
             isinstance(error, tf.errors.OpError)
@@ -228,19 +218,8 @@ def load_tensorflow(variables: Mapping[str, str], num_threads: int | None) -> No
         return
 
 
-def free_address(rendezvous: Rendezvous) -> str:
-    """Where this rank could listen."""
-    return f"{host_of(rendezvous)}:{_free_port()}"
-
-
 def announce(addresses: list[str], world: World) -> list[str]:
     """Sets `TF_CONFIG` and returns the names of the variables that it set."""
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": world.rank}}
     os.environ[_TF_CONFIG] = json.dumps(config)
     return [_TF_CONFIG]
-
-
-def _free_port() -> int:
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        return int(probe.getsockname()[1])

@@ -9,24 +9,25 @@ import os
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.backends._board import Board
 from raysgd.backends._compiler import put_off_compiler
-from raysgd.backends._guests import MeetingFailed, Patience
-from raysgd.backends._mesh import Door, Invitation, Mesh, MeshBroken
+from raysgd.backends._guests import MeetingFailed, Patience, listen_at
+from raysgd.backends._mesh import Door, Mesh, MeshBroken
 from raysgd.backends._origins import is_of, with_causes
-from raysgd.backends._sockets import Connection, between_ranks, open_sockets, opened_since
-from raysgd.backends.base import Backend
+from raysgd.backends._sockets import Connection, between_ranks, listening_since, open_sockets, opened_since
+from raysgd.backends._store import store_on
+from raysgd.backends.base import FORM_TIMEOUT_S, Backend
 from raysgd.backends.gpus import ordinal_of, visible_to_all
 from raysgd.backends.group import Group
 from raysgd.engine.types import Rendezvous, World
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 0.002
 _SETTLE_S = 0.002
+_STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 # What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError of PyTorch's own.
@@ -54,11 +55,15 @@ class TorchBackend(Backend):
     Attributes:
         transport: "gloo" or "nccl".
         timeout_s: How long a collective may wait for the other ranks before it raises.
+        form_timeout_s: How long ranks may take to form a group; never longer than `timeout_s`.
     """
 
     transport: str = "gloo"
     timeout_s: float = 1800.0
-    _store: Any = field(default=None, repr=False, compare=False)
+    form_timeout_s: float = FORM_TIMEOUT_S
+    _door: Door | None = field(default=None, repr=False, compare=False)
+    _board: Board | None = field(default=None, repr=False, compare=False)
+    _store: Any = field(default=None, repr=False, compare=False)  # kept: C++ calls methods that Python must still have
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
     _connections: list[Connection] = field(default_factory=list, repr=False, compare=False)
@@ -89,9 +94,9 @@ class TorchBackend(Backend):
         if gpu_ids and torch.cuda.is_available():
             torch.cuda.set_device(ordinal_of(gpu_ids[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
 
-    def open_rendezvous(self) -> int:
-        self._store = _store("0.0.0.0", 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
-        return int(self._store.port)
+    def open_door(self, host: str, rank: int) -> int:
+        self._door = Door(host)
+        return self._door.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Forms the default process group.
@@ -111,56 +116,70 @@ class TorchBackend(Backend):
             )
         self._choose_interface(rendezvous)
         patience = self._patience()
-        store = self._meet(rendezvous, world, patience)
+        self._store = store = self._meet(rendezvous, world, patience)
         self._has_joined, self._is_cut, self._is_on_one_node = True, False, rendezvous.on_one_node
         sockets_before = open_sockets()
         dist.init_process_group(
-            self.transport, store=store, rank=world.rank, world_size=world.size, timeout=self._timeout
+            self.transport,
+            store=store,
+            rank=world.rank,
+            world_size=world.size,
+            timeout=datetime.timedelta(seconds=self._form_timeout_s),
         )
+        self._allow_for_collectives(store)
         if self.transport == "gloo" and world.is_distributed:
-            with closing(Door(rendezvous)) as door:
-                self._connections, invitations = self._exchange_ends(sockets_before, world, door.invitation, patience)
-                [self._mesh] = door.connect(world.rank, invitations, 1, patience)
-            self._group = Group(world, self._mesh)
+            self._connections = self._between_ranks(sockets_before, world)
             patience.check()  # an interrupt that came before there was anything to cut
         global _joined
         _joined = self
 
     def meet(self, rendezvous: Rendezvous, world: World) -> Any:
-        """Goes to the meeting point; returns the store that all ranks share there, on rank 0 once all have come."""
+        """Connects to the other ranks; returns the store that all share, once all have come."""
         return self._meet(rendezvous, world, self._patience())
 
+    def _allow_for_collectives(self, store: Any) -> None:
+        """From now on ranks may wait for each other for longer than while they formed the group."""
+        from torch.distributed import distributed_c10d
+
+        timeout = datetime.timedelta(seconds=self.timeout_s)
+        store.set_timeout(timeout)
+        distributed_c10d._set_pg_timeout(timeout)
+
     def _patience(self) -> Patience:
-        return Patience(self.timeout_s, lambda: self._is_interrupted)
+        return Patience(self._form_timeout_s, lambda: self._is_interrupted)
 
     def _meet(self, rendezvous: Rendezvous, world: World, patience: Patience) -> Any:
-        if self._store is None:
-            self._store = _store(rendezvous.address, rendezvous.port, is_master=False, timeout=self._timeout)
-        shares_gpus = self.transport == "nccl" and world.local_size > 1
-        if shares_gpus:
-            self._store.set(_gpus_key(world), ",".join(self._gpus_of_driver) or os.environ.get(_VISIBLE, ""))
-        self._store.set(_arrival(world.rank), "here")
+        if not world.is_distributed:
+            return _c10d("HashStore")()
+        assert self._door is not None, "a rank of several listens before it joins the others"
+        on_board, *in_mesh = self._door.connect(rendezvous, world.rank, 1 + (self.transport == "gloo"), patience)
+        self._board = Board(world.rank, on_board)
+        for lane in in_mesh:
+            self._mesh = Mesh(lane, self.timeout_s)
+            self._group = Group(world, self._mesh)
+        if self.transport == "gloo":
+            return store_on(self._board)
+        self._see_gpus_of_node(world)
+        return self._store_of_rank_0(rendezvous, world, self._board)
+
+    def _store_of_rank_0(self, rendezvous: Rendezvous, world: World, board: Board) -> Any:
+        """PyTorch's own: NCCL's threads ask it for things that Python must not be asked while a process ends."""
+        host = rendezvous.address
+        options = {"wait_for_workers": False, "timeout": datetime.timedelta(seconds=self._form_timeout_s)}
         if world.rank == 0:
-            self._await_keys([_arrival(rank) for rank in range(world.size)], patience)
-        if shares_gpus and not self._gpus_of_driver:
-            self._see_gpus_of_node(world)
-        return self._store
+            with listen_at(host) as listener:
+                port = listener.getsockname()[1]
+                store = _c10d("TCPStore")(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
+            board.put(_STORE, str(port).encode())
+            return store
+        port = int(board.get(_STORE, self._form_timeout_s))
+        return _c10d("TCPStore")(host, port, is_master=False, **options)
 
-    def _exchange_ends(
-        self, sockets_before: dict[int, str], world: World, invitation: Invitation, patience: Patience
-    ) -> tuple[list[Connection], list[Invitation]]:
-        """Gloo's connections to other ranks, and all ranks' invitations.
-
-        The former are those that were opened meanwhile, and that another rank has the other end of.
-        """
-        own = opened_since(sockets_before)
-        word = {"ends": [connection.ends for connection in own], "invitation": invitation}
-        self._store.set(_ends_of(world.rank), json.dumps(word))
-        keys = [_ends_of(rank) for rank in range(world.size)]
-        self._await_keys(keys, patience)
-        words = [json.loads(found) for found in self._store.multi_get(keys)]
-        others = [tuple(ends) for rank, said in enumerate(words) if rank != world.rank for ends in said["ends"]]
-        return between_ranks(own, others), [said["invitation"] for said in words]
+    def _tell(self, world: World, topic: str, word: str) -> list[str]:
+        """Says something to all ranks; returns what each of them says, by rank."""
+        assert self._board is not None
+        self._board.put(f"{topic}/{world.rank}", word.encode())
+        return [self._board.get(f"{topic}/{rank}", self._form_timeout_s).decode() for rank in range(world.size)]
 
     def _see_gpus_of_node(self, world: World) -> None:
         """Lets this process see the GPUs of all workers on its node, and computes on its own.
@@ -171,8 +190,11 @@ class TorchBackend(Backend):
         import torch
 
         own = os.environ.get(_VISIBLE, "")
-        keys = [_gpus_key(world, local_rank) for local_rank in range(world.local_size)]
-        visible, ordinal = visible_to_all(own, [self._store.get(key).decode() for key in keys])
+        word = json.dumps([world.node_rank, ",".join(self._gpus_of_driver) or own])
+        told = [json.loads(each) for each in self._tell(world, "raysgd/gpus", word)]
+        if self._gpus_of_driver:
+            return
+        visible, ordinal = visible_to_all(own, [gpus for node_rank, gpus in told if node_rank == world.node_rank])
         if visible == own or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             return
         os.environ[_VISIBLE] = visible
@@ -183,11 +205,11 @@ class TorchBackend(Backend):
             os.environ[_VISIBLE] = own
             torch.cuda.set_device(0)
 
-    def _await_keys(self, keys: Sequence[str], patience: Patience) -> None:
-        """Waits until the ranks have said these things. What PyTorch waits for cannot be interrupted, this can."""
-        while not self._store.check(keys):
-            patience.check()
-            time.sleep(_POLL_S)
+    def _between_ranks(self, sockets_before: dict[int, str], world: World) -> list[Connection]:
+        """Gloo's connections to other ranks: those that were opened meanwhile, where it listens itself or others do."""
+        own = listening_since(sockets_before)
+        told = [json.loads(word) for word in self._tell(world, "raysgd/listens", json.dumps(own))]
+        return between_ranks(opened_since(sockets_before), {address for word in told for address in word})
 
     def interrupt(self) -> None:
         self._is_interrupted = True
@@ -198,9 +220,9 @@ class TorchBackend(Backend):
         self._is_cut = True
         for connection in connections:
             connection.shut()
-        mesh = self._mesh
-        if mesh is not None:
-            mesh.interrupt()
+        for part in (self._mesh, self._board):
+            if part is not None:
+                part.interrupt()
         if self.transport == "nccl" and self._has_joined and self._aborting is None:
             self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
             self._aborting.start()  # it may take long, and who interrupts is asked for signs of life too
@@ -221,10 +243,11 @@ class TorchBackend(Backend):
             aborting.join()
         if self._has_joined:  # another group in this process is not ours to end
             end_process_group()
-        if self._mesh is not None:
-            self._mesh.close()
-        self._mesh = self._group = None
-        self._store, self._has_joined, self._gpus_of_driver, self._is_interrupted = None, False, (), False
+        for part in (self._mesh, self._board, self._door):
+            if part is not None:
+                part.close()
+        self._mesh = self._board = self._door = self._group = self._store = None
+        self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
 
@@ -232,8 +255,8 @@ class TorchBackend(Backend):
         return is_connection_error(error)
 
     @property
-    def _timeout(self) -> datetime.timedelta:
-        return datetime.timedelta(seconds=self.timeout_s)
+    def _form_timeout_s(self) -> float:
+        return min(self.form_timeout_s, self.timeout_s)
 
     def _choose_interface(self, rendezvous: Rendezvous) -> None:
         """Loopback for gloo on a single node, unless the user chose; waiting collectives for NCCL, likewise."""
@@ -281,22 +304,11 @@ def is_connection_error(error: BaseException) -> bool:
     return False
 
 
-def _gpus_key(world: World, local_rank: int | None = None) -> str:
-    return f"raysgd/gpus/{world.node_rank}/{world.local_rank if local_rank is None else local_rank}"
-
-
-def _arrival(rank: int) -> str:
-    return f"raysgd/arrived/{rank}"
-
-
-def _ends_of(rank: int) -> str:
-    return f"raysgd/ends/{rank}"
-
-
-def _store(*args: Any, **options: Any) -> Any:
+def _c10d(name: str) -> Any:
+    """A class of PyTorch's that its type stubs do not tell of."""
     from torch import distributed
 
-    return vars(distributed)["TCPStore"](*args, **options)
+    return vars(distributed)[name]
 
 
 def _abort_process_group() -> None:

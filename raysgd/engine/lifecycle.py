@@ -533,7 +533,7 @@ class Lifecycle:
         progress = standings[source].progress
         new_ranks = range(len(staying), len(staying) + len(joining))
         handover = Handover(source, (*takers(standings, source), *new_ranks), change.orphans)
-        report = group.regroup(staying, joining, party.port, handover, tick)
+        report = group.regroup(staying, joining, handover, tick)
         if not report.ok:
             diagnosis = classify(report)
             logger.warning("forming a new group failed: %s", words(diagnosis))

@@ -38,13 +38,11 @@ class Party:
     Attributes:
         staying: Ranks that stay.
         standings: How far each of them is.
-        port: The meeting point that the first of them opened.
         joining: Recruits that join them.
     """
 
     staying: list[int]
     standings: list[Standing]
-    port: int
     joining: list[Any]
 
     @property
@@ -108,7 +106,7 @@ class Muster:
         while ranks:
             report = self.group.stand(ranks, self.tick)
             if report.ok:
-                return Party(ranks, [stood.standing for stood in report.values], report.values[0].port, [])
+                return Party(ranks, report.values, [])
             failed = [o for o in report.outcomes if not o.ok]
             if any(o.failure is not None and o.failure.kind == "user" for o in failed):
                 logger.warning("a survivor could not say how far it is: %s", words(classify(report)))

@@ -11,6 +11,7 @@ from raysgd._logging import Note
 from raysgd.exceptions import WorkerFault
 
 FailureKind = Literal["died", "disconnected", "user"]
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True)
@@ -25,27 +26,37 @@ class WorkerInfo:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where the ranks of a group meet.
-
-    On a single node that is the loopback address, because the node's public address may be unreachable from itself.
+    """Where the ranks of a group listen for each other. The driver hands it round through Ray.
 
     Attributes:
-        address: Of rank 0.
-        port: Likewise.
+        addresses: Host and port of each rank, by rank.
         on_one_node: Whether all ranks are.
         secret: By which the ranks of this group know each other.
     """
 
-    address: str
-    port: int
+    addresses: tuple[tuple[str, int], ...]
     on_one_node: bool
-    secret: bytes = field(default_factory=lambda: secrets.token_bytes(16), repr=False, compare=False)
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False, compare=False)
 
-    @staticmethod
-    def at(port: int, infos: Sequence[WorkerInfo]) -> Rendezvous:
-        """The meeting point that rank 0 opened at `port`, as seen by the workers that `infos` describe."""
-        on_one_node = len({info.node_id for info in infos}) == 1
-        return Rendezvous("127.0.0.1" if on_one_node else infos[0].node_ip, port, on_one_node)
+    @property
+    def address(self) -> str:
+        """The host of rank 0."""
+        return self.addresses[0][0]
+
+    @property
+    def port(self) -> int:
+        """That of rank 0."""
+        return self.addresses[0][1]
+
+
+def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:
+    """Under which address each of these workers is to listen for the others.
+
+    On a single node that is the loopback address: nobody from outside needs to come in, and the node's public address
+    may be unreachable from itself.
+    """
+    on_one_node = len({info.node_id for info in infos}) == 1
+    return [LOOPBACK if on_one_node else info.node_ip for info in infos]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,18 @@ from raysgd import _logging
 from raysgd._logging import Note
 from raysgd.engine.faults import describe_fault
 from raysgd.engine.replica import Capture, Replica, ReplicaFactory
-from raysgd.engine.types import Failure, FailureKind, Handover, Held, Outcome, Rendezvous, Standing, WorkerInfo, World
+from raysgd.engine.types import (
+    LOOPBACK,
+    Failure,
+    FailureKind,
+    Handover,
+    Held,
+    Outcome,
+    Rendezvous,
+    Standing,
+    WorkerInfo,
+    World,
+)
 from raysgd.exceptions import UnpicklableError
 
 if TYPE_CHECKING:
@@ -62,14 +73,6 @@ def notes_of(found: Outcome) -> tuple[Note, ...]:
     if found.failure is not None:
         return found.failure.notes
     return found.value.notes if isinstance(found.value, Answer | Enlisted) else ()
-
-
-@dataclass(frozen=True)
-class Stood:
-    """What a worker answers that has left its group: how far it is, and the port it opened if it was to."""
-
-    standing: Standing
-    port: int | None
 
 
 @dataclass(frozen=True)
@@ -155,9 +158,20 @@ class WorkerProcess:
             self._backend.load_in_driver()
         return self.describe()
 
-    def open_rendezvous(self) -> int:
-        """As the first rank to be, once it is prepared: opens the meeting point. Returns its port."""
-        return self._guarded(self._backend.open_rendezvous)
+    def open_door(self, host: str, rank: int) -> int:
+        """Leaves the group that it is in, if any, and listens for the ranks of the next one. Returns the port.
+
+        Args:
+            host: Under which address to listen.
+            rank: Its place in the next group.
+        """
+
+        def body() -> int:
+            if self._replica is not None:  # one that was made ready to step in is in a group of its own
+                self._backend.leave()
+            return self._backend.open_door(host, rank)
+
+        return self._guarded(body)
 
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> Answer:
         """Joins the group and builds the replica in it."""
@@ -182,7 +196,7 @@ class WorkerProcess:
 
         def body() -> Enlisted:
             info = self._prepare(hook)
-            alone = Rendezvous("127.0.0.1", self._backend.open_rendezvous(), on_one_node=True)
+            alone = Rendezvous(((LOOPBACK, self._backend.open_door(LOOPBACK, 0)),), on_one_node=True)
             self._backend.join(alone, World(rank=0, size=1), even_alone=True)
             replica: Any = make_replica(world)
             self._replica = replica
@@ -192,23 +206,22 @@ class WorkerProcess:
 
         return self._guarded(body)
 
-    def stand(self, is_first: bool) -> Stood:
+    def stand(self) -> Standing:
         """Leaves the group, whatever is left of it, and says how far the replica is."""
 
-        def body() -> Stood:
+        def body() -> Standing:
             self._backend.leave()
             replica: Any = self.replica
-            return Stood(replica.standing(), self._backend.open_rendezvous() if is_first else None)
+            standing: Standing = replica.standing()
+            return standing
 
         return self._guarded(body)
 
-    def regroup(self, world: World, rendezvous: Rendezvous, handover: Handover, is_first: bool) -> Any:
+    def regroup(self, world: World, rendezvous: Rendezvous, handover: Handover) -> Any:
         """Joins a new group and goes on in it. Returns the replica's facts."""
 
         def body() -> Any:
             self._world = world
-            if not is_first:  # the first rank has opened the new meeting point already
-                self._backend.leave()
             self._backend.join(rendezvous, world, even_alone=True)
             replica: Any = self.replica
             return replica.regroup(world, handover)

@@ -23,7 +23,7 @@ from raysgd.engine.newcomers import Newcomers
 from raysgd.engine.recruits import Recruit, Recruits
 from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.seats import Seats
-from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, Resources, WorkerInfo, World
+from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, Resources, WorkerInfo, World, hosts_of
 from raysgd.engine.worker import RemoteWorker, notes_of, pack, packed_bytes
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
 
@@ -142,10 +142,10 @@ class WorkerGroup:
         if not report.ok:
             return report
         self._give_ranks(report.values)
-        opened = self._gather({0: self._workers[0].submit("open_rendezvous")})
+        opened = self._open_doors()
         if not opened.ok:
             return opened
-        rendezvous = Rendezvous.at(opened.values[0], self.infos)
+        rendezvous = self._rendezvous(opened)
         capture = self._spec.captures
         return self._gather(
             {
@@ -153,6 +153,16 @@ class WorkerGroup:
                 for rank, worker in enumerate(self._workers)
             }
         )
+
+    def _open_doors(self, tick: Callable[[], None] | None = None) -> GroupReport:
+        """Lets every rank listen for the others; it answers where."""
+        hosts = enumerate(hosts_of(self.infos))
+        return self._gather({rank: self._workers[rank].submit("open_door", host, rank) for rank, host in hosts}, tick)
+
+    def _rendezvous(self, opened: GroupReport) -> Rendezvous:
+        """Where all listen, to be handed round."""
+        addresses = zip(hosts_of(self.infos), opened.values, strict=True)
+        return Rendezvous(tuple(addresses), self.is_on_one_node)
 
     def _give_ranks(self, infos: Sequence[WorkerInfo]) -> None:
         """Puts the workers into the order of their ranks: now that all are there, it is known where they are."""
@@ -329,8 +339,8 @@ class WorkerGroup:
         return roll_call(self._ear, references, num_others, self._spec.heartbeat_s)
 
     def stand(self, survivors: Sequence[int], tick: Callable[[], None] | None = None) -> GroupReport:
-        """Lets the survivors leave their group. Each tells how far it is; the first opens the next meeting point."""
-        calls = {rank: self._workers[rank].submit("stand", rank == survivors[0]) for rank in survivors}
+        """Lets the survivors leave their group. Each tells how far it is."""
+        calls = {rank: self._workers[rank].submit("stand") for rank in survivors}
         return self._gather(calls, tick)
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
@@ -361,7 +371,6 @@ class WorkerGroup:
         self,
         survivors: Sequence[int],
         joining: Sequence[Recruit],
-        port: int,
         handover: Handover,
         tick: Callable[[], None] | None = None,
     ) -> GroupReport:
@@ -370,7 +379,6 @@ class WorkerGroup:
         Args:
             survivors: Ranks in the old group, which have left it.
             joining: Workers from `recruits`.
-            port: The meeting point that the first survivor opened.
             handover: Whose state the others take over, by new rank.
             tick: Called now and then while it waits.
 
@@ -381,10 +389,13 @@ class WorkerGroup:
         self.infos = [self.infos[rank] for rank in survivors] + [recruit.info for recruit in joining]
         self.worlds = ranks.assign(self.infos)
         self.num_workers, self.gone = len(self._workers), set()
-        rendezvous = Rendezvous.at(port, self.infos)
+        opened = self._open_doors(tick)
+        if not opened.ok:
+            return opened
+        rendezvous = self._rendezvous(opened)
         return self._gather(
             {
-                rank: worker.submit("regroup", self.worlds[rank], rendezvous, handover, rank == 0)
+                rank: worker.submit("regroup", self.worlds[rank], rendezvous, handover)
                 for rank, worker in enumerate(self._workers)
             },
             tick,

@@ -95,7 +95,7 @@ class Unconnected(Connection):
     def load(self) -> None:
         """There is no framework to import."""
 
-    def open_rendezvous(self) -> int:
+    def open_door(self, host: str, rank: int) -> int:
         return 0
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
@@ -131,8 +131,8 @@ class Placed(Connection):
     def load(self) -> None:
         self.inner.load()
 
-    def open_rendezvous(self) -> int:
-        return self.inner.open_rendezvous()
+    def open_door(self, host: str, rank: int) -> int:
+        return self.inner.open_door(host, rank)
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         for name, value in self.variables(rendezvous, world).items():

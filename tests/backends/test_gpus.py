@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
 import threading
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from raysgd.backends.gpus import ordinal_of, visible_to_all
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine.types import World
+from tests.backends.test_board import boards_of
 
 
 @pytest.mark.parametrize(
@@ -91,17 +92,15 @@ def test_without_cuda_a_held_gpu_is_nothing_to_choose() -> None:
 
 def see_gpus(own: str, other: str, monkeypatch: pytest.MonkeyPatch) -> str | None:
     """What rank 1 sees after it met rank 0, which has `other`."""
-    import os
-
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", own)
-    backend: Any = TorchBackend("nccl")
-    backend._store = dist.HashStore()
-    world = World(rank=1, size=2, local_rank=1, local_size=2)
-    backend._store.set("raysgd/gpus/0/1", own)
-    late = threading.Timer(0.05, lambda: backend._store.set("raysgd/gpus/0/0", other))
+    boards = boards_of(2)
+    backend = TorchBackend("nccl", _board=boards[1])
+    late = threading.Timer(0.05, boards[0].put, ("raysgd/gpus/0", json.dumps([0, other]).encode()))
     late.start()
-    backend._see_gpus_of_node(world)
+    backend._see_gpus_of_node(World(rank=1, size=2, local_rank=1, local_size=2))
     late.join()
+    for board in boards:
+        board.close()
     return os.environ.get("CUDA_VISIBLE_DEVICES")
 
 

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.backends._guests import Patience
-from raysgd.backends._mesh import Door, MeshBroken
+from raysgd.backends._mesh import MeshBroken
 from raysgd.backends.group import Group, Votes
-from raysgd.engine.types import Rendezvous, World
+from raysgd.engine.types import World
+from tests.backends.test_mesh import connected
 
 
 def test_a_replica_that_is_alone_exchanges_nothing() -> None:
@@ -29,14 +29,10 @@ def test_a_replica_that_is_alone_exchanges_nothing() -> None:
 def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
     """The groups of some ranks, each to be used in a thread of its own."""
     size = request.param
-    meeting, patience = Rendezvous("127.0.0.1", 0, on_one_node=True), Patience(20)
-    doors = [Door(meeting) for _ in range(size)]
-    invitations = [door.invitation for door in doors]
-    with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(lambda rank: doors[rank].connect(rank, invitations, 1, patience), range(size)))
-    yield [Group(World(rank, size), mesh) for rank, [mesh] in enumerate(found)]
-    for part in (*doors, *(mesh for [mesh] in found)):
-        part.close()
+    meshes = [lane for [lane] in connected(size)]
+    yield [Group(World(rank, size), mesh) for rank, mesh in enumerate(meshes)]
+    for mesh in meshes:
+        mesh.close()
 
 
 def on_all(groups: list[Group], function: Callable[[Group], Any]) -> list[Any]:

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import secrets
 import socket
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from typing import Any
 
 import pytest
 
-from raysgd.backends._guests import MeetingFailed, Patience, Reception, call_on, expect, receive, send
+from raysgd.backends._guests import Address, Badge, Guest, MeetingFailed, Patience, Reception, listen_at
 
 HERE = "127.0.0.1"
-SECRET = secrets.token_bytes(16)
+SECRET = secrets.token_bytes(32)
+HELLO = struct.pack("<II16s", 1, 0, b"n" * 16)
 
 
 class Switch:
@@ -32,112 +35,190 @@ class Switch:
 
 
 @pytest.fixture
-def reception() -> Iterator[Reception]:
-    found = Reception(HERE)
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def hole() -> Iterator[int]:
-    """A port at which nobody answers: what waits there to be let in are all that may."""
+def stack() -> Iterator[ExitStack]:
     with ExitStack() as stack:
-        listener = stack.enter_context(socket.socket())
-        listener.bind((HERE, 0))
-        listener.listen(0)
-        for _ in range(4):
-            waiting = stack.enter_context(socket.socket())
-            waiting.setblocking(False)
-            with suppress(BlockingIOError):
-                waiting.connect(listener.getsockname())
-        yield listener.getsockname()[1]
+        yield stack
 
 
-def calls(port: int, secret: bytes = SECRET, rank: int = 1, number: int = 0) -> socket.socket:
-    return call_on(HERE, port, secret, rank, number, Patience(20))
+class Rank:
+    """One that meets others, in a thread of its own.
+
+    Args:
+        stack: Closes what it opens.
+        number: Who it is.
+        secret: What it knows.
+    """
+
+    def __init__(self, stack: ExitStack, number: int, secret: bytes = SECRET) -> None:
+        self.badge = Badge(number, secret)
+        self.reception = Reception(HERE)
+        self._stack = stack
+        stack.callback(self.reception.close)
+
+    @property
+    def address(self) -> Address:
+        return HERE, self.reception.port
+
+    def meet(self, hosts: list[Rank], num_guests: int, num_lanes: int, patience: Patience) -> list[tuple[int, int]]:
+        """Who was met, on which lane."""
+        found = self.connect([(host.badge.rank, host.address) for host in hosts], num_guests, num_lanes, patience)
+        return sorted((one.rank, one.number) for one in found)
+
+    def connect(
+        self, hosts: list[tuple[int, Address]], num_guests: int, num_lanes: int, patience: Patience
+    ) -> list[Guest]:
+        found = self.reception.meet(self.badge, hosts, num_guests, num_lanes, patience)
+        for one in found:
+            self._stack.enter_context(one.connection)
+        return found
 
 
-def test_guests_say_who_they_are_and_can_be_talked_to(reception: Reception) -> None:
-    with ExitStack() as stack:
-        callers = [stack.enter_context(calls(reception.port, rank=rank, number=10 + rank)) for rank in (1, 2)]
-        guests = list(expect(reception, SECRET, 2, Patience(20)))
-        assert sorted((guest.rank, guest.number) for guest in guests) == [(1, 11), (2, 12)]
-        for guest in guests:
-            stack.enter_context(guest.connection)
-            send(guest.connection, bytes([guest.rank]) * 3, Patience(20))
-        assert [receive(caller, 3, Patience(20)) for caller in callers] == [b"\1\1\1", b"\2\2\2"]
+def at_once(*doings: Callable[[], Any]) -> list[Any]:
+    """What each returns, or the exception that it raises."""
+    with ThreadPoolExecutor(len(doings)) as pool:
+        futures = [pool.submit(doing) for doing in doings]
+        return [future.exception() or future.result() for future in futures]
 
 
-def test_who_expects_nobody_does_not_wait(reception: Reception) -> None:
-    assert list(expect(reception, SECRET, 0, Patience(0.0))) == []
+@pytest.mark.parametrize("num_lanes", [1, 2])
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_every_rank_meets_every_other_on_every_lane(stack: ExitStack, size: int, num_lanes: int) -> None:
+    ranks = [Rank(stack, number) for number in range(size)]
+    met = at_once(
+        *(
+            lambda rank=rank: rank.meet(ranks[: rank.badge.rank], size - 1 - rank.badge.rank, num_lanes, Patience(20))
+            for rank in ranks
+        )
+    )
+    for number, found in enumerate(met):
+        assert found == [(other, lane) for other in range(size) if other != number for lane in range(num_lanes)]
 
 
-def test_strangers_are_sent_away_and_hold_nobody_up(reception: Reception) -> None:
-    with ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection((HERE, reception.port))) for _ in range(4)]
-        for stranger, words in zip(strangers, (b"", b"GET / HTTP/1.0\r\n\r\n", b"x" * 24, b"silent"), strict=True):
-            stranger.sendall(words)
-        for stranger in strangers[:2]:
-            stranger.shutdown(socket.SHUT_WR)
-        began = time.monotonic()
-        caller = stack.enter_context(calls(reception.port))
-        [guest] = expect(reception, SECRET, 1, Patience(20))
-        stack.enter_context(guest.connection)
-        assert time.monotonic() - began < 5
-        send(guest.connection, b"!", Patience(20))
-        assert receive(caller, 1, Patience(20)) == b"!"
-        for stranger in strangers:
-            stranger.settimeout(20)
-            with suppress(ConnectionResetError):
-                assert stranger.recv(1) == b"", "it hears nothing, and is sent away when all are there"
+def test_who_expects_nobody_does_not_wait(stack: ExitStack) -> None:
+    assert Rank(stack, 0).meet([], 0, 1, Patience(0.0)) == []
 
 
-def test_a_rank_of_another_group_is_a_stranger(reception: Reception) -> None:
-    with calls(reception.port, secret=secrets.token_bytes(16)), pytest.raises(MeetingFailed, match="took too long"):
-        list(expect(reception, SECRET, 1, Patience(0.3)))
+def test_strangers_are_sent_away_and_hold_nobody_up(stack: ExitStack) -> None:
+    host, guest = Rank(stack, 0), Rank(stack, 1)
+    strangers = [stack.enter_context(socket.create_connection(host.address)) for _ in range(5)]
+    says = (b"", b"GET / HTTP/1.0\r\n\r\n", HELLO + b"x" * 32, HELLO, b"silent")
+    for stranger, words in zip(strangers, says, strict=True):
+        stranger.sendall(words)
+    for stranger in strangers[:2]:
+        stranger.shutdown(socket.SHUT_WR)
+    began = time.monotonic()
+    met = at_once(lambda: host.meet([], 1, 1, Patience(20)), lambda: guest.meet([host], 0, 1, Patience(20)))
+    assert met == [[(1, 0)], [(0, 0)]]
+    assert time.monotonic() - began < 5
+    for stranger in strangers:
+        stranger.settimeout(20)
+        with suppress(ConnectionResetError):
+            assert SECRET not in heard_by(stranger), "it is sent away when all are there"
 
 
-@pytest.mark.parametrize("stranger_says", [None, b"", b"half a greeting"])
-def test_waiting_for_guests_ends_at_once_when_it_is_interrupted(
-    reception: Reception, stranger_says: bytes | None
-) -> None:
-    switch = Switch()
+def heard_by(stranger: socket.socket) -> bytes:
+    heard = b""
+    while part := stranger.recv(1000):
+        heard += part
+    return heard
+
+
+def test_a_rank_of_another_group_is_a_stranger_to_both_sides(stack: ExitStack) -> None:
+    host, guest = Rank(stack, 0), Rank(stack, 1, secrets.token_bytes(32))
+    failed = at_once(lambda: host.meet([], 1, 1, Patience(0.5)), lambda: guest.meet([host], 0, 1, Patience(20)))
+    assert [type(error) for error in failed] == [MeetingFailed, MeetingFailed]
+    assert "took too long" in str(failed[0])
+    assert "whoever listens where rank 0 should does not belong to the group" in str(failed[1])
+
+
+def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stack: ExitStack) -> None:
+    impostor = stack.enter_context(socket.create_server((HERE, 0)))
+    guest, heard = Rank(stack, 1), bytearray()
+
+    def pretend() -> None:
+        with impostor.accept()[0] as connection:
+            hello = connection.recv(24)
+            connection.sendall(bytes(16) + bytes(32))
+            heard.extend(hello + heard_by(connection))
+
+    address = impostor.getsockname()
+    failed, _ = at_once(lambda: guest.connect([(0, address)], 0, 1, Patience(20)), pretend)
+    assert isinstance(failed, MeetingFailed)
+    assert len(heard) == 24, "only who it says it is, and a number that it drew"
+    assert SECRET not in heard
+
+
+def test_what_one_rank_proves_to_another_cannot_be_used_at_a_third_or_in_the_other_role() -> None:
+    badge, drawn = Badge(1, SECRET), secrets.token_bytes(32)
+    proofs = {
+        badge.proof(role, caller, host, number, drawn)
+        for role in (b"host", b"caller")
+        for caller, host in ((1, 0), (0, 1), (1, 2))
+        for number in (0, 1)
+    }
+    assert len(proofs) == 12
+    assert badge.proof(b"host", 1, 0, 0, drawn) not in {Badge(1, SECRET).proof(b"host", 1, 0, 0, bytes(32))}
+
+
+@pytest.mark.parametrize("stranger_says", [None, b"", b"half a greeting", HELLO])
+def test_waiting_for_guests_ends_at_once_when_it_is_interrupted(stack: ExitStack, stranger_says: bytes | None) -> None:
+    switch, host = Switch(), Rank(stack, 0)
     switch.flip_in(0.2)
     began = time.monotonic()
-    with ExitStack() as stack:
-        if stranger_says is not None:
-            stack.enter_context(socket.create_connection((HERE, reception.port))).sendall(stranger_says)
-        with pytest.raises(MeetingFailed, match="another rank failed"):
-            list(expect(reception, SECRET, 1, Patience(60, switch)))
+    if stranger_says is not None:
+        stack.enter_context(socket.create_connection(host.address)).sendall(stranger_says)
+    with pytest.raises(MeetingFailed, match="another rank failed"):
+        host.meet([], 1, 1, Patience(60, switch))
     assert time.monotonic() - began < 5
 
 
+@pytest.fixture
+def hole(stack: ExitStack) -> Address:
+    """Where nobody answers: what waits there to be let in are all that may."""
+    listener = stack.enter_context(socket.socket())
+    listener.bind((HERE, 0))
+    listener.listen(0)
+    for _ in range(4):
+        waiting = stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        with suppress(BlockingIOError):
+            waiting.connect(listener.getsockname())
+    address: Address = listener.getsockname()
+    return address
+
+
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_calling_on_a_host_that_does_not_answer_ends_in_time(hole: int, is_interrupted: bool) -> None:
+def test_calling_on_a_host_that_does_not_answer_ends_in_time(
+    stack: ExitStack, hole: Address, is_interrupted: bool
+) -> None:
     switch = Switch()
     patience = Patience(60 if is_interrupted else 0.3, switch)
     if is_interrupted:
         switch.flip_in(0.3)
     began = time.monotonic()
     with pytest.raises(MeetingFailed):
-        call_on(HERE, hole, SECRET, 1, 0, patience)
+        Rank(stack, 1).connect([(0, hole)], 0, 1, patience)
     assert time.monotonic() - began < 5
 
 
-def test_calling_on_nobody_says_why() -> None:
+def test_calling_on_nobody_says_why(stack: ExitStack) -> None:
     with socket.create_server((HERE, 0)) as closed:
-        port = closed.getsockname()[1]
+        address = closed.getsockname()
     with pytest.raises(ConnectionRefusedError, match="ECONNREFUSED"):
-        calls(port)
+        Rank(stack, 1).connect([(0, address)], 0, 1, Patience(20))
 
 
-def test_much_can_be_said_and_one_that_leaves_is_noticed(reception: Reception) -> None:
-    content = secrets.token_bytes(2**22)
-    with ThreadPoolExecutor(1) as pool, calls(reception.port) as caller:
-        [guest] = expect(reception, SECRET, 1, Patience(20))
-        with guest.connection:
-            sent = pool.submit(send, guest.connection, content, Patience(20))
-            assert receive(caller, len(content), Patience(20)) == content
-            sent.result()
-        with pytest.raises(MeetingFailed, match="left before the group was formed"):
-            receive(caller, 1, Patience(20))
+def test_one_listens_under_the_address_that_is_asked_for_and_no_other(stack: ExitStack) -> None:
+    listener = stack.enter_context(listen_at("127.0.0.2"))
+    host, port = listener.getsockname()
+    assert host == "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HERE, port))
+
+
+def test_where_others_know_a_machine_by_an_address_that_it_does_not_have_it_listens_at_all(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = stack.enter_context(listen_at("192.0.2.123"))
+    stack.enter_context(socket.create_connection((HERE, listener.getsockname()[1])))
+    assert "does not have the address 192.0.2.123" in caplog.text

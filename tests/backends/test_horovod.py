@@ -19,7 +19,8 @@ from raysgd.backends.horovod import (
     place,
     tuning,
 )
-from raysgd.engine.types import Rendezvous, World
+from raysgd.engine.types import World
+from tests.fakes import meeting
 
 HERE = "127.0.0.1"
 
@@ -45,7 +46,7 @@ def test_ranks_are_counted_across_the_nodes(places: list[tuple[int, int]], expec
 
 def test_horovod_is_told_who_a_rank_is_and_where_the_others_are() -> None:
     world = World(rank=4, size=5, local_rank=1, local_size=2, node_rank=2, num_nodes=3)
-    assert place(Rendezvous("10.0.0.1", 4711, on_one_node=False), world, (1, 2)) == {
+    assert place(meeting(4711, host="10.0.0.1", on_one_node=False), world, (1, 2)) == {
         "HOROVOD_HOSTNAME": "node-2",
         "HOROVOD_RANK": "4",
         "HOROVOD_SIZE": "5",
@@ -82,7 +83,7 @@ def test_what_the_user_tuned_is_left_alone() -> None:
 
 
 def join_alone(backend: HorovodBackend) -> Any:
-    backend.join(Rendezvous(HERE, backend.open_rendezvous(), on_one_node=True), World(0, 1))
+    backend.join(meeting(backend.open_door(HERE, 0)), World(0, 1))
     return import_horovod()
 
 
@@ -114,7 +115,7 @@ def test_a_horovod_of_the_user_is_refused_with_advice_and_left_alone() -> None:
 @pytest.mark.parametrize("backend", [HorovodBackend(timeout_s=0.3), HorovodBackend(start_timeout_s=0.3)])
 def test_a_rank_that_never_comes_ends_the_wait_with_an_error(backend: HorovodBackend) -> None:
     before = dict(os.environ)
-    rendezvous = Rendezvous(HERE, backend.open_rendezvous(), on_one_node=True)
+    rendezvous = meeting(backend.open_door(HERE, 0))
     with pytest.raises(RendezvousFailed, match="another rank failed, or took too long") as caught:
         backend.join(rendezvous, World(0, 2))
     assert backend.is_connection_error(caught.value)
@@ -124,7 +125,7 @@ def test_a_rank_that_never_comes_ends_the_wait_with_an_error(backend: HorovodBac
 
 def test_an_interruption_ends_the_wait_at_once() -> None:
     backend = HorovodBackend()
-    rendezvous = Rendezvous(HERE, backend.open_rendezvous(), on_one_node=True)
+    rendezvous = meeting(backend.open_door(HERE, 0))
     backend.interrupt()
     with pytest.raises(RendezvousFailed, match="no answer from rank 0") as caught:
         backend.join(rendezvous, World(0, 2))
@@ -134,7 +135,7 @@ def test_an_interruption_ends_the_wait_at_once() -> None:
 
 def test_a_meeting_point_that_is_gone_is_a_broken_connection() -> None:
     first, second = HorovodBackend(), HorovodBackend()
-    rendezvous = Rendezvous(HERE, first.open_rendezvous(), on_one_node=True)
+    rendezvous = meeting(first.open_door(HERE, 0))
     first.leave()
     with pytest.raises(RendezvousFailed, match=r"no answer from rank 0 at 127.0.0.1:\d+: .*refused"):
         second.join(rendezvous, World(1, 2))
@@ -155,9 +156,9 @@ def test_it_travels_to_workers() -> None:
 def test_what_one_process_did_with_it_does_not_travel() -> None:
     """A driver that is a rank itself starts the next workers with the very backend that was interrupted in it."""
     backend = HorovodBackend()
-    backend.open_rendezvous()
+    backend.open_door(HERE, 0)
     backend.interrupt()
-    backend.open_rendezvous()
+    backend.open_door(HERE, 0)
     copy = pickle.loads(pickle.dumps(backend))
     assert (copy._is_interrupted, copy._server) == (False, None)
     backend.leave()

@@ -18,7 +18,8 @@ from raysgd.engine.types import Rendezvous, World
 
 
 def start(backend, size):
-    backend.join(Rendezvous("127.0.0.1", backend.open_rendezvous(), True), World(0, size, 0, size))
+    port = backend.open_door("127.0.0.1", 0)
+    backend.join(Rendezvous((("127.0.0.1", port),), True), World(0, size, 0, size))
 
 
 class Hasty(HorovodBackend):

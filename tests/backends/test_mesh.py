@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from typing import Any
 
 import pytest
 
 from raysgd.backends._guests import MeetingFailed, Patience
 from raysgd.backends._mesh import Door, Mesh, MeshBroken
-from raysgd.engine.types import Rendezvous
+from tests.fakes import meeting
 
 HERE = "127.0.0.1"
-MEETING = Rendezvous(HERE, 0, on_one_node=True)
-NOBODY = (HERE, 1)
 LARGE = 8 * 2**20  # more than any buffer of a socket holds
 
 
 def connected(size: int, timeout_s: float = 20, num_lanes: int = 1) -> list[list[Mesh]]:
     """The meshes of each rank."""
-    doors = [Door(MEETING) for _ in range(size)]
-    invitations = [door.invitation for door in doors]
+    doors = [Door(HERE) for _ in range(size)]
+    place = meeting(*(door.port for door in doors))
     with ThreadPoolExecutor(size) as pool:
-        patience = Patience(timeout_s)
-        found = list(pool.map(lambda rank: doors[rank].connect(rank, invitations, num_lanes, patience), range(size)))
-    for door in doors:
-        door.close()
-    return found
+        patience = Patience(20)
+        found = list(pool.map(lambda rank: doors[rank].connect(place, rank, num_lanes, patience), range(size)))
+    return [[Mesh(lane, timeout_s) for lane in lanes] for lanes in found]
 
 
 @pytest.fixture
@@ -160,13 +156,27 @@ def test_a_swap_may_wait_for_longer_than_a_system_call_can() -> None:
 
 
 def test_a_rank_that_is_gone_already_is_said_to_be() -> None:
-    gone, door = Door(MEETING), Door(MEETING)
+    gone, door = Door(HERE), Door(HERE)
+    place = meeting(gone.port, door.port)
     gone.close()
     with pytest.raises(MeetingFailed, match="rank 1 could not connect"):
-        door.connect(1, [gone.invitation, door.invitation], 1, Patience(5))
-    door.close()
+        door.connect(place, 1, 1, Patience(5))
 
 
 def test_others_that_nobody_hears_of_are_waited_for_no_longer_than_that() -> None:
-    with closing(Door(MEETING)) as door, pytest.raises(MeetingFailed, match="took too long"):
-        door.connect(0, [door.invitation, NOBODY], 1, Patience(0.2))
+    door = Door(HERE)
+    with pytest.raises(MeetingFailed, match="took too long"):
+        door.connect(meeting(door.port, 1), 0, 1, Patience(0.2))
+
+
+def test_nobody_listens_any_more_once_all_are_connected() -> None:
+    doors = [Door(HERE) for _ in range(2)]
+    place = meeting(*(door.port for door in doors))
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: doors[rank].connect(place, rank, 1, Patience(20)), range(2)))
+    for _, port in place.addresses:
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection((HERE, port))
+    for [lane] in found:
+        for connection in lane.values():
+            connection.close()

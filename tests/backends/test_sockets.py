@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from raysgd.backends import _sockets
-from raysgd.backends._sockets import Connection, between_ranks, open_sockets, opened_since
+from raysgd.backends._sockets import Connection, between_ranks, listening_since, open_sockets, opened_since
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -87,11 +87,19 @@ def test_an_address_is_told_alike_by_sockets_of_either_kind() -> None:
             assert of_near.ends == (of_far.ends[1], of_far.ends[0])
 
 
-def test_of_all_connections_those_are_kept_that_another_rank_has_the_end_of() -> None:
+def test_of_all_connections_those_are_kept_that_lead_to_where_a_rank_listens() -> None:
     mine = [Connection(5, "a", ("h:1", "h:2")), Connection(6, "b", ("h:3", "h:4")), Connection(7, "c", ("h:5", "h:6"))]
-    others = [("h:2", "h:1"), ("h:3", "h:4"), ("h:9", "h:8")]
-    assert between_ranks(mine, others) == mine[:1]
-    assert between_ranks(mine, []) == []
+    assert between_ranks(mine, {"h:2", "h:3", "h:9"}) == mine[:2]
+    assert between_ranks(mine, set()) == []
+
+
+def test_sockets_that_listen_are_found_where_they_came_since(sockets: Sockets) -> None:
+    before = open_sockets()
+    sockets.connect()
+    listener = sockets.own(socket.create_server(("127.0.0.1", 0)))
+    sockets.own(socket.socket(socket.AF_UNIX))
+    assert listening_since(before) == [text(listener.getsockname())]
+    assert listening_since(open_sockets()) == []
 
 
 def test_a_cut_ends_a_wait_on_either_side_at_once(sockets: Sockets) -> None:

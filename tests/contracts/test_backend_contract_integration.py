@@ -19,9 +19,9 @@ from raysgd.backends.base import Backend
 from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
 from raysgd.backends.torch import TorchBackend
-from raysgd.engine.types import Rendezvous, Resources, WorkerInfo, World
+from raysgd.engine.types import Rendezvous, Resources, World
 from raysgd.engine.worker_group import GroupSpec, WorkerGroup
-from tests.fakes import CountingReplica, NullBackend, raise_from_compiled_code
+from tests.fakes import CountingReplica, NullBackend, meeting, raise_from_compiled_code
 
 pytestmark = pytest.mark.integration
 
@@ -93,14 +93,17 @@ class Rig:
     def join(self, case: Case, num_ranks: int) -> list[float]:
         """Connects the first processes to each other; the sums show that they are."""
         self.on_each(num_ranks, load, case.backend)
-        port = ray.get(self.on(0, open_rendezvous, case.backend)).value
-        infos = [WorkerInfo("node", "10.0.0.1", rank) for rank in range(num_ranks)]
-        meeting = Rendezvous.at(port, infos)
+        place = self.open_doors(case, num_ranks)
         calls = [
-            self.on(rank, join_and_sum, case, meeting, World(rank, num_ranks, rank, num_ranks))
+            self.on(rank, join_and_sum, case, place, World(rank, num_ranks, rank, num_ranks))
             for rank in range(num_ranks)
         ]
         return [answer.value for answer in ray.get(calls)]
+
+    def open_doors(self, case: Case, num_ranks: int) -> Rendezvous:
+        """Where the first processes listen."""
+        calls = [self.on(rank, open_door, case.backend, rank) for rank in range(num_ranks)]
+        return meeting(*(answer.value for answer in ray.get(calls)))
 
     def leave(self, num_ranks: int) -> None:
         self.on_each(num_ranks, leave)
@@ -115,16 +118,13 @@ def load(replica: Any, backend: Backend) -> None:
     backend.load()
 
 
-def open_rendezvous(replica: Any, backend: Backend) -> int:
+def open_door(replica: Any, backend: Backend, rank: int) -> int:
     replica.variables = dict(os.environ)
     replica.backend = backend
-    return backend.open_rendezvous()
+    return backend.open_door("127.0.0.1", rank)
 
 
 def join_and_sum(replica: Any, case: Case, rendezvous: Rendezvous, world: World) -> float:
-    if world.rank:
-        replica.variables = dict(os.environ)
-        replica.backend = case.backend
     replica.backend.join(rendezvous, world)
     return case.all_sum(10.0**world.rank)
 
@@ -192,7 +192,7 @@ def test_leaving_without_having_joined_is_harmless(case: Case) -> None:
 
 def test_opening_a_meeting_point_that_nobody_comes_to_is_harmless(case: Case) -> None:
     backend: Backend = replace(case.backend)  # type: ignore[type-var]
-    assert backend.open_rendezvous() > 0
+    assert backend.open_door("127.0.0.1", 0) > 0
     backend.leave()
 
 
@@ -225,17 +225,15 @@ def test_a_peer_that_never_comes_counts_as_a_broken_connection(rig: Rig, case: C
 
 def test_a_process_is_in_one_group_of_replicas_at_a_time() -> None:
     pair = [TensorFlowBackend(timeout_s=20) for _ in range(2)]
-    meeting = Rendezvous("127.0.0.1", pair[0].open_rendezvous(), on_one_node=True)
-    joining = [
-        threading.Thread(target=backend.join, args=(meeting, World(rank, 2))) for rank, backend in enumerate(pair)
-    ]
+    place = meeting(*(backend.open_door("127.0.0.1", rank) for rank, backend in enumerate(pair)))
+    joining = [threading.Thread(target=backend.join, args=(place, World(rank, 2))) for rank, backend in enumerate(pair)]
     for thread in joining:
         thread.start()
     for thread in joining:
         thread.join(20)
     third = TensorFlowBackend(timeout_s=20)
     with pytest.raises(RuntimeError, match="shut that trainer down first"):
-        third.join(Rendezvous("127.0.0.1", third.open_rendezvous(), on_one_node=True), World(0, 2))
+        third.join(meeting(third.open_door("127.0.0.1", 0), 1), World(0, 2))
     for backend in (third, *pair):
         backend.leave()
     assert "TF_CONFIG" not in os.environ
@@ -262,16 +260,16 @@ def torch_is_connected() -> bool:
 
 def test_a_process_group_of_the_user_is_refused_with_advice_and_left_alone(own_group: None) -> None:
     backend = TorchBackend()
-    port = backend.open_rendezvous()
+    port = backend.open_door("127.0.0.1", 0)
     with pytest.raises(RuntimeError, match=r"already.*destroy the other group or shut the other trainer down"):
-        backend.join(Rendezvous("127.0.0.1", port, on_one_node=True), World(0, 2))
+        backend.join(meeting(port, 1), World(0, 2))
     backend.leave()
     assert torch_is_connected()
 
 
 def test_a_single_rank_neither_needs_nor_ends_a_process_group(own_group: None) -> None:
     backend = TorchBackend()
-    backend.join(Rendezvous("127.0.0.1", backend.open_rendezvous(), on_one_node=True), World(0, 1))
+    backend.join(meeting(backend.open_door("127.0.0.1", 0)), World(0, 1))
     backend.leave()
     assert torch_is_connected()
 
@@ -279,8 +277,7 @@ def test_a_single_rank_neither_needs_nor_ends_a_process_group(own_group: None) -
 def test_a_single_rank_forms_a_group_where_it_is_asked_to() -> None:
     backend = TorchBackend(timeout_s=20)
     for _ in range(2):
-        meeting = Rendezvous("127.0.0.1", backend.open_rendezvous(), on_one_node=True)
-        backend.join(meeting, World(0, 1), even_alone=True)
+        backend.join(meeting(backend.open_door("127.0.0.1", 0)), World(0, 1), even_alone=True)
         assert torch_is_connected()
         backend.leave()
         assert not torch_is_connected()
@@ -288,12 +285,12 @@ def test_a_single_rank_forms_a_group_where_it_is_asked_to() -> None:
 
 def test_waiting_for_others_to_join_can_be_interrupted_from_another_thread() -> None:
     backend = TorchBackend("gloo", timeout_s=60)
-    meeting = Rendezvous("127.0.0.1", backend.open_rendezvous(), on_one_node=True)
+    place = meeting(backend.open_door("127.0.0.1", 0), 1)
     errors: list[Exception] = []
 
     def join() -> None:
         try:
-            backend.join(meeting, World(0, 2))
+            backend.join(place, World(0, 2))
         except Exception as error:
             errors.append(error)
 
@@ -310,7 +307,7 @@ def test_a_group_that_could_not_be_formed_leaves_no_trace(monkeypatch: pytest.Mo
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     backend = TorchBackend("gloo", timeout_s=0.5)  # nobody else comes
     with pytest.raises(ConnectionError) as caught:
-        backend.join(Rendezvous("127.0.0.1", backend.open_rendezvous(), on_one_node=True), World(0, 2))
+        backend.join(meeting(backend.open_door("127.0.0.1", 0), 1), World(0, 2))
     assert backend.is_connection_error(caught.value)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
     backend.leave()
@@ -324,7 +321,7 @@ def test_variables_that_the_user_set_are_the_users(transport: str, monkeypatch: 
     for name, value in chosen.items():
         monkeypatch.setenv(name, value)
     backend = TorchBackend(transport)
-    backend._choose_interface(Rendezvous("127.0.0.1", 1, on_one_node=True))
+    backend._choose_interface(meeting(1))
     assert {name: os.environ[name] for name in chosen} == chosen
     backend.leave()
     assert {name: os.environ[name] for name in chosen} == chosen
@@ -333,7 +330,7 @@ def test_variables_that_the_user_set_are_the_users(transport: str, monkeypatch: 
 def test_variables_of_nccl_are_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NCCL_BLOCKING_WAIT", raising=False)
     backend = TorchBackend("nccl")
-    backend._choose_interface(Rendezvous("10.0.0.1", 1, on_one_node=False))
+    backend._choose_interface(meeting(1, host="10.0.0.1", on_one_node=False))
     assert os.environ["NCCL_BLOCKING_WAIT"] == "1"
     backend.leave()
     assert "NCCL_BLOCKING_WAIT" not in os.environ
@@ -511,9 +508,8 @@ def test_horovod_knows_which_ranks_share_a_node(rig: Rig) -> None:
     case = CASES["horovod"]
     worlds = [World(0, 3, 0, 1, 0, 2), World(1, 3, 0, 2, 1, 2), World(2, 3, 1, 2, 1, 2)]
     rig.on_each(3, load, case.backend)
-    port = ray.get(rig.on(0, open_rendezvous, case.backend)).value
-    meeting = Rendezvous("127.0.0.1", port, on_one_node=False)
-    calls = [rig.on(world.rank, join_and_sum, case, meeting, world) for world in worlds]
+    place = replace(rig.open_doors(case, 3), on_one_node=False)
+    calls = [rig.on(world.rank, join_and_sum, case, place, world) for world in worlds]
     assert [answer.value for answer in ray.get(calls)] == [111.0] * 3
     assert rig.on_each(3, horovod_place) == [(0, 1, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1)]
     rig.leave(3)

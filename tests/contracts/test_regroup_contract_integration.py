@@ -86,7 +86,7 @@ class Rig:
         """Lets the survivors go on with so many new ones."""
         report = self.group.stand(survivors)
         assert report.ok, report
-        standings = [stood.standing for stood in report.values]
+        standings = report.values
         source = choose_source(standings)
         assert source is not None
         self.group.let_go([rank for rank in range(len(self.group)) if rank not in survivors])
@@ -95,7 +95,7 @@ class Rig:
         assert len(joining) == num_new
         new_ranks = range(len(survivors), len(survivors) + num_new)
         handover = Handover(source, (*takers(standings, source), *new_ranks))
-        return self.group.regroup(survivors, joining, report.values[0].port, handover)
+        return self.group.regroup(survivors, joining, handover)
 
 
 Make = Callable[..., Rig]
@@ -191,9 +191,7 @@ def test_a_survivor_that_dies_meanwhile_is_told_when_it_is_to_stand(make: Make) 
     report = rig.group.stand([1, 2])
     [first, _] = report.outcomes
     assert (first.rank, first.failure.kind if first.failure else None) == (1, "died")
-    report = rig.group.stand([2])
-    assert report.ok
-    assert report.values[0].port is not None, "the first of those who are left opens the meeting point"
+    assert rig.group.stand([2]).ok
 
 
 def set_done(num_done: int, replica: SteppingReplica) -> None:
@@ -214,9 +212,8 @@ def test_ranks_answer_beside_their_work_without_those_that_are_late_and_say_how_
         os.kill(rig.pids()[2], signal.SIGCONT)
     wait_until(lambda: rig.group.hear(2, call).answered)
     assert rig.group.hear(2, call).value[0] == 2
-    stood = rig.group.stand([0, 2]).values
-    assert [(one.standing.progress, one.standing.words) for one in stood] == [(4, "4 steps done")] * 2
-    assert [one.port for one in stood] == [1, None], "only the first opens a meeting point"
+    standings = rig.group.stand([0, 2]).values
+    assert [(one.progress, one.words) for one in standings] == [(4, "4 steps done")] * 2
     os.kill(rig.pids()[2], signal.SIGSTOP)
     rig.group.kill_rank(2)
     wait_until(lambda: not is_alive(rig.pids()[2]))
@@ -335,8 +332,8 @@ def test_room_for_more_is_reserved_or_refused_and_then_nothing_is_held(make: Mak
     assert rig.group.call_up(2, 2) == 1
     wait_until(lambda: ready(rig, 1))
     [spare] = rig.group.recruits.take(1)
-    report = rig.group.stand([0])
-    report = rig.group.regroup([0], [spare], report.values[0].port, Handover(0, (1,)))
+    rig.group.stand([0])
+    report = rig.group.regroup([0], [spare], Handover(0, (1,)))
     assert report.values == [f"rank {rank} of 2" for rank in range(2)]
     rig.group.kill(10)
     wait_until(lambda: not is_alive(spare.info.pid))

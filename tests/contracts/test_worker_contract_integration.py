@@ -38,8 +38,8 @@ class NotingBackend(NullBackend):
     def load(self) -> None:
         STEPS.append("load")
 
-    def open_rendezvous(self) -> int:
-        STEPS.append("open")
+    def open_door(self, host: str, rank: int) -> int:
+        STEPS.append(f"open {host} as {rank}")
         return 12345
 
     def join(self, rendezvous: Any, world: World, *, even_alone: bool = False) -> None:
@@ -173,9 +173,8 @@ def test_the_hook_runs_before_the_framework_is_loaded_and_the_group_forms_before
 ) -> None:
     for rank, answer in enumerate(started.call(steps).values):
         threads = ["threads 1"] if rank in started.kind.remote_ranks else []
-        opening = ["open"] if rank == 0 else []
         join = f"join 127.0.0.1:12345 as {rank} of {started.kind.num_workers}"
-        assert answer.value == [*threads, "hook", "load", *opening, join, "setup"]
+        assert answer.value == [*threads, "hook", "load", f"open 127.0.0.1 as {rank}", join, "setup"]
 
 
 def test_whoever_turns_out_to_be_rank_0_opens_the_meeting_point(

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from raysgd.engine import types
-from raysgd.engine.types import GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World
+from raysgd.engine.types import GroupReport, Outcome, Rendezvous, Resources, WorkerInfo, World, hosts_of
 from tests.fakes import failure
 
 
@@ -65,14 +65,22 @@ def test_an_empty_value_is_an_answer_too() -> None:
     assert Outcome(0, value=None).ok
 
 
-def test_workers_on_one_node_meet_at_the_loopback_address() -> None:
+def test_workers_on_one_node_listen_at_the_loopback_address() -> None:
     infos = [WorkerInfo("a", "10.0.0.1", 1), WorkerInfo("a", "10.0.0.1", 2)]
-    assert Rendezvous.at(29500, infos) == Rendezvous("127.0.0.1", 29500, on_one_node=True)
+    assert hosts_of(infos) == ["127.0.0.1", "127.0.0.1"]
 
 
-def test_workers_on_several_nodes_meet_at_the_first_ones_address() -> None:
+def test_workers_on_several_nodes_listen_at_the_address_of_their_own_node_only() -> None:
     infos = [WorkerInfo("b", "10.0.0.2", 1), WorkerInfo("a", "10.0.0.1", 2)]
-    assert Rendezvous.at(29500, infos) == Rendezvous("10.0.0.2", 29500, on_one_node=False)
+    assert hosts_of(infos) == ["10.0.0.2", "10.0.0.1"]
+
+
+def test_the_secret_of_a_meeting_is_another_one_each_time_and_shown_nowhere() -> None:
+    one, other = (Rendezvous((("10.0.0.2", 1),), on_one_node=False) for _ in range(2))
+    assert one == other
+    assert one.secret != other.secret
+    assert "secret" not in repr(one)
+    assert (one.address, one.port) == ("10.0.0.2", 1)
 
 
 def test_everything_that_passes_between_the_parts_is_frozen() -> None:

@@ -9,7 +9,7 @@ import pytest
 from raysgd.engine.faults import describe_fault
 from raysgd.engine.types import Failure, Handover, Held, Rendezvous, World
 from raysgd.engine.worker import WorkerFailed, WorkerProcess
-from tests.fakes import CountingReplica, NullBackend, SteppingReplica, walk, walk_on
+from tests.fakes import CountingReplica, NullBackend, SteppingReplica, meeting, walk, walk_on
 
 
 def test_the_carrier_of_a_failure_is_brief_and_brings_all_of_it() -> None:
@@ -32,8 +32,8 @@ class Diary(NullBackend):
     def load(self) -> None:
         self.steps.append("load")
 
-    def open_rendezvous(self) -> int:
-        self.steps.append("open")
+    def open_door(self, host: str, rank: int) -> int:
+        self.steps.append(f"open {host} as {rank}")
         return 7
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
@@ -58,14 +58,14 @@ def hosted(world: World | None = None) -> tuple[WorkerProcess, Diary]:
     return worker, diary
 
 
-MEETING = Rendezvous("10.0.0.1", 7, on_one_node=False)
+MEETING = meeting(7, host="10.0.0.1", on_one_node=False)
 SECOND = World(rank=1, size=3)
 
 
 def test_a_worker_that_gets_ready_to_step_in_does_all_that_a_rank_does_in_a_group_of_its_own() -> None:
     worker, diary = hosted()
     enlisted = worker.enlist(lambda: diary.steps.append("hook"), SECOND, SteppingReplica)
-    assert diary.steps == ["hook", "load", "open", "join 127.0.0.1:7 as 0 of 1, True"]
+    assert diary.steps == ["hook", "load", "open 127.0.0.1 as 0", "join 127.0.0.1:7 as 0 of 1, True"]
     assert (enlisted.facts, enlisted.info.pid) == ("rank 1 of 3", os.getpid())
     replica = worker.replica
     assert isinstance(replica, SteppingReplica)
@@ -83,32 +83,32 @@ def test_a_hook_that_fails_there_is_told_like_any_other() -> None:
     assert (caught.value.failure.kind, caught.value.failure.fault.message) == ("user", "no data")
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_a_survivor_leaves_its_group_before_it_says_how_far_it_is(is_first: bool) -> None:
+def test_a_survivor_leaves_its_group_before_it_says_how_far_it_is() -> None:
     worker, diary = hosted(SECOND)
     worker.on_replica(walk, False, None, 4)
-    stood = worker.stand(is_first)
-    assert diary.steps == (["leave", "open"] if is_first else ["leave"])
-    assert (stood.standing.progress, stood.port) == (5, 7 if is_first else None)
+    assert worker.stand().progress == 5
+    assert diary.steps == ["leave"]
 
 
-@pytest.mark.parametrize("is_first", [True, False])
-def test_whoever_joins_a_new_group_leaves_its_own_one_first_but_keeps_the_meeting_point_it_opened(
-    is_first: bool,
-) -> None:
+def test_whoever_joins_a_new_group_has_left_its_own_one_and_listens_before() -> None:
     worker, diary = hosted(SECOND)
-    world = World(rank=0 if is_first else 1, size=1 if is_first else 2)
-    facts = worker.regroup(world, MEETING, Handover(), is_first)
-    joined = f"join 10.0.0.1:7 as {world.rank} of {world.size}, True"
-    assert diary.steps == ([joined] if is_first else ["leave", joined])
-    assert facts == f"rank {world.rank} of {world.size}"
+    assert worker.open_door("10.0.0.1", 1) == 7
+    facts = worker.regroup(World(rank=1, size=2), MEETING, Handover())
+    assert diary.steps == ["leave", "open 10.0.0.1 as 1", "join 10.0.0.1:7 as 1 of 2, True"]
+    assert facts == "rank 1 of 2"
+
+
+def test_a_worker_that_was_in_no_group_yet_has_none_to_leave() -> None:
+    worker, diary = hosted()
+    worker.open_door("127.0.0.1", 0)
+    assert diary.steps == ["open 127.0.0.1 as 0"]
 
 
 def test_a_new_group_that_breaks_while_it_is_formed_is_a_lost_connection_and_frees_the_others() -> None:
     worker, diary = hosted(SECOND)
     diary.fails_with = ConnectionError("refused")
     with pytest.raises(WorkerFailed) as caught:
-        worker.regroup(World(rank=2, size=4), MEETING, Handover(), is_first=False)
+        worker.regroup(World(rank=2, size=4), MEETING, Handover())
     assert (caught.value.failure.kind, caught.value.failure.fault.rank) == ("disconnected", 2)
     assert diary.steps[-1] == "interrupt"
 
@@ -160,7 +160,7 @@ def interrupt(replica: CountingReplica) -> None:
 def test_an_interrupt_is_the_users_code_in_a_process_of_its_own_and_the_user_in_the_driver() -> None:
     for is_remote in (True, False):
         process = WorkerProcess(NullBackend(), num_threads=None, is_remote=is_remote)
-        process.build(World(0, 1), Rendezvous("127.0.0.1", 1, True), CountingReplica, capture=False)
+        process.build(World(0, 1), meeting(1), CountingReplica, capture=False)
         with pytest.raises(WorkerFailed if is_remote else KeyboardInterrupt) as caught:
             process.on_replica(interrupt, False, None)
         if is_remote:

@@ -12,11 +12,12 @@ import pytest
 import torch
 
 from raysgd.backends.horovod import HorovodBackend, import_horovod
-from raysgd.engine.types import Rendezvous, World
+from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer, arguments
 from raysgd.torch.horovod_parallel import HorovodParallel, _Outgoing
 from raysgd.torch.parallel import Step
+from tests.fakes import meeting
 from tests.torch.operators_for_tests import LinearOperator, equal
 
 
@@ -24,7 +25,7 @@ from tests.torch.operators_for_tests import LinearOperator, equal
 def parallel() -> Iterator[HorovodParallel]:
     """In a process in which Horovod runs, alone."""
     backend = HorovodBackend()
-    backend.join(Rendezvous("127.0.0.1", backend.open_rendezvous(), on_one_node=True), World(0, 1))
+    backend.join(meeting(backend.open_door("127.0.0.1", 0)), World(0, 1))
     yield HorovodParallel(world_size=1)
     backend.leave()
 

@@ -9,8 +9,9 @@ import pytest
 from raysgd.engine.types import Rendezvous, World
 from raysgd.train.backend import Backend, BackendConfig, Placed, Unconnected, backend_of, resolve
 from raysgd.train.torch import TorchBackend, TorchConfig
+from tests.fakes import meeting
 
-MEETING = Rendezvous("10.0.0.1", 77, on_one_node=False)
+MEETING = meeting(77, host="10.0.0.1", on_one_node=False)
 
 
 class Own(Backend):
