@@ -117,6 +117,7 @@ def check_elastic(
     resize_check_s: Any,
     snapshot_every_n_steps: Any,
     heartbeat_s: Any,
+    form_timeout_s: Any,
     settle_timeout_s: Any,
 ) -> None:
     """Checks what says how a trainer follows losses and gains of workers.
@@ -141,6 +142,7 @@ def check_elastic(
         check_count("snapshot_every_n_steps", snapshot_every_n_steps, hint="None copies the state between calls only.")
     if resize_check_s is not None:
         check_seconds("resize_check_s", resize_check_s, may_be_least=False)
+    check_seconds("form_timeout_s", form_timeout_s, may_be_least=False)
     check_seconds("settle_timeout_s", settle_timeout_s, may_be_least=False)
     check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
 

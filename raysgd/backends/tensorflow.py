@@ -43,14 +43,10 @@ class _LoadingBackend(Backend):
     """Ranks that load TensorFlow, and are told one another's addresses.
 
     Attributes:
-        timeout_s: How long to wait for the other ranks.
         variables: Environment variables to set in remote workers before TensorFlow is imported.
-        form_timeout_s: How long ranks may take to form a group; never longer than `timeout_s`.
     """
 
-    timeout_s: float = 1800.0
     variables: Mapping[str, str] = field(default_factory=dict)
-    form_timeout_s: float = FORM_TIMEOUT_S
     _num_threads: int | None = field(default=None, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
 
@@ -72,8 +68,15 @@ class _LoadingBackend(Backend):
 
 @dataclass
 class TensorFlowBackend(_LoadingBackend):
-    """Replicas that each have a TensorFlow of their own, and exchange numbers over connections of raysgd's own."""
+    """Replicas that each have a TensorFlow of their own, and exchange numbers over connections of raysgd's own.
 
+    Attributes:
+        timeout_s: How long to wait for the other ranks.
+        form_timeout_s: How long ranks may take to form a group; never longer than `timeout_s`.
+    """
+
+    timeout_s: float = 1800.0
+    form_timeout_s: float = FORM_TIMEOUT_S
     _door: Door | None = field(default=None, repr=False, compare=False)
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)

@@ -279,6 +279,13 @@ def exchanges_at_once() -> Group | None:
     return None if _joined is None else _joined._group
 
 
+def board_of_group() -> Board:
+    """The board of the group that this process joined: all who write there have proved who they are."""
+    assert _joined is not None, "no group was joined"
+    assert _joined._board is not None, "a rank that is alone has nobody to write to"
+    return _joined._board
+
+
 def is_on_one_node() -> bool:
     """Whether all ranks of the group of this process, formed by `TorchBackend`, are on one node."""
     return _joined is not None and _joined._is_on_one_node

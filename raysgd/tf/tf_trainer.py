@@ -71,6 +71,8 @@ class TFTrainer(ClassTrainer):
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
             while it is made ready it gets at least 10 s.
+        form_timeout_s: How long workers may take to form a group; never longer than `timeout_s`. All are there already,
+            and ready.
         settle_timeout_s: How long a survivor of a loss may take to come to an end with the step that it is in; then it
             is replaced.
         **unknown: Refused, with a guess at what was meant.
@@ -110,6 +112,7 @@ class TFTrainer(ClassTrainer):
         resize_check_s: float | None = None,
         snapshot_every_n_steps: int | None = None,
         heartbeat_s: float = 30.0,
+        form_timeout_s: float = 120.0,
         settle_timeout_s: float = 120.0,
         **unknown: Any,
     ) -> None:
@@ -133,6 +136,7 @@ class TFTrainer(ClassTrainer):
             resize_check_s=resize_check_s,
             snapshot_every_n_steps=snapshot_every_n_steps,
             heartbeat_s=heartbeat_s,
+            form_timeout_s=form_timeout_s,
             settle_timeout_s=settle_timeout_s,
         )
         arguments.check_spares(spare_workers, self.max_replicas, recovery, backend)
@@ -156,6 +160,7 @@ class TFTrainer(ClassTrainer):
         self.resize_check_s = resize_check_s
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.heartbeat_s = heartbeat_s
+        self.form_timeout_s = form_timeout_s
         self.settle_timeout_s = settle_timeout_s
         self._requested_config = self.config_of_user
         self._writer = BackgroundWriter(checkpoint_file.write)
@@ -205,8 +210,8 @@ class TFTrainer(ClassTrainer):
     def _make_backend(self) -> Backend:
         variables = _variables_for_workers()
         if self.backend == "mwms" and self.max_replicas > 1:
-            return MultiWorkerBackend(self.timeout_s, variables)
-        return TensorFlowBackend(self.timeout_s, variables)
+            return MultiWorkerBackend(variables)
+        return TensorFlowBackend(variables, timeout_s=self.timeout_s, form_timeout_s=self.form_timeout_s)
 
     # ------------------------------------------------------------------------------------------------ epochs
 

@@ -89,6 +89,8 @@ class TorchTrainer(ClassTrainer):
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
             while it is made ready it gets at least 10 s.
+        form_timeout_s: How long workers may take to form a group; never longer than `timeout_s`. All are there already,
+            and ready.
         settle_timeout_s: How long a survivor of a loss may take to come to an end with the step that it is in; then it
             is replaced.
 
@@ -144,6 +146,7 @@ class TorchTrainer(ClassTrainer):
         resize_check_s: float | None = None,
         snapshot_every_n_steps: int | None = None,
         heartbeat_s: float = 30.0,
+        form_timeout_s: float = 120.0,
         settle_timeout_s: float = 120.0,
         model_creator: Any = None,
         data_creator: Any = None,
@@ -187,6 +190,7 @@ class TorchTrainer(ClassTrainer):
             resize_check_s=resize_check_s,
             snapshot_every_n_steps=snapshot_every_n_steps,
             heartbeat_s=heartbeat_s,
+            form_timeout_s=form_timeout_s,
             settle_timeout_s=settle_timeout_s,
         )
         _class_arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
@@ -227,6 +231,7 @@ class TorchTrainer(ClassTrainer):
         self.resize_check_s = resize_check_s
         self.snapshot_every_n_steps = snapshot_every_n_steps
         self.heartbeat_s = heartbeat_s
+        self.form_timeout_s = form_timeout_s
         self.settle_timeout_s = settle_timeout_s
         self._requested_config = dict(config or {})
         self._check_batch_size()
@@ -260,7 +265,7 @@ class TorchTrainer(ClassTrainer):
         is_alone = self.use_local and self.max_replicas == 1
         rejoins = self.recovery == "rejoin" and self.parallel == "ddp" and self.backend != "horovod" and not is_alone
         return self._controller_for(
-            _make_backend(self.backend, self.timeout_s),
+            _make_backend(self.backend, self.timeout_s, self.form_timeout_s),
             partial(TorchRunner, spec),
             Resources(self.num_cpus_per_worker, self.num_gpus_per_worker if self.use_gpu else 0),
             rejoins,
@@ -626,8 +631,10 @@ def _warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int |
         )
 
 
-def _make_backend(name: str, timeout_s: float) -> Backend:
-    return HorovodBackend(timeout_s) if name == "horovod" else TorchBackend(name, timeout_s)
+def _make_backend(name: str, timeout_s: float, form_timeout_s: float) -> Backend:
+    if name == "horovod":
+        return HorovodBackend(timeout_s, form_timeout_s)
+    return TorchBackend(name, timeout_s, form_timeout_s)
 
 
 def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:

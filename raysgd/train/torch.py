@@ -26,6 +26,7 @@ import torch  # noqa: E402
 
 from raysgd._class_arguments import check_seconds  # noqa: E402
 from raysgd._paths import check_local  # noqa: E402
+from raysgd.backends.base import FORM_TIMEOUT_S  # noqa: E402
 from raysgd.backends.base import Backend as Connection  # noqa: E402
 from raysgd.backends.torch import TorchBackend as ProcessGroup  # noqa: E402
 from raysgd.backends.torch import end_process_group  # noqa: E402
@@ -55,6 +56,7 @@ class TorchConfig(BackendConfig):
         backend: "nccl", "gloo", ...; None for NCCL where workers have GPUs, else gloo.
         init_method: "env" tells the workers of their meeting point in `MASTER_ADDR` and `MASTER_PORT`; "tcp" does not.
         timeout_s: How long a collective may wait for the other ranks.
+        form_timeout_s: How long the workers may take to form the group; never longer than `timeout_s`.
 
     Raises:
         ValueError: Another `init_method`, when the workers are started.
@@ -63,6 +65,7 @@ class TorchConfig(BackendConfig):
     backend: str | None = None
     init_method: str = "env"
     timeout_s: int = 1800
+    form_timeout_s: float = FORM_TIMEOUT_S
 
     @property
     def backend_cls(self) -> type[Backend]:
@@ -73,7 +76,7 @@ class TorchConfig(BackendConfig):
         if self.init_method not in ("env", "tcp"):
             raise ValueError(f'`init_method={self.init_method!r}`: allowed are "env" and "tcp".')
         transport = self.backend or ("nccl" if num_gpus_per_worker > 0 else "gloo")
-        group = ProcessGroup(transport, float(self.timeout_s))
+        group = ProcessGroup(transport, float(self.timeout_s), float(self.form_timeout_s))
         return Placed(group, names_address=self.init_method == "env", names_place=True)
 
 

@@ -130,6 +130,7 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
             "resize_check_s",
             "snapshot_every_n_steps",
             "heartbeat_s",
+            "form_timeout_s",
             "settle_timeout_s",
             "_num_failures",
             "_last_resize",
@@ -153,6 +154,7 @@ def test_what_was_passed_can_be_read_back(make_local: MakeTrainer) -> None:
         "resize_check_s": None,
         "snapshot_every_n_steps": None,
         "heartbeat_s": 30.0,
+        "form_timeout_s": 120.0,
         "settle_timeout_s": 120.0,
         "_num_failures": 0,
         "_last_resize": -math.inf,
@@ -211,7 +213,11 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     ({"spare_workers": 1, "num_workers": 1}, ValueError, "with `num_workers=1` cannot work: spares step in beside"),
     *[({"resize_check_s": value}, ValueError, "resize_check_s") for value in (0, -1, "10", True)],
     *[({"heartbeat_s": value}, ValueError, "heartbeat_s") for value in (0, None, "30")],
-    *[({"settle_timeout_s": value}, ValueError, "settle_timeout_s") for value in (0, None, "30", True)],
+    *[
+        ({name: value}, ValueError, f"`{name}=")
+        for name in ("form_timeout_s", "settle_timeout_s")
+        for value in (0, None, "30", True)
+    ],
     *[({"snapshot_every_n_steps": value}, ValueError, "snapshot_every_n_steps") for value in (0, 1.5, True)],
     ({"timeout_s": 0}, ValueError, "`timeout_s=0`"),
     ({"timeout_s": "long"}, ValueError, "`timeout_s='long'`"),
