@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import datetime
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
 from raysgd.backends._board import Board, BoardTimeout
 
 
-def store_on(board: Board) -> Any:
-    """The store; whoever waits there waits no longer than its `timeout`."""
-    return _store_class()(board)
+def store_on(board: Board, longest_wait_s: float = math.inf) -> Any:
+    """The store; whoever waits there waits no longer than its `timeout`, nor than this.
+
+    PyTorch sets the timeout of the store that it is given to that of the group.
+    """
+    return _store_class()(board, longest_wait_s)
 
 
 @functools.cache
@@ -29,11 +33,13 @@ def _store_class() -> Any:
 
         Args:
             board: Where everything is written.
+            longest_wait_s: However long its timeout is.
         """
 
-        def __init__(self, board: Board) -> None:
+        def __init__(self, board: Board, longest_wait_s: float) -> None:
             super().__init__()
             self._board = board
+            self.longest_wait_s = longest_wait_s
 
         def set(self, key: str, value: str | bytes) -> None:
             self._board.put(key, _bytes(value))
@@ -59,7 +65,7 @@ def _store_class() -> Any:
         def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
             timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
             try:
-                self._board.wait(list(keys), timeout_s)
+                self._board.wait(list(keys), min(timeout_s, self.longest_wait_s))
             except BoardTimeout as error:
                 raise dist.DistStoreError(f"wait timeout: {error}") from error  # the one that PyTorch knows
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import math
 import os
 import threading
 import time
@@ -119,16 +120,11 @@ class TorchBackend(Backend):
         self._store = store = self._meet(rendezvous, world, patience)
         self._has_joined, self._is_cut, self._is_on_one_node = True, False, rendezvous.on_one_node
         sockets_before = open_sockets()
-        dist.init_process_group(
-            self.transport,
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=datetime.timedelta(seconds=self._form_timeout_s),
-        )
-        self._allow_for_collectives(store)
+        timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
+        dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
             self._connections = self._between_ranks(sockets_before, world)
+            store.longest_wait_s = math.inf  # it is formed, and what follows takes its time
             patience.check()  # an interrupt that came before there was anything to cut
         global _joined
         _joined = self
@@ -136,14 +132,6 @@ class TorchBackend(Backend):
     def meet(self, rendezvous: Rendezvous, world: World) -> Any:
         """Connects to the other ranks; returns the store that all share, once all have come."""
         return self._meet(rendezvous, world, self._patience())
-
-    def _allow_for_collectives(self, store: Any) -> None:
-        """From now on ranks may wait for each other for longer than while they formed the group."""
-        from torch.distributed import distributed_c10d
-
-        timeout = datetime.timedelta(seconds=self.timeout_s)
-        store.set_timeout(timeout)
-        distributed_c10d._set_pg_timeout(timeout)
 
     def _patience(self) -> Patience:
         return Patience(self._form_timeout_s, lambda: self._is_interrupted)
@@ -158,7 +146,7 @@ class TorchBackend(Backend):
             self._mesh = Mesh(lane, self.timeout_s)
             self._group = Group(world, self._mesh)
         if self.transport == "gloo":
-            return store_on(self._board)
+            return store_on(self._board, self._form_timeout_s)
         self._see_gpus_of_node(world)
         return self._store_of_rank_0(rendezvous, world, self._board)
 

@@ -145,9 +145,12 @@ def test_pytorch_finds_a_store_with_all_that_a_store_can_do(boards: list[Board])
 def test_a_store_says_as_pytorch_does_that_nobody_wrote_in_time(boards: list[Board]) -> None:
     import torch.distributed as dist
 
-    store = store_on(boards[0])
+    store, bounded = store_on(boards[0]), store_on(boards[0], longest_wait_s=0.1)
     store.set_timeout(datetime.timedelta(seconds=0.1))
+    bounded.set_timeout(datetime.timedelta(seconds=1800))
     with pytest.raises(dist.DistStoreError, match="wait timeout"):
         store.get("never")
     with pytest.raises(dist.DistStoreError, match="wait timeout"):
         store.wait(["never"], datetime.timedelta(seconds=0.1))
+    with pytest.raises(dist.DistStoreError, match=r"waited 0\.1 s in vain"):
+        bounded.get("never")

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import ray
 
+from raysgd.backends._sockets import listening_since, open_sockets
 from raysgd.backends.base import Backend
 from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
@@ -119,7 +120,7 @@ def load(replica: Any, backend: Backend) -> None:
 
 
 def open_door(replica: Any, backend: Backend, rank: int) -> int:
-    replica.variables = dict(os.environ)
+    replica.variables, replica.sockets = dict(os.environ), open_sockets()
     replica.backend = backend
     return backend.open_door("127.0.0.1", rank)
 
@@ -131,6 +132,10 @@ def join_and_sum(replica: Any, case: Case, rendezvous: Rendezvous, world: World)
 
 def leave(replica: Any) -> None:
     replica.backend.leave()
+
+
+def where_it_listens(replica: Any) -> list[str]:
+    return listening_since(replica.sockets)
 
 
 def changed_variables(replica: Any) -> list[str]:
@@ -172,6 +177,13 @@ def test_connected_ranks_add_up_and_part_without_a_trace(rig: Rig, case: Case, n
     assert rig.join(case, num_ranks) == [float("1" * num_ranks)] * num_ranks
     rig.leave(num_ranks)
     assert rig.on_each(num_ranks, changed_variables) == [[]] * num_ranks
+
+
+def test_a_group_on_one_node_listens_at_the_loopback_address_only(rig: Rig, case: Case) -> None:
+    rig.join(case, 2)
+    listening = rig.on_each(2, where_it_listens)
+    rig.leave(2)
+    assert {address.partition(":")[0] for addresses in listening for address in addresses} <= {"127.0.0.1"}
 
 
 def test_processes_can_form_one_group_after_the_other_in_any_size(rig: Rig, case: Case) -> None:
