@@ -156,7 +156,7 @@ def test_an_exception_of_any_size_is_seen_at_once(group: WorkerGroup, tmp_path: 
     plan = FailurePlan(tmp_path).raise_(rank=1, error=huge).hang(rank=0, seconds=FOR_EVER_S)
     report = on_all(group, follow, plan)
     assert kinds(report) == [None, "user"]
-    assert classify(report).faults[0].message == str(huge)
+    assert classify(report).faults[0].message.startswith(str(huge)[:100])
 
 
 def test_a_rank_that_fails_a_little_later_is_heard_too(group: WorkerGroup) -> None:
