@@ -33,7 +33,7 @@ class Comparison:
 def watching(criterion: Any) -> Iterator[list[Comparison]]:
     """Notes what the losses of PyTorch in `criterion`, itself included, are called with."""
     seen: list[Comparison] = []
-    losses = criterion.modules() if isinstance(criterion, torch.nn.Module) else ()
+    losses = criterion.modules() if isinstance(criterion, torch.nn.Module) and not _is_compiled(criterion) else ()
     handles = [
         loss.register_forward_pre_hook(partial(_note, seen, rule), with_kwargs=True)
         for loss in losses
@@ -44,6 +44,11 @@ def watching(criterion: Any) -> Iterator[list[Comparison]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _is_compiled(criterion: torch.nn.Module) -> bool:
+    """Whether a hook would have it compiled again."""
+    return hasattr(criterion, "_orig_mod") or getattr(criterion, "_compiled_call_impl", None) is not None
 
 
 def _rule_of(loss: torch.nn.Module) -> Rule | None:

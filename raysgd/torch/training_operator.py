@@ -725,6 +725,8 @@ class TrainingOperator:
         return (optimizer, compute, *args[2:]), {name: value for name, value in kwargs.items() if name != "closure"}
 
     def _check_gradients(self, optimizer: Any) -> None:
+        if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
+            return  # such a step changes nothing: some programs take one ahead of a scheduler
         self._precision.check_use()
         if not self._is_clipped and self._context.step_options.clips:
             _unscale_for_step(optimizer)

@@ -160,6 +160,13 @@ def test_where_nothing_is_classified_there_is_no_accuracy(output: Any, target: A
     assert math.isnan(accuracy(output, target, seen_by(criterion, output, target)))
 
 
+def test_a_compiled_criterion_is_left_alone() -> None:
+    criterion = torch.nn.CrossEntropyLoss()
+    criterion.compile(backend="eager")
+    with watching(criterion):
+        assert not criterion._forward_pre_hooks
+
+
 def test_watching_leaves_nothing_behind_in_the_criterion() -> None:
     criterion = LastIsClasses()
     output = scores(SAMPLES, PLACES, PLACES)

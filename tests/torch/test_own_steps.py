@@ -213,10 +213,20 @@ def test_a_precision_without_effect_is_an_error_before_the_first_step(
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
+class StepsAhead(WithRungs):
+    """Steps without gradients ahead of all others, as some programs do for their schedulers."""
+
+    def train_epoch(self, iterator: Iterable[Any], **options: Any) -> dict[str, Any]:  # type: ignore[override]
+        self.optimizer.zero_grad()
+        self.optimizer.step()
+        return super().train_epoch(iterator, **options)
+
+
 @pytest.mark.parametrize(
     ("operator_cls", "options"),
     [
         (LinearOperator, {"precision": "bf16"}),
+        (StepsAhead, {"precision": "bf16"}),
         (WithScaler, {"precision": "fp16"}),
         (WithRungs, {"precision": "bf16"}),
         (Plain, {"precision": "fp32"}),
