@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -16,8 +16,8 @@ class _HandedOut(Generic[Terms]):
 
     def __init__(self, terms: Terms, batch: Any) -> None:
         self.terms = terms
-        self._parts = [part for part in map(_weak, _parts_of(batch)) if part is not None]
-        self._identities = [id(part()) for part in self._parts]
+        self._parts: list[weakref.ref[Any]] = []
+        _note_parts(batch, self._parts)
 
     @property
     def is_alive(self) -> bool:
@@ -26,7 +26,7 @@ class _HandedOut(Generic[Terms]):
 
     def is_same_as(self, other: _HandedOut[Terms]) -> bool:
         """Whether both are one object, which a rank without another batch is given again."""
-        return self.is_alive and self._identities == other._identities
+        return self.is_alive and [id(part()) for part in self._parts] == [id(part()) for part in other._parts]
 
 
 class DrawnAhead(Generic[Terms]):
@@ -87,17 +87,12 @@ class DrawnAhead(Generic[Terms]):
         return all(is_alike(each.terms) for each in self._handed_out)
 
 
-def _parts_of(batch: Any) -> Iterator[Any]:
-    if isinstance(batch, Mapping):
-        batch = list(batch.values())
-    if not isinstance(batch, list | tuple):
-        yield batch
-        return
-    for part in batch:
-        yield from _parts_of(part)
-
-
-def _weak(part: Any) -> weakref.ref[Any] | None:
-    with suppress(TypeError):
-        return weakref.ref(part)
-    return None
+def _note_parts(batch: Any, parts: list[weakref.ref[Any]]) -> None:
+    if isinstance(batch, list | tuple):
+        for part in batch:
+            _note_parts(part, parts)
+    elif isinstance(batch, Mapping):
+        _note_parts(list(batch.values()), parts)
+    else:
+        with suppress(TypeError):  # numbers and text: nothing that anybody trains on
+            parts.append(weakref.ref(batch))

@@ -405,6 +405,15 @@ class DDP(NoParallel):
             if not model._comm_hooks:
                 self._register_hook(model, {})
 
+    @contextmanager
+    def weighting(
+        self, loss: torch.Tensor, optimizers: Sequence[Any], weight: float, parameters: Iterable[torch.Tensor]
+    ) -> Iterator[torch.Tensor]:
+        if any("process_group" in each.options for each in self._wrapped):
+            raise no_weights('ddp_args={"process_group": ...}')
+        with super().weighting(loss, optimizers, weight, parameters) as weighted:
+            yield weighted
+
     def _start_sum(self, number: float) -> Callable[[], float]:
         # In the group of the gradients: there it comes right before those of the same backward pass, on every rank.
         numbers = torch.tensor([number], dtype=torch.float64, device=_reachable())

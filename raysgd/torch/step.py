@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from raysgd._drawn_ahead import DrawnAhead
 
@@ -42,8 +42,7 @@ def no_sum(number: float) -> Callable[[], float]:
     return lambda: number
 
 
-@dataclass(frozen=True)
-class _Terms:
+class _Terms(NamedTuple):
     """By how much a batch counts, and what is to be done on it."""
 
     weight: float = 1.0
@@ -159,7 +158,8 @@ class Step:
         self._is_confirmed = False
         self._empty.clear()
         self._take(_Terms(weight, num_samples, total if self.window > 1 else None, is_boundary))
-        self._drawn.note(self._terms, batch)
+        if self.window > 1 or self.is_joint:
+            self._drawn.note(self._terms, batch)
         if self.window > 1:
             self.defer(not is_boundary)
 

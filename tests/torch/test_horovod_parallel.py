@@ -256,6 +256,16 @@ def test_the_loss_is_weighted_where_gradients_are_not(parallel: HorovodParallel)
     assert parallel.weighted(torch.tensor(8.0)).item() == 8, "a hook that is there stays there"
 
 
+def test_weights_of_the_users_are_refused_by_name_where_there_are_others(parallel: HorovodParallel) -> None:
+    loss, optimizer = torch.tensor(8.0), object()
+    parallel.step.keeps_gradients([optimizer], 2.0)
+    with parallel.weighting(loss, [optimizer], 2.0, ()) as weighted:
+        assert weighted.item() == 8.0
+    parallel.synchronizes = True
+    with pytest.raises(ValueError, match=r"does not work with `backend=\"horovod\"`: allowed are the default"):
+        parallel.weighting(loss, [optimizer], 2.0, ())
+
+
 # ------------------------------------------------------------------------------------------------ the trainer
 
 

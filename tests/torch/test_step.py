@@ -186,7 +186,7 @@ def hand_out(step: Step, weight: float = 1.0, num_samples: int = 4, is_last: boo
 
 
 def test_a_weight_ends_with_the_stream_and_with_the_call() -> None:
-    step = Step()
+    step = joint(1)
     for end in (step.end_stream, step.close_call, lambda: step.open_call(1)):
         kept = hand_out(step, 1.5)
         assert step.outgoing_weight() == 1.5
@@ -196,7 +196,7 @@ def test_a_weight_ends_with_the_stream_and_with_the_call() -> None:
 
 
 def test_a_stream_that_ends_before_its_last_batch_was_used_leaves_that_its_weight() -> None:
-    step = Step()
+    step = joint(1)
     kept = hand_out(step, 1.5)
     step.end_stream()
     assert step.outgoing_weight() == 1.5
@@ -212,7 +212,7 @@ def test_after_a_call_that_accumulated_nothing_is_accumulated() -> None:
 
 
 def test_batches_that_count_differently_and_are_held_together_are_an_error() -> None:
-    step = Step()
+    step = joint(1)
     kept = [hand_out(step), hand_out(step), hand_out(step, 1.5)]
     for use in (step.use, step.outgoing_weight):
         with pytest.raises(RuntimeError, match=r"drawn ahead that count differently \(weights 1, 1, 1.5\)"):
@@ -222,7 +222,7 @@ def test_batches_that_count_differently_and_are_held_together_are_an_error() -> 
 
 
 def test_batches_that_are_alike_may_be_held_together() -> None:
-    step = Step()
+    step = joint(1)
     kept = [hand_out(step) for _ in range(5)]
     for _ in range(7):
         step.use()
@@ -230,7 +230,7 @@ def test_batches_that_are_alike_may_be_held_together() -> None:
 
 
 def test_a_batch_drawn_ahead_of_a_different_one_is_found_out_however_long_it_went_well() -> None:
-    step = Step()
+    step = joint(1)
     coming = hand_out(step)
     for _ in range(3):
         batch, coming = coming, hand_out(step)
@@ -242,7 +242,7 @@ def test_a_batch_drawn_ahead_of_a_different_one_is_found_out_however_long_it_wen
 
 
 def test_a_batch_that_was_skipped_is_no_longer_waited_for() -> None:
-    step = Step()
+    step = joint(1)
     batch = hand_out(step)
     batch = hand_out(step, 1.5)
     step.use()
@@ -254,7 +254,7 @@ def test_a_batch_that_was_skipped_is_no_longer_waited_for() -> None:
 
 
 def test_a_batch_that_was_trained_on_may_be_kept() -> None:
-    step, kept = Step(), []
+    step, kept = joint(1), []
     for weight in (1.0, 1.0, 1.5, 0.5):
         kept.append(hand_out(step, weight))
         step.use()
@@ -263,7 +263,7 @@ def test_a_batch_that_was_trained_on_may_be_kept() -> None:
 
 def test_copies_of_batches_drawn_ahead_are_found_out_at_the_end() -> None:
     """They are more than the batches that were handed out when a backward pass followed."""
-    step = Step()
+    step = joint(1)
     hand_out(step)
     for weight in (1.0, 1.0, 1.5):
         hand_out(step, weight)
@@ -276,7 +276,7 @@ def test_copies_of_batches_drawn_ahead_are_found_out_at_the_end() -> None:
 
 @pytest.mark.parametrize(("first", "last"), [(1.0, 1.0), (1.5, 1.5)])
 def test_copies_of_batches_that_are_alike_may_be_drawn_ahead(first: float, last: float) -> None:
-    step = Step()
+    step = joint(1)
     hand_out(step, first)
     hand_out(step, last)
     step.use()
@@ -284,8 +284,15 @@ def test_copies_of_batches_that_are_alike_may_be_drawn_ahead(first: float, last:
     step.use()
 
 
-def test_padding_is_told_apart_whoever_weights() -> None:
+def test_a_replica_by_itself_may_draw_as_it_likes() -> None:
     step = Step()
+    kept = [hand_out(step), hand_out(step, 1.5)]
+    step.use()
+    assert kept
+
+
+def test_padding_is_told_apart_whoever_weights() -> None:
+    step = joint(1)
     kept = [hand_out(step, 1.0), hand_out(step, 0.0, num_samples=0)]
     with pytest.raises(RuntimeError, match="drawn ahead"):
         step.use(by_samples=False)
@@ -293,7 +300,7 @@ def test_padding_is_told_apart_whoever_weights() -> None:
 
 
 def test_the_last_batch_handed_out_again_as_padding_is_one_batch() -> None:
-    step, batch = Step(), Batch()
+    step, batch = joint(1), Batch()
     step.begin(1.0, 4, batch=(batch, {"target": [batch]}))
     step.begin(0.0, 0, batch=(batch, {"target": [batch]}))
     step.use()
@@ -417,7 +424,7 @@ def test_a_loss_may_be_for_several_optimizers() -> None:
 
 
 def test_gradients_of_a_loss_that_is_weighted_go_out_as_they_are() -> None:
-    step = Step()
+    step = joint(1)
     kept = hand_out(step, 1.5)
     with step.weighting():
         assert step.outgoing_weight() == 1.0
