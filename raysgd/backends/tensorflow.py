@@ -226,3 +226,8 @@ def announce(addresses: list[str], world: World) -> list[str]:
     config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": world.rank}}
     os.environ[_TF_CONFIG] = json.dumps(config)
     return [_TF_CONFIG]
+
+
+def keras_of_driver() -> dict[str, str]:
+    """The driver's choice of Keras, which workers have to know before they import TensorFlow."""
+    return {name: os.environ[name] for name in ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND") if name in os.environ}

@@ -21,7 +21,7 @@ from raysgd._class_trainer import ClassTrainer
 from raysgd._lazy import lazy_names
 from raysgd._paths import check_path
 from raysgd.backends.base import Backend
-from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
+from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend, keras_of_driver
 from raysgd.engine.controller import Call, ElasticController
 from raysgd.engine.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.engine.snapshots import Snapshot, own_states
@@ -465,8 +465,7 @@ class TFTrainer(ClassTrainer):
 
 def _variables_for_workers() -> dict[str, str]:
     """What workers must know before they import TensorFlow: the driver's choice of Keras, and to be quiet."""
-    variables = {name: os.environ[name] for name in ("TF_USE_LEGACY_KERAS", "KERAS_BACKEND") if name in os.environ}
-    return {**variables, "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
+    return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 
 # The old library had it in this module; it is imported with Ray Tune when it is asked for.

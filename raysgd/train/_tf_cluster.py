@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from raysgd.backends.tensorflow import keras_of_driver
 from raysgd.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:
@@ -15,15 +17,30 @@ if TYPE_CHECKING:
 
 
 class TensorflowBackend(Backend):
-    """Sets `TF_CONFIG` in every worker, also in a single one; strategies of TensorFlow read it."""
+    """Sets `TF_CONFIG` in every worker, also in a single one; strategies of TensorFlow read it.
+
+    Workers use the Keras that the driver has chosen with `TF_USE_LEGACY_KERAS` or `KERAS_BACKEND`.
+    """
 
     def on_start(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
+        worker_group.execute(set_variables, keras_of_driver())
         ports = worker_group.execute(free_port)
         addresses = [
             f"{worker.metadata.node_ip}:{port}" for worker, port in zip(worker_group.workers, ports, strict=True)
         ]
         for rank in range(len(worker_group)):
-            worker_group.execute_single(rank, set_cluster, cluster_of(addresses, rank))
+            worker_group.execute_single(rank, set_variables, {"TF_CONFIG": cluster_of(addresses, rank)})
+
+    @staticmethod
+    def explain(error: Exception) -> Exception:
+        is_keras_3 = getattr(sys.modules.get("keras"), "__version__", "").startswith("3")
+        if not (is_keras_3 and isinstance(error, ValueError) and "PerReplica" in str(error)):
+            return error
+        return ValueError(
+            "`fit` of Keras 3 cannot train under a strategy with several workers. Set `TF_USE_LEGACY_KERAS=1` in the "
+            "driver and install `tf_keras`, so that `tf.keras` is Keras 2 in the workers. Or train the Keras 3 model "
+            "with `raysgd.tf.TFTrainer`."
+        )
 
 
 def cluster_of(addresses: Sequence[str], rank: int) -> str:
@@ -35,9 +52,9 @@ def cluster_of(addresses: Sequence[str], rank: int) -> str:
     return json.dumps({"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": rank}})
 
 
-def set_cluster(value: str) -> None:
-    """Sets it in this process."""
-    os.environ["TF_CONFIG"] = value
+def set_variables(variables: dict[str, str]) -> None:
+    """Sets environment variables in this process."""
+    os.environ.update(variables)
 
 
 def free_port() -> int:

@@ -75,6 +75,11 @@ class Backend:
         decoded: dict[str, Any] = encoded_data
         return decoded
 
+    @staticmethod
+    def explain(error: Exception) -> Exception:
+        """What is raised for an exception of the function, in the worker: the same, or one that says more."""
+        return error
+
 
 class BackendConfig:
     """What users choose a backend with. By itself it connects nothing: the workers run side by side."""

@@ -235,7 +235,13 @@ class BackendExecutor:
         function = without_arguments(train_func, config)
         check_dataset(dataset)
         self.checkpoint_manager.begin_run(run_dir, checkpoint, checkpoint_strategy, latest_checkpoint_id)
-        order = Order(function, self._backend.encode_data, self.checkpoint_manager.score_attribute, self._is_detailed)
+        order = Order(
+            function,
+            self._backend.encode_data,
+            self.checkpoint_manager.score_attribute,
+            self._is_detailed,
+            explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
+        )
         self._run = FunctionRun(
             controller,
             order,

@@ -90,6 +90,7 @@ class Order:
         score_attribute: The key of a checkpoint that decides how good it is.
         is_detailed: Whether to add where and when to each report.
         is_muted: Whether its reports are not waited for.
+        explain: What is raised for an exception of the function.
     """
 
     function: Callable[[], Any]
@@ -97,6 +98,17 @@ class Order:
     score_attribute: str
     is_detailed: bool = False
     is_muted: bool = False
+    explain: Callable[[Exception], Exception] | None = None
+
+    def run(self) -> Any:
+        """Runs the function."""
+        try:
+            return self.function()
+        except Exception as error:
+            explained = self.explain(error) if self.explain is not None else error
+            if explained is error:
+                raise
+            raise explained.with_traceback(error.__traceback__) from error
 
 
 class Parcels:
@@ -202,7 +214,7 @@ class Session:
         self._began = self._last_report = time.monotonic()
         self._parcels = parcels or Parcels()
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()  # two, as one is in GB and the other is not
-        self.hand_off = HandOff(order.function)
+        self.hand_off = HandOff(order.run)
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> None:
         """Hands metrics over, and perhaps a checkpoint with them."""

@@ -392,7 +392,10 @@ class TensorflowLike(BackendConfig):
         return TensorflowBackend
 
 
-def test_workers_of_tensorflow_know_each_other_also_after_a_loss(tmp_path: Path) -> None:
+def test_workers_of_tensorflow_know_each_other_also_after_a_loss(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
     flag = tmp_path / "flag"
 
     def function() -> dict[str, Any]:
@@ -402,7 +405,7 @@ def test_workers_of_tensorflow_know_each_other_also_after_a_loss(tmp_path: Path)
         if train.world_rank() == 1 and lab.claim(flag):
             die()
         found: dict[str, Any] = json.loads(os.environ["TF_CONFIG"])
-        return found
+        return {**found, "keras": os.environ["TF_USE_LEGACY_KERAS"]}
 
     executor = BackendExecutor(TensorflowLike(), num_workers=2)
     executor.start()
@@ -412,6 +415,7 @@ def test_workers_of_tensorflow_know_each_other_also_after_a_loss(tmp_path: Path)
     finally:
         executor.shutdown()
     assert flag.exists()
+    assert first["keras"] == second["keras"] == "1"
     assert first["cluster"] == second["cluster"]
     addresses = first["cluster"]["worker"]
     assert len(set(addresses)) == 2

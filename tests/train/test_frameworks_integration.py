@@ -44,3 +44,25 @@ def test_a_run_grows_loses_a_worker_and_learns_as_if_nothing_had_happened(
     assert sorted(set(callback.numbers)) == list(range(NUM_EPOCHS))
     assert trainer.latest_checkpoint is not None
     assert trainer.latest_checkpoint["epoch"] == NUM_EPOCHS - 1
+
+
+def fit_keras_3() -> None:
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = tf.keras.Sequential([tf.keras.Input((1,)), tf.keras.layers.Dense(1)])
+        model.compile(optimizer="sgd", loss="mse")
+    x, y = learners.points()
+    model.fit(x, y, verbose=0)
+
+
+@pytest.mark.soak
+def test_keras_3_under_a_strategy_of_several_workers_is_refused_with_advice(tmp_path: Path) -> None:
+    trainer = Trainer("tensorflow", num_workers=2, logdir=tmp_path)
+    try:
+        trainer.start()
+        with pytest.raises(ValueError, match="TF_USE_LEGACY_KERAS=1"):
+            trainer.run(fit_keras_3)
+    finally:
+        trainer.shutdown()

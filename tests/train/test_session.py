@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import math
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,8 @@ from raysgd.engine.types import Beat, World
 from raysgd.exceptions import TrainBackendError
 from raysgd.train import session
 from raysgd.train._hand_off import Ended
+from raysgd.train._tf_cluster import TensorflowBackend
+from raysgd.train.backend import Backend
 from raysgd.train.constants import (
     BASIC_AUTOFILLED_KEYS,
     DETAILED_AUTOFILLED_KEYS,
@@ -286,6 +290,32 @@ class TestCheckpointsThatSeveralRanksReport:
         begin(second, lambda: session.report({"loss": 1}, checkpoint={"weight": 1}))
         second.next()
         assert second.end()
+
+
+class TestExceptions:
+    def test_may_be_explained_and_keep_the_line_of_the_user(self, replica: FunctionSession) -> None:
+        def fail() -> None:
+            raise ValueError("opaque")
+
+        begin(replica, fail, explain=lambda error: ValueError(f"{error} no more"))
+        with pytest.raises(ValueError, match="opaque no more") as caught:
+            replica.next()
+        assert str(caught.value.__cause__) == "opaque"
+        assert caught.traceback[-1].name == "fail"
+
+    def test_are_raised_unchanged_where_nobody_can_say_more(self, replica: FunctionSession) -> None:
+        begin(replica, lambda: 1 / 0, explain=Backend.explain)
+        with pytest.raises(ZeroDivisionError) as caught:
+            replica.next()
+        assert caught.value.__cause__ is None
+
+    def test_of_keras_3_under_a_strategy_are_explained(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        opaque, other = ValueError("Attempt to convert a value (PerReplica:{...})"), ValueError("shapes")
+        monkeypatch.setitem(sys.modules, "keras", SimpleNamespace(__version__="3.15.1"))  # importing it takes seconds
+        assert "TF_USE_LEGACY_KERAS=1" in str(TensorflowBackend.explain(opaque))
+        assert TensorflowBackend.explain(other) is other
+        monkeypatch.setitem(sys.modules, "keras", SimpleNamespace(__version__="2.15.0"))
+        assert TensorflowBackend.explain(opaque) is opaque
 
 
 class TestShards:
