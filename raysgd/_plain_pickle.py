@@ -91,7 +91,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
 
     Args:
         file: Where it begins.
-        num_bytes: Nothing is read past so many bytes of the file.
+        num_bytes: Nothing is read past so many bytes of a file on a disk.
         known: What it may name, by its full name, beside plain data and NumPy arrays: functions, and values as they
             are.
         trusted: Classes and functions that the user has allowed, by their full names. They may do anything.
@@ -112,7 +112,8 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
         known: Mapping[str, Any] | None = None,
         trusted: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(_Bounded(file, num_bytes), encoding="utf-8")
+        is_in_memory = isinstance(file, io.BytesIO)  # which never gives more than it has, and is quicker as it is
+        super().__init__(file if is_in_memory else _Bounded(file, num_bytes), encoding="utf-8")
         self._known = {**_KNOWN, **(known or {})}
         self._trusted = trusted or {}
 
