@@ -120,6 +120,41 @@ def schedulers_of(given: Any) -> Parts | None:
     return parts
 
 
+def own_parameters(part: Any, models: Iterable[torch.nn.Module]) -> list[torch.nn.Parameter]:
+    """Parameters of a criterion that are not those of a model which it looks at."""
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    parameters = part.parameters() if isinstance(part, torch.nn.Module) else ()
+    return [parameter for parameter in parameters if id(parameter) not in known]
+
+
+def outsiders(optimizers: Sequence[Any], modules: Iterable[torch.nn.Module], owner: Any) -> list[str]:
+    """Parameters of the optimizers that are in none of the modules, in words.
+
+    Args:
+        optimizers: Those that were registered, before anything replaces their parameters.
+        modules: What is trained together, saved and restored.
+        owner: In whose attributes the parameters may have a name.
+    """
+    known = {id(parameter) for module in modules for parameter in module.parameters()}
+    return [
+        _named(parameter, owner) or f"parameter {index} in group {group_index} of `{type(optimizer).__name__}`"
+        for optimizer in optimizers
+        for group_index, group in enumerate(getattr(optimizer, "param_groups", ()))
+        for index, parameter in enumerate(group["params"])
+        if id(parameter) not in known
+    ]
+
+
+def _named(parameter: Any, owner: Any) -> str | None:
+    for name, value in vars(owner).items():
+        if value is parameter:
+            return f"`self.{name}`"
+        for inner, each in value.named_parameters() if isinstance(value, torch.nn.Module) else ():
+            if each is parameter:
+                return f"`self.{name}.{inner}`"
+    return None
+
+
 def _several(name: str, given: Any) -> Parts:
     if not isinstance(given, Iterable) or isinstance(given, str | bytes | torch.Tensor | Mapping):
         raise InvalidRegistrationError(

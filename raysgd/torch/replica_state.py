@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,9 @@ from raysgd.torch.parallel import NoParallel
 from raysgd.torch.precision import saved_state
 from raysgd.torch.training_operator import TrainingOperator
 
+logger = logging.getLogger(__name__)
+
+CRITERION = "criterion"  # key of the state of a criterion with parameters; files of before have none
 FROZEN = "frozen"  # key in it of what only snapshots carry: parameters that were frozen or unfrozen since `setup`
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 
@@ -47,23 +51,29 @@ class ReplicaState:
         return state
 
     def _read_flags(self) -> list[dict[str, bool]]:
-        """For each model which parameters are frozen."""
-        models = getattr(self._operator, "_original_models", ())
-        return [{name: not each.requires_grad for name, each in model.named_parameters()} for model in models]
+        """For each model, and the criterion, which parameters are frozen."""
+        trained = self._operator._trained
+        return [{name: not each.requires_grad for name, each in part.named_parameters()} for part in trained]
 
     def _freeze(self, changes: Sequence[Mapping[str, bool]]) -> None:
         """Freezes what `setup` has frozen, but for the changes since then."""
-        for model, before, changed in zip(self.registered("_original_models"), self._flags, changes, strict=False):
-            for name, parameter in model.named_parameters():
+        for part, before, changed in zip(self._operator._trained, self._flags, changes, strict=False):
+            for name, parameter in part.named_parameters():
                 parameter.requires_grad_(not changed.get(name, before.get(name, not parameter.requires_grad)))
 
     def read_parts(self) -> dict[str, Any]:
-        """The state of models and optimizers. Where these are sharded, all ranks have to ask at the same time."""
-        read = self._parallel.state_of
+        """The state of what is trained, and of optimizers. Where these are sharded, all ranks ask at the same time."""
+        read, criterion = self._parallel.state_of, self._criterion
         return {
             "models": [read(model) for model in self.registered("_original_models")],
             "optimizers": [read(optimizer) for optimizer in self.registered("_optimizers")],
+            **({} if criterion is None else {CRITERION: read(criterion)}),
         }
+
+    @property
+    def _criterion(self) -> Any:
+        """The criterion, if it is trained."""
+        return getattr(self._operator, "_original_criterion", None)
 
     def registered(self, name: str) -> list[Any]:
         """What `register` was given, under its name in the operator.
@@ -98,6 +108,8 @@ class ReplicaState:
             check_model(model, saved)
         for optimizer, saved in zip(self.registered("_optimizers"), state["optimizers"], strict=True):
             check_optimizer(optimizer, saved)
+        if self._criterion is not None and CRITERION in state:
+            check_model(self._criterion, state[CRITERION])
         if operator._schedulers:
             check_schedulers(operator._schedulers, state["schedulers"])
         precision_state = saved_state(operator._precision, dict(state))
@@ -118,6 +130,8 @@ class ReplicaState:
         precision_state = copy.deepcopy(saved_state(operator._precision, dict(state)))
         for model, saved in zip(self.registered("_original_models"), state["models"], strict=True):
             self._parallel.load_model(model, saved)
+        if self._criterion is not None:
+            self._load_criterion(self._criterion, state.get(CRITERION))
         for optimizer, saved in zip(self.registered("_optimizers"), state["optimizers"], strict=True):
             self._parallel.load_optimizer(optimizer, saved)
         for scheduler, saved in zip(operator._schedulers, schedulers, strict=False):
@@ -131,6 +145,12 @@ class ReplicaState:
             self._freeze(resume[FROZEN])
         operator.global_step = resume.get("global_step", operator.global_step)
         self._feed.go_to(state["epoch"], resume.get("position"))
+
+    def _load_criterion(self, criterion: Any, saved: Mapping[str, Any] | None) -> None:
+        if saved is None:
+            logger.warning("the state has none of the criterion, whose parameters stay as they are")
+        else:
+            self._parallel.load_model(criterion, saved)
 
 
 def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:

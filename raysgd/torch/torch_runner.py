@@ -159,7 +159,7 @@ class TorchRunner(ClassRunner):
         optimizers = getattr(operator, "_optimizers", ())
         is_close = _may_change_models_early(operator) or not all(map(_tells_of_steps, optimizers))
         if is_close:
-            self._watched = [p for model in getattr(operator, "_original_models", ()) for p in model.parameters()]
+            self._watched = [parameter for part in operator._trained for parameter in part.parameters()]
         for optimizer in filter(_tells_of_steps, optimizers):
             register = optimizer.register_step_post_hook if is_close else optimizer.register_step_pre_hook
             register(self._note_step)
@@ -342,10 +342,10 @@ class TorchRunner(ClassRunner):
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self._modes.give_back()
         self._arm(run.epoch_idx)
-        stream.prepare = partial(self._parallel.match, getattr(self.operator, "_models", ()))
+        stream.prepare = partial(self._parallel.match, self.operator._wrapped)
         began_at, schedulers = stream.num_steps_taken, self.operator._scheduler_steps()
         try:
-            with with_advice(getattr(self.operator, "_models", ())):
+            with with_advice(self.operator._wrapped):
                 yield
             self._finish_steps(stream.num_steps_taken - began_at)
             if not stream.is_mid_pass:
@@ -380,7 +380,7 @@ class TorchRunner(ClassRunner):
         models = getattr(self.operator, "_models", ())
         self._modes.evaluate([*models, getattr(self.operator, "model", None)])
         try:
-            with self._parallel.evaluating(models):
+            with self._parallel.evaluating(self.operator._wrapped):
                 yield
         finally:
             self._modes.note()
@@ -396,9 +396,7 @@ class TorchRunner(ClassRunner):
                 f"`{type(operator).__name__}.accumulate_grad_batches` returned {window!r}: return how many batches "
                 "make an optimizer step, at least 1."
             )
-        self._parallel.arm(
-            getattr(operator, "_models", ()), _may_run_backward(operator), window, operator._precision.can_defer
-        )
+        self._parallel.arm(operator._wrapped, _may_run_backward(operator), window, operator._precision.can_defer)
 
     def _finish_steps(self, num_batches: int) -> None:
         """Leaves no gradient behind for another call."""

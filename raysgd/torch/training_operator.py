@@ -43,7 +43,7 @@ from raysgd.torch.constants import (
 from raysgd.torch.metric_objects import capture
 from raysgd.torch.modes import begin_training
 from raysgd.torch.options import ModelOptions, StepOptions
-from raysgd.torch.parallel import NoParallel, unwrap
+from raysgd.torch.parallel import COMM_HOOK, NoParallel, unwrap
 from raysgd.torch.precision import Precision
 from raysgd.torch.sampling import ShardedLoader, Unsharded, count_samples, shard_loader
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
@@ -365,7 +365,8 @@ class TrainingOperator:
         Args:
             models: One module, or a list or tuple of them.
             optimizers: One optimizer or several.
-            criterion: The loss, the mean over the samples of a batch; moved to the device if it can be.
+            criterion: The loss, the mean over the samples of a batch; moved to the device if it can be. One with
+                parameters to train is wrapped, saved and restored like a model.
             schedulers: One learning-rate scheduler or several; needs the trainer's `scheduler_step_freq`.
             ddp_args: Options for `DistributedDataParallel`, and `comm_hook`: a communication hook, or a tuple of its
                 state and the hook. Nothing else than DDP uses them.
@@ -376,7 +377,8 @@ class TrainingOperator:
             `(models, optimizers[, criterion][, schedulers])`, each in the container it was given in.
 
         Raises:
-            InvalidRegistrationError: Something is of the wrong kind.
+            InvalidRegistrationError: Something is of the wrong kind, or an optimizer of several workers has parameters
+                that belong to nothing else that is registered.
             ValueError: Options are no dict, or schedulers come without `scheduler_step_freq`.
             TypeError: An unknown keyword.
         """
@@ -392,6 +394,8 @@ class TrainingOperator:
             )
         placed = [self._build(self._place(model)) for model in model_parts.items]
         self._criterion = self._place(criterion) if criterion is not None else None
+        self._check_parameters(optimizer_parts.items, [*placed, self._criterion])
+        own_of_criterion = registry.own_parameters(self._criterion, placed)
         prepared, optimizers = self._precision.prepare(
             placed,
             optimizer_parts.items,
@@ -406,6 +410,7 @@ class TrainingOperator:
             self._models = self._configure_ddp(prepared, self.device_ids, ddp_args)
         else:
             self._models = [self._parallel.wrap(model, self.device_ids, {}) for model in prepared]
+        self._take_criterion_in(own_of_criterion, ddp_args)
         self._parallel.adopt(self._optimizers)
         self._watch_steps()
         self._compile()
@@ -416,6 +421,49 @@ class TrainingOperator:
         if scheduler_parts is not None:
             result.append(scheduler_parts.mirror(self._schedulers))
         return tuple(result)
+
+    def _check_parameters(self, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:
+        """Refuses, or with one worker warns of, optimizers that train what nobody averages or saves."""
+        if self._is_distributed and not self._parallel.synchronizes:
+            return  # the user keeps the replicas equal
+        found = registry.outsiders(optimizers, [part for part in parts if isinstance(part, torch.nn.Module)], self)
+        if not found:
+            return
+        words = (
+            "`register(optimizers=...)` got an optimizer of parameters that belong to no registered model and not to "
+            f"the criterion: {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}."
+        )
+        way_out = (
+            "Make them part of a model or of the criterion (`model.scale = torch.nn.Parameter(...)`), or pass the "
+            "module that holds them in `models`, too."
+        )
+        if self._is_distributed:
+            harm = "Their gradients would not be averaged over the workers, and nothing would save them."
+            raise InvalidRegistrationError(f"{words} {harm} {way_out}")
+        logger.warning("%s Nothing saves them, and with several workers they are refused. %s", words, way_out)
+
+    def _take_criterion_in(self, own: Sequence[torch.nn.Parameter], ddp_args: dict[str, Any]) -> None:
+        """Treats a criterion with parameters of its own as a model."""
+        self._original_criterion: torch.nn.Module | None = None
+        self._own_criterion: torch.nn.Module | None = None
+        if not own:
+            return
+        assert isinstance(self._criterion, torch.nn.Module), "nothing else has parameters"
+        if any(parameter.requires_grad for parameter in own):
+            self._original_criterion = self._criterion
+        # Without the communication hook: its state is that of one model.
+        options = {name: value for name, value in ddp_args.items() if name != COMM_HOOK} if self._wrap_ddp else {}
+        self._criterion = self._own_criterion = self._parallel.wrap(self._criterion, self.device_ids, options)
+
+    @property
+    def _trained(self) -> list[torch.nn.Module]:
+        """What is trained and saved, without wrappers: the models, and a criterion with parameters behind them."""
+        return [*getattr(self, "_original_models", ()), *_present(getattr(self, "_original_criterion", None))]
+
+    @property
+    def _wrapped(self) -> list[torch.nn.Module]:
+        """The same, with wrappers, and a criterion all of whose parameters are frozen, too."""
+        return [*getattr(self, "_models", ()), *_present(getattr(self, "_own_criterion", None))]
 
     def _warn_of_models_left_out(self, prepared: Sequence[torch.nn.Module]) -> None:
         kept = {id(unwrap(model)) for model in prepared}
@@ -669,7 +717,7 @@ class TrainingOperator:
         return [each for each in registered if each is not chosen[0]] if len(registered) > 1 else []
 
     def _trained_parameters(self) -> Iterator[torch.Tensor]:
-        return (parameter for model in self._models for parameter in model.parameters())
+        return (parameter for part in self._trained for parameter in part.parameters())
 
     def _backward_with(self, loss: torch.Tensor, weight: Any) -> None:
         """Calls the rung with what `forward` returned."""
@@ -1059,6 +1107,10 @@ def _refuse_unknown(unknown: dict[str, Any]) -> None:
         f"`register` does not know {', '.join(f'`{name}`' for name in unknown)}. {hint}"
         "Allowed are models, optimizers, criterion, schedulers, ddp_args and apex_args."
     )
+
+
+def _present(part: torch.nn.Module | None) -> list[torch.nn.Module]:
+    return [] if part is None else [part]
 
 
 def _options(name: str, given: Any) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 import sys
@@ -640,6 +641,59 @@ def test_what_is_frozen_by_now_travels_with_snapshots() -> None:
     fresh = make_runner(DropoutOperator)
     fresh.restore(files, None)
     assert all(parameter.requires_grad for parameter in fresh.operator.model.parameters())  # type: ignore[attr-defined]
+
+
+class LearnsItsLoss(LinearOperator):
+    """Has a criterion with a parameter, and one more that belongs to nothing."""
+
+    def register(self, **parts: Any) -> Any:
+        self.loss = torch.nn.Sequential(torch.nn.Linear(1, 1))
+        self.loss.forward = lambda output, target: self.loss[0](output - target).square().mean()  # type: ignore[assignment]
+        parts["optimizers"].add_param_group({"params": self.loss.parameters()})
+        if self.config.get("has_more"):
+            parts["optimizers"].add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
+        return super().register(**{**parts, "criterion": self.loss})
+
+
+def test_a_criterion_with_parameters_is_saved_and_restored(caplog: pytest.LogCaptureFixture) -> None:
+    runner, other = make_runner(LearnsItsLoss), make_runner(LearnsItsLoss)
+    train(runner)
+    state = copy.deepcopy(runner.state())
+    assert list(state) == ["epoch", "operator", "models", "optimizers", "criterion", RESUME]
+    assert len(runner.models(to_cpu=True)) == 1, "it is no model"
+    other.restore(state, None)
+    assert equal(other.state()["criterion"], state["criterion"])
+    train(other)
+    trained = other.state()["criterion"]["0.weight"].clone()
+    assert not equal(trained, state["criterion"]["0.weight"])
+    with pytest.raises(ValueError, match="does not fit"):
+        other.restore({**state, "criterion": {}}, None)
+    assert not caplog.records
+    del state["criterion"]  # a file of before
+    other.restore(state, None)
+    assert equal(other.state()["criterion"]["0.weight"], trained)
+    assert equal(other.state()["models"], state["models"])
+    assert "the state has none of the criterion" in caplog.text
+
+
+def test_a_criterion_that_looks_at_the_model_has_nothing_of_its_own() -> None:
+    class Regularizes(LinearOperator):
+        def register(self, **parts: Any) -> Any:
+            loss = torch.nn.MSELoss()
+            loss.model = parts["models"]
+            return super().register(**{**parts, "criterion": loss})
+
+    runner = make_runner(Regularizes)
+    train(runner)
+    assert "criterion" not in runner.state()
+
+
+def test_an_optimizer_of_what_nobody_saves_is_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    make_runner(LearnsItsLoss)
+    assert not caplog.records
+    make_runner(LearnsItsLoss, has_more=True)
+    [record] = caplog.records
+    assert "belong to no registered model and not to the criterion: parameter 0 in group 2 of `SGD`" in record.message
 
 
 class FailsAt(LinearOperator):

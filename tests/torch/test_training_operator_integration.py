@@ -12,10 +12,11 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampler, SequentialSampler
 
+from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.parallel import DDP, unwrap
 from tests.torch.lab import Experiment, run_alone, run_together
-from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal
+from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator, dataset, equal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -233,6 +234,74 @@ def test_a_frozen_model_is_the_same_on_all_workers(two: TorchTrainer, parallel: 
     first, second = (own["teacher"] for own in findings.single[0])
     assert torch.equal(first, second) == is_shared
     assert len(first.unique()) > 3
+
+
+class Uncertainty(torch.nn.Module):
+    """A loss that learns by how much to count, and remembers in a buffer what it saw."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log_variance = torch.nn.Parameter(torch.rand(1))
+        self.register_buffer("origin", torch.rand(1))
+
+    def forward(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        squares = (output - target - self.origin).square()
+        return (squares * torch.exp(-self.log_variance) + self.log_variance).mean()
+
+
+class LearnsToCount(LinearOperator):
+    """Has a criterion with a parameter, which begins as another one on each worker but the first."""
+
+    def register(self, **parts: Any) -> Any:
+        torch.manual_seed(self.world_rank + 1)
+        self.loss = Uncertainty()
+        parts["optimizers"].add_param_group({"params": self.loss.parameters()})
+        return super().register(**{**parts, "criterion": self.loss})
+
+    def train_epoch(self, iterator: Any, **arguments: Any) -> dict[str, Any]:
+        results = super().train_epoch(iterator, **arguments)
+        state = [value for value in self._parallel.state_of(self.loss).values() if value is not None]
+        return {**results, "criterion": torch.cat(state)}
+
+
+class LearnsToCountInOwnBatch(LearnsToCount, OwnBatchOperator):
+    """The same past the rungs of the library."""
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "parallel"),
+    [(LearnsToCount, "ddp"), (LearnsToCountInOwnBatch, "ddp"), (LearnsToCount, "fsdp")],
+)
+def test_a_criterion_with_parameters_is_trained_as_in_one_process(
+    two: TorchTrainer, operator_cls: type[LinearOperator], parallel: str
+) -> None:
+    config = {"num_samples": 18, "batch_size": 4}  # the last step has 2 samples
+    calls = (("train", None), ("validate", None), ("train", None))
+    found = run_together(two, Experiment(operator_cls, config, calls, {"parallel": parallel}))
+    alone = run_alone(Experiment(operator_cls, {**config, "batch_size": 8}, calls))
+    first, second = (own["criterion"] for own in found.single[2])
+    if parallel == "ddp":
+        torch.testing.assert_close(first, second, rtol=0, atol=0)
+    torch.testing.assert_close(first, alone.single[2][0]["criterion"], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found.model[0], alone.model[0], rtol=1e-5, atol=1e-6)
+    assert found.results[1]["val_loss"] == pytest.approx(alone.results[1]["val_loss"], rel=1e-5)
+
+
+def test_an_optimizer_of_what_nobody_averages_is_refused(two: TorchTrainer) -> None:
+    class Scaled(Looks):
+        def register(self, **parts: Any) -> Any:
+            self.scale = torch.nn.Parameter(torch.ones(1))
+            self.head = torch.nn.Linear(1, 1)
+            parts["optimizers"].add_param_group(
+                {"params": [self.scale, self.head.bias, torch.nn.Parameter(self.scale)]}
+            )
+            return super().register(**parts)
+
+    names = r"`self.scale`, `self.head.bias`, parameter 2 in group 1 of `SGD`\. Their gradients would not be averaged"
+    for parallel in ("ddp", "fsdp"):
+        with pytest.raises(InvalidRegistrationError, match=names):
+            look(two, id, Scaled, parallel=parallel)
+    assert look(two, lambda operator: True, Scaled, parallel="none") == [True, True]
 
 
 class Thaws(LinearOperator):
