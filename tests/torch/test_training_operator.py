@@ -936,7 +936,7 @@ def test_workers_of_a_node_create_their_data_one_after_the_other(serialize: bool
                 found.append("free")
         except filelock.Timeout:
             found.append("held")
-        return [1]
+        return [[1]]
 
     operator_cls = TrainingOperator.from_creators(
         create_model, create_optimizer, create_data, serialize_data_creation=serialize
