@@ -73,6 +73,7 @@ class TorchConfig(BackendConfig):
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
         check_seconds("timeout_s", self.timeout_s, may_be_least=False)
+        check_seconds("form_timeout_s", self.form_timeout_s, may_be_least=False)
         if self.init_method not in ("env", "tcp"):
             raise ValueError(f'`init_method={self.init_method!r}`: allowed are "env" and "tcp".')
         transport = self.backend or ("nccl" if num_gpus_per_worker > 0 else "gloo")

@@ -140,6 +140,13 @@ def test_torch_knows_two_ways_to_meet() -> None:
         TorchConfig(init_method="file").connection(0)
 
 
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), "60", True, None])
+@pytest.mark.parametrize("name", ["timeout_s", "form_timeout_s"])
+def test_a_time_that_is_none_is_refused(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=f"`{name}="):
+        TorchConfig(**{name: value}).connection(0)
+
+
 class TestWhatLeavesATorchWorker:
     def test_comes_back_equal(self) -> None:
         import torch
