@@ -33,6 +33,7 @@ def form_groups(rank: int, said: Any, told: Any) -> None:
         ones = torch.ones(1)
         if rank % 2 == 0:
             dist.all_reduce(ones, group=even)
+        dist.barrier()  # who leaves ends what others still look up
         backend.leave()
         said.put((rank, (numbers.item(), ones.item())))
 
