@@ -33,9 +33,9 @@ def form_groups(rank: int, said: Any, told: Any) -> None:
         ones = torch.ones(1)
         if rank % 2 == 0:
             dist.all_reduce(ones, group=even)
-        dist.barrier()  # who leaves ends what others still look up
-        backend.leave()
         said.put((rank, (numbers.item(), ones.item())))
+        told.get()  # who leaves ends what others still do
+        backend.leave()
 
 
 @pytest.mark.soak
@@ -55,6 +55,8 @@ def test_dozens_of_processes_form_one_group_after_the_other() -> None:
             queue.put(place)
         sums = dict(said.get(timeout=300) for _ in range(NUM_RANKS))
         assert sums == {rank: (total, NUM_RANKS / 2 if rank % 2 == 0 else 1) for rank in range(NUM_RANKS)}
+        for queue in told:
+            queue.put("leave")
     for process in processes:
         process.join(60)
     assert {process.exitcode for process in processes} == {0}
