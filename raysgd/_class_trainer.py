@@ -212,8 +212,8 @@ class ClassTrainer:
         ledgers = [beat.data for beat in self._last_beats.values() if beat.data is not None]
         if ledgers and num_samples < ledgers[0].used:
             logger.warning(
-                "the metrics of this call cover %s samples: what a lost worker had measured in it is lost with the "
-                "worker, though the training used it",
+                "the metrics of this call cover only %s samples: those of the lost worker were lost with it. The "
+                "training did use its samples",
                 num_samples,
             )
 

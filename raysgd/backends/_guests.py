@@ -84,7 +84,9 @@ def listen_at(host: str) -> socket.socket:
     except OSError as error:
         if error.errno != errno.EADDRNOTAVAIL:
             raise
-    logger.warning("this machine does not have the address %s, by which others know it: listening at all it has", host)
+    logger.warning(
+        "this machine does not have the address %s, by which others know it: listening on all of its addresses", host
+    )
     return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
 
 

@@ -394,7 +394,7 @@ class ElasticController:
             force = True
             self._life.abandon()
         if not self._turn.acquire(timeout=self._patience_s):
-            logger.warning("a call is running in this process; its worker ends when the call does")
+            logger.warning("a call is running in this process; its worker stops when the call ends")
             return
         try:
             self._end(force)
@@ -460,7 +460,7 @@ class ElasticController:
             watch: The one of the call that failed, which knows how far the ranks were.
         """
         if watch is not None:
-            logger.warning("the workers do not come to an end:\n%s", watch.report())
+            logger.warning("workers are not stopping:\n%s", watch.report())
 
     def _take_inside(self, parts: Sequence[Capture]) -> bool:
         """Takes a snapshot from inside the running call; not while another one is on its way."""

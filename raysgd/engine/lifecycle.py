@@ -279,7 +279,7 @@ class Lifecycle:
             diagnosis = classify(report)
             if diagnosis.kind == "user":
                 raise worker_error(diagnosis.faults)
-            logger.warning("starting %s workers failed: %s", num_workers, words(diagnosis))
+            logger.warning("could not start %s workers: %s", num_workers, words(diagnosis))
             return False
         self.group = group
         self.facts = [answer.value for answer in report.values]
@@ -336,7 +336,7 @@ class Lifecycle:
             try:
                 is_restarted = self._try_restart(decision.num_workers, max(0, num_spares))
             except ReservationTimeoutError:
-                logger.warning("the resources for %s workers were taken by somebody else", decision.num_workers)
+                logger.warning("another program took the resources for %s workers", decision.num_workers)
                 continue
             if is_restarted:
                 self._record(kind, old_size, began, cause, self.restored_from())
@@ -389,7 +389,7 @@ class Lifecycle:
                 return False
         is_inside = self._snapshots.is_inside
         for call in self._snapshots.calls_since:
-            logger.info("running a completed call again, because its snapshot was lost with its worker")
+            logger.info("repeating a completed call: its snapshot was lost with a worker")
             function = call.resume if is_inside and call.resume is not None else call.function
             is_inside = False
             args = call.on_its_ranks(call.args_for(group.worlds))
@@ -411,7 +411,7 @@ class Lifecycle:
         self.give_up()
         if diagnosis.kind == "user":
             raise worker_error(diagnosis.faults)
-        logger.warning("restoring the state failed: %s", words(diagnosis))
+        logger.warning("could not restore the state: %s", words(diagnosis))
         return False
 
     def _starved(self, decision: GiveUp, view: ClusterView) -> WorkersLostError:
@@ -536,9 +536,9 @@ class Lifecycle:
         report = group.regroup(staying, joining, handover, tick)
         if not report.ok:
             diagnosis = classify(report)
-            logger.warning("forming a new group failed: %s", words(diagnosis))
+            logger.warning("could not form a new group: %s", words(diagnosis))
             is_loss = diagnosis.kind != "user"
-            raise CannotForm(f"forming a new group failed: {words(diagnosis)}", staying, is_loss)
+            raise CannotForm(f"could not form a new group: {words(diagnosis)}", staying, is_loss)
         if staying[0] != 0:
             self._snapshots.leave_group()
         self.facts = list(report.values)
@@ -584,7 +584,7 @@ class Lifecycle:
         try:
             group.reserve(num_free, _SETTLE_S)
         except ReservationTimeoutError:
-            logger.info("room for %s more workers was taken by somebody else", num_free)
+            logger.info("another program took the resources for %s more workers", num_free)
             return
         group.call_up(num_free, self.scaling.max_workers, self.nodes_to_avoid)
 

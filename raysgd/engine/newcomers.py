@@ -80,7 +80,7 @@ class Newcomers:
                 self._infos[worker] = found
             return
         logger.warning(
-            "a worker (process %s on node %s) gave no sign of life for %.0f s while it was made ready, and is ended",
+            "a worker (process %s on node %s) did not respond for %.0f s while it started; stopping it",
             info.pid,
             info.node_ip,
             silent_s,

@@ -109,8 +109,8 @@ class Muster:
                 return Party(ranks, report.values, [])
             failed = [o for o in report.outcomes if not o.ok]
             if any(o.failure is not None and o.failure.kind == "user" for o in failed):
-                logger.warning("a survivor could not say how far it is: %s", words(classify(report)))
-                raise CannotForm("a survivor could not say how far it is", ranks)
+                logger.warning("a surviving worker could not report its progress: %s", words(classify(report)))
+                raise CannotForm("a surviving worker could not report its progress", ranks)
             ranks = [rank for rank in ranks if rank not in {o.rank for o in failed}]
         raise CannotForm("", ())
 

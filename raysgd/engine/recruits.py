@@ -113,7 +113,7 @@ class Recruits:
             self._newcomers.remove(worker)
             self._spec.relay.tell({"standby worker": notes_of(result)})
             if result.failure is not None:
-                logger.warning("a worker that was to step in failed: %s", result.failure.fault.message)
+                logger.warning("a standby worker failed to start: %s", result.failure.fault.message)
                 self._end(worker)
             else:
                 enlisted: Enlisted = result.value
@@ -132,7 +132,7 @@ class Recruits:
         answers = [outcome(-1, call) for call in calls]
         for recruit, answer in zip(self._ready, answers, strict=True):
             if not answer.ok:
-                logger.warning("a worker that waited to step in (process %s) is gone", recruit.info.pid)
+                logger.warning("standby worker (process %s) died", recruit.info.pid)
                 self._end(recruit.worker)
                 if not answer.answered:
                     kill_process(recruit.info)  # it may be stopped

@@ -147,7 +147,7 @@ class SnapshotKeeper(Generic[CallT]):
         except TimeoutError:
             return
         except Exception as error:  # lost with its worker: the one before it, and the calls since, still stand
-            logger.warning("a snapshot was lost on its way: %s", error)
+            logger.warning("a snapshot was lost in transit: %s", error)
             self._coming = None
             self._is_stale = True
             return

@@ -138,7 +138,7 @@ class Watch:
         group = self._life.group
         assert group is not None
         silent_s = max(silent.values())
-        cause = f"{_named(silent)} gave no sign of life for {silent_s:.0f} s"
+        cause = f"{_named(silent)} did not respond for {silent_s:.0f} s"
         logger.warning("%s\n%s", cause, self.report())
         self._life.history.record("hung", len(group), len(group), silent_s, cause)
         for rank in silent:

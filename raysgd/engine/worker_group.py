@@ -486,7 +486,7 @@ class WorkerGroup:
             return
         done, waiting = ray.wait(remote, num_returns=len(remote), timeout=_CLOSE_TIMEOUT_S)
         if waiting:
-            logger.warning("%s workers did not close within %s s and are killed", len(waiting), _CLOSE_TIMEOUT_S)
+            logger.warning("%s workers did not stop within %s s; killing them", len(waiting), _CLOSE_TIMEOUT_S)
         for reference in done:
             try:
                 ray.get(reference)

@@ -123,8 +123,8 @@ class Feed:
                 )
         if before not in (None, own):
             logger.warning(
-                "the train data's %s draws another order than in the pass that is resumed: some samples come twice, "
-                "and others not at all",
+                "the train data's %s draws another order than in the epoch that is resumed: some samples are "
+                "repeated, others are skipped",
                 sampler.order.name,
             )
 
@@ -204,15 +204,15 @@ class Feed:
         data = self._data_of("train")
         if position and position.get("is_unknown"):
             logger.warning(
-                "pass %s over the train data was left half-way, and they are not divided by the library, so nobody "
-                "knows where: they are read from their beginning",
+                "epoch %s stopped in the middle, and the library does not divide this train data, so its position is "
+                "unknown: reading it from the beginning",
                 position["pass_index"],
             )
             return
         if not position or not isinstance(data, ShardedLoader) or not isinstance(stream.source, DividedSource):
             return
         if position["num_samples"] != data.num_samples:
-            logger.warning("the train data has another size than when the state was saved: starting a fresh pass")
+            logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return
         stream.source.seed = position["seed"]
         if position.get("is_mid_pass", position["consumed"] > 0):

@@ -591,7 +591,7 @@ class TorchTrainer(ClassTrainer):
         split = split_batch_size(self._requested_config[BATCH_SIZE], self.max_replicas)
         if split.effective != split.requested:
             logger.warning(
-                "the batch size %s does not divide over %s workers: taking %s",
+                "the batch size %s is not divisible by %s workers: using %s",
                 split.requested,
                 self.max_replicas,
                 split.effective,
@@ -625,8 +625,8 @@ def _warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int |
     counts = [answer.metrics.values.get(BATCH_COUNT) for answer in answers if answer.metrics is not None]
     if num_steps != 0 and counts and all(count == 0 for count in counts):
         logger.warning(
-            "the %s data gave no batch at all: they are empty, `drop_last` left nothing over, or they are an iterator, "
-            "which can be gone through only once",
+            "the %s data has no batches: it is empty, or `drop_last` removed its only batch, or it is an iterator "
+            "that was used up already",
             name,
         )
 

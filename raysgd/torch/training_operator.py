@@ -495,7 +495,7 @@ class TrainingOperator:
         data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, pin_memory=self.use_gpu)
         if isinstance(data, Unsharded) and data.warn and world.is_distributed and world.rank == 0:
             logger.warning(
-                "the %s loader is not divided over the workers (%s): every worker iterates over all of it",
+                "the %s loader is not divided over the workers (%s): each worker reads all of it",
                 "train" if training else "validation",
                 data.reason,
             )

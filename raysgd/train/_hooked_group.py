@@ -71,7 +71,7 @@ class HookedGroup(EngineGroup):
             if self._face is not None:
                 self._backend.on_shutdown(self._face, self._config)
         except Exception as error:
-            logger.warning("`on_shutdown` failed; the workers are ended all the same: %s", error)
+            logger.warning("`on_shutdown` failed; stopping the workers anyway: %s", error)
         finally:
             super().stop(timeout_s)
 

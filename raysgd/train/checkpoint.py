@@ -190,7 +190,7 @@ class CheckpointManager:
         try:
             self.flush()
         except Exception as error:  # of a run that has ended, with another error or before its end
-            logger.error("the last checkpoint of the run before could not be kept: %r", error)
+            logger.error("could not keep the last checkpoint of the previous run: %r", error)
         self._begun_from = begun_from
         self._latest_of_run = self._latest_path = None
         self._strategy = strategy or CheckpointStrategy()
@@ -253,7 +253,7 @@ class CheckpointManager:
         """Waits until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
         if self._landing is not None and not self._has_arrived.wait(timeout_s):
             logger.warning(
-                "checkpoint %s did not arrive within %g s; its worker is ended all the same",
+                "checkpoint %s did not arrive within %g s; stopping its worker anyway",
                 self.latest_checkpoint_id,
                 timeout_s,
             )

@@ -461,7 +461,7 @@ def test_growing_that_fails_in_place_goes_on_from_the_snapshot() -> None:
     assert trainer.walk(1, max_retries=0) == [6, 6, 6]
     assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined", "rebuilt"], 2)
     cause = trainer.controller.history.events[-1].cause
-    assert cause.startswith("there is room for more workers; forming a new group failed: lost rank 0 (")
+    assert cause.startswith("there is room for more workers; could not form a new group: lost rank 0 (")
 
 
 def test_a_node_that_is_going_away_is_left_before_the_next_call() -> None:

@@ -58,7 +58,7 @@ def test_a_rank_that_is_silent_for_too_long_is_ended_and_everything_told(caplog:
     assert trainer.group.killed_ranks[0] == 1
     assert ended_in == [7], "asked in the first second, and silent for more than five after that"
     event = next(event for event in trainer.controller.history.events if event.kind == "hung")
-    assert (event.cause, event.old_size) == ("rank 1 gave no sign of life for 6 s", 3)
+    assert (event.cause, event.old_size) == ("rank 1 did not respond for 6 s", 3)
     text = caplog.records[0].getMessage()
     assert "rank 0: epoch 0, step 0, stepping\nstack of rank 0" in text
     assert "rank 1: not heard of yet\n  no answer" in text
@@ -72,7 +72,7 @@ def test_ranks_that_hang_together_are_ended_and_told_of_together(caplog: pytest.
         trainer.walk(5, Lost((1, 2, 3, 4), after={0: 2, 5: 2}))
     assert trainer.group.killed_ranks[:4] == [1, 2, 3, 4]
     event = next(event for event in trainer.controller.history.events if event.kind == "hung")
-    assert event.cause == "ranks 1-4 gave no sign of life for 6 s"
+    assert event.cause == "ranks 1-4 did not respond for 6 s"
     text = caplog.records[0].getMessage()
     assert text.startswith(f"{event.cause}\n")
     assert "ranks 1-4: not heard of yet\n  no answer" in text

@@ -252,7 +252,7 @@ def test_a_worker_that_freezes_while_it_is_set_up_is_ended_like_one_that_dies(
     report = group.start()
     assert kinds(report)[1] == "died"
     assert group._workers == []
-    assert "gave no sign of life" in caplog.text
+    assert "did not respond" in caplog.text
     wait_until(lambda: not is_alive(group.infos[1].pid))
 
 

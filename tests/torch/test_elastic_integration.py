@@ -128,7 +128,7 @@ def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
         trainer.train()
     assert kinds(trainer) == ["rejoined"]
     assert uses(trainer) == {1}
-    assert "the workers do not come to an end" in caplog.text
+    assert "workers are not stopping" in caplog.text
     assert "rank 0: epoch 1, step 0, broken off" in caplog.text
     stack_of_rank_1 = caplog.text.partition("rank 1: epoch 1, step 0, training\n")[2]
     assert "in train_epoch" in stack_of_rank_1

@@ -635,9 +635,9 @@ def test_data_without_a_batch_are_told_of(make_local: MakeTrainer, caplog: pytes
         assert call(num_steps=0)["batch_count"] == 0
     assert not caplog.text
     assert trainer.train()["batch_count"] == 0
-    assert "the train data gave no batch at all" in caplog.text
+    assert "the train data has no batches" in caplog.text
     assert trainer.validate()["batch_count"] == 0
-    assert "the validation data gave no batch at all" in caplog.text
+    assert "the validation data has no batches" in caplog.text
 
 
 def test_functions_run_here(make_local: MakeTrainer) -> None:
