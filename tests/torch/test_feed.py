@@ -51,7 +51,7 @@ def test_a_position_in_other_data_is_left_alone(caplog: pytest.LogCaptureFixture
     take(other, 2)
     feed.go_to(other.epoch, other.position())
     assert len(take(feed)) == 12
-    assert "another size than when the state was saved" in caplog.text
+    assert "the size of the train data has changed" in caplog.text
 
 
 def test_the_books_of_a_pass_and_its_index() -> None:
@@ -95,7 +95,7 @@ def test_a_sampler_that_draws_another_order_on_resumption_is_told_of(caplog: pyt
     other.training(REQUEST)
     assert other.position() == position, "as long as nothing is drawn"
     take(other, 1)
-    assert "sampler Counts draws another order than in the pass that is resumed" in caplog.text
+    assert "sampler Counts draws another order than in the epoch that is resumed" in caplog.text
 
 
 class Pair(NoParallel):

@@ -360,7 +360,7 @@ def test_a_batch_size_that_does_not_divide_is_named_in_the_log(
 ) -> None:
     with pytest.raises(AssertionError, match="workers were started"):
         TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, config={BATCH_SIZE: 21})
-    assert "the batch size 21 does not divide over 2 workers: taking 20" in caplog.text
+    assert "the batch size 21 is not divisible by 2 workers: using 20" in caplog.text
 
 
 def test_options_that_have_no_effect_are_named_in_the_log(
