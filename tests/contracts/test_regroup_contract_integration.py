@@ -276,7 +276,7 @@ def test_whoever_fails_while_being_made_ready_is_told_and_leaves_the_seat(
     rig.group.call_up(1, 2)
     wait_until(lambda: rig.group.recruits.num_coming == 0)
     assert rig.group.recruits.num_ready == 0
-    assert "a worker that was to step in failed: injected" in caplog.text
+    assert "a standby worker failed to start: injected" in caplog.text
     assert rig.group.call_up(1, 2) == 1
     wait_until(lambda: ready(rig, 1))
 
