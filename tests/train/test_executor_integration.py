@@ -215,7 +215,7 @@ def test_a_backend_of_the_users_own_is_told_of_everything_and_survives_a_death(t
     ],
 )
 def test_a_group_that_cannot_be_is_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"num_workers|num_cpus_per_worker|actor_cls"):
+    with pytest.raises(ValueError, match=r"num_(workers|cpus_per_worker|gpus_per_worker)|actor_cls"):
         WorkerGroup(**options)
 
 
