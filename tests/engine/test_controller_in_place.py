@@ -596,7 +596,7 @@ def test_a_held_call_whose_group_cannot_be_formed_anew_goes_on_from_the_snapshot
     trainer.cluster.regroups = deque([Lost((0,))])
     assert trainer.walk(9, max_retries=0) == [9, 9, 9]
     assert trainer.kinds == ["rebuilt"]
-    assert "a node is going away; forming a new group failed" in trainer.controller.history.events[-1].cause
+    assert "a node is going away; could not form a new group" in trainer.controller.history.events[-1].cause
     assert trainer.cluster.groups[1].functions == ["_restore_inside", "walk_on"]
     assert [replica.num_own_calls for replica in trainer.group.replicas] == [1, 1, 1]
 

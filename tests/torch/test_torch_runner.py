@@ -452,7 +452,7 @@ def test_data_of_another_size_starts_a_fresh_pass(caplog: pytest.LogCaptureFixtu
     second.restore(*snapshot(first))
     train(second, num_steps=1)
     assert second.operator.seen == [[0, 1, 2, 3]]  # type: ignore[attr-defined]
-    assert "another size" in caplog.text
+    assert "the size of the train data has changed" in caplog.text
 
 
 def test_a_position_that_was_not_used_yet_is_saved_again() -> None:
