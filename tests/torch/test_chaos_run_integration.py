@@ -28,6 +28,7 @@ def assert_that_nothing_was_lost(seen: dict[str, Any]) -> None:
     assert seen["leaks"] == [], again
 
 
+@pytest.mark.soak
 @pytest.mark.timeout(500)
 def test_thirty_random_kills_lose_nothing() -> None:
     seed = int(os.environ.get("RAYSGD_CHAOS_SEED", "1"))
