@@ -24,8 +24,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from raysgd.engine.group_spec import GroupSpec
     from raysgd.engine.types import World
-    from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+    from raysgd.engine.worker_group import WorkerGroup
 
 IN_WORKERS = ("validate", "snapshot", "rejoin")
 """Moments that come up in the worker itself; `step:N` is another one."""
@@ -172,8 +173,8 @@ def _controller(trainer: Any) -> Any:
 def _group(trainer: Any) -> WorkerGroup:
     """The workers as they are; to ask the controller itself would start new ones where there are none."""
     controller = _controller(trainer)
-    group: WorkerGroup | None = controller._life.group
-    if group is None and not controller._life.is_stopped:
+    group: WorkerGroup | None = controller._lifecycle.group
+    if group is None and not controller._lifecycle.is_stopped:
         raise RuntimeError("The trainer has no workers at this moment, they are being replaced: try again later.")
     return controller.group if group is None else group
 
@@ -329,7 +330,7 @@ def _arm(trainer: Any, ranks: Sequence[int], trap: _Trap) -> None:
 
 
 def _disarm_everywhere(trainer: Any, key: str | None) -> None:
-    group = trainer._controller._life.group
+    group = trainer._controller._lifecycle.group
     if group is not None:
         group.ask_beside("beside", _unset, key)
 
@@ -369,8 +370,8 @@ def _arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 def _arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
     """Lets the next group that is started, and has these ranks, lose them over its set-up."""
     _take_back(trainer, "setup")
-    life = trainer._controller._life
-    original = life._make_group
+    lifecycle = trainer._controller._lifecycle
+    original = lifecycle._make_group
 
     def make_group(spec: GroupSpec, num_workers: int) -> WorkerGroup:
         if num_workers <= max(ranks):
@@ -382,10 +383,10 @@ def _arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
         return doomed
 
     def undo() -> None:
-        life._make_group = original
+        lifecycle._make_group = original
         _armed_in_driver[trainer].pop("setup", None)
 
-    life._make_group = make_group
+    lifecycle._make_group = make_group
     _armed_in_driver.setdefault(trainer, {})["setup"] = undo
 
 

@@ -15,28 +15,29 @@ from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any, cast
 
-from raysgd.backends.base import Backend
 from raysgd.engine import ranks
+from raysgd.engine.backend import Backend
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.lifecycle import Clock
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import (
-    Beat,
     ClusterView,
     Failure,
     FailureKind,
     GroupReport,
     Handover,
+    Heartbeat,
     Held,
     NodeView,
     Outcome,
     Rendezvous,
-    Standing,
+    ReplicaProgress,
     WorkerInfo,
     World,
 )
 from raysgd.engine.worker import Answer
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerFault
 
 
@@ -50,7 +51,7 @@ class NullBackend(Backend):
 
     def load(self) -> None: ...
 
-    def open_door(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str, rank: int) -> int:
         return 1
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None: ...
@@ -151,11 +152,11 @@ class SteppingReplica(CountingReplica):
         self.restore(shared_state, own_state)
         self.num_done = first
 
-    def standing(self) -> Standing:
+    def replica_progress(self) -> ReplicaProgress:
         done = (self.num_done or 0) + self.has_answered
-        return Standing(done, self.is_whole, self.obstacle, f"{done} steps done")
+        return ReplicaProgress(done, self.is_whole, self.obstacle, f"{done} steps done")
 
-    def prime(self) -> None:
+    def warm_up(self) -> None:
         self.total, self.is_primed = -1000.0, True  # practice leaves traces; they must be taken over
 
     def hand_over(self) -> tuple[float, int | None, bool]:
@@ -173,8 +174,8 @@ class SteppingReplica(CountingReplica):
         """Steps of the running call: a fake group does all its waiting before it takes the first step."""
         return 0 if self.has_answered else self.num_done or 0
 
-    def beat(self) -> Beat:
-        return Beat(0, self._num_done_now, "stepping", snapshot=self.snapshot_at)
+    def heartbeat(self) -> Heartbeat:
+        return Heartbeat(0, self._num_done_now, "stepping", snapshot=self.snapshot_at)
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:
         step = self._num_done_now + margin if at is None else at
@@ -304,8 +305,8 @@ class FakeCluster:
         regroups: The same whenever a group is formed anew in place.
         waits: The same whenever survivors waited for somebody to join them.
         transfer_s: How long a state that is fetched is on its way.
-        recruits_are_slow: Whether workers that are called up are ready only when somebody waits for them.
-        while_waiting: Given the driver's tick, lets happen what happens during each call of a function of a test.
+        standby_is_slow: Whether workers that are called up are ready only when somebody waits for them.
+        while_waiting: Given the driver's on_wait, lets happen what happens during each call of a function of a test.
         nodes: Nodes of the ranks of a group that starts; one node for all without it.
         silent: Ranks that do not answer any more, without a word of why.
         groups: Every group that was made.
@@ -320,8 +321,8 @@ class FakeCluster:
     regroups: deque[Event] = field(default_factory=deque)
     waits: deque[Event] = field(default_factory=deque)
     transfer_s: float = 0.0
-    recruits_are_slow: bool = False
-    while_waiting: Callable[[Callable[[], None]], None] = lambda tick: tick()
+    standby_is_slow: bool = False
+    while_waiting: Callable[[Callable[[], None]], None] = lambda on_wait: on_wait()
     nodes: Sequence[str] = ()
     silent: set[int] = field(default_factory=set)
     groups: list[FakeGroup] = field(default_factory=list)
@@ -333,7 +334,7 @@ class FakeCluster:
 
     @property
     def num_free(self) -> int:
-        used = sum(group.num_seats for group in self.groups if group.is_alive and not group.is_driver_only)
+        used = sum(group.num_slots for group in self.groups if group.is_alive and not group.is_driver_only)
         return max(0, self.num_slots - self.num_taken - used)
 
     def view(self) -> ClusterView:
@@ -353,12 +354,12 @@ class FakeGroup:
         self.cluster, self.spec, self.num_workers = cluster, spec, num_workers
         self.first_size = num_workers
         self.num_spares = 0
-        self.num_seats = 0
+        self.num_slots = 0
         self.num_seated = 0
         self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
         self.replicas: list[Any] = []
-        self.recruits = FakeRecruits(self)
+        self.standby = FakeStandbyWorkers(self)
         self.is_alive = False
         self.ended_by: str | None = None
         self.is_abandoned = False
@@ -392,7 +393,7 @@ class FakeGroup:
         self.worlds = ranks.assign(self.infos)
         self.replicas = [self.spec.make_replica(world) for world in self.worlds]
         if not self.is_driver_only:  # which reserves nothing
-            self.num_seats, self.num_seated = self.num_workers + self.num_spares, self.num_workers
+            self.num_slots, self.num_seated = self.num_workers + self.num_spares, self.num_workers
         report = self._report(event, lambda replica: replica.setup(), {}, self.spec.captures, None)
         self.is_alive = report.ok
         return report
@@ -404,14 +405,14 @@ class FakeGroup:
         *,
         capture: bool = False,
         landed: int | None = None,
-        tick: Callable[[], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
     ) -> GroupReport:
         assert self.is_alive, "a group that was given up was used again"
         self.functions.append(function.__name__)
         is_own_call = function.__module__.startswith("raysgd.engine.")
         event = _next(self.cluster.restores if is_own_call else self.cluster.calls)
-        if tick is not None:
-            self.cluster.while_waiting(tick)
+        if on_wait is not None:
+            self.cluster.while_waiting(on_wait)
         return self._report(event, function, args_by_rank, capture, landed)
 
     def _report(
@@ -460,7 +461,7 @@ class FakeGroup:
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Callable[[], Any]:
         return lambda: function(self.replicas[rank], *args)
 
-    def hear(self, rank: int, call: Callable[[], Any]) -> Outcome:
+    def poll(self, rank: int, call: Callable[[], Any]) -> Outcome:
         return Outcome(rank, answered=False) if rank in self.cluster.silent else Outcome(rank, call())
 
     def ask_beside(
@@ -482,7 +483,7 @@ class FakeGroup:
         self.silent = set(self.cluster.silent) - lost
         return [rank for rank in range(self.num_workers) if rank not in lost | self.silent]
 
-    def stand(self, survivors: Sequence[int], tick: Callable[[], None] | None = None) -> GroupReport:
+    def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
         event = _next(self.cluster.stands)
         if isinstance(event, Interrupted):
             raise KeyboardInterrupt
@@ -491,8 +492,8 @@ class FakeGroup:
         outcomes = []
         for rank in survivors:
             failure = _failure(event, rank)
-            standing = self.replicas[rank].standing()
-            outcomes.append(Outcome(rank, failure=failure) if failure else Outcome(rank, standing))
+            replica_progress = self.replicas[rank].replica_progress()
+            outcomes.append(Outcome(rank, failure=failure) if failure else Outcome(rank, replica_progress))
         return GroupReport(tuple(outcomes))
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
@@ -511,7 +512,7 @@ class FakeGroup:
         survivors: Sequence[int],
         joining: Sequence[Any],
         handover: Handover,
-        tick: Callable[[], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
     ) -> GroupReport:
         event = _next(self.cluster.regroups)
         self.handovers.append(handover)
@@ -530,19 +531,19 @@ class FakeGroup:
     def _world_of(self, replica: Any) -> World:
         return next(world for world, other in zip(self.worlds, self.replicas, strict=True) if other is replica)
 
-    def call_up(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
-        self.recruits.avoid(avoid)
-        count = max(0, min(count, min(self.num_seats, self.cluster.num_slots) - self.num_seated))
+    def start_standby(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
+        self.standby.avoid(avoid)
+        count = max(0, min(count, min(self.num_slots, self.cluster.num_slots) - self.num_seated))
         self.num_seated += count
-        self.recruits.num_coming += count
-        if not self.cluster.recruits_are_slow:
-            self.recruits.arrive()
+        self.standby.num_coming += count
+        if not self.cluster.standby_is_slow:
+            self.standby.arrive()
         return count
 
     def reserve(self, count: int, timeout_s: float) -> None:
         if self.cluster.num_free < count:
             raise ReservationTimeoutError("not granted")
-        self.num_seats += count
+        self.num_slots += count
 
     # ------------------------------------------------------------------------------------ the end
 
@@ -560,14 +561,14 @@ class FakeGroup:
         self.is_alive, self.ended_by = False, "stop"
 
 
-class FakeRecruits:
+class FakeStandbyWorkers:
     """Replicas that are made ready beside a group."""
 
     def __init__(self, group: FakeGroup) -> None:
         self._group = group
         self.ready: list[Any] = []
         self.num_coming = 0
-        self.dismissed: list[Any] = []
+        self.killed_standby: list[Any] = []
 
     @property
     def num_ready(self) -> int:
@@ -578,23 +579,23 @@ class FakeRecruits:
         for _ in range(self.num_coming):
             replica: Any = self._group.spec.make_replica(World(rank=0, size=1))
             replica.setup()
-            replica.prime()
+            replica.warm_up()
             self.ready.append(replica)
         self.num_coming = 0
 
     def look_after(self) -> None: ...
 
-    def drop_dead(self) -> None: ...
+    def kill_unresponsive(self) -> None: ...
 
-    def take(self, count: int, timeout_s: float = 0.0, tick: Callable[[], None] = lambda: None) -> list[Any]:
+    def take(self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> list[Any]:
         if timeout_s:
-            tick()
+            on_wait()
             self.arrive()
         taken, self.ready = self.ready[:count], self.ready[count:]
         return taken
 
-    def dismiss(self, recruit: Any) -> None:
-        self.dismissed.append(recruit)
+    def kill(self, standby_worker: Any) -> None:
+        self.killed_standby.append(standby_worker)
         self._group.num_seated -= 1
 
     def avoid(self, node_ids: frozenset[str]) -> None: ...

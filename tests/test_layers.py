@@ -19,15 +19,16 @@ ROOT = Path(__file__).resolve().parent.parent
 
 UTILITIES = {
     "raysgd.exceptions",
+    "raysgd._checks",
     "raysgd._lazy",
     "raysgd._logging",
-    "raysgd._drawn_ahead",
+    "raysgd.replicas.drawn_ahead",
     "raysgd._meters",
     "raysgd._optional",
     "raysgd._timers",
     "raysgd._version",
 }
-ENGINE_MODULES_WITH_RAY = {"resources", "worker", "local_worker", "worker_group", "gathering", "gauges", "recruits"}
+ENGINE_MODULES_WITH_RAY = {"resources", "worker", "local_worker", "worker_group", "gathering", "gauges", "standby"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "lightning", "pytorch_lightning"}
 FRONT_ENDS = {"torch", "tf", "train", "data"}
 LEAVES = {"raysgd.compat", "raysgd.air", "raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
@@ -179,6 +180,18 @@ def test_backends_stand_on_the_engine_and_the_utilities() -> None:
 def test_backends_load_a_framework_only_inside_functions() -> None:
     found = imports_of("raysgd/backends")
     assert words(found for found in found if found.is_of(*FRAMEWORKS) and not found.in_function) == []
+
+
+def test_replicas_stand_on_the_engine_and_know_no_framework() -> None:
+    found = imports_of("raysgd/replicas")
+    allowed = ("raysgd.engine", "raysgd.replicas", "raysgd.utils", *UTILITIES)
+    assert words(found for found in found if found.is_of("raysgd") and not found.is_of(*allowed)) == []
+    assert words(found for found in found if found.is_of("ray.tune", *FRAMEWORKS)) == []
+
+
+def test_functions_do_not_know_what_operators_share() -> None:
+    found = [found for found in imports_of("raysgd/train") if found.is_of("raysgd.replicas")]
+    assert words(found) == []
 
 
 def test_front_ends_do_not_know_each_other() -> None:

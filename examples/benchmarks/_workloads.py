@@ -231,7 +231,7 @@ def config_of(workload: Workload, world_size: int, **more: Any) -> dict[str, Any
     return {"workload": workload.name, "num_steps": workload.num_steps, "world_size": world_size, **more}
 
 
-_captures: list[tuple[float, float]] = []
+_copies: list[tuple[float, float]] = []
 
 
 def watch_captures() -> None:
@@ -242,7 +242,7 @@ def watch_captures() -> None:
     def timed(self: TorchRunner, landed_token: int | None) -> Capture:
         began = time.perf_counter()
         capture = original(self, landed_token)
-        _captures.append((began, time.perf_counter() - began))
+        _copies.append((began, time.perf_counter() - began))
         return capture
 
     TorchRunner.capture = timed  # type: ignore[method-assign]
@@ -250,7 +250,7 @@ def watch_captures() -> None:
 
 def captures() -> list[tuple[float, float]]:
     """Begin, on the machine's clock, and seconds of each copy of the state so far."""
-    return list(_captures)
+    return list(_copies)
 
 
 def stamp(folder: Path, rank: int) -> None:

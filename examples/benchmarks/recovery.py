@@ -157,7 +157,7 @@ def run_raysgd(workload: str, **options: Any) -> dict[str, float]:
 
 def _await_spares(trainer: Any, num_spares: int) -> None:
     deadline = time.monotonic() + 120
-    while trainer.worker_group.recruits.num_ready < num_spares:
+    while trainer.worker_group.standby.num_ready < num_spares:
         if time.monotonic() > deadline:
             raise RuntimeError(f"{num_spares} spare workers were not ready within 120 s")
         time.sleep(0.05)

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 
-from raysgd.backends._guests import Badge, MeetingFailed, Patience, Reception
+from raysgd.backends._peers import Badge, Deadline, MeetingFailed, PeerListener
 from raysgd.engine.types import Rendezvous
 
 _HEAD = struct.Struct("<QI")  # how many bytes follow, and of what kind they are
@@ -30,7 +30,7 @@ class MeshBroken(ConnectionError):
     """A connection to another rank ended, or kept this rank waiting for too long."""
 
 
-class Door:
+class Endpoint:
     """Where a rank listens for others that are about to connect.
 
     Args:
@@ -38,33 +38,33 @@ class Door:
     """
 
     def __init__(self, host: str) -> None:
-        self._reception = Reception(host)
+        self._listener = PeerListener(host)
 
     @property
     def port(self) -> int:
         """Where it is."""
-        return self._reception.port
+        return self._listener.port
 
     def close(self) -> None:
         """Stops listening."""
-        self._reception.close()
+        self._listener.close()
 
-    def connect(self, rendezvous: Rendezvous, rank: int, num_lanes: int, patience: Patience) -> list[Connections]:
+    def connect(self, rendezvous: Rendezvous, rank: int, num_lanes: int, deadline: Deadline) -> list[Connections]:
         """Connects to all ranks, which must all do so at this time, once for each lane. Nobody listens any more then.
 
         Args:
             rendezvous: Where all listen.
             rank: Who this is.
             num_lanes: How many connections to make to each of the others.
-            patience: How long to wait for another rank.
+            deadline: How long to wait for another rank.
 
         Raises:
             MeetingFailed: Another rank is gone, or did not come in time.
         """
         hosts = list(enumerate(rendezvous.addresses[:rank]))
-        num_guests = len(rendezvous.addresses) - 1 - rank
+        num_peers = len(rendezvous.addresses) - 1 - rank
         try:
-            met = self._reception.meet(Badge(rank, rendezvous.secret), hosts, num_guests, num_lanes, patience)
+            met = self._listener.meet(Badge(rank, rendezvous.secret), hosts, num_peers, num_lanes, deadline)
         except OSError as error:
             if isinstance(error, MeetingFailed):
                 raise

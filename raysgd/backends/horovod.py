@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.backends._compiler import put_off_compiler
-from raysgd.backends._guests import listen_at
-from raysgd.backends.base import Backend
+from raysgd.backends._peers import listen_at
+from raysgd.engine.backend import Backend
 from raysgd.engine.types import Rendezvous, World
 
 INSTALL_COMMAND = "python -m raysgd.horovod.install"
@@ -73,7 +73,7 @@ class HorovodBackend(Backend):
     def load_in_driver(self) -> None:
         import_horovod()
 
-    def open_door(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str, rank: int) -> int:
         """Opens Horovod's rendezvous server on rank 0; nobody listens elsewhere before `hvd.init`."""
         self._is_interrupted = False
         if rank:
@@ -103,7 +103,7 @@ class HorovodBackend(Backend):
             raise RendezvousFailed(f"Horovod could not connect {world.size} ranks: see its message above.") from error
 
     def _meet(self, client: _Client, world: World) -> tuple[int, int]:
-        """Waits until all ranks are at the door: what follows cannot be interrupted. Returns this rank's crossing."""
+        """Waits until all ranks are here: what follows cannot be interrupted. Returns this rank's crossing."""
         patience_s = self.timeout_s if self.start_timeout_s is None else self.start_timeout_s
         deadline = time.monotonic() + patience_s
         client.put(f"place-{world.rank}", [world.node_rank, world.local_rank])

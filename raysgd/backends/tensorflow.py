@@ -12,11 +12,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.backends._guests import MeetingFailed, Patience, listen_at
-from raysgd.backends._mesh import Door, Mesh, MeshBroken
+from raysgd.backends._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.backends._origins import is_of, with_causes
-from raysgd.backends.base import FORM_TIMEOUT_S, Backend
+from raysgd.backends._peers import Deadline, MeetingFailed, listen_at
 from raysgd.backends.group import Group, Votes
+from raysgd.engine.backend import FORM_TIMEOUT_S, Backend
 from raysgd.engine.types import Rendezvous, World
 
 _TF_CONFIG = "TF_CONFIG"
@@ -77,13 +77,13 @@ class TensorFlowBackend(_LoadingBackend):
 
     timeout_s: float = 1800.0
     form_timeout_s: float = FORM_TIMEOUT_S
-    _door: Door | None = field(default=None, repr=False, compare=False)
+    _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
 
-    def open_door(self, host: str, rank: int) -> int:
-        self._door = Door(host)
-        return self._door.port
+    def open_endpoint(self, host: str, rank: int) -> int:
+        self._endpoint = Endpoint(host)
+        return self._endpoint.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Connects to all other ranks. A group of one rank needs no connections.
@@ -99,11 +99,11 @@ class TensorFlowBackend(_LoadingBackend):
                 "Another trainer with `use_local=True` has its rank 0 in this process, which can hold one only: "
                 "shut that trainer down first."
             )
-        assert self._door is not None, "a rank of several listens before it joins the others"
-        patience = Patience(min(self.form_timeout_s, self.timeout_s), lambda: self._is_interrupted)
-        lanes = self._door.connect(rendezvous, world.rank, 2, patience)
+        assert self._endpoint is not None, "a rank of several listens before it joins the others"
+        deadline = Deadline(min(self.form_timeout_s, self.timeout_s), lambda: self._is_interrupted)
+        lanes = self._endpoint.connect(rendezvous, world.rank, 2, deadline)
         self._lanes = [Mesh(lane, self.timeout_s) for lane in lanes]
-        patience.check()  # an interrupt that came before there was anything to cut
+        deadline.check()  # an interrupt that came before there was anything to cut
         self._announce(rendezvous, world)
         gradients, votes = self._lanes
         _JOINED = Joined(Group(world, gradients), Votes(world, votes))
@@ -119,9 +119,9 @@ class TensorFlowBackend(_LoadingBackend):
             lane.close()
         if self._lanes:
             _JOINED = None
-        if self._door is not None:
-            self._door.close()
-        self._lanes, self._door, self._is_interrupted = [], None, False
+        if self._endpoint is not None:
+            self._endpoint.close()
+        self._lanes, self._endpoint, self._is_interrupted = [], None, False
         super().leave()
 
     def is_connection_error(self, error: BaseException) -> bool:
@@ -132,7 +132,7 @@ class TensorFlowBackend(_LoadingBackend):
 class MultiWorkerBackend(_LoadingBackend):
     """One `MultiWorkerMirroredStrategy` over all workers. A process can join one group in its life."""
 
-    def open_door(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str, rank: int) -> int:
         """Finds a port at which TensorFlow can listen, which does so by itself."""
         with listen_at(host) as probe:
             return int(probe.getsockname()[1])

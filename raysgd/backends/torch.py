@@ -15,14 +15,14 @@ from typing import Any
 
 from raysgd.backends._board import Board
 from raysgd.backends._compiler import put_off_compiler
-from raysgd.backends._guests import MeetingFailed, Patience, listen_at
-from raysgd.backends._mesh import Door, Mesh, MeshBroken
+from raysgd.backends._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.backends._origins import is_of, with_causes
+from raysgd.backends._peers import Deadline, MeetingFailed, listen_at
 from raysgd.backends._sockets import Connection, between_ranks, listening_since, open_sockets, opened_since
 from raysgd.backends._store import store_on
-from raysgd.backends.base import FORM_TIMEOUT_S, Backend
 from raysgd.backends.gpus import ordinal_of, visible_to_all
 from raysgd.backends.group import Group
+from raysgd.engine.backend import FORM_TIMEOUT_S, Backend
 from raysgd.engine.types import Rendezvous, World
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class TorchBackend(Backend):
     transport: str = "gloo"
     timeout_s: float = 1800.0
     form_timeout_s: float = FORM_TIMEOUT_S
-    _door: Door | None = field(default=None, repr=False, compare=False)
+    _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
     _board: Board | None = field(default=None, repr=False, compare=False)
     _store: Any = field(default=None, repr=False, compare=False)  # kept: C++ calls methods that Python must still have
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
@@ -95,9 +95,9 @@ class TorchBackend(Backend):
         if gpu_ids and torch.cuda.is_available():
             torch.cuda.set_device(ordinal_of(gpu_ids[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
 
-    def open_door(self, host: str, rank: int) -> int:
-        self._door = Door(host)
-        return self._door.port
+    def open_endpoint(self, host: str, rank: int) -> int:
+        self._endpoint = Endpoint(host)
+        return self._endpoint.port
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         """Forms the default process group.
@@ -116,8 +116,8 @@ class TorchBackend(Backend):
                 "down."
             )
         self._choose_interface(rendezvous)
-        patience = self._patience()
-        self._store = store = self._meet(rendezvous, world, patience)
+        deadline = self._patience()
+        self._store = store = self._meet(rendezvous, world, deadline)
         self._has_joined, self._is_cut, self._is_on_one_node = True, False, rendezvous.on_one_node
         sockets_before = open_sockets()
         timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
@@ -125,7 +125,7 @@ class TorchBackend(Backend):
         if self.transport == "gloo" and world.is_distributed:
             self._connections = self._between_ranks(sockets_before, world)
             store.longest_wait_s = math.inf  # it is formed, and what follows takes its time
-            patience.check()  # an interrupt that came before there was anything to cut
+            deadline.check()  # an interrupt that came before there was anything to cut
         global _joined
         _joined = self
 
@@ -133,14 +133,14 @@ class TorchBackend(Backend):
         """Connects to the other ranks; returns the store that all share, once all have come."""
         return self._meet(rendezvous, world, self._patience())
 
-    def _patience(self) -> Patience:
-        return Patience(self._form_timeout_s, lambda: self._is_interrupted)
+    def _patience(self) -> Deadline:
+        return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
 
-    def _meet(self, rendezvous: Rendezvous, world: World, patience: Patience) -> Any:
+    def _meet(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
         if not world.is_distributed:
             return _c10d("HashStore")()
-        assert self._door is not None, "a rank of several listens before it joins the others"
-        on_board, *in_mesh = self._door.connect(rendezvous, world.rank, 1 + (self.transport == "gloo"), patience)
+        assert self._endpoint is not None, "a rank of several listens before it joins the others"
+        on_board, *in_mesh = self._endpoint.connect(rendezvous, world.rank, 1 + (self.transport == "gloo"), deadline)
         self._board = Board(world.rank, on_board)
         for lane in in_mesh:
             self._mesh = Mesh(lane, self.timeout_s)
@@ -231,10 +231,10 @@ class TorchBackend(Backend):
             aborting.join()
         if self._has_joined:  # another group in this process is not ours to end
             end_process_group()
-        for part in (self._mesh, self._board, self._door):
+        for part in (self._mesh, self._board, self._endpoint):
             if part is not None:
                 part.close()
-        self._mesh = self._board = self._door = self._group = self._store = None
+        self._mesh = self._board = self._endpoint = self._group = self._store = None
         self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)

@@ -9,20 +9,21 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from raysgd.engine.call import Call
+from raysgd.engine.call_monitor import CallMonitor, ask_heartbeats
 from raysgd.engine.failures import Diagnosis, classify, failed_alike, listed, words
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import History
 from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle, Unformed
 from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.replica import Capture, Replica
 from raysgd.engine.snapshots import Snapshot, SnapshotKeeper, Transfer
 from raysgd.engine.status import TrainerStatus, compose
-from raysgd.engine.types import Beat, ClusterView, GroupReport, Held, World
-from raysgd.engine.watch import Watch, ask_beats
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.types import ClusterView, GroupReport, Heartbeat, Held
+from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import TrainerShutdownError, UnpicklableError, WorkersLostError, worker_error
 
 logger = logging.getLogger(__name__)
@@ -30,42 +31,6 @@ logger = logging.getLogger(__name__)
 _DEFAULT_RETRIES = 3
 _NODES_S = 2.0
 _POLL_S = 0.2
-
-
-@dataclass(frozen=True)
-class Call:
-    """One piece of work for the group.
-
-    Attributes:
-        function: Runs on the worker as `function(replica, *args)`.
-        args_for: The arguments of each rank, made anew for every attempt because the world may have changed.
-        changes_state: Whether replicas are different afterwards, so that a snapshot is due.
-        keeps_alike: Whether it brings all replicas from one state to another, so that one on which it failed by itself
-            is another one than the others.
-        captures: Whether to copy the state afterwards in any case.
-        rank: The only rank to run on; None for all.
-        tick: Called in the driver some ten times a second while it waits.
-        resume: Goes on with the call in a group that was formed anew, with the arguments of `function`. None for a
-            call that can only be begun again; where replicas are not changed by it, that is as good.
-    """
-
-    function: Callable[..., Any]
-    args_for: Callable[[Sequence[World]], Sequence[Sequence[Any]]] = lambda worlds: [()] * len(worlds)
-    changes_state: bool = False
-    keeps_alike: bool = False
-    captures: bool = False
-    rank: int | None = None
-    tick: Callable[[], None] | None = None
-    resume: Callable[..., Any] | None = None
-
-    @property
-    def can_rejoin(self) -> bool:
-        """Whether survivors of a loss can go on with it."""
-        return self.resume is not None or not self.changes_state
-
-    def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
-        """Of the arguments of all ranks those of the ranks that it runs on."""
-        return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}
 
 
 class ElasticController:
@@ -85,7 +50,7 @@ class ElasticController:
 
     Attributes:
         observer: Called about once a second while a call runs, and when one failed for good; if it is set.
-        watch: Looks after the call that is running.
+        monitor: Looks after the call that is running.
     """
 
     def __init__(
@@ -103,7 +68,7 @@ class ElasticController:
         self._spec = spec
         self._failures = failures or FailurePolicy()
         self._snapshots: SnapshotKeeper[Call] = SnapshotKeeper()
-        self._life = Lifecycle(
+        self._lifecycle = Lifecycle(
             spec,
             scaling,
             self._snapshots,
@@ -118,24 +83,24 @@ class ElasticController:
         self._num_inside = 0
         self._nodes_due = float("-inf")
         self.observer: Callable[[], None] | None = None
-        self.watch: Watch | None = None
+        self.monitor: CallMonitor | None = None
 
     # ---------------------------------------------------------------------------------------------- public
 
     @property
     def num_workers(self) -> int:
         """How many workers there are now; while there is no group, how many the next one is meant to have."""
-        return self._life.num_workers
+        return self._lifecycle.num_workers
 
     @property
     def facts(self) -> list[Any]:
         """What the replicas said of themselves when they were set up, by rank."""
-        return self._life.facts
+        return self._lifecycle.facts
 
     @property
     def history(self) -> History:
         """What happened to the workers so far."""
-        return self._life.history
+        return self._lifecycle.history
 
     @property
     def snapshots(self) -> SnapshotKeeper[Call]:
@@ -149,26 +114,26 @@ class ElasticController:
         Raises:
             TrainerShutdownError: After `stop`.
         """
-        self._life.check_active()
-        if self._life.group is None:
+        self._lifecycle.check_active()
+        if self._lifecycle.group is None:
             with self._in_turn():
                 return self._new_group()
-        return self._life.group
+        return self._lifecycle.group
 
     def _new_group(self) -> WorkerGroup:
-        if self._life.group is None:  # it may be there by now, if another thread was first
-            self._life.rebuild("the last group was given up", "restarted")
-        assert self._life.group is not None
-        return self._life.group
+        if self._lifecycle.group is None:  # it may be there by now, if another thread was first
+            self._lifecycle.rebuild("the last group was given up", "restarted")
+        assert self._lifecycle.group is not None
+        return self._lifecycle.group
 
     def start(self, *, as_fits: bool = False) -> None:
         """Starts the workers for the first time: the full number, or with `as_fits` as many as there is room for."""
         with self._in_turn():
-            self._life.start(as_fits=as_fits)
+            self._lifecycle.start(as_fits=as_fits)
 
     def give_up(self) -> None:
         """Ends the workers, whatever they are doing; the next call starts new ones."""
-        self._life.give_up()
+        self._lifecycle.give_up()
 
     def run(self, call: Call, *, max_retries: int = _DEFAULT_RETRIES, budget: RetryBudget | None = None) -> list[Any]:
         """Runs `call` on every rank and returns the values in rank order.
@@ -191,7 +156,7 @@ class ElasticController:
                 self._observe()
                 raise
             finally:
-                self.watch = None
+                self.monitor = None
 
     @contextmanager
     def _in_turn(self) -> Iterator[None]:
@@ -199,12 +164,12 @@ class ElasticController:
         with self._turn:
             self._num_inside += 1
             try:
-                self._life.check_active()
+                self._lifecycle.check_active()
                 with self._telling_of_shutdown():
                     yield
             finally:
                 self._num_inside -= 1
-                if self._life.is_stopped:
+                if self._lifecycle.is_stopped:
                     self._end(force=True)
 
     @contextmanager
@@ -212,7 +177,7 @@ class ElasticController:
         try:
             yield
         except Exception as error:
-            if not self._life.is_stopped:
+            if not self._lifecycle.is_stopped:
                 raise
             raise TrainerShutdownError(
                 "The trainer was shut down while this call was running, so the call did not finish. What was not saved "
@@ -230,7 +195,7 @@ class ElasticController:
                 self._leave_call(call)
                 raise
             except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere inside the call
-                self._life.end(type(error).__name__, unless_local=True)
+                self._lifecycle.end(type(error).__name__, unless_local=True)
                 self._leave_call(call)
                 raise
             if report.ok and not _is_held(report):
@@ -248,31 +213,31 @@ class ElasticController:
         Returns:
             Whether the replicas are inside the call, so that it can be gone on with.
         """
-        self._life.check_active()
+        self._lifecycle.check_active()
         if report.ok:
-            assert self.watch is not None, "nobody else asks the ranks to stop"
-            reason = self.watch.reason
-            self._watch_anew()
-            leaving = self._life.leaving_nodes_in_use()
+            assert self.monitor is not None, "nobody else asks the ranks to stop"
+            reason = self.monitor.reason
+            self._renew_monitor()
+            leaving = self._lifecycle.leaving_nodes_in_use()
             parts = [answer.value.part for answer in report.values]
-            self._life.take_parts(parts)
+            self._lifecycle.take_parts(parts)
             unformed: Unformed | None = Unformed("left" if leaving else "grown", reason)
             if self._spec.regroups:
-                unformed = self._life.change(leaving, reason, self._tick, parts)
+                unformed = self._lifecycle.change(leaving, reason, self._on_wait, parts)
             if unformed is None:
                 return True
             self._await_snapshot()
-            self._life.rebuild(unformed.cause, unformed.kind)
+            self._lifecycle.rebuild(unformed.cause, unformed.kind)
             return self._is_restored_inside
-        tell_stuck = partial(self._tell_stuck, self.watch)
-        self._watch_anew()
+        tell_stuck = partial(self._tell_stuck, self.monitor)
+        self._renew_monitor()
         diagnosis = classify(report)
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
         if isinstance(decision, Raise):
             self._raise(call, diagnosis, report, decision, budget)
         cause = words(diagnosis)
         if isinstance(decision, Rejoin):
-            unformed = self._life.rejoin(report, budget, self._tick, tell_stuck)
+            unformed = self._lifecycle.rejoin(report, budget, self._on_wait, tell_stuck)
             if unformed is None:
                 return True
             cause = unformed.cause
@@ -281,28 +246,28 @@ class ElasticController:
         if budget.is_spent:
             self._raise(call, diagnosis, report, Raise(lost=True), budget)
         budget.pay_for_rebuild()
-        self._life.rebuild(cause)
+        self._lifecycle.rebuild(cause)
         return self._is_restored_inside
 
     def _await_snapshot(self) -> None:
         """Waits until nothing is on its way any more, for whatever reason."""
-        if self.watch is None:
-            self.watch = self._new_watch()
+        if self.monitor is None:
+            self.monitor = self._new_monitor()
         self._snapshots.poll()
         while self._snapshots.is_coming:
             self._snapshots.poll(timeout_s=_POLL_S)
-            self._tick()
+            self._on_wait()
 
-    def _watch_anew(self) -> None:
+    def _renew_monitor(self) -> None:
         """Forgets what the ranks were asked before they change: what a lost one owes, its successor does not."""
-        if self.watch is not None:
-            self.watch = self._new_watch()
+        if self.monitor is not None:
+            self.monitor = self._new_monitor()
 
-    def _new_watch(self, can_hold: bool = False) -> Watch:
-        return Watch(self._life, can_hold, self._take_inside, self._observe)
+    def _new_monitor(self, can_hold: bool = False) -> CallMonitor:
+        return CallMonitor(self._lifecycle, can_hold, self._take_inside, self._observe)
 
     def _observe(self) -> None:
-        if self.observer is not None and not self._life.is_stopped:
+        if self.observer is not None and not self._lifecycle.is_stopped:
             self.observer()
 
     @property
@@ -321,7 +286,7 @@ class ElasticController:
                         return landed
                     self.run(Call(_nothing, captures=True))
             finally:
-                self.watch = None
+                self.monitor = None
         raise WorkersLostError(
             f"The state was lost on its way to the driver {1 + _DEFAULT_RETRIES} times. The log above names the cause; "
             "too little memory in Ray's object store is a frequent one."
@@ -333,7 +298,7 @@ class ElasticController:
 
         New workers would start from it. So there is no need to wait for any, who may never come.
         """
-        return self._life.group is None and self._spec.captures and not self._snapshots.calls_since
+        return self._lifecycle.group is None and self._spec.captures and not self._snapshots.calls_since
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Takes `snapshot`, which every rank has just restored, for the state as it is now."""
@@ -353,29 +318,29 @@ class ElasticController:
         Args:
             samples_per_s: Throughput of the last training call, for when none is running.
         """
-        self._life.check_active()
-        group = self._life.group
-        return self._status(ask_beats(group) if group is not None else {}, samples_per_s)
+        self._lifecycle.check_active()
+        group = self._lifecycle.group
+        return self._status(ask_heartbeats(group) if group is not None else {}, samples_per_s)
 
-    def glance(self, last_beats: Mapping[int, Beat], samples_per_s: float | None) -> TrainerStatus:
+    def glance(self, last_heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
         """The same without asking anybody.
 
         Args:
-            last_beats: What the ranks said at the end of the last training call.
+            last_heartbeats: What the ranks said at the end of the last training call.
             samples_per_s: As for `status`.
         """
-        beats = self.watch.beats if self.watch is not None else {}
-        is_training = any(beat.is_training for beat in beats.values())
-        return self._status(beats if is_training else last_beats, samples_per_s)
+        heartbeats = self.monitor.heartbeats if self.monitor is not None else {}
+        is_training = any(heartbeat.is_training for heartbeat in heartbeats.values())
+        return self._status(heartbeats if is_training else last_heartbeats, samples_per_s)
 
-    def _status(self, beats: Mapping[int, Beat], samples_per_s: float | None) -> TrainerStatus:
-        group, watch = self._life.group, self.watch
-        present = watch.samples_per_s if watch is not None else None
+    def _status(self, heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
+        group, monitor = self._lifecycle.group, self.monitor
+        present = monitor.samples_per_s if monitor is not None else None
         return compose(
             infos=group.infos if group is not None else (),
-            beats=beats,
-            num_wanted=self._life.scaling.max_workers,
-            num_spares=group.recruits.num_ready if group is not None else 0,
+            heartbeats=heartbeats,
+            num_wanted=self._lifecycle.scaling.max_workers,
+            num_spares=group.standby.num_ready if group is not None else 0,
             samples_per_s=samples_per_s if present is None else present,
             history=self.history,
             snapshots=self._snapshots,
@@ -387,12 +352,12 @@ class ElasticController:
         Args:
             force: End the processes at once instead of letting them close first; so it is in the middle of a call.
         """
-        if self._life.is_stopped:
+        if self._lifecycle.is_stopped:
             return
-        self._life.forbid()
+        self._lifecycle.forbid()
         if self._num_inside:
             force = True
-            self._life.abandon()
+            self._lifecycle.abandon()
         if not self._turn.acquire(timeout=self._patience_s):
             logger.warning("a call is running in this process; its worker stops when the call ends")
             return
@@ -404,18 +369,18 @@ class ElasticController:
     @property
     def _patience_s(self) -> float:
         """How long to wait for a call that was abandoned; one in this process comes to no sooner end than its own."""
-        group = self._life.group
-        return 0.0 if group is not None and group.is_driver_only else self._life.release_timeout_s
+        group = self._lifecycle.group
+        return 0.0 if group is not None and group.is_driver_only else self._lifecycle.release_timeout_s
 
     def _end(self, force: bool) -> None:
-        group, self._life.group = self._life.group, None
+        group, self._lifecycle.group = self._lifecycle.group, None
         self._snapshots.forget()
         if group is None:
             return
         if force:
-            group.kill(self._life.release_timeout_s)
+            group.kill(self._lifecycle.release_timeout_s)
         else:
-            group.stop(self._life.release_timeout_s)
+            group.stop(self._lifecycle.release_timeout_s)
 
     # ---------------------------------------------------------------------------------------------- one attempt
 
@@ -424,56 +389,56 @@ class ElasticController:
     ) -> GroupReport:
         """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers."""
         self._snapshots.poll()
-        self.watch = self._new_watch(can_hold=call.resume is not None) if group.remote_ranks else None
+        self.monitor = self._new_monitor(can_hold=call.resume is not None) if group.remote_ranks else None
         report = group.on_replica(
             function,
             call.on_its_ranks(args),
             capture=call.captures or (call.changes_state and self._spec.captures and not self._snapshots.is_coming),
             landed=self._snapshots.landed_token,
-            tick=self._ticking(call),
+            on_wait=self._waiting_for(call),
         )
         if report.ok and not _is_held(report):
             if call.changes_state:
                 self._snapshots.completed(call if self._spec.captures else None)
-            self._life.take_snapshot(report)
+            self._lifecycle.take_snapshot(report)
         return report
 
-    def _ticking(self, call: Call) -> Callable[[], None] | None:
-        if self.watch is None:
-            return call.tick
+    def _waiting_for(self, call: Call) -> Callable[[], None] | None:
+        if self.monitor is None:
+            return call.on_wait
 
-        def tick() -> None:
-            self._tick()
-            if call.tick is not None:
-                call.tick()
+        def on_wait() -> None:
+            self._on_wait()
+            if call.on_wait is not None:
+                call.on_wait()
 
-        return tick
+        return on_wait
 
-    def _tick(self) -> None:
-        if self.watch is not None:
-            self.watch.tick()
+    def _on_wait(self) -> None:
+        if self.monitor is not None:
+            self.monitor.poll()
 
-    def _tell_stuck(self, watch: Watch | None) -> None:
+    def _tell_stuck(self, monitor: CallMonitor | None) -> None:
         """Says what every rank is doing, for whoever has to find out why one of them holds the others up.
 
         Args:
-            watch: The one of the call that failed, which knows how far the ranks were.
+            monitor: The one of the call that failed, which knows how far the ranks were.
         """
-        if watch is not None:
-            logger.warning("workers are not stopping:\n%s", watch.report())
+        if monitor is not None:
+            logger.warning("workers are not stopping:\n%s", monitor.report())
 
     def _take_inside(self, parts: Sequence[Capture]) -> bool:
         """Takes a snapshot from inside the running call; not while another one is on its way."""
         self._snapshots.poll()
         if self._snapshots.is_coming:
             return False
-        self._life.take_parts(parts)
+        self._lifecycle.take_parts(parts)
         return True
 
     def _leave_call(self, call: Call) -> None:
         """Notes that a call ended half-way: ranks that were kept are in no state that a snapshot knows."""
         self._snapshots.leave_call()
-        if call.changes_state and self._life.group is not None:
+        if call.changes_state and self._lifecycle.group is not None:
             self._snapshots.touch()
 
     def _raise(
@@ -482,7 +447,7 @@ class ElasticController:
         """Raises for good. The group is kept only if every rank lives, is connected, and is where the others are."""
         if not decision.lost:
             raise worker_error(diagnosis.faults, self._end_if_parted(call, diagnosis, report))
-        self._life.end(words(diagnosis), "lost")
+        self._lifecycle.end(words(diagnosis), "lost")
         budget.refuse()
         hint = (
             "Ray's log of the worker (`worker-*.err`) may name the cause: too little memory, say, or a collective that "
@@ -496,34 +461,34 @@ class ElasticController:
 
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
         """After an exception in user code: ends a group whose ranks are not at the same place, and says so."""
-        assert self._life.group is not None
+        assert self._lifecycle.group is not None
         if not report.all_answered:
             parted = "others were inside the call"
-        elif call.keeps_alike and not self._life.group.is_driver_only and not self._has_failed_alike(report):
+        elif call.keeps_alike and not self._lifecycle.group.is_driver_only and not self._has_failed_alike(report):
             parted = "others were elsewhere"
             self._await_snapshot()  # of the call before, while somebody is there who can send it
         else:
             return ""
-        self._life.end(f"rank {listed(diagnosis.ranks)} raised {diagnosis.faults[0].type_name} while {parted}")
+        self._lifecycle.end(f"rank {listed(diagnosis.ranks)} raised {diagnosis.faults[0].type_name} while {parted}")
         if not self._snapshots.has_any:
             return ""
         return (
             "The workers were ended, because they are not in the same state any more. The next call starts new ones, "
-            f"{self._life.restored_from()}."
+            f"{self._lifecycle.restored_from()}."
         )
 
     def _has_failed_alike(self, report: GroupReport) -> bool:
-        return failed_alike(report) and self._life.are_replicas_alike(self._tick)
+        return failed_alike(report) and self._lifecycle.are_replicas_alike(self._on_wait)
 
     # ---------------------------------------------------------------------------------------------- adapting
 
     def _adapt(self, call: Call) -> None:
         """Before a call: leaves nodes that are going away, and grows when something is free. Spends no retry."""
-        self.watch = self._new_watch()
-        now = self._life.now()
+        self.monitor = self._new_monitor()
+        now = self._lifecycle.now()
         if now >= self._nodes_due:
             self._nodes_due = now + _NODES_S
-            if self._life.leaving_nodes_in_use():
+            if self._lifecycle.leaving_nodes_in_use():
                 self._leave_nodes()
         if call.changes_state:
             self._grow_if_possible()
@@ -532,35 +497,35 @@ class ElasticController:
         """Moves to other nodes, in place if that can be done."""
         reason = "a node is going away"
         unformed: Unformed | None = Unformed("left", reason)
-        in_place = self._spec.regroups and self._life.can_change_in_place(self._tick)
+        in_place = self._spec.regroups and self._lifecycle.can_change_in_place(self._on_wait)
         if in_place is None:  # a loss, which the call will come upon
             return
         if in_place:
-            unformed = self._life.change(self._life.leaving_nodes_in_use(), reason, self._tick)
+            unformed = self._lifecycle.change(self._lifecycle.leaving_nodes_in_use(), reason, self._on_wait)
         else:
             self.snapshot()
         if unformed is not None:
-            self._life.rebuild(unformed.cause, unformed.kind)
+            self._lifecycle.rebuild(unformed.cause, unformed.kind)
 
     def _grow_if_possible(self) -> None:
         """Lets more workers step in, or starts a larger group, when something is free for it."""
         group = self.group
-        self._life.call_up_spares()
-        if len(group) >= self._life.scaling.max_workers:
+        self._lifecycle.start_spares()
+        if len(group) >= self._lifecycle.scaling.max_workers:
             return
-        in_place = self._spec.regroups and self._life.can_change_in_place(self._tick)
+        in_place = self._spec.regroups and self._lifecycle.can_change_in_place(self._on_wait)
         if in_place is None:  # a loss, which the call will come upon: it is told and counted as one there
             return
         if in_place:
-            self._life.grow_in_place(self._tick)
+            self._lifecycle.grow_in_place(self._on_wait)
             return
-        num_more = self._life.find_room()
+        num_more = self._lifecycle.find_room()
         if not num_more:
             return
         target = len(group) + num_more
         self.snapshot()
         if self.num_workers < target:  # else a loss came between, and what is free was used already
-            self._life.rebuild(f"resources for {target} workers are free", "grown")
+            self._lifecycle.rebuild(f"resources for {target} workers are free", "grown")
 
 
 def _is_held(report: GroupReport) -> bool:

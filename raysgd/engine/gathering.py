@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, Protocol
 
-from raysgd.engine.silence import patience_s
+from raysgd.engine.silence import max_silence_s
 from raysgd.engine.types import Failure, Outcome
 from raysgd.engine.worker import WorkerFailed, cannot_import
 from raysgd.exceptions import WorkerFault
@@ -18,7 +18,7 @@ _CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a 
 _SHORT_CONNECTION_GRACE_S = 0.3  # where survivors are asked next: the loss of a node may be reported much later
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that rank in a collective never answer
 _POLL_S = 0.1
-_LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and heard nothing
+_LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and polled nothing
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
@@ -40,26 +40,26 @@ class Listener:
         """The local rank failed: the others get the usual grace, no more."""
         self._abandoned.set()
 
-    def listen(self, tick: Callable[[], None] | None = None) -> dict[int, Outcome]:
+    def listen(self, on_wait: Callable[[], None] | None = None) -> dict[int, Outcome]:
         """The outcomes by rank. Blocks until all have answered or a failure has been understood."""
         if not self._references:
             return {}
-        values = self._wait_for_all_or_first_failure(tick)
+        values = self._wait_for_all_or_first_failure(on_wait)
         if values is not None:
             return {rank: Outcome(rank, value) for rank, value in zip(self._references, values, strict=True)}
         return self._look_closer()
 
-    def _wait_for_all_or_first_failure(self, tick: Callable[[], None] | None) -> list[Any] | None:
+    def _wait_for_all_or_first_failure(self, on_wait: Callable[[], None] | None) -> list[Any] | None:
         import ray
 
-        pause_s = _POLL_S if tick or self._is_beside_local() else None
+        pause_s = _POLL_S if on_wait or self._is_beside_local() else None
         waiting = {reference: rank for rank, reference in self._references.items()}
         values: dict[int, Any] = {}
         while waiting and not self._abandoned.is_set():
             # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
             done, rest = ray.wait(list(waiting), num_returns=1, timeout=pause_s)
-            if not done and tick is not None:
-                tick()
+            if not done and on_wait is not None:
+                on_wait()
             if done and rest:  # all that are ready by now, in one go
                 done += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
             for reference in done:
@@ -112,7 +112,7 @@ def outcome(rank: int, reference: Any) -> Outcome:
         return Outcome(rank, failure=Failure("died", _fault(rank, error, "")))
 
 
-class Ear(Protocol):
+class CallPoller(Protocol):
     """Hears what became of calls, and knows the time."""
 
     def now(self) -> float:
@@ -125,7 +125,7 @@ class Ear(Protocol):
         """What is known of one call right now."""
 
 
-class RayEar:
+class RayPoller:
     """Hears what became of calls of Ray actors."""
 
     def now(self) -> float:
@@ -141,11 +141,13 @@ class RayEar:
         return outcome(rank, reference)
 
 
-def roll_call(ear: Ear, references: Mapping[int, Any], num_others: int, heartbeat_s: float) -> dict[int, Outcome]:
+def roll_call(
+    poller: CallPoller, references: Mapping[int, Any], num_others: int, heartbeat_s: float
+) -> dict[int, Outcome]:
     """What ranks answer that were all asked just now, beside their work. Those who are silent have not answered.
 
     Args:
-        ear: Hears them.
+        poller: Hears them.
         references: The questions, by rank.
         num_others: How many more of the group are known to live.
         heartbeat_s: What a worker that gives no sign of life gets.
@@ -153,14 +155,14 @@ def roll_call(ear: Ear, references: Mapping[int, Any], num_others: int, heartbea
     outcomes = {rank: Outcome(rank, answered=False) for rank in references}
     ranks = {reference: rank for rank, reference in references.items()}
     answered_after_s: list[float] = []
-    waited_s, looked_at = 0.0, ear.now()
-    while ranks and waited_s < patience_s(answered_after_s, len(ranks), num_others, heartbeat_s):
-        ready = ear.ready(ranks.keys(), _POLL_S)
-        waited_s += min(ear.now() - looked_at, _LONGEST_GAP_S)
-        looked_at = ear.now()
-        heard = [ear.outcome(ranks.pop(reference), reference) for reference in ready]
-        outcomes |= {found.rank: found for found in heard}
-        answered_after_s += [waited_s for found in heard if found.ok]  # the dead tell nothing of the living
+    waited_s, looked_at = 0.0, poller.now()
+    while ranks and waited_s < max_silence_s(answered_after_s, len(ranks), num_others, heartbeat_s):
+        ready = poller.ready(ranks.keys(), _POLL_S)
+        waited_s += min(poller.now() - looked_at, _LONGEST_GAP_S)
+        looked_at = poller.now()
+        polled = [poller.outcome(ranks.pop(reference), reference) for reference in ready]
+        outcomes |= {found.rank: found for found in polled}
+        answered_after_s += [waited_s for found in polled if found.ok]  # the dead tell nothing of the living
     return outcomes
 
 

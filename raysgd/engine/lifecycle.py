@@ -13,9 +13,11 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from raysgd.engine.call_monitor import CallMonitor
 from raysgd.engine.failures import classify, listed, words
+from raysgd.engine.group_former import STANDBY_WAIT_S, CannotForm, GroupFormer
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import EventKind, History
-from raysgd.engine.party import RECRUIT_S, CannotForm, Muster
 from raysgd.engine.policies import (
     GiveUp,
     Resize,
@@ -28,14 +30,13 @@ from raysgd.engine.policies import (
 )
 from raysgd.engine.replica import Capture, Replica
 from raysgd.engine.snapshots import SnapshotKeeper
-from raysgd.engine.types import ClusterView, GroupReport, Handover, Standing
-from raysgd.engine.watch import Watch
+from raysgd.engine.types import ClusterView, GroupReport, Handover, ReplicaProgress
 from raysgd.engine.worker import Answer
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkersLostError, worker_error
 
 if TYPE_CHECKING:
-    from raysgd.engine.controller import Call
+    from raysgd.engine.call import Call
 
 logger = logging.getLogger(__name__)
 
@@ -286,7 +287,7 @@ class Lifecycle:
         if not self._snapshots.has_any:
             self.take_snapshot(report, is_first=True)
         if num_spares:
-            group.call_up(num_spares, num_workers)
+            group.start_standby(num_spares, num_workers)
         return True
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
@@ -379,13 +380,13 @@ class Lifecycle:
         group, snapshot = self.group, self._snapshots.landed
         assert group is not None
         # Calls that are run again take long, too. No snapshots: one taken now would seem to cover all of them.
-        watch = Watch(self, can_hold=False, take_inside=lambda parts: False)
+        monitor = CallMonitor(self, can_hold=False, take_inside=lambda parts: False)
         if snapshot is not None:
             function: Callable[..., Any] = _restore if snapshot.progress is None else _restore_inside
             rests = snapshot.for_ranks(len(group))
             shared = group.share(snapshot.shared_state)
             args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}
-            if not self._is_fine(group.on_replica(function, args, tick=watch.tick)):
+            if not self._is_fine(group.on_replica(function, args, on_wait=monitor.poll)):
                 return False
         is_inside = self._snapshots.is_inside
         for call in self._snapshots.calls_since:
@@ -393,7 +394,7 @@ class Lifecycle:
             function = call.resume if is_inside and call.resume is not None else call.function
             is_inside = False
             args = call.on_its_ranks(call.args_for(group.worlds))
-            if not self._is_fine(group.on_replica(function, args, tick=watch.tick)):
+            if not self._is_fine(group.on_replica(function, args, on_wait=monitor.poll)):
                 return False
         return True
 
@@ -429,7 +430,7 @@ class Lifecycle:
         self,
         report: GroupReport,
         budget: RetryBudget,
-        tick: Callable[[], None],
+        on_wait: Callable[[], None],
         tell_stuck: Callable[[], None],
     ) -> Unformed | None:
         """After a loss: lets the survivors form a new group, with spares and new workers as far as there are any.
@@ -437,7 +438,7 @@ class Lifecycle:
         Args:
             report: The failed call.
             budget: What pays for it.
-            tick: Called now and then while it waits.
+            on_wait: Called now and then while it waits.
             tell_stuck: Called if a survivor takes long to come to an end with what it does.
 
         Returns:
@@ -454,17 +455,17 @@ class Lifecycle:
             return words(classify(report), gone) + silent
 
         can_wait = self.rules.resize_check_s is None
-        return self._reform(_Change("rejoined", cause, survivors, began, can_wait, budget), tick)
+        return self._reform(_Change("rejoined", cause, survivors, began, can_wait, budget), on_wait)
 
     def change(
-        self, leaving: frozenset[str], cause: str, tick: Callable[[], None], parts: Sequence[Capture] = ()
+        self, leaving: frozenset[str], cause: str, on_wait: Callable[[], None], parts: Sequence[Capture] = ()
     ) -> Unformed | None:
         """Between two steps or calls: lets the workers on the nodes `leaving` go, and those that are ready step in.
 
         Args:
             leaving: Nodes that are going away.
             cause: Why.
-            tick: Called now and then while it waits.
+            on_wait: Called now and then while it waits.
             parts: What each rank copied of its progress when it was held inside a call.
 
         Returns:
@@ -484,7 +485,7 @@ class Lifecycle:
             leaving=frozenset(range(len(group))) - frozenset(staying),
             orphans=tuple(part.progress for rank, part in enumerate(parts) if rank not in staying),
         )
-        return self._reform(change, tick)
+        return self._reform(change, on_wait)
 
     def _suspect(self, survivors: Sequence[int]) -> None:
         """Avoids for a while the nodes of ranks that went silent without a report of their death: perhaps all is gone.
@@ -497,11 +498,11 @@ class Lifecycle:
         until = self._clock.monotonic() + _SUSPICION_S
         self._suspected |= dict.fromkeys(silent - {group.infos[rank].node_id for rank in survivors}, until)
 
-    def _reform(self, change: _Change, tick: Callable[[], None]) -> Unformed | None:
+    def _reform(self, change: _Change, on_wait: Callable[[], None]) -> Unformed | None:
         assert self.group is not None
         ranks = frozenset(range(len(self.group))) - change.leaving
         try:
-            self._try_reform(change, ranks, tick)
+            self._try_reform(change, ranks, on_wait)
         except CannotForm as failed:
             gone = ranks - frozenset(failed.staying)
             cause = change.cause(gone)
@@ -513,11 +514,11 @@ class Lifecycle:
             raise
         return None
 
-    def _try_reform(self, change: _Change, ranks: frozenset[int], tick: Callable[[], None]) -> None:
+    def _try_reform(self, change: _Change, ranks: frozenset[int], on_wait: Callable[[], None]) -> None:
         group = self.group
         assert group is not None
         old_size = len(group)
-        muster = Muster(
+        former = GroupFormer(
             group,
             self.scaling,
             change.budget,
@@ -525,15 +526,15 @@ class Lifecycle:
             nodes_to_avoid=lambda: self.nodes_to_avoid,
             suspect=self._suspect,
             now=self.now,
-            tick=tick,
+            on_wait=on_wait,
         )
-        party = muster.assemble(change.staying)
-        staying, standings, joining = party.staying, party.standings, party.joining
-        source = party.source
-        progress = standings[source].progress
+        next_group = former.form(change.staying)
+        staying, progress_reports, joining = next_group.staying, next_group.progress_reports, next_group.joining
+        source = next_group.source
+        progress = progress_reports[source].progress
         new_ranks = range(len(staying), len(staying) + len(joining))
-        handover = Handover(source, (*takers(standings, source), *new_ranks), change.orphans)
-        report = group.regroup(staying, joining, handover, tick)
+        handover = Handover(source, (*takers(progress_reports, source), *new_ranks), change.orphans)
+        report = group.regroup(staying, joining, handover, on_wait)
         if not report.ok:
             diagnosis = classify(report)
             logger.warning("could not form a new group: %s", words(diagnosis))
@@ -547,17 +548,17 @@ class Lifecycle:
         gone = ranks - frozenset(staying)
         kind: EventKind = "rejoined" if gone else change.kind
         if kind != "grown" or joining:  # else whoever was to join is dead, and all is as it was
-            self._record(kind, old_size, change.began, change.cause(gone), standings[source].words)
-        self.call_up_spares()
+            self._record(kind, old_size, change.began, change.cause(gone), progress_reports[source].words)
+        self.start_spares()
 
-    def call_up_spares(self) -> None:
+    def start_spares(self) -> None:
         """Begins to make as many workers ready as are to wait as spares, and were used up or lost."""
         group = self.group
         if group is None or not self.spec.num_spares:
             return
-        missing = self.spec.num_spares - group.recruits.num_coming - group.recruits.num_ready
+        missing = self.spec.num_spares - group.standby.num_coming - group.standby.num_ready
         if missing > 0:
-            group.call_up(missing, len(group), self.nodes_to_avoid)
+            group.start_standby(missing, len(group), self.nodes_to_avoid)
 
     # ---------------------------------------------------------------------------------------------- growing
 
@@ -567,17 +568,17 @@ class Lifecycle:
         assert group is not None
         if len(group) >= self.scaling.max_workers:
             return 0
-        decision = self.scaling.grow(self._view(), self.spec.resources, len(group), group.num_seats)
+        decision = self.scaling.grow(self._view(), self.spec.resources, len(group), group.num_slots)
         return decision.num_workers - len(group) if isinstance(decision, Resize) else 0
 
-    def call_up_growth(self) -> None:
+    def start_growth(self) -> None:
         """Begins to make the workers ready that the group lacks, as far as there is room; does not wait for them."""
         group = self.group
         assert group is not None
-        missing = self.scaling.max_workers - len(group) - group.recruits.num_coming - group.recruits.num_ready
+        missing = self.scaling.max_workers - len(group) - group.standby.num_coming - group.standby.num_ready
         if missing <= 0:
             return
-        missing -= group.call_up(missing, self.scaling.max_workers, self.nodes_to_avoid)
+        missing -= group.start_standby(missing, self.scaling.max_workers, self.nodes_to_avoid)
         num_free = min(missing, capacity(self._view(), self.spec.resources))
         if num_free <= 0:
             return
@@ -586,40 +587,40 @@ class Lifecycle:
         except ReservationTimeoutError:
             logger.info("another program took the resources for %s more workers", num_free)
             return
-        group.call_up(num_free, self.scaling.max_workers, self.nodes_to_avoid)
+        group.start_standby(num_free, self.scaling.max_workers, self.nodes_to_avoid)
 
-    def can_change_in_place(self, tick: Callable[[], None]) -> bool | None:
+    def can_change_in_place(self, on_wait: Callable[[], None]) -> bool | None:
         """Between two calls: whether the replicas could go on in another group; None if some of them are lost."""
         group = self.group
         assert group is not None
-        report = self._ask_standings(group, tick)
+        report = self._ask_progress(group, on_wait)
         if not report.ok:
             return False if classify(report).kind == "user" else None
         return not any(answer.value.obstacle for answer in report.values)
 
-    def are_replicas_alike(self, tick: Callable[[], None]) -> bool:
+    def are_replicas_alike(self, on_wait: Callable[[], None]) -> bool:
         """After a call that failed on all of them, which wait for the next one: whether they are in one state."""
         group = self.group
         assert group is not None
-        report = self._ask_standings(group, tick)
+        report = self._ask_progress(group, on_wait)
         return report.ok and are_alike([answer.value for answer in report.values])
 
-    def _ask_standings(self, group: WorkerGroup, tick: Callable[[], None]) -> GroupReport:
-        return group.on_replica(_standing, dict.fromkeys(range(len(group)), ()), tick=tick)
+    def _ask_progress(self, group: WorkerGroup, on_wait: Callable[[], None]) -> GroupReport:
+        return group.on_replica(_replica_progress, dict.fromkeys(range(len(group)), ()), on_wait=on_wait)
 
-    def grow_in_place(self, tick: Callable[[], None]) -> None:
+    def grow_in_place(self, on_wait: Callable[[], None]) -> None:
         """Between two calls: lets as many workers step in as there is room for."""
         group = self.group
         assert group is not None
-        self.call_up_growth()
-        deadline = self._clock.monotonic() + RECRUIT_S
-        while group.recruits.num_coming and self._clock.monotonic() < deadline:
+        self.start_growth()
+        deadline = self._clock.monotonic() + STANDBY_WAIT_S
+        while group.standby.num_coming and self._clock.monotonic() < deadline:
             self._sleep(0.005)
-            tick()
-        group.recruits.drop_dead()
-        if not group.recruits.num_ready:
+            on_wait()
+        group.standby.kill_unresponsive()
+        if not group.standby.num_ready:
             return
-        unformed = self.change(frozenset(), "there is room for more workers", tick)
+        unformed = self.change(frozenset(), "there is room for more workers", on_wait)
         if unformed is not None:
             self.rebuild(unformed.cause, unformed.kind)
 
@@ -646,6 +647,6 @@ def _restore_inside(replica: Any, shared_state: Any, own_state: Any, first: Any,
     replica.restore_inside(shared_state, own_state, first, parts)
 
 
-def _standing(replica: Any) -> Standing:
-    standing: Standing = replica.standing()
-    return standing
+def _replica_progress(replica: Any) -> ReplicaProgress:
+    replica_progress: ReplicaProgress = replica.replica_progress()
+    return replica_progress

@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from raysgd.engine.backend import Backend
 from raysgd.engine.types import Failure
 from raysgd.engine.worker import WorkerFailed, WorkerProcess
-
-if TYPE_CHECKING:
-    from raysgd.backends.base import Backend
 
 logger = logging.getLogger(__name__)
 

@@ -5,15 +5,13 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd.engine.gathering import outcome
-from raysgd.engine.pulse import Pulse
+from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.resources import find_process, kill_process
 from raysgd.engine.types import Outcome, WorkerInfo
-
-if TYPE_CHECKING:
-    from raysgd.engine.worker import RemoteWorker
+from raysgd.engine.worker import RemoteWorker
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +26,7 @@ class Newcomers:
 
     Args:
         heartbeat_s: Who gives no sign of life for so long is ended; never less than a library takes to be loaded.
-        hear: What became of a question, as of now.
+        poll: What became of a question, as of now.
         end: Ends a process in a way that reaches a stopped one too.
         find: Finds the process of a worker that has not answered yet; None while there is none.
         now: Time.
@@ -37,13 +35,15 @@ class Newcomers:
     def __init__(
         self,
         heartbeat_s: float,
-        hear: Callable[[int, Any], Outcome] = outcome,
+        poll: Callable[[int, Any], Outcome] = outcome,
         end: Callable[[WorkerInfo], None] = kill_process,
         find: Callable[[RemoteWorker], WorkerInfo | None] = lambda worker: find_process(worker.actor),
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._end, self._find, self._now = end, find, now
-        self._pulse: Pulse[RemoteWorker] = Pulse(max(heartbeat_s, _LOADING_S), lambda worker, call: hear(-1, call), now)
+        self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
+            max(heartbeat_s, _LOADING_S), lambda worker, call: poll(-1, call), now
+        )
         self._workers: list[RemoteWorker] = []
         self._infos: dict[RemoteWorker, WorkerInfo] = {}
         self._next_round = now()
@@ -58,18 +58,18 @@ class Newcomers:
         if worker in self._workers:
             self._workers.remove(worker)
             self._infos.pop(worker, None)
-            self._pulse.forget(worker)
+            self._liveness.forget(worker)
 
-    def tick(self) -> None:
+    def poll(self) -> None:
         """Hears the answers, ends who is silent, and asks anew when that is due. To be called now and then."""
-        heard = self._pulse.hear()
-        for worker, found in heard.answers:
+        polled = self._liveness.poll()
+        for worker, found in polled.answers:
             if found.ok:
                 self._infos[worker] = found.value
-        for worker, silent_s in heard.silent:
+        for worker, silent_s in polled.silent:
             self._judge(worker, silent_s)
         if self._now() >= self._next_round:
-            self._next_round = self._now() + self._pulse.round_s(len(self._workers))
+            self._next_round = self._now() + self._liveness.round_s(len(self._workers))
             self._ask(self._workers)
 
     def _judge(self, worker: RemoteWorker, silent_s: float) -> None:
@@ -90,4 +90,4 @@ class Newcomers:
         self._end(info)
 
     def _ask(self, workers: list[RemoteWorker]) -> None:
-        self._pulse.ask(workers, lambda worker: worker.submit("describe"))
+        self._liveness.ask(workers, lambda worker: worker.submit("describe"))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from raysgd.engine.failures import Diagnosis
-from raysgd.engine.types import ClusterView, Resources, Standing
+from raysgd.engine.types import ClusterView, ReplicaProgress, Resources
 
 _TOLERANCE = 1e-6  # Ray counts resources in 1/10000; sums of floats may be off by less
 
@@ -184,25 +184,23 @@ class FailurePolicy:
         return Raise(lost=True) if budget.is_spent else Rebuild()
 
 
-def choose_source(standings: Sequence[Standing]) -> int | None:
+def choose_source(reports: Sequence[ReplicaProgress]) -> int | None:
     """Index of the replica that all others go on from: the most advanced whole one; None when no one can go on.
 
     A step that one replica has completed carries every rank's gradient, those of lost ranks too.
     """
-    if any(standing.obstacle for standing in standings):
+    if any(report.obstacle for report in reports):
         return None
-    whole = [(-standing.progress, index) for index, standing in enumerate(standings) if standing.is_whole]
+    whole = [(-report.progress, index) for index, report in enumerate(reports) if report.is_whole]
     return min(whole)[1] if whole else None
 
 
-def are_alike(standings: Sequence[Standing]) -> bool:
+def are_alike(reports: Sequence[ReplicaProgress]) -> bool:
     """Whether all replicas are in one and the same state: that of a completed step, after equally many."""
-    return all(each.is_whole for each in standings) and len({each.progress for each in standings}) == 1
+    return all(each.is_whole for each in reports) and len({each.progress for each in reports}) == 1
 
 
-def takers(standings: Sequence[Standing], source: int) -> tuple[int, ...]:
+def takers(reports: Sequence[ReplicaProgress], source: int) -> tuple[int, ...]:
     """Indices of the replicas that have to take over the state of `source`."""
-    progress = standings[source].progress
-    return tuple(
-        index for index, standing in enumerate(standings) if not standing.is_whole or standing.progress != progress
-    )
+    progress = reports[source].progress
+    return tuple(index for index, report in enumerate(reports) if not report.is_whole or report.progress != progress)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raysgd.engine.types import Beat, Handover, Standing, World
+from raysgd.engine.types import Handover, Heartbeat, ReplicaProgress, World
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ class Replica(Protocol):
 class RegroupingReplica(Replica, Protocol):
     """A replica that survives the loss of others: it keeps its process and its memory and goes on in a new group.
 
-    `beat`, `propose_hold` and `settle_hold` are called from a second thread, while a call runs.
+    `heartbeat`, `propose_hold` and `settle_hold` are called from a second thread, while a call runs.
     """
 
-    def standing(self) -> Standing:
+    def replica_progress(self) -> ReplicaProgress:
         """How far it is. The old group has been left when this is called."""
 
-    def prime(self) -> None:
+    def warm_up(self) -> None:
         """Pays in advance for everything that happens for the first time. Its state is taken over from another one."""
 
     def regroup(self, world: World, handover: Handover) -> Any:
         """Goes on in the new group, which exists already, at `world`. Returns facts, like `setup`."""
 
-    def beat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """A sign of life."""
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:

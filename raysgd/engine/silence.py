@@ -19,7 +19,7 @@ def quiet_s(heartbeat_s: float) -> float:
     return max(_SHORTEST_S, heartbeat_s / _PART_OF_HEARTBEAT)
 
 
-def patience_s(answered_after_s: Sequence[float], num_missing: int, num_others: int, heartbeat_s: float) -> float:
+def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_others: int, heartbeat_s: float) -> float:
     """How long to wait, from the question on, for those who are missing.
 
     While answers come in, the wait goes on: it ends when none has come for a while, and those who are missing take many

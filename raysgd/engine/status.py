@@ -11,7 +11,7 @@ from typing import Any
 
 from raysgd.engine.history import Event, History
 from raysgd.engine.snapshots import SnapshotKeeper
-from raysgd.engine.types import Beat, DataLedger, WorkerInfo
+from raysgd.engine.types import DataLedger, Heartbeat, WorkerInfo
 
 _STRAGGLES = 1.2  # times the median of the ranks' own time
 
@@ -24,13 +24,13 @@ class WorkerStatus:
         rank: Its world rank.
         node: Address of its node.
         pid: Its process.
-        beat: Its last sign of life; None when it did not answer.
+        heartbeat: Its last sign of life; None when it did not answer.
     """
 
     rank: int
     node: str
     pid: int
-    beat: Beat | None
+    heartbeat: Heartbeat | None
 
     @property
     def own_s(self) -> float | None:
@@ -38,7 +38,7 @@ class WorkerStatus:
 
         None where that was not measured, or when it did not answer.
         """
-        return self.beat.own_s if self.beat is not None else None
+        return self.heartbeat.own_s if self.heartbeat is not None else None
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ class TrainerStatus:
                 str(worker.rank),
                 worker.node,
                 str(worker.pid),
-                "no answer" if worker.beat is None else _doing(worker.beat),
+                "no answer" if worker.heartbeat is None else _doing(worker.heartbeat),
                 "-" if worker.own_s is None else f"{worker.own_s:.2f} s",
             )
             for worker in self.workers
@@ -151,7 +151,7 @@ def find_straggler(own_s: Sequence[float | None]) -> int | None:
 def compose(
     *,
     infos: Sequence[WorkerInfo],
-    beats: Mapping[int, Beat],
+    heartbeats: Mapping[int, Heartbeat],
     num_wanted: int,
     num_spares: int,
     samples_per_s: float | None,
@@ -159,8 +159,8 @@ def compose(
     snapshots: SnapshotKeeper[Any],
 ) -> TrainerStatus:
     """Puts together what the parts of a trainer know."""
-    workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, beats.get(rank)) for rank, info in enumerate(infos))
-    ledgers = [worker.beat.data for worker in workers if worker.beat is not None]
+    workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
+    ledgers = [worker.heartbeat.data for worker in workers if worker.heartbeat is not None]
     return TrainerStatus(
         workers=workers,
         num_wanted=num_wanted,
@@ -184,9 +184,9 @@ def _snapshot_status(snapshots: SnapshotKeeper[Any]) -> SnapshotStatus | None:
     return SnapshotStatus(time.monotonic() - snapshots.landed_at, len(snapshots.calls_since), snapshots.is_inside)
 
 
-def _doing(beat: Beat) -> str:
-    step = f", step {beat.step}" if beat.step >= 0 else ""
-    return f"{beat.phase}, epoch {beat.epoch}{step}"
+def _doing(heartbeat: Heartbeat) -> str:
+    step = f", step {heartbeat.step}" if heartbeat.step >= 0 else ""
+    return f"{heartbeat.phase}, epoch {heartbeat.epoch}{step}"
 
 
 def _at(event: Event) -> str:

@@ -147,7 +147,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Standing:
+class ReplicaProgress:
     """How far a replica is in a call that broke off, or that was held at a step boundary.
 
     Attributes:
@@ -203,7 +203,7 @@ class DataLedger:
 
 
 @dataclass(frozen=True)
-class Beat:
+class Heartbeat:
     """A sign of life of a replica.
 
     Attributes:

@@ -12,12 +12,14 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from raysgd import _logging
 from raysgd._logging import Note
+from raysgd.engine.backend import Backend
 from raysgd.engine.faults import describe_fault
 from raysgd.engine.replica import Capture, Replica, ReplicaFactory
+from raysgd.engine.slots import Slot
 from raysgd.engine.types import (
     LOOPBACK,
     Failure,
@@ -26,15 +28,11 @@ from raysgd.engine.types import (
     Held,
     Outcome,
     Rendezvous,
-    Standing,
+    ReplicaProgress,
     WorkerInfo,
     World,
 )
 from raysgd.exceptions import UnpicklableError
-
-if TYPE_CHECKING:
-    from raysgd.backends.base import Backend
-    from raysgd.engine.seats import Seat
 
 ValueT = TypeVar("ValueT")
 
@@ -60,7 +58,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Enlisted:
+class StandbyReady:
     """What a worker answers that is ready to step in."""
 
     info: WorkerInfo
@@ -72,7 +70,7 @@ def notes_of(found: Outcome) -> tuple[Note, ...]:
     """What a worker logged up to an answer of it."""
     if found.failure is not None:
         return found.failure.notes
-    return found.value.notes if isinstance(found.value, Answer | Enlisted) else ()
+    return found.value.notes if isinstance(found.value, Answer | StandbyReady) else ()
 
 
 @dataclass(frozen=True)
@@ -158,7 +156,7 @@ class WorkerProcess:
             self._backend.load_in_driver()
         return self.describe()
 
-    def open_door(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str, rank: int) -> int:
         """Leaves the group that it is in, if any, and listens for the ranks of the next one. Returns the port.
 
         Args:
@@ -169,7 +167,7 @@ class WorkerProcess:
         def body() -> int:
             if self._replica is not None:  # one that was made ready to step in is in a group of its own
                 self._backend.leave()
-            return self._backend.open_door(host, rank)
+            return self._backend.open_endpoint(host, rank)
 
         return self._guarded(body)
 
@@ -185,7 +183,9 @@ class WorkerProcess:
 
         return self._guarded(body)
 
-    def enlist(self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory) -> Enlisted:
+    def prepare_standby(
+        self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory
+    ) -> StandbyReady:
         """Gets ready to step in: everything that a rank does before it joins, in a group of its own.
 
         Args:
@@ -194,26 +194,26 @@ class WorkerProcess:
             make_replica: Builds the replica.
         """
 
-        def body() -> Enlisted:
+        def body() -> StandbyReady:
             info = self._prepare(hook)
-            alone = Rendezvous(((LOOPBACK, self._backend.open_door(LOOPBACK, 0)),), on_one_node=True)
+            alone = Rendezvous(((LOOPBACK, self._backend.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
             self._backend.join(alone, World(rank=0, size=1), even_alone=True)
             replica: Any = make_replica(world)
             self._replica = replica
             facts = replica.setup()
-            replica.prime()
-            return Enlisted(info, facts, _logging.drain())
+            replica.warm_up()
+            return StandbyReady(info, facts, _logging.drain())
 
         return self._guarded(body)
 
-    def stand(self) -> Standing:
+    def leave_group(self) -> ReplicaProgress:
         """Leaves the group, whatever is left of it, and says how far the replica is."""
 
-        def body() -> Standing:
+        def body() -> ReplicaProgress:
             self._backend.leave()
             replica: Any = self.replica
-            standing: Standing = replica.standing()
-            return standing
+            replica_progress: ReplicaProgress = replica.replica_progress()
+            return replica_progress
 
         return self._guarded(body)
 
@@ -334,9 +334,9 @@ class RemoteWorker:
 
     is_local = False
 
-    def __init__(self, seat: Seat, backend: Backend, num_threads: int | None) -> None:
-        self.seat = seat
-        self.actor = _actor_class().options(**seat.options).remote(backend, num_threads, log_level=_logging.level())
+    def __init__(self, slot: Slot, backend: Backend, num_threads: int | None) -> None:
+        self.slot = slot
+        self.actor = _actor_class().options(**slot.options).remote(backend, num_threads, log_level=_logging.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Starts a call and returns Ray's reference to its result."""

@@ -12,23 +12,19 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
-from raysgd._logging import Relay
 from raysgd.engine import ranks
-from raysgd.engine.gathering import Ear, Listener, RayEar, grace_s, roll_call
+from raysgd.engine.gathering import CallPoller, Listener, RayPoller, grace_s, roll_call
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalCall, LocalWorker
 from raysgd.engine.newcomers import Newcomers
-from raysgd.engine.recruits import Recruit, Recruits
-from raysgd.engine.replica import ReplicaFactory
-from raysgd.engine.seats import Seats
-from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, Resources, WorkerInfo, World, hosts_of
+from raysgd.engine.slots import Slots
+from raysgd.engine.standby import StandbyWorker, StandbyWorkers
+from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, WorkerInfo, World, hosts_of
 from raysgd.engine.worker import RemoteWorker, notes_of, pack, packed_bytes
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
-
-if TYPE_CHECKING:
-    from raysgd.backends.base import Backend
 
 logger = logging.getLogger(__name__)
 
@@ -38,62 +34,20 @@ _POLL_S = 0.1
 _LATE_S = 2.0  # who has not answered within this is not asked; nobody is ended for it
 
 
-@dataclass(frozen=True)
-class GroupSpec:
-    """What every group of a trainer is started from.
-
-    Attributes:
-        backend: Connects the workers.
-        make_replica: Builds a worker's replica; shipped to the worker.
-        resources: What one worker needs.
-        use_local: Whether rank 0 is the driver itself.
-        initialization_hook: Run once in each worker process before anything else.
-        reservation_timeout_s: How long to wait until the cluster grants the resources.
-        captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
-        regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
-        num_spares: How many workers wait, ready, to step in.
-        packs: Whether workers go to as few nodes as they can, rather than to as many.
-        within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
-        heartbeat_s: A worker that gives no sign of life for so long is lost.
-        settle_timeout_s: How long a survivor of a loss may take to come to an end with the step it is in.
-        relay: Logs what workers logged.
-    """
-
-    backend: Backend
-    make_replica: ReplicaFactory
-    resources: Resources = field(default_factory=Resources)
-    use_local: bool = False
-    initialization_hook: Callable[[], Any] | None = None
-    reservation_timeout_s: float = 100.0
-    captures: bool = True
-    regroups: bool = False
-    num_spares: int = 0
-    packs: bool = False
-    within: Any = "default"
-    heartbeat_s: float = 30.0
-    settle_timeout_s: float = 120.0
-    relay: Relay = field(default_factory=Relay, repr=False, compare=False)
-
-    @property
-    def num_threads(self) -> int:
-        """Threads of one worker."""
-        return max(1, int(self.resources.num_cpus))
-
-
 class WorkerGroup:
     """A started set of workers, in rank order. Made by `start` only; `stop` is final.
 
     Args:
         spec: What it is started from.
         num_workers: How many.
-        ear: Hears what remote workers answer.
+        poller: Hears what remote workers answer.
     """
 
-    def __init__(self, spec: GroupSpec, num_workers: int, ear: Ear | None = None) -> None:
+    def __init__(self, spec: GroupSpec, num_workers: int, poller: CallPoller | None = None) -> None:
         self._spec = spec
-        self._ear = ear or RayEar()
-        self._seats = Seats(spec.resources, spec.packs, spec.within)
-        self.recruits = Recruits(spec, self._seats)
+        self._poller = poller or RayPoller()
+        self._slots = Slots(spec.resources, spec.packs, spec.within)
+        self.standby = StandbyWorkers(spec, self._slots)
         self._workers: list[LocalWorker | RemoteWorker] = []
         self._unanswered: dict[int, Any] = {}
         self._newcomers: Newcomers | None = None  # while it starts
@@ -142,7 +96,7 @@ class WorkerGroup:
         if not report.ok:
             return report
         self._give_ranks(report.values)
-        opened = self._open_doors()
+        opened = self._open_endpoints()
         if not opened.ok:
             return opened
         rendezvous = self._rendezvous(opened)
@@ -154,10 +108,12 @@ class WorkerGroup:
             }
         )
 
-    def _open_doors(self, tick: Callable[[], None] | None = None) -> GroupReport:
+    def _open_endpoints(self, on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Lets every rank listen for the others; it answers where."""
         hosts = enumerate(hosts_of(self.infos))
-        return self._gather({rank: self._workers[rank].submit("open_door", host, rank) for rank, host in hosts}, tick)
+        return self._gather(
+            {rank: self._workers[rank].submit("open_endpoint", host, rank) for rank, host in hosts}, on_wait
+        )
 
     def _rendezvous(self, opened: GroupReport) -> Rendezvous:
         """Where all listen, to be handed round."""
@@ -182,18 +138,18 @@ class WorkerGroup:
         packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
         resources.ensure_ray()
         # The driver's share is held too.
-        self._seats.reserve(
+        self._slots.reserve(
             self.num_workers + self.num_spares, timeout_s, has_driver=spec.use_local, check=self._check_wanted
         )
-        seat_of_driver = self._seats.take() if spec.use_local else None
+        slot_of_driver = self._slots.take() if spec.use_local else None
         for _ in range(len(self._workers), self.num_workers):
-            worker = RemoteWorker(self._seats.take(), spec.backend, spec.num_threads)
+            worker = RemoteWorker(self._slots.take(), spec.backend, spec.num_threads)
             self._workers.append(worker)
             if self._newcomers is not None:
                 self._newcomers.add(worker)
         self._check_wanted()
-        if seat_of_driver is not None:
-            spec.backend.use_gpus(seat_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
+        if slot_of_driver is not None:
+            spec.backend.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
 
     def _prepare(self, timeout_s: float) -> GroupReport:
         remote = [worker for worker in self._workers if isinstance(worker, RemoteWorker)]
@@ -202,7 +158,7 @@ class WorkerGroup:
             index: worker.submit("prepare", self._spec.initialization_hook)
             for index, worker in enumerate(self._workers)
         }
-        if placed and not self._seats.are_own:
+        if placed and not self._slots.are_own:
             self._await_placement(placed, timeout_s)
         return self._gather(calls)
 
@@ -228,7 +184,7 @@ class WorkerGroup:
         *,
         capture: bool = False,
         landed: int | None = None,
-        tick: Callable[[], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
     ) -> GroupReport:
         """Runs `function(replica, *args)` on the ranks named in `args_by_rank` and gathers the answers."""
         packed: dict[int, tuple[Any, ...]] = {}  # by identity of the arguments: most calls say the same to every rank
@@ -242,7 +198,7 @@ class WorkerGroup:
                 calls[rank] = worker.submit("on_replica", function, capture, landed, *args)
             else:
                 calls[rank] = worker.submit("on_packed", *packed[id(args)])
-        return self._gather(calls, tick)
+        return self._gather(calls, on_wait)
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Runs `function(replica, *args)` on a rank that may be busy. Returns a transfer with `result(timeout_s)`."""
@@ -281,9 +237,9 @@ class WorkerGroup:
         return len({info.node_id for info in self.infos}) == 1
 
     @property
-    def num_seats(self) -> int:
+    def num_slots(self) -> int:
         """For how many workers there is reserved room, taken or not."""
-        return len(self._seats)
+        return len(self._slots)
 
     @property
     def local_replica(self) -> Any:
@@ -312,14 +268,14 @@ class WorkerGroup:
 
     def _let_finish(self, calls: Mapping[int, Any], tell_stuck: Callable[[], None]) -> set[int]:
         """Waits until these calls of survivors have come to an end; returns those that do not, or are dead."""
-        timeout_s, began, has_told = self._spec.settle_timeout_s, self._ear.now(), False
-        while calls and (waited_s := self._ear.now() - began) < timeout_s:
-            if len(self._ear.ready(calls.values(), _POLL_S)) == len(calls):
+        timeout_s, began, has_told = self._spec.settle_timeout_s, self._poller.now(), False
+        while calls and (waited_s := self._poller.now() - began) < timeout_s:
+            if len(self._poller.ready(calls.values(), _POLL_S)) == len(calls):
                 break
             if not has_told and waited_s > min(_STUCK_S, timeout_s / 2):
                 tell_stuck()
                 has_told = True
-        outcomes = [self._ear.outcome(rank, call) for rank, call in calls.items()]
+        outcomes = [self._poller.outcome(rank, call) for rank, call in calls.items()]
         return {found.rank for found in outcomes if not found.answered or _has_died(found)}
 
     def _free(self, waiting: Collection[int], num_others: int) -> dict[int, Outcome]:
@@ -336,12 +292,12 @@ class WorkerGroup:
         return {rank: call for rank, call in calls.items() if not isinstance(call, LocalCall)}
 
     def _roll_call(self, references: Mapping[int, Any], num_others: int) -> dict[int, Outcome]:
-        return roll_call(self._ear, references, num_others, self._spec.heartbeat_s)
+        return roll_call(self._poller, references, num_others, self._spec.heartbeat_s)
 
-    def stand(self, survivors: Sequence[int], tick: Callable[[], None] | None = None) -> GroupReport:
+    def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Lets the survivors leave their group. Each tells how far it is."""
-        calls = {rank: self._workers[rank].submit("stand") for rank in survivors}
-        return self._gather(calls, tick)
+        calls = {rank: self._workers[rank].submit("leave_group") for rank in survivors}
+        return self._gather(calls, on_wait)
 
     def answering(self, ranks: Sequence[int]) -> list[int]:
         """Of these ranks, which do nothing, those that live and answer; who does neither is noted as silent."""
@@ -355,7 +311,7 @@ class WorkerGroup:
         return [rank for rank in ranks if rank not in answers or answers[rank].ok]
 
     def let_go(self, leaving: Sequence[int]) -> None:
-        """Ends the workers of these ranks, dead or alive; their seats are free for others."""
+        """Ends the workers of these ranks, dead or alive; their slots are free for others."""
         for rank in leaving:
             worker = self._workers[rank]
             assert isinstance(worker, RemoteWorker), "the driver cannot leave its own group"
@@ -363,33 +319,33 @@ class WorkerGroup:
                 self.kill_rank(rank)
             else:
                 worker.kill()
-            self._seats.give_back(worker.seat)
+            self._slots.give_back(worker.slot)
         self.silent = set()
         self.gone |= set(leaving)
 
     def regroup(
         self,
         survivors: Sequence[int],
-        joining: Sequence[Recruit],
+        joining: Sequence[StandbyWorker],
         handover: Handover,
-        tick: Callable[[], None] | None = None,
+        on_wait: Callable[[], None] | None = None,
     ) -> GroupReport:
         """Forms a new group of the `survivors`, in this order, and those that join them.
 
         Args:
             survivors: Ranks in the old group, which have left it.
-            joining: Workers from `recruits`.
+            joining: Workers from `standby`.
             handover: Whose state the others take over, by new rank.
-            tick: Called now and then while it waits.
+            on_wait: Called now and then while it waits.
 
         Returns:
             The replicas' facts. On anything but success the group cannot be used any more.
         """
-        self._workers = [self._workers[rank] for rank in survivors] + [recruit.worker for recruit in joining]
-        self.infos = [self.infos[rank] for rank in survivors] + [recruit.info for recruit in joining]
+        self._workers = [self._workers[rank] for rank in survivors] + [each.worker for each in joining]
+        self.infos = [self.infos[rank] for rank in survivors] + [each.info for each in joining]
         self.worlds = ranks.assign(self.infos)
         self.num_workers, self.gone = len(self._workers), set()
-        opened = self._open_doors(tick)
+        opened = self._open_endpoints(on_wait)
         if not opened.ok:
             return opened
         rendezvous = self._rendezvous(opened)
@@ -398,10 +354,10 @@ class WorkerGroup:
                 rank: worker.submit("regroup", self.worlds[rank], rendezvous, handover)
                 for rank, worker in enumerate(self._workers)
             },
-            tick,
+            on_wait,
         )
 
-    def call_up(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
+    def start_standby(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
         """Begins to make up to `count` more workers ready where there is reserved room; returns for how many there is.
 
         Args:
@@ -409,14 +365,14 @@ class WorkerGroup:
             world_size: The size of the group that they are meant for.
             avoid: Nodes that are lost, as far as we know, or going away.
         """
-        self.recruits.avoid(avoid)
-        seats = self._seats.take_usable(count, avoid)
-        self.recruits.call_up(seats, world_size)
-        return len(seats)
+        self.standby.avoid(avoid)
+        slots = self._slots.take_usable(count, avoid)
+        self.standby.start_standby(slots, world_size)
+        return len(slots)
 
     def reserve(self, count: int, timeout_s: float) -> None:
         """Reserves room for more workers; raises `ReservationTimeoutError` if that is not granted in time."""
-        self._seats.reserve(count, timeout_s, check=self._check_wanted)
+        self._slots.reserve(count, timeout_s, check=self._check_wanted)
 
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
@@ -436,12 +392,12 @@ class WorkerGroup:
         return worker.submit(method, *args, **kwargs)
 
     def submit_beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
-        """Asks a remote rank beside its work; returns the call, for `hear`."""
+        """Asks a remote rank beside its work; returns the call, for `poll`."""
         return self._workers[rank].submit("beside", function, *args)
 
-    def hear(self, rank: int, call: Any) -> Outcome:
+    def poll(self, rank: int, call: Any) -> Outcome:
         """What became of a call by `submit_beside`, as of now."""
-        return self._ear.outcome(rank, call)
+        return self._poller.outcome(rank, call)
 
     def kill_rank(self, rank: int) -> None:
         """Ends a worker that does not answer any more, in a way that reaches a stopped process too."""
@@ -452,8 +408,8 @@ class WorkerGroup:
 
     def _within(self, references: Mapping[int, Any], timeout_s: float) -> dict[int, Outcome]:
         if references:
-            self._ear.ready(references.values(), timeout_s)
-        return {rank: self._ear.outcome(rank, reference) for rank, reference in references.items()}
+            self._poller.ready(references.values(), timeout_s)
+        return {rank: self._poller.outcome(rank, reference) for rank, reference in references.items()}
 
     # ---------------------------------------------------------------------------------------------- stopping
 
@@ -497,11 +453,11 @@ class WorkerGroup:
         """Ends the processes at once and gives the resources back. Safe at any time, also half-started or twice."""
         workers, self._workers = self._workers, []
         try:
-            self.recruits.dismiss_all()
+            self.standby.kill_all()
             for worker in sorted(workers, key=lambda w: w.is_local):  # remote first: a local one may wait for them
                 worker.kill()
         finally:
-            self._seats.release(timeout_s)
+            self._slots.release(timeout_s)
 
     # ---------------------------------------------------------------------------------------------- gathering
 
@@ -510,43 +466,43 @@ class WorkerGroup:
         """The ranks that are not the driver itself."""
         return [rank for rank, worker in enumerate(self._workers) if not worker.is_local]
 
-    def _gather(self, calls: Mapping[int, Any], tick: Callable[[], None] | None = None) -> GroupReport:
+    def _gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Waits for all answers; after the first failure, only as long as it takes to see what belongs to it."""
-        if tick is None and self._newcomers is not None:
-            tick = self._newcomers.tick
+        if on_wait is None and self._newcomers is not None:
+            on_wait = self._newcomers.poll
         local = {rank: call for rank, call in calls.items() if isinstance(call, LocalCall)}
         remote = {rank: call for rank, call in calls.items() if rank not in local}
         if local:
-            outcomes = self._gather_both(local, remote, tick)
+            outcomes = self._gather_both(local, remote, on_wait)
         else:
-            outcomes = Listener(remote, self._spec.regroups).listen(tick)
+            outcomes = Listener(remote, self._spec.regroups).listen(on_wait)
         self._unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
         self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
         return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
 
     def _gather_both(
-        self, local: Mapping[int, LocalCall], remote: Mapping[int, Any], tick: Callable[[], None] | None
+        self, local: Mapping[int, LocalCall], remote: Mapping[int, Any], on_wait: Callable[[], None] | None
     ) -> dict[int, Outcome]:
         """The local call runs here while a thread listens to the remote ones.
 
         The local rank may be waiting for a remote one that failed. Nothing but the end of the others frees it.
         """
         listener = Listener(remote, self._spec.regroups)
-        heard: dict[int, Outcome] = {}
+        polled: dict[int, Outcome] = {}
         is_local_done = threading.Event()
 
         def listen() -> None:
-            heard.update(listener.listen(tick))
-            if all(found.ok for found in heard.values()):
+            polled.update(listener.listen(on_wait))
+            if all(found.ok for found in polled.values()):
                 return
-            kinds: set[str] = {found.failure.kind for found in heard.values() if found.failure}
+            kinds: set[str] = {found.failure.kind for found in polled.values() if found.failure}
             if is_local_done.wait(grace_s(kinds)):
                 return
             if self._spec.regroups and "user" not in kinds:
                 self._interrupt(range(len(self._workers)))
                 if is_local_done.wait(self._spec.settle_timeout_s):
                     return
-            heard.update(self._kill_remote(heard))
+            polled.update(self._kill_remote(polled))
 
         thread = threading.Thread(target=listen, name="raysgd-listener", daemon=True)
         if remote:
@@ -562,12 +518,12 @@ class WorkerGroup:
                 listener.abandon()
         if remote:
             thread.join()
-        return {**outcomes, **heard}
+        return {**outcomes, **polled}
 
-    def _kill_remote(self, heard: Mapping[int, Outcome]) -> dict[int, Outcome]:
+    def _kill_remote(self, polled: Mapping[int, Outcome]) -> dict[int, Outcome]:
         """Ends the remote processes; whatever they answered before, nobody can count on them any more."""
         self._end_remote()
-        return {rank: replace(found, answered=False) for rank, found in heard.items()}
+        return {rank: replace(found, answered=False) for rank, found in polled.items()}
 
     def _end_remote(self) -> None:
         for worker in tuple(self._workers):

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.tf import registry
+from raysgd.tf import registration
 
 # For each optimizer the attributes that hold its slots, in the order in which the old one of that name kept them. Each
 # step of both computes the same from them.
@@ -47,14 +47,14 @@ def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any]:
     if [np.shape(weight) for weight in weights] != [tuple(home.shape) for home in homes]:
         raise ValueError(f"the {len(weights)} arrays in the file are not the number of steps and the slots of `{name}`")
     values = {id(home): np.asarray(weight) for home, weight in zip(homes, weights, strict=True)}
-    variables = registry.variables_of_optimizer(optimizer)
+    variables = registration.variables_of_optimizer(optimizer)
     return [values.get(id(variable), np.array(variable.numpy())) for variable in variables]
 
 
 def _homes(optimizer: Any) -> list[Any] | None:
     """The variables that the weights of a file belong to, in their order; None where that is not known."""
     if hasattr(optimizer, "_create_all_weights"):  # of the same kind as in the old library
-        return registry.variables_of_optimizer(optimizer)
+        return registration.variables_of_optimizer(optimizer)
     kind = type(optimizer)
     if kind.__name__ not in _SLOTS or kind.__module__.partition(".")[0] not in ("keras", "tf_keras"):
         return None

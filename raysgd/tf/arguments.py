@@ -6,10 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raysgd._batching import split_batch_size
-from raysgd._class_arguments import check_num_workers, check_seconds
+from raysgd._checks import check_num_workers, check_seconds
 from raysgd._optional import require_installed
-from raysgd.tf import datasets, registry
+from raysgd.replicas.batching import split_batch_size
+from raysgd.tf import datasets, registration
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
@@ -90,7 +90,7 @@ def check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) -
     """Refuses callbacks of Keras that several workers cannot have."""
     given = (config.get("fit_config") or {}).get("callbacks") or ()
     callbacks = given if isinstance(given, list | tuple) else [given]
-    is_there = any("BackupAndRestore" in registry.class_names(callback) for callback in callbacks)
+    is_there = any("BackupAndRestore" in registration.class_names(callback) for callback in callbacks)
     if is_there and num_workers > 1 and backend == "gloo":
         raise ValueError(
             f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "

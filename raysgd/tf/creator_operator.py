@@ -9,7 +9,7 @@ import numpy as np
 
 from raysgd.backends import tensorflow as backends
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
-from raysgd.tf import datasets, registry
+from raysgd.tf import datasets, registration
 from raysgd.tf.datasets import check_dataset, is_divided
 from raysgd.tf.fit_run import FitStream, merger, one_part, tracker
 from raysgd.tf.keras_sync import refuse_xla
@@ -38,11 +38,11 @@ class CreatorOperator(TrainingOperator):
         train_dataset, test_dataset = self._create_data(config)
         with self._scope():
             self.model = self._model_creator(config)
-        registry.models_of(self.model)
-        registry.require_compiled(self.model, "`model_creator`")
+        registration.models_of(self.model)
+        registration.require_compiled(self.model, "`model_creator`")
         if self._steps_with_others:
             refuse_xla(self.model)
-        if self._context.strategy is not None and not registry.is_legacy(self.model):
+        if self._context.strategy is not None and not registration.is_legacy(self.model):
             raise IncompatibleModelError(
                 '`backend="mwms"` needs a model of tf_keras (Keras 2): `fit` of Keras 3 cannot train under a '
                 '`MultiWorkerMirroredStrategy`. Use `backend="gloo"`, which trains models of either Keras; or set '
@@ -50,7 +50,7 @@ class CreatorOperator(TrainingOperator):
             )
         self.register(models=self.model)
         if self._context.strategy is None:
-            self._optimizers = registry.optimizers_in(self.model)
+            self._optimizers = registration.optimizers_in(self.model)
         self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
 
     def _create_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
@@ -101,10 +101,10 @@ class CreatorOperator(TrainingOperator):
         """A `fit` together with other ranks, from its beginning or from where it broke off."""
         synchronizer, stream, model = self._context.synchronizer, self._fit, self.model
         synchronizer.watch_model(model, may_be_idle=True)  # compiled anew perhaps, hence each time
-        self._optimizers = registry.optimizers_in(model)
+        self._optimizers = registration.optimizers_in(model)
         if synchronizer.group.size > 1:
-            registry.refuse_unreduced_loss(model)
-        stream.steps_per_execution = registry.steps_per_execution(model)
+            registration.refuse_unreduced_loss(model)
+        stream.steps_per_execution = registration.steps_per_execution(model)
         is_resumed = stream.begin(options.get("initial_epoch", 0))
         if is_resumed:
             self._agree()
@@ -169,7 +169,7 @@ class CreatorOperator(TrainingOperator):
     def _agree(self) -> None:
         """Lets all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
         synchronizer, model = self._context.synchronizer, self.model
-        rate = registry.learning_rate_of(model.optimizer)
+        rate = registration.learning_rate_of(model.optimizer)
         told = np.array([float(bool(model.stop_training)), 0.0 if rate is None else float(rate.numpy())])
         synchronizer.group.from_first(told)
         model.stop_training = bool(told[0])
@@ -210,7 +210,7 @@ class CreatorOperator(TrainingOperator):
             return pieces
         return lockstep_dataset(pieces, backends.votes())
 
-    def practise(self) -> None:
+    def warm_up(self) -> None:
         """Trains on zeros, so that everything that happens for the first time has happened."""
         part = self._part(self._train_dataset)
         self._context.synchronizer.watch_model(self.model, may_be_idle=True)
@@ -242,7 +242,7 @@ class CreatorOperator(TrainingOperator):
         if self.world_rank == 0:
             return callbacks
         dropped = _ONLY_ON_FIRST - (_KNOW_STRATEGIES if self._context.strategy is not None else set())
-        return [callback for callback in callbacks if dropped.isdisjoint(registry.class_names(callback))]
+        return [callback for callback in callbacks if dropped.isdisjoint(registration.class_names(callback))]
 
 
 def make_operator(

@@ -13,7 +13,7 @@ from typing import Any
 
 from raysgd._fitting import check_count, require
 from raysgd.engine.types import DataLedger
-from raysgd.tf import registry
+from raysgd.tf import registration
 from raysgd.tf.keras_sync import Synchronizer
 from raysgd.tf.streams import Passes
 
@@ -229,7 +229,7 @@ class FitStream:
 
 def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None]) -> Any:
     """A callback that tells `stream` of epochs, and lets the ranks agree after those of the user were called."""
-    callback_cls: Any = registry.keras_of(model).callbacks.Callback
+    callback_cls: Any = registration.keras_of(model).callbacks.Callback
 
     class Tracker(callback_cls):
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
@@ -248,7 +248,7 @@ def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], Abstr
     At the end of an epoch these are the test steps of the validation, which are inside `evaluating`, and the callbacks
     of the user, which may evaluate by themselves.
     """
-    callback_cls: Any = registry.keras_of(model).callbacks.Callback
+    callback_cls: Any = registration.keras_of(model).callbacks.Callback
 
     class Merger(callback_cls):
         is_merged = False

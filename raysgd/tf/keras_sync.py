@@ -20,13 +20,13 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._drawn_ahead import DrawnAhead
 from raysgd._meters import as_weight
 from raysgd.backends.group import Array
 from raysgd.backends.tensorflow import group_of
 from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
-from raysgd.tf import losses, registry
+from raysgd.replicas.drawn_ahead import DrawnAhead
+from raysgd.tf import losses, registration
 from raysgd.tf.datasets import num_samples
 from raysgd.tf.exchange import Layout
 
@@ -216,7 +216,7 @@ class Synchronizer:
         """Refuses to train what no registered model has: nobody saves it, or hands it to a worker that steps in."""
         if self.group.size == 1 or self.registered is None:
             return
-        strangers = registry.variables_outside(self.registered(), variables)
+        strangers = registration.variables_outside(self.registered(), variables)
         if strangers:
             self._refuse(
                 f"`{type(optimizer).__name__}` trains variables of no registered model: {', '.join(strangers)}. They "
@@ -243,7 +243,7 @@ class Synchronizer:
             gradients = list(grads)
             variables = list(optimizer._trainable_variables if trainable_variables is None else trainable_variables)
             with tf.init_scope():  # what is made in a branch of a graph would stay without a value
-                registry.build_optimizer(optimizer, variables)
+                registration.build_optimizer(optimizer, variables)
             self._refuse_strangers(optimizer, variables)
             self._note_exchange(_Applied(optimizer, variables, gradients))
             averaged = averager.average(gradients)
@@ -283,7 +283,7 @@ class Synchronizer:
             return
         refuse_xla(model)
         model.jit_compile = False  # "auto" may mean XLA on a GPU
-        for optimizer in registry.optimizers_in(model):
+        for optimizer in registration.optimizers_in(model):
             self.watch(optimizer)
         if getattr(vars(model).get("train_step"), "_is_of_raysgd", False):
             return
@@ -292,7 +292,7 @@ class Synchronizer:
             "test_step": self._step_function(model, model.test_step, may_be_idle, is_test=True),
             "get_metrics_result": self._metrics_result(model),
         }
-        for name in registry.choices_of_logs(model):
+        for name in registration.choices_of_logs(model):
             replacements[name] = self._logs(model, getattr(model, name))
         for name, function in replacements.items():
             function._is_of_raysgd = True
@@ -453,7 +453,7 @@ class Synchronizer:
     def _weigh_means(self, metrics: Sequence[Any]) -> None:
         """Makes means count a number for the whole batch by this rank's share of the samples."""
         for metric in metrics:
-            if registry.is_mean(metric) and not getattr(vars(metric).get("update_state"), "_is_of_raysgd", False):
+            if registration.is_mean(metric) and not getattr(vars(metric).get("update_state"), "_is_of_raysgd", False):
                 update = self._update_of_mean(metric.update_state)
                 update._is_of_raysgd = True
                 object.__setattr__(metric, "update_state", update)
@@ -620,7 +620,7 @@ class _Applied:
     @property
     def variables(self) -> list[Any]:
         """What the optimizer has changed, its own state included."""
-        return [*self._variables, *registry.variables_of_optimizer(self._optimizer)]
+        return [*self._variables, *registration.variables_of_optimizer(self._optimizer)]
 
     def repeat_with_zeros(self) -> None:
         """Applies gradients of the same kinds that are zero."""

@@ -8,14 +8,14 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd.tf import registry
+from raysgd.tf import registration
 
 logger = logging.getLogger(__name__)
 
 
 def model_to_json(model: Any, optimizer: Any = None, loss: Any = None, metrics: Sequence[Any] = ()) -> str:
     """A model, and what it is to be compiled with if it was not."""
-    keras = registry.keras_of(model)
+    keras = registration.keras_of(model)
     parts = {"keras": keras.__name__, "model": keras.saving.serialize_keras_object(model)}
     if type(model).__name__ == "Sequential":
         _know_input_shapes(parts["model"]["config"]["layers"])

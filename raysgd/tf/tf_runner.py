@@ -14,17 +14,17 @@ from typing import Any
 
 import numpy as np
 
-from raysgd._batching import config_for_worker
-from raysgd._class_runner import ClassRunner, Remainder
 from raysgd._fitting import check_progress
 from raysgd._meters import AverageMeterCollection
 from raysgd.backends import tensorflow as backends
-from raysgd.engine.epoch_run import EpochRun, RunState
-from raysgd.engine.epochs import EpochAnswer, EpochRequest, call_with_accepted
 from raysgd.engine.replica import Capture
-from raysgd.engine.types import DataLedger, Handover, Held, Standing, World
+from raysgd.engine.types import DataLedger, Handover, Held, ReplicaProgress, World
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
-from raysgd.tf import _former_optimizer, datasets, fit_run, registry, serializing
+from raysgd.replicas.batching import config_for_worker
+from raysgd.replicas.epoch_run import EpochRun, RunState
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest, call_with_accepted
+from raysgd.replicas.runner import ClassRunner, Remainder
+from raysgd.tf import _former_optimizer, datasets, fit_run, registration, serializing
 from raysgd.tf.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
@@ -143,7 +143,7 @@ class TFRunner(ClassRunner):
         operator = self.operator
         if len(operator._models) != 1:
             return
-        shapes = registry.input_shapes_of(operator._models[0])
+        shapes = registration.input_shapes_of(operator._models[0])
         for name in ("train_dataset", "validation_dataset"):
             if getattr(operator, name) is not None:
                 datasets.check_batches_for(name, getattr(operator, name), shapes)
@@ -162,20 +162,20 @@ class TFRunner(ClassRunner):
                 return
             for model, optimizer in zip(operator._models, operator._optimizers, strict=self._fit is None):
                 if model.built and model.trainable_variables:
-                    registry.build_optimizer(optimizer, model.trainable_variables)
+                    registration.build_optimizer(optimizer, model.trainable_variables)
 
     def _take_weights_in(self) -> None:
         for model in self.operator._models:
-            registry.take_weights_in(model)
+            registration.take_weights_in(model)
 
     def _has_traced_train_step(self, model: Any) -> bool:
         """Whether a `train_step` of the user's, which knows what each optimizer changes, could be asked for that."""
-        if self._strategy is not None or model.run_eagerly or not registry.has_own_train_step(model):
+        if self._strategy is not None or model.run_eagerly or not registration.has_own_train_step(model):
             return False
         self._synchronizer.watch_model(model, may_be_idle=True)
         try:
             with self._synchronizer.surfacing_errors():
-                registry.trace_train_step(model, self.operator.train_dataset.element_spec)
+                registration.trace_train_step(model, self.operator.train_dataset.element_spec)
         except IncompatibleModelError:
             raise
         except Exception as error:  # it says so itself in the first step, if it is no matter of tracing it this early
@@ -210,7 +210,7 @@ class TFRunner(ClassRunner):
 
     def _with_copy(self, part: Capture) -> Capture:
         state = self.state()
-        return self._captures.add(part, state, _num_bytes(state))
+        return self._copies.add(part, state, _num_bytes(state))
 
     def _help_copy(self) -> None:
         if self._strategy is not None:
@@ -291,17 +291,17 @@ class TFRunner(ClassRunner):
         self._train_stream = self._running = self._run = None
         self._validation.drop()
         self._inside.clear()
-        self._captures.clear()
+        self._copies.clear()
 
     # ------------------------------------------------------------------------------------------------ regrouping
 
-    def standing(self) -> Standing:
+    def replica_progress(self) -> ReplicaProgress:
         """How far the training call is that broke off or was held, or the last one that was completed."""
-        standing = super().standing()
-        if standing.obstacle is None and self._stream().is_mid_pass and not self._train_passes.can_repeat():
+        replica_progress = super().replica_progress()
+        if replica_progress.obstacle is None and self._stream().is_mid_pass and not self._train_passes.can_repeat():
             obstacle = "the train dataset is shuffled, and too large for a copy that repeats the order of this pass"
-            return replace(standing, obstacle=obstacle)
-        return standing
+            return replace(replica_progress, obstacle=obstacle)
+        return replica_progress
 
     def _words(self) -> str:
         if self._fit is not None:
@@ -343,7 +343,7 @@ class TFRunner(ClassRunner):
             return self._group_obstacle
         return f"`{type(operator).__name__}` has a `train_epoch` of its own and does not set `resumes_epochs`"
 
-    def prime(self) -> None:
+    def warm_up(self) -> None:
         """Takes steps on zeros. What they change is taken over from another rank later, or put back."""
         operator = self.operator
         if not operator.warms_up_standby or self._epoch_obstacle is not None or operator.train_dataset is None:
@@ -351,7 +351,7 @@ class TFRunner(ClassRunner):
         self._synchronizer.rejoin(World(0, 1))  # nobody else is here yet
         try:
             with self._synchronizer.surfacing_errors(), self._scaling_losses():
-                operator.practise()
+                operator.warm_up()
         except Exception as error:  # it is only practice; in earnest it would be the user's to know
             logger.warning("warm-up of a standby worker failed: %r", error)
 
@@ -568,7 +568,7 @@ class TFRunner(ClassRunner):
         return {
             "epoch": self.epoch,
             "operator": copy.deepcopy(operator.state_dict()),
-            "models": [[_array(variable) for variable in registry.weights_of(model)] for model in operator._models],
+            "models": [[_array(variable) for variable in registration.weights_of(model)] for model in operator._models],
             "optimizers": self._values_of_optimizers(),
             RESUME: {
                 "global_step": operator.global_step,
@@ -579,22 +579,22 @@ class TFRunner(ClassRunner):
 
     def _values_of_optimizers(self) -> list[list[Any]]:
         optimizers = self.operator._optimizers
-        return [[_array(variable) for variable in registry.variables_of_optimizer(one)] for one in optimizers]
+        return [[_array(variable) for variable in registration.variables_of_optimizer(one)] for one in optimizers]
 
     def _targets(self, state: Mapping[str, Any]) -> list[tuple[list[Any], Sequence[Any], str]]:
         operator = self.operator
         targets = [
-            (registry.weights_of(model), values, f"model {index}")
+            (registration.weights_of(model), values, f"model {index}")
             for index, (model, values) in enumerate(zip(operator._models, state["models"], strict=True))
         ]
         targets += [
-            (registry.variables_of_optimizer(optimizer), values, f"optimizer {index}")
+            (registration.variables_of_optimizer(optimizer), values, f"optimizer {index}")
             for index, (optimizer, values) in enumerate(zip(operator._optimizers, state["optimizers"], strict=True))
         ]
         return targets
 
     def _weights(self) -> list[Any]:
-        return [variable for model in self.operator._models for variable in registry.weights_of(model)]
+        return [variable for model in self.operator._models for variable in registration.weights_of(model)]
 
     def _seeds(self) -> list[Any]:
         """What layers of Keras 3 draw random numbers from: variables of models that are no weights."""
@@ -602,7 +602,7 @@ class TFRunner(ClassRunner):
         return [
             variable
             for model in self.operator._models
-            if model.built and not registry.is_legacy(model)
+            if model.built and not registration.is_legacy(model)
             for variable in model.non_trainable_variables
             if id(variable) not in known
         ]
@@ -641,7 +641,7 @@ def _seed(seed: int) -> None:
 
 def _try_to_build(model: Any, element_spec: Any) -> None:
     try:
-        registry.build_model(model, element_spec)
+        registration.build_model(model, element_spec)
     except Exception as error:  # it builds itself in the first step, as it would without us
         logger.debug("a model could not be built ahead of its first step: %s", error)
 

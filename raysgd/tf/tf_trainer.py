@@ -14,19 +14,20 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from raysgd import _class_arguments
+from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
-from raysgd._batching import split_batch_size
-from raysgd._class_trainer import ClassTrainer
 from raysgd._lazy import lazy_names
 from raysgd._paths import check_path
-from raysgd.backends.base import Backend
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend, keras_of_driver
-from raysgd.engine.controller import Call, ElasticController
-from raysgd.engine.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.engine.backend import Backend
+from raysgd.engine.call import Call
+from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot, own_states
 from raysgd.engine.types import Resources, World
-from raysgd.tf import arguments, checkpoint_file, datasets, registry, serializing
+from raysgd.replicas.batching import split_batch_size
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.replicas.trainer import ClassTrainer
+from raysgd.tf import arguments, checkpoint_file, datasets, registration, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.tf_runner import RESUME, RunnerFacts, RunnerSpec, TFRunner
 from raysgd.tf.training_operator import TrainingOperator
@@ -116,19 +117,19 @@ class TFTrainer(ClassTrainer):
         settle_timeout_s: float = 120.0,
         **unknown: Any,
     ) -> None:
-        _class_arguments.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__)
-        _class_arguments.refuse_text(use_gpu=use_gpu, use_local=use_local)
+        _checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__)
+        _checks.refuse_text(use_gpu=use_gpu, use_local=use_local)
         arguments.check_verbose(verbose)
         self.max_replicas = arguments.resolve_num_workers(num_workers, num_replicas)
         self.training_operator_cls = arguments.resolve_operator(training_operator_cls, model_creator, data_creator)
-        _class_arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
+        _checks.check_kinds(config, initialization_hook, num_cpus_per_worker)
         arguments.check_options_for_keras(config or {})
         self._trains_with_fit = issubclass(self.training_operator_cls, CreatorOperator)
         arguments.check_backend(backend, self._trains_with_fit)
         arguments.check_callbacks(config or {}, self.max_replicas, backend)
         arguments.check_validation_data(config or {}, self.max_replicas, backend)
         arguments.check_timeout(timeout_s)
-        _class_arguments.check_elastic(
+        _checks.check_elastic(
             self.max_replicas,
             recovery=recovery,
             min_workers=min_workers,
@@ -168,7 +169,7 @@ class TFTrainer(ClassTrainer):
         self._check_same_data(
             ("train_data", "validation_data"), "set the auto-shard policy in the dataset's options to OFF"
         )
-        _class_arguments.warn_of_obstacle(
+        _checks.warn_of_obstacle(
             self._facts.epoch_obstacle, resize_check_s=resize_check_s, snapshot_every_n_steps=snapshot_every_n_steps
         )
 
@@ -242,10 +243,10 @@ class TFTrainer(ClassTrainer):
             WorkerError: User code raised; also of the class that it raised. Never retried.
             WorkersLostError: Workers were lost and the retries are used up.
         """
-        _class_arguments.check_max_retries(max_retries)
-        _class_arguments.refuse_text(profile=profile, reduce_results=reduce_results)
-        num_steps = _class_arguments.check_num_steps(num_steps)
-        requests = partial(self._requests, num_steps, profile, _class_arguments.check_info(info))
+        _checks.check_max_retries(max_retries)
+        _checks.refuse_text(profile=profile, reduce_results=reduce_results)
+        num_steps = _checks.check_num_steps(num_steps)
+        requests = partial(self._requests, num_steps, profile, _checks.check_info(info))
         resume = TFRunner.resume_epoch if self._goes_on else None
         call = Call(TFRunner.train_epoch, requests, changes_state=True, keeps_alike=True, resume=resume)
         return self._result(self._run_training(call, max_retries), reduce_results)
@@ -262,9 +263,9 @@ class TFTrainer(ClassTrainer):
         Arguments as in `train`. With creators the result has `validation_<name>` for each metric of the model; with an
         operator it is as in `train`, without `epoch`.
         """
-        _class_arguments.refuse_text(profile=profile, reduce_results=reduce_results)
-        num_steps = _class_arguments.check_num_steps(num_steps)
-        requests = partial(self._requests, num_steps, profile, _class_arguments.check_info(info))
+        _checks.refuse_text(profile=profile, reduce_results=reduce_results)
+        num_steps = _checks.check_num_steps(num_steps)
+        requests = partial(self._requests, num_steps, profile, _checks.check_info(info))
         call = Call(TFRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         return self._result(self._run_validation(call), reduce_results)
 
@@ -317,13 +318,13 @@ class TFTrainer(ClassTrainer):
     def _load_into(self, model: Any, state: Mapping[str, Any], index: int) -> None:
         weights, slots = state["models"][index], state["optimizers"]
         if not model.weights:
-            registry.build_model(model, self._controller.run(Call(TFRunner.input_spec, rank=0))[0])
+            registration.build_model(model, self._controller.run(Call(TFRunner.input_spec, rank=0))[0])
         model.set_weights(weights)
-        registry.take_weights_in(model)
+        registration.take_weights_in(model)
         optimizer = getattr(model, "optimizer", None)
         if optimizer is not None and len(slots) == len(state["models"]):
-            registry.build_optimizer(optimizer, model.trainable_variables)
-            variables = registry.variables_of_optimizer(optimizer)
+            registration.build_optimizer(optimizer, model.trainable_variables)
+            variables = registration.variables_of_optimizer(optimizer)
             if len(variables) != len(slots[index]):  # under a strategy tf_keras keeps more of them
                 logger.warning(
                     "the optimizer of the model here keeps other variables than in the workers: left as it is"
@@ -370,7 +371,7 @@ class TFTrainer(ClassTrainer):
                 path is a URI.
         """
         check_path("checkpoint", checkpoint)
-        _class_arguments.refuse_text(blocking=blocking)
+        _checks.refuse_text(blocking=blocking)
         snapshot = self._snapshot()
         state = {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}
         if blocking:

@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any
 
 from raysgd._meters import AverageMeterCollection
-from raysgd._putting_back import putting_back
 from raysgd._timers import TimerCollection
-from raysgd.engine.epochs import bind_batch_info
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
-from raysgd.tf import registry
+from raysgd.replicas.epochs import bind_batch_info
+from raysgd.replicas.putting_back import putting_back
+from raysgd.tf import registration
 from raysgd.tf.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.keras_sync import Synchronizer, variables_of
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
@@ -277,24 +277,24 @@ class TrainingOperator:
             TypeError: An unknown keyword.
         """
         _refuse_unknown(unknown)
-        model_parts = registry.models_of(models)
+        model_parts = registration.models_of(models)
         if optimizers is None:
             for model in model_parts.items:
-                registry.require_compiled(model, "`register` without `optimizers`: the operator")
+                registration.require_compiled(model, "`register` without `optimizers`: the operator")
             compiled = [model.optimizer for model in model_parts.items]
-            optimizer_parts = registry.Parts(compiled, model_parts.container)
+            optimizer_parts = registration.Parts(compiled, model_parts.container)
         else:
-            optimizer_parts = registry.optimizers_of(optimizers)
+            optimizer_parts = registration.optimizers_of(optimizers)
         if loss is not None and not callable(loss):
             raise InvalidRegistrationError(
                 f"`register(loss={loss!r})`: pass a Keras loss, or a function of target and output."
             )
         metric_parts = None
         if metrics is not None:
-            metric_parts = registry.parts_of("metrics", metrics, "update_state", "a Keras metric")
+            metric_parts = registration.parts_of("metrics", metrics, "update_state", "a Keras metric")
         self._models = model_parts.items
         self._optimizers = [
-            registry.with_loss_scale(optimizer, model_parts.items) if optimizers is not None else optimizer
+            registration.with_loss_scale(optimizer, model_parts.items) if optimizers is not None else optimizer
             for optimizer in optimizer_parts.items
         ]
         self._loss = loss
@@ -408,7 +408,7 @@ class TrainingOperator:
         self._context = replace(self._context, world=world)
         self.world_size = world.size
 
-    def practise(self) -> None:
+    def warm_up(self) -> None:
         """Takes steps on zeros, so that everything that happens for the first time has happened."""
         step = self._context.synchronizer.step
         info = {"batch_idx": 0, "global_step": 0, IS_PADDING: False, "warm_up": True, **self._own_info(None, 0)}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from raysgd._class_arguments import is_integer
+from raysgd._checks import is_integer
 from raysgd._fitting import require
 
 

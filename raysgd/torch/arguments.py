@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from raysgd._class_arguments import check_count, check_seconds, is_number, refuse_text
+from raysgd._checks import check_count, check_seconds, is_number, refuse_text
 from raysgd._optional import require
 from raysgd.backends.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.torch import constants

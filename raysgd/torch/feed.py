@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from raysgd._class_runner import Remainder
-from raysgd.engine.epochs import EpochRequest
 from raysgd.engine.types import DataLedger
 from raysgd.exceptions import NotRegisteredError
+from raysgd.replicas.epochs import EpochRequest
+from raysgd.replicas.runner import Remainder
 from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.sampling import ElasticBatchSampler, SamplerOrder, ShardedLoader, Unsharded
 from raysgd.torch.step import Step

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from raysgd._optional import require
-from raysgd.engine.epochs import Progress
+from raysgd.replicas.epochs import Progress
 
 
 class ProgressBar:

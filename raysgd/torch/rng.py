@@ -1,4 +1,4 @@
-"""Captures and restores the state of the random number generators that training code draws from.
+"""PendingCopies and restores the state of the random number generators that training code draws from.
 
 The captured state is a flat dict of bytes, numbers and None. So two of them compare with `==` to a plain
 bool, and `torch.load(weights_only=True)` reads one back without trusting the file.

@@ -21,7 +21,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from raysgd._drawn_ahead import DrawnAhead
+from raysgd.replicas.drawn_ahead import DrawnAhead
 
 
 def accept() -> None:

@@ -11,17 +11,17 @@ from typing import Any
 
 import torch
 
-from raysgd._batching import config_for_worker
-from raysgd._class_arguments import is_integer
-from raysgd._class_runner import ClassRunner
+from raysgd._checks import is_integer
 from raysgd._meters import AverageMeterCollection
-from raysgd._putting_back import MOST_BYTES, putting_back
 from raysgd._state_codec import EncodedState, StateEncoder, decode
-from raysgd.engine.epoch_run import EpochRun, RunState
-from raysgd.engine.epochs import EpochAnswer, EpochRequest, bind_batch_info, call_with_accepted
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import DataLedger, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
+from raysgd.replicas.batching import config_for_worker
+from raysgd.replicas.epoch_run import EpochRun, RunState
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest, bind_batch_info, call_with_accepted
+from raysgd.replicas.putting_back import MOST_BYTES, putting_back
+from raysgd.replicas.runner import ClassRunner
 from raysgd.torch import handover as handing_over
 from raysgd.torch import metric_objects, rng
 from raysgd.torch.advice import with_advice
@@ -191,7 +191,7 @@ class TorchRunner(ClassRunner):
 
     def _with_copy(self, part: Capture) -> Capture:
         encoded = self._encoder.encode(self.state())
-        return self._captures.add(part, encoded, encoded.num_bytes)
+        return self._copies.add(part, encoded, encoded.num_bytes)
 
     def _help_copy(self) -> None:
         if self._parallel.is_sharded:
@@ -233,7 +233,7 @@ class TorchRunner(ClassRunner):
         self._feed.close()
         self._running = self._run = None
         self._inside.clear()
-        self._captures.clear()
+        self._copies.clear()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
@@ -274,7 +274,7 @@ class TorchRunner(ClassRunner):
             return f"`{name}` has a `train_epoch` of its own and does not set `resumes_epochs`"
         return self._feed.obstacle("train")
 
-    def prime(self) -> None:
+    def warm_up(self) -> None:
         """Takes one step on the first batch. What it changes is taken over from another rank later, or put back."""
         operator, data = self.operator, self._data("train")
         if not operator.warms_up_standby or self._group_obstacle or self._epoch_obstacle:

@@ -15,22 +15,23 @@ from typing import Any
 
 import torch
 
-from raysgd import _class_arguments
-from raysgd._batching import split_batch_size
-from raysgd._class_trainer import ClassTrainer, NotYet
+from raysgd import _checks
 from raysgd._fitting import check_progress
 from raysgd._paths import check_path
 from raysgd._state_codec import EncodedState, decode, lend
-from raysgd.backends.base import Backend
 from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.torch import TorchBackend
-from raysgd.engine import results
-from raysgd.engine.controller import Call, ElasticController
-from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, merged
+from raysgd.engine.backend import Backend
+from raysgd.engine.call import Call
+from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot, own_states
 from raysgd.engine.types import Resources, World
 from raysgd.engine.worker_group import Storing
 from raysgd.exceptions import UnevenStepsError
+from raysgd.replicas import results
+from raysgd.replicas.batching import split_batch_size
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, merged
+from raysgd.replicas.trainer import ClassTrainer, NotYet
 from raysgd.torch import arguments, checkpoint_file, constants, rng
 from raysgd.torch.precision import choose_precision
 from raysgd.torch.progress import ProgressBar
@@ -160,10 +161,10 @@ class TorchTrainer(ClassTrainer):
         data_loader_args: Any = None,
         **unknown: Any,
     ) -> None:
-        num_workers = _class_arguments.check_num_workers(
+        num_workers = _checks.check_num_workers(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
         )
-        _class_arguments.refuse_text(
+        _checks.refuse_text(
             wrap_ddp=wrap_ddp, use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler, use_local=use_local
         )
         arguments.refuse_creators(model_creator, data_creator, optimizer_creator, scheduler_creator, loss_creator)
@@ -180,9 +181,9 @@ class TorchTrainer(ClassTrainer):
             )
         arguments.refuse_retired(data_loader_args=data_loader_args or None)
         arguments.validate_scheduler_step_freq(scheduler_step_freq)
-        _class_arguments.refuse_unknown("TorchTrainer", unknown, TorchTrainer.__init__.__annotations__)
+        _checks.refuse_unknown("TorchTrainer", unknown, TorchTrainer.__init__.__annotations__)
         arguments.check_operator_class(training_operator_cls)
-        _class_arguments.check_elastic(
+        _checks.check_elastic(
             num_workers,
             recovery=recovery,
             min_workers=min_workers,
@@ -193,7 +194,7 @@ class TorchTrainer(ClassTrainer):
             form_timeout_s=form_timeout_s,
             settle_timeout_s=settle_timeout_s,
         )
-        _class_arguments.check_kinds(config, initialization_hook, num_cpus_per_worker)
+        _checks.check_kinds(config, initialization_hook, num_cpus_per_worker)
         chosen = choose_precision(use_fp16, precision)
         if use_tqdm:
             arguments.check_tqdm()
@@ -238,7 +239,7 @@ class TorchTrainer(ClassTrainer):
         self._writer = checkpoint_file.AsyncWriter()
         self._begin(self._make_controller())
         self._check_same_data(("train_data", "validation_data"), "pass `add_dist_sampler=False`")
-        _class_arguments.warn_of_obstacle(
+        _checks.warn_of_obstacle(
             self._facts.epoch_obstacle,
             snapshot_every_n_steps=snapshot_every_n_steps,
             resize_check_s=resize_check_s,
@@ -302,10 +303,10 @@ class TorchTrainer(ClassTrainer):
             WorkerError: The operator raised; also of the class that it raised. Never retried.
             WorkersLostError: Workers were lost and the retries are used up.
         """
-        _class_arguments.check_max_retries(max_retries)
-        _class_arguments.refuse_text(profile=profile, reduce_results=reduce_results)
-        num_steps = _class_arguments.check_num_steps(num_steps)
-        info = _class_arguments.check_info(info)
+        _checks.check_max_retries(max_retries)
+        _checks.refuse_text(profile=profile, reduce_results=reduce_results)
+        num_steps = _checks.check_num_steps(num_steps)
+        info = _checks.check_info(info)
         arguments.check_dataset(dataset)
         with ExitStack() as stack:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
@@ -313,7 +314,7 @@ class TorchTrainer(ClassTrainer):
             requests = partial(self._requests, num_steps, profile, info, dataset, tick)
             resume = TorchRunner.resume_epoch if dataset is None else None
             call = Call(
-                TorchRunner.train_epoch, requests, changes_state=True, keeps_alike=True, tick=tick, resume=resume
+                TorchRunner.train_epoch, requests, changes_state=True, keeps_alike=True, on_wait=tick, resume=resume
             )
             answers = self._run_training(call, max_retries)
             self._check_even_steps(answers)
@@ -331,9 +332,9 @@ class TorchTrainer(ClassTrainer):
         info: Mapping[str, Any] | None = None,
     ) -> Any:
         """Evaluates on the validation loader, every sample once; arguments and result as in `train`, no `epoch`."""
-        _class_arguments.refuse_text(profile=profile, reduce_results=reduce_results)
-        num_steps = _class_arguments.check_num_steps(num_steps)
-        info = _class_arguments.check_info(info)
+        _checks.refuse_text(profile=profile, reduce_results=reduce_results)
+        num_steps = _checks.check_num_steps(num_steps)
+        info = _checks.check_info(info)
         requests = partial(self._requests, num_steps, profile, info, None, None)
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         answers = self._run_validation(call)
@@ -456,7 +457,7 @@ class TorchTrainer(ClassTrainer):
                 URI.
         """
         check_path("checkpoint", checkpoint)
-        _class_arguments.refuse_text(blocking=blocking, weights_only=weights_only)
+        _checks.refuse_text(blocking=blocking, weights_only=weights_only)
         snapshot = self._snapshot()
         state = decode(snapshot.shared_state, copy=False)
         state = as_in_file(state)
@@ -482,7 +483,7 @@ class TorchTrainer(ClassTrainer):
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
         check_path("checkpoint", checkpoint)
-        _class_arguments.refuse_text(weights_only=weights_only)
+        _checks.refuse_text(weights_only=weights_only)
         with ExitStack() as held:
             file = held.enter_context(checkpoint_file.mapped(checkpoint, weights_only=weights_only))
             content = self._checked(file.state, is_file=True)

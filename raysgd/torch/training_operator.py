@@ -27,10 +27,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd._meters import AverageMeterCollection, as_weight
 from raysgd._timers import TimerCollection
-from raysgd.engine.epochs import bind_batch_info
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError, NotRegisteredError
-from raysgd.torch import batches, registry
+from raysgd.replicas.epochs import bind_batch_info
+from raysgd.torch import batches, registration
 from raysgd.torch.accuracy import accuracy, compared_by, watching
 from raysgd.torch.blocks import checkpoint_activations
 from raysgd.torch.constants import (
@@ -384,8 +384,8 @@ class TrainingOperator:
         """
         _refuse_unknown(unknown)
         ddp_args, apex_args = _options("ddp_args", ddp_args), _options("apex_args", apex_args)
-        model_parts, optimizer_parts = registry.models_of(models), registry.optimizers_of(optimizers)
-        scheduler_parts, criterion = registry.schedulers_of(schedulers), registry.criterion_of(criterion)
+        model_parts, optimizer_parts = registration.models_of(models), registration.optimizers_of(optimizers)
+        scheduler_parts, criterion = registration.schedulers_of(schedulers), registration.criterion_of(criterion)
         if scheduler_parts is not None and self.scheduler_step_freq is None:
             raise ValueError(
                 '`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass "batch" or "epoch" '
@@ -395,7 +395,7 @@ class TrainingOperator:
         placed = [self._build(self._place(model)) for model in model_parts.items]
         self._criterion = self._place(criterion) if criterion is not None else None
         self._check_parameters(optimizer_parts.items, [*placed, self._criterion])
-        own_of_criterion = registry.own_parameters(self._criterion, placed)
+        own_of_criterion = registration.own_parameters(self._criterion, placed)
         prepared, optimizers = self._precision.prepare(
             placed,
             optimizer_parts.items,
@@ -426,7 +426,7 @@ class TrainingOperator:
         """Refuses, or with one worker warns of, optimizers that train what nobody averages or saves."""
         if self._is_distributed and not self._parallel.synchronizes:
             return  # the user keeps the replicas equal
-        found = registry.outsiders(optimizers, [part for part in parts if isinstance(part, torch.nn.Module)], self)
+        found = registration.outsiders(optimizers, [part for part in parts if isinstance(part, torch.nn.Module)], self)
         if not found:
             return
         words = (
@@ -479,8 +479,8 @@ class TrainingOperator:
         A `DataLoader` over a map-style dataset is divided over the workers, in the order that it asks for itself; its
         `batch_size` is that of one worker. Any other iterable is used as it is, by every worker.
         """
-        registry.check_loader("train_loader", train_loader)
-        registry.check_loader("validation_loader", validation_loader)
+        registration.check_loader("train_loader", train_loader)
+        registration.check_loader("validation_loader", validation_loader)
         self._train_loader, self._train_data = self._divide(train_loader, training=True)
         self._validation_loader, self._validation_data = self._divide(validation_loader, training=False)
         self.__dict__.setdefault("train_loader", self._train_loader)

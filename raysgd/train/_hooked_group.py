@@ -5,11 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import GroupReport
-from raysgd.engine.worker_group import GroupSpec
 from raysgd.engine.worker_group import WorkerGroup as EngineGroup
 from raysgd.train.backend import Backend, BackendConfig
-from raysgd.train.worker_group import Guest, LostDuringCallError, WorkerGroup
+from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, WorkerObject
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ class HookedGroup(EngineGroup):
         backend: The plug-in.
         config: What the plug-in was chosen with.
         on_started: Told of the face with which the group can be reached.
-        guest: What every worker makes an object of, as the last step of its start; None for nothing.
+        worker_object: What every worker makes an object of, as the last step of its start; None for nothing.
         before_end: Called before the workers are ended, in whatever way, once.
     """
 
@@ -34,14 +34,14 @@ class HookedGroup(EngineGroup):
         backend: Backend,
         config: BackendConfig,
         on_started: Callable[[WorkerGroup], None],
-        guest: Guest | None = None,
+        worker_object: WorkerObject | None = None,
         before_end: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(spec, num_workers)
         self._resources = spec.resources
         self._backend, self._config = backend, config
         self._on_started = on_started
-        self._guest = guest
+        self._worker_object = worker_object
         self._before_end: Callable[[], None] | None = before_end
         self._face: WorkerGroup | None = None
 
@@ -53,8 +53,8 @@ class HookedGroup(EngineGroup):
         try:
             self._face = WorkerGroup.of(self, self._resources)
             self._backend.on_start(self._face, self._config)
-            if self._guest is not None:
-                self._face.invite(self._guest)
+            if self._worker_object is not None:
+                self._face.invite(self._worker_object)
         except LostDuringCallError as lost:
             self.kill()
             return lost.report

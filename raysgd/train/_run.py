@@ -14,14 +14,15 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from raysgd._state_codec import EncodedState, decode, lend
-from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.call import Call
+from raysgd.engine.controller import ElasticController
 from raysgd.engine.policies import RetryBudget
 from raysgd.engine.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
 from raysgd.train import session
-from raysgd.train._hand_off import Ended
+from raysgd.train._mailbox import Ended
 from raysgd.train.checkpoint import CheckpointLostError, CheckpointManager
-from raysgd.train.session import Message, Order, Parcel, TrainingResultType
+from raysgd.train.session import CheckpointRef, FunctionSpec, Message, TrainingResultType
 
 logger = logging.getLogger(__name__)
 
@@ -33,14 +34,14 @@ class Step:
     Attributes:
         kind: Metrics or a checkpoint; None when all functions have ended.
         data: The encoded metrics of all workers, or what the functions returned, by rank.
-        parcel: The checkpoint, if there is one.
+        checkpoint_ref: The checkpoint, if there is one.
         source: The rank that has it.
         refused: The tokens of checkpoints that other ranks have too, and wait to hear about, by rank.
     """
 
     kind: TrainingResultType | None
     data: tuple[Any, ...]
-    parcel: Parcel | None = None
+    checkpoint_ref: CheckpointRef | None = None
     source: int = 0
     refused: tuple[tuple[int, int], ...] = ()
 
@@ -69,10 +70,10 @@ def check_step(messages: Sequence[Message | Ended]) -> Step:
             f"The functions are out of step: {_ranks(saving)} called `save_checkpoint` where the others called "
             "`report`. Every worker has to make the same number and order of calls."
         )
-    parcels = {rank: message.parcel for rank, message in enumerate(found) if message.parcel is not None}
-    source = min(parcels, default=0)
-    refused = tuple((rank, p.token) for rank, p in parcels.items() if rank != source and p.token is not None)
-    return Step(kinds.pop(), tuple(message.data for message in found), parcels.get(source), source, refused)
+    refs = {rank: m.checkpoint_ref for rank, m in enumerate(found) if m.checkpoint_ref is not None}
+    source = min(refs, default=0)
+    refused = tuple((rank, p.token) for rank, p in refs.items() if rank != source and p.token is not None)
+    return Step(kinds.pop(), tuple(message.data for message in found), refs.get(source), source, refused)
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -96,7 +97,7 @@ class FunctionRun:
 
     Args:
         controller: Keeps the workers alive.
-        order: What to run.
+        spec: What to run.
         decode: Undoes the encoding of what leaves a worker.
         checkpoints: Takes the checkpoints, and knows which one to go on from.
         shards: The data; None when there is none.
@@ -110,7 +111,7 @@ class FunctionRun:
     def __init__(
         self,
         controller: ElasticController,
-        order: Order,
+        spec: FunctionSpec,
         decode: Callable[[Any], dict[str, Any]],
         checkpoints: CheckpointManager,
         shards: Shards | None,
@@ -121,7 +122,7 @@ class FunctionRun:
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._controller = controller
-        self._order = order
+        self._spec = spec
         self._decode = decode
         self._checkpoints = checkpoints
         self._shards = shards
@@ -157,9 +158,9 @@ class FunctionRun:
         """
         with self._aborted_on_error():
             step = check_step(self._call(session.take_step))
-            if step.parcel is not None:
-                self._take(step, step.parcel)
-            self.may_restart = step.parcel is not None
+            if step.checkpoint_ref is not None:
+                self._take(step, step.checkpoint_ref)
+            self.may_restart = step.checkpoint_ref is not None
             if step.kind is None:
                 self.is_over = True
                 self.returned = list(step.data)
@@ -251,25 +252,25 @@ class FunctionRun:
 
     def _to_start(self, num_workers: int) -> list[tuple[Any, ...]]:
         self._before_start()
-        order = replace(self._order, is_muted=self._is_muted)
+        spec = replace(self._spec, is_muted=self._is_muted)
         checkpoint = self._checkpoints.restart_point
         packed: Any = None
         if checkpoint is not None:
             [packed, *_] = self._controller.group.share(lend(checkpoint))
         if self._shards is None:
-            return [(order, packed, None)] * num_workers  # one object: the engine then packs it once
-        return [(order, packed, shard) for shard in self._shards.of(num_workers)]
+            return [(spec, packed, None)] * num_workers  # one object: the engine then packs it once
+        return [(spec, packed, shard) for shard in self._shards.of(num_workers)]
 
-    def _take(self, step: Step, parcel: Parcel) -> None:
+    def _take(self, step: Step, checkpoint_ref: CheckpointRef) -> None:
         for rank, token in step.refused:
-            self._controller.group.submit_beside(rank, session.refuse_parcel, token)
-        self._checkpoints.add(parcel.score, self._receiver(parcel, step.source))
+            self._controller.group.submit_beside(rank, session.refuse_checkpoint, token)
+        self._checkpoints.add(checkpoint_ref.score, self._receiver(checkpoint_ref, step.source))
 
-    def _receiver(self, parcel: Parcel, source: int) -> Callable[[], dict[str, Any]]:
+    def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
         """Gets a checkpoint: out of the message, or from the worker that holds it."""
-        if parcel.token is None:
-            return lambda: self._unpacked(parcel.data)
-        transfer = self._controller.group.fetch(source, session.fetch_parcel, parcel.token)
+        if checkpoint_ref.token is None:
+            return lambda: self._unpacked(checkpoint_ref.data)
+        transfer = self._controller.group.fetch(source, session.fetch_checkpoint, checkpoint_ref.token)
         return lambda: self._unpacked(_arrived(transfer))
 
     def _unpacked(self, data: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysgd._lazy import lazy_names
-from raysgd.backends.base import Backend as Connection
+from raysgd.engine.backend import Backend as Connection
 from raysgd.engine.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 from raysgd.train.checkpoint import CheckpointManager
@@ -100,7 +100,7 @@ class Unconnected(Connection):
     def load(self) -> None:
         """There is no framework to import."""
 
-    def open_door(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str, rank: int) -> int:
         return 0
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
@@ -136,8 +136,8 @@ class Placed(Connection):
     def load(self) -> None:
         self.inner.load()
 
-    def open_door(self, host: str, rank: int) -> int:
-        return self.inner.open_door(host, rank)
+    def open_endpoint(self, host: str, rank: int) -> int:
+        return self.inner.open_endpoint(host, rank)
 
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         for name, value in self.variables(rendezvous, world).items():

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._atomic_file import replacing
-from raysgd._class_arguments import is_integer
+from raysgd._checks import is_integer
 from raysgd._paths import check_local
 from raysgd.train.constants import TIMESTAMP, TRAIN_CHECKPOINT_SUBDIR
 

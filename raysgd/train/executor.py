@@ -12,14 +12,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from raysgd._class_arguments import MAX_WORKERS, MIN_HEARTBEAT_S, check_seconds
+from raysgd._checks import MAX_WORKERS, MIN_HEARTBEAT_S, check_seconds
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import History
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
 from raysgd.engine.resources import draining_nodes, ensure_ray
 from raysgd.engine.types import Resources
-from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     TrainBackendError,
@@ -32,9 +32,9 @@ from raysgd.train._run import FunctionRun, Step, restarts_allowed
 from raysgd.train._shards import DividedData, check_dataset
 from raysgd.train.backend import BackendConfig, Placed, backend_of
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
-from raysgd.train.session import FunctionSession, Order, TrainingResult, TrainingResultType
+from raysgd.train.session import FunctionSession, FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train.utils import without_arguments
-from raysgd.train.worker_group import Guest, LostDuringCallError, WorkerGroup, check_group, gather
+from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, WorkerObject, check_group, gather
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +130,12 @@ class BackendExecutor:
         """
         if self._controller is not None:
             raise RuntimeError("The workers were started already: call `shutdown` before another `start`.")
-        guest = Guest(train_cls, tuple(train_cls_args or ()), train_cls_kwargs or {}) if train_cls is not None else None
-        controller = self._make_controller(initialization_hook, guest)
+        worker_object = (
+            WorkerObject(train_cls, tuple(train_cls_args or ()), train_cls_kwargs or {})
+            if train_cls is not None
+            else None
+        )
+        controller = self._make_controller(initialization_hook, worker_object)
         ensure_ray()
         self._budget.renew()
         try:
@@ -143,7 +147,7 @@ class BackendExecutor:
             raise
         self._controller = controller
 
-    def _make_controller(self, hook: Callable[[], Any] | None, guest: Guest | None) -> ElasticController:
+    def _make_controller(self, hook: Callable[[], Any] | None, worker_object: WorkerObject | None) -> ElasticController:
         connection = self._config.connection(self._resources.num_gpus)
         if isinstance(connection, Placed):
             connection.shares_gpus = self._shares_gpus
@@ -164,7 +168,7 @@ class BackendExecutor:
             ScalingPolicy(max_workers=self._max_workers, min_workers=self._min_workers),
             FailurePolicy(),
             make_group=lambda spec, size: HookedGroup(
-                spec, size, self._backend, self._config, self._note_group, guest, self._await_checkpoint
+                spec, size, self._backend, self._config, self._note_group, worker_object, self._await_checkpoint
             ),
             release_timeout_s=_RELEASE_S,
             rules=ElasticRules(leaving_nodes=self._leaving_nodes),
@@ -235,7 +239,7 @@ class BackendExecutor:
         function = without_arguments(train_func, config)
         check_dataset(dataset)
         self.checkpoint_manager.begin_run(run_dir, checkpoint, checkpoint_strategy, latest_checkpoint_id)
-        order = Order(
+        spec = FunctionSpec(
             function,
             self._backend.encode_data,
             self.checkpoint_manager.score_attribute,
@@ -244,7 +248,7 @@ class BackendExecutor:
         )
         self._run = FunctionRun(
             controller,
-            order,
+            spec,
             self._backend.decode_data,
             self.checkpoint_manager,
             DividedData(dataset, self._put, self._actors) if dataset is not None else None,
@@ -307,7 +311,7 @@ class BackendExecutor:
         return [TrainingResult(step.kind, self._saved_by(rank, step)) for rank in range(len(step.data))]
 
     def _saved_by(self, rank: int, step: Step) -> dict[str, Any]:
-        is_source = step.parcel is not None and rank == step.source
+        is_source = step.checkpoint_ref is not None and rank == step.source
         return self.checkpoint_manager.latest_checkpoint or {} if is_source else {}
 
     def pause_reporting(self) -> None:
@@ -480,7 +484,7 @@ def as_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
     """The smallest and the largest number of workers.
 
     Raises:
-        ValueError: Neither a positive integer nor a pair of such, in order.
+        ValueError: Neither a positive integer nor a pair of such, in spec.
     """
     pair = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
     if (

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raysgd.backends.base import Backend as Connection
 from raysgd.backends.horovod import HorovodBackend, import_horovod
+from raysgd.engine.backend import Backend as Connection
 from raysgd.train.backend import Backend, BackendConfig, Placed
 
 import_horovod()

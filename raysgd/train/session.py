@@ -19,10 +19,10 @@ from typing import Any
 
 from raysgd._state_codec import StateEncoder, decode
 from raysgd.engine.replica import Capture
-from raysgd.engine.types import Beat, World
+from raysgd.engine.types import Heartbeat, World
 from raysgd.exceptions import SessionMisuseError as SessionMisuseError  # is found here too
 from raysgd.exceptions import TrainBackendError
-from raysgd.train._hand_off import Ended, HandOff
+from raysgd.train._mailbox import Ended, Mailbox
 from raysgd.train._shards import with_to_torch
 from raysgd.train.constants import (
     DATE,
@@ -57,7 +57,7 @@ class TrainingResult:
 
 
 @dataclass(frozen=True)
-class Parcel:
+class CheckpointRef:
     """A checkpoint on its way to the driver.
 
     Attributes:
@@ -77,11 +77,11 @@ class Message:
 
     kind: TrainingResultType
     data: Any = None
-    parcel: Parcel | None = None
+    checkpoint_ref: CheckpointRef | None = None
 
 
 @dataclass(frozen=True)
-class Order:
+class FunctionSpec:
     """What a worker needs to know to run a function.
 
     Attributes:
@@ -111,7 +111,7 @@ class Order:
             raise explained.with_traceback(error.__traceback__) from error
 
 
-class Parcels:
+class PendingCheckpoints:
     """Checkpoints that wait in this worker for the driver.
 
     Those of rank 0 are copies, which the driver is sure to fetch. What another rank reports is copied only if the
@@ -187,10 +187,10 @@ class Session:
 
     Args:
         world: This worker's place.
-        order: What to run.
+        spec: What to run.
         checkpoint: What to go on from.
         shard: This worker's part of the data, or a dict of such parts.
-        parcels: Where large checkpoints wait.
+        pending: Where large checkpoints wait.
     """
 
     # What leaves the worker is prepared by the backend, then encoded in the thread of the function: with one copy, in
@@ -199,22 +199,22 @@ class Session:
     def __init__(
         self,
         world: World,
-        order: Order,
+        spec: FunctionSpec,
         checkpoint: dict[str, Any] | None = None,
         shard: Any = None,
-        parcels: Parcels | None = None,
+        pending: PendingCheckpoints | None = None,
     ) -> None:
         self.world = world
         self.checkpoint = checkpoint
         self.shard = with_to_torch(shard)
         self.accelerator: Any = None
-        self.is_muted = order.is_muted
+        self.is_muted = spec.is_muted
         self.iteration = 0
-        self._order = order
+        self._spec = spec
         self._began = self._last_report = time.monotonic()
-        self._parcels = parcels or Parcels()
+        self._pending_checkpoints = pending or PendingCheckpoints()
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()  # two, as one is in GB and the other is not
-        self.hand_off = HandOff(order.run)
+        self.mailbox = Mailbox(spec.run)
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> None:
         """Hands metrics over, and perhaps a checkpoint with them."""
@@ -222,35 +222,35 @@ class Session:
             self.checkpoint = dict(checkpoint)
         if self.is_muted and checkpoint is None:
             return
-        data = self._packed(self._order.encode(self._filled(dict(metrics))))
+        data = self._packed(self._spec.encode(self._filled(dict(metrics))))
         if checkpoint is None:
-            self.hand_off.offer(Message(TrainingResultType.REPORT, data))
+            self.mailbox.offer(Message(TrainingResultType.REPORT, data))
         elif self.world.rank == 0:
-            self.hand_off.offer(Message(TrainingResultType.REPORT, data, self._parcel(checkpoint)))
+            self.mailbox.offer(Message(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
         else:
             self._offer_in_case(data, checkpoint)
 
     def _offer_in_case(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
         """Hands metrics over, and a checkpoint that the driver wants only if no lower rank has one."""
         content = self._content(checkpoint)
-        token = self._parcels.announce()
-        parcel = Parcel(content.get(self._order.score_attribute), token=token)
-        self.hand_off.offer(Message(TrainingResultType.REPORT, data, parcel))
-        self._parcels.settle(token, lambda: self._checkpoints.encode(self._order.encode(content)))
+        token = self._pending_checkpoints.announce()
+        checkpoint_ref = CheckpointRef(content.get(self._spec.score_attribute), token=token)
+        self.mailbox.offer(Message(TrainingResultType.REPORT, data, checkpoint_ref))
+        self._pending_checkpoints.settle(token, lambda: self._checkpoints.encode(self._spec.encode(content)))
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Hands a checkpoint over. Only rank 0's is kept, but the step is one of all ranks."""
         self.checkpoint = checkpoint
-        parcel = self._parcel(checkpoint) if self.world.rank == 0 else None
-        self.hand_off.offer(Message(TrainingResultType.CHECKPOINT, None, parcel))
+        checkpoint_ref = self._checkpoint_ref(checkpoint) if self.world.rank == 0 else None
+        self.mailbox.offer(Message(TrainingResultType.CHECKPOINT, None, checkpoint_ref))
 
-    def _parcel(self, checkpoint: Mapping[str, Any]) -> Parcel:
+    def _checkpoint_ref(self, checkpoint: Mapping[str, Any]) -> CheckpointRef:
         content = self._content(checkpoint)
-        score = content.get(self._order.score_attribute)
-        encoded = self._checkpoints.encode(self._order.encode(content))
+        score = content.get(self._spec.score_attribute)
+        encoded = self._checkpoints.encode(self._spec.encode(content))
         if len(encoded.skeleton) + encoded.num_bytes < _INLINE_BYTES:
-            return Parcel(score, encoded)
-        return Parcel(score, token=self._parcels.keep(encoded))
+            return CheckpointRef(score, encoded)
+        return CheckpointRef(score, token=self._pending_checkpoints.keep(encoded))
 
     def _content(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         return {**checkpoint, TIMESTAMP: int(time.time())}
@@ -269,7 +269,7 @@ class Session:
         self._last_report = now
         metrics[TIMESTAMP] = int(time.time())
         metrics[TRAINING_ITERATION] = self.iteration
-        if self._order.is_detailed:
+        if self._spec.is_detailed:
             metrics[DATE] = time.strftime("%Y-%m-%d_%H-%M-%S")
             metrics[HOSTNAME] = socket.gethostname()
             metrics[NODE_IP] = _node_ip()
@@ -302,14 +302,14 @@ class FunctionSession:
     def __init__(self, world: World) -> None:
         self.world = world
         self._session: Session | None = None
-        self._parcels = Parcels()
+        self._pending_checkpoints = PendingCheckpoints()
         self._num_messages = 0
-        self.guest: Any = None
+        self.worker_object: Any = None
 
     def setup(self) -> None:
         """There is nothing to build before there is a function."""
 
-    def begin(self, order: Order, checkpoint: dict[str, Any] | None, shard: Any) -> None:
+    def begin(self, spec: FunctionSpec, checkpoint: dict[str, Any] | None, shard: Any) -> None:
         """Starts a function.
 
         Raises:
@@ -318,9 +318,9 @@ class FunctionSession:
         global _current
         if self._session is not None:
             raise TrainBackendError("a function is running in this worker already")
-        self._parcels.clear()
-        self._session = _current = Session(self.world, order, checkpoint, shard, self._parcels)
-        self._session.hand_off.start()
+        self._pending_checkpoints.clear()
+        self._session = _current = Session(self.world, spec, checkpoint, shard, self._pending_checkpoints)
+        self._session.mailbox.start()
 
     def next(self) -> Message | Ended:
         """The function's next message, waiting for it.
@@ -331,9 +331,9 @@ class FunctionSession:
         """
         session = self._running()
         try:
-            message = session.hand_off.take()
+            message = session.mailbox.take()
             while session.is_muted and _is_mere_report(message):
-                message = session.hand_off.take()
+                message = session.mailbox.take()
         except SystemExit:
             _leave_process()
             raise
@@ -354,8 +354,8 @@ class FunctionSession:
         """Ends the function at its next message; returns False when it did not come to one in time."""
         if self._session is None:
             return True
-        self._parcels.clear()  # a function that waits for the driver's word goes on to its next message
-        is_over = self._session.hand_off.cancel(_PATIENCE_S)
+        self._pending_checkpoints.clear()  # a function that waits for the driver's word goes on to its next message
+        is_over = self._session.mailbox.cancel(_PATIENCE_S)
         self._close()
         return is_over
 
@@ -378,21 +378,21 @@ class FunctionSession:
 
     def fetch(self, token: int) -> Any:
         """A checkpoint that was too large to travel with its message."""
-        return self._parcels.fetch(token)
+        return self._pending_checkpoints.fetch(token)
 
     def refuse(self, token: int) -> None:
         """Says that the driver will not fetch a checkpoint."""
-        self._parcels.refuse(token)
+        self._pending_checkpoints.refuse(token)
 
     def restore(self, shared_state: Any, own_state: Any) -> None:
         """Nothing: the next call starts the function, from the newest checkpoint."""
 
-    def beat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """A sign of life."""
         session = self._session
         if session is None:
-            return Beat()
-        return Beat(epoch=session.iteration, step=self._num_messages, phase="in the function")
+            return Heartbeat()
+        return Heartbeat(epoch=session.iteration, step=self._num_messages, phase="in the function")
 
     def shutdown(self) -> None:
         """Leaves the function behind; its thread ends with the process."""
@@ -400,7 +400,7 @@ class FunctionSession:
 
 
 def _is_mere_report(message: Any) -> bool:
-    return isinstance(message, Message) and message.kind is TrainingResultType.REPORT and message.parcel is None
+    return isinstance(message, Message) and message.kind is TrainingResultType.REPORT and message.checkpoint_ref is None
 
 
 def _leave_process() -> None:
@@ -428,11 +428,11 @@ def mute(replica: FunctionSession, *start: Any) -> None:
 
 
 def _start(replica: FunctionSession, start: Sequence[Any]) -> None:
-    """Starts the function if told how: with its order, its encoded checkpoint, and its shard of the data."""
+    """Starts the function if told how: with its spec, its encoded checkpoint, and its shard of the data."""
     if not start:
         return
-    order, checkpoint, shard = start
-    replica.begin(order, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
+    spec, checkpoint, shard = start
+    replica.begin(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
 
 
 def end_function(replica: FunctionSession) -> bool:
@@ -440,12 +440,12 @@ def end_function(replica: FunctionSession) -> bool:
     return replica.end()
 
 
-def fetch_parcel(replica: FunctionSession, token: int) -> Any:
+def fetch_checkpoint(replica: FunctionSession, token: int) -> Any:
     """See `FunctionSession.fetch`."""
     return replica.fetch(token)
 
 
-def refuse_parcel(replica: FunctionSession, token: int) -> None:
+def refuse_checkpoint(replica: FunctionSession, token: int) -> None:
     """See `FunctionSession.refuse`."""
     replica.refuse(token)
 

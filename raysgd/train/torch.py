@@ -24,12 +24,12 @@ require("torch", extra="torch", purpose="`raysgd.train.torch`")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from raysgd._class_arguments import check_seconds  # noqa: E402
+from raysgd._checks import check_seconds  # noqa: E402
 from raysgd._paths import check_local  # noqa: E402
-from raysgd.backends.base import FORM_TIMEOUT_S  # noqa: E402
-from raysgd.backends.base import Backend as Connection  # noqa: E402
 from raysgd.backends.torch import TorchBackend as ProcessGroup  # noqa: E402
 from raysgd.backends.torch import end_process_group  # noqa: E402
+from raysgd.engine.backend import FORM_TIMEOUT_S  # noqa: E402
+from raysgd.engine.backend import Backend as Connection  # noqa: E402
 from raysgd.exceptions import SessionMisuseError  # noqa: E402
 from raysgd.torch.options import FSDPOptions  # noqa: E402
 from raysgd.torch.parallel import DDP, NoParallel  # noqa: E402

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd._class_arguments import check_amount, is_integer, refuse_text
+from raysgd._checks import check_amount, is_integer, refuse_text
 from raysgd._paths import check_path
 from raysgd.engine.history import History
 from raysgd.engine.resources import cluster_view

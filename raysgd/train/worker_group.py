@@ -11,12 +11,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._class_arguments import check_amount
+from raysgd._checks import check_amount
 from raysgd.engine.failures import classify
 from raysgd.engine.gathering import Listener
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import num_fitting
 from raysgd.engine.types import GroupReport, Resources
-from raysgd.engine.worker_group import GroupSpec
 from raysgd.engine.worker_group import WorkerGroup as EngineGroup
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
@@ -130,7 +130,7 @@ class Worker:
 
 
 @dataclass(frozen=True)
-class Guest:
+class WorkerObject:
     """A class of the user's, of which every worker makes an object with these arguments."""
 
     made_by: type[Any]
@@ -138,9 +138,9 @@ class Guest:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_guest(replica: FunctionSession, guest: Guest) -> None:
+def make_worker_object(replica: FunctionSession, worker_object: WorkerObject) -> None:
     """Makes the object of this worker."""
-    replica.guest = guest.made_by(*guest.args, **guest.kwargs)
+    replica.worker_object = worker_object.made_by(*worker_object.args, **worker_object.kwargs)
 
 
 def call_guest(replica: FunctionSession, name: str, /, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def call_guest(replica: FunctionSession, name: str, /, *args: Any, **kwargs: Any
     Raises:
         AttributeError: There is none of that name.
     """
-    return getattr(replica.guest, name)(*args, **kwargs)
+    return getattr(replica.worker_object, name)(*args, **kwargs)
 
 
 def describe_process() -> tuple[str, Any]:
@@ -243,7 +243,9 @@ class WorkerGroup:
         self.num_gpus_per_worker = num_gpus_per_worker
         self.additional_resources_per_worker = additional_resources_per_worker
         self._placement_group = placement_group
-        self._guest = Guest(actor_cls, tuple(actor_cls_args or ()), dict(actor_cls_kwargs or {})) if actor_cls else None
+        self._worker_object = (
+            WorkerObject(actor_cls, tuple(actor_cls_args or ()), dict(actor_cls_kwargs or {})) if actor_cls else None
+        )
         self._is_borrowed = False
         self._groups: list[EngineGroup] = []
         self.workers: list[Worker] = []
@@ -258,7 +260,7 @@ class WorkerGroup:
         face.num_gpus_per_worker = resources.num_gpus
         face.additional_resources_per_worker = resources.custom or None
         face._placement_group = "default"
-        face._guest = None
+        face._worker_object = None
         face._is_borrowed = True
         face._groups = []
         face.workers = Workers(group).describe()
@@ -295,8 +297,8 @@ class WorkerGroup:
         self._groups.append(group)
         try:
             workers = Workers(group).describe()
-            if self._guest is not None:
-                _invite(self._guest, workers)
+            if self._worker_object is not None:
+                _make_objects(self._worker_object, workers)
             self.workers += workers
         except BaseException:
             self._groups.remove(group)
@@ -315,14 +317,14 @@ class WorkerGroup:
                 f"its bundles are {list(bundles)}."
             )
 
-    def invite(self, guest: Guest) -> None:
+    def invite(self, worker_object: WorkerObject) -> None:
         """Makes an object of the user's class in every worker, to be reached through its handle.
 
         Raises:
             WorkerError: The class raised; of that class too.
             TrainingWorkerError: A worker died.
         """
-        _invite(guest, self.workers)
+        _make_objects(worker_object, self.workers)
 
     def remove_workers(self, worker_indexes: Sequence[int]) -> None:
         """Ends the workers at these indexes; those behind them move up."""
@@ -388,8 +390,10 @@ class WorkerGroup:
         return len(self.workers)
 
 
-def _invite(guest: Guest, workers: Sequence[Worker]) -> None:
-    gather([worker.actor.group.submit(worker.actor.rank, "host", make_guest, guest) for worker in workers])
+def _make_objects(worker_object: WorkerObject, workers: Sequence[Worker]) -> None:
+    gather(
+        [worker.actor.group.submit(worker.actor.rank, "host", make_worker_object, worker_object) for worker in workers]
+    )
 
 
 def check_group(num_workers: int, num_cpus_per_worker: float, num_gpus_per_worker: float) -> None:

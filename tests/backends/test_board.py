@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from raysgd.backends._board import Board, BoardTimeout
-from raysgd.backends._guests import Patience
-from raysgd.backends._mesh import Door, MeshBroken
+from raysgd.backends._mesh import Endpoint, MeshBroken
+from raysgd.backends._peers import Deadline
 from raysgd.backends._store import store_on
 from tests.fakes import meeting
 
@@ -22,10 +22,10 @@ LARGE = 2**22  # more than any buffer of a socket holds
 
 def boards_of(size: int) -> list[Board]:
     """The boards of each rank, as threads."""
-    doors = [Door(HERE) for _ in range(size)]
-    place = meeting(*(door.port for door in doors))
+    endpoints = [Endpoint(HERE) for _ in range(size)]
+    place = meeting(*(endpoint.port for endpoint in endpoints))
     with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(lambda rank: doors[rank].connect(place, rank, 1, Patience(20)), range(size)))
+        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, 1, Deadline(20)), range(size)))
     return [Board(rank, lane) for rank, [lane] in enumerate(found)]
 
 

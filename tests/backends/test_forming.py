@@ -18,14 +18,14 @@ HERE = "127.0.0.1"
 
 
 def form_groups(rank: int, said: Any, told: Any) -> None:
-    """One rank: opens its door, is told where the others are, adds up over all of them and over half of them."""
+    """One rank: opens its endpoint, is told where the others are, adds up over all of them and over half of them."""
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
     backend = TorchBackend(timeout_s=120)
     for _ in range(NUM_GROUPS):
-        said.put((rank, backend.open_door(HERE, rank)))
+        said.put((rank, backend.open_endpoint(HERE, rank)))
         backend.join(told.get(), World(rank, NUM_RANKS, rank, NUM_RANKS))
         numbers = torch.tensor([rank])
         dist.all_reduce(numbers)

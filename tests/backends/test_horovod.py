@@ -83,7 +83,7 @@ def test_what_the_user_tuned_is_left_alone() -> None:
 
 
 def join_alone(backend: HorovodBackend) -> Any:
-    backend.join(meeting(backend.open_door(HERE, 0)), World(0, 1))
+    backend.join(meeting(backend.open_endpoint(HERE, 0)), World(0, 1))
     return import_horovod()
 
 
@@ -115,7 +115,7 @@ def test_a_horovod_of_the_user_is_refused_with_advice_and_left_alone() -> None:
 @pytest.mark.parametrize("backend", [HorovodBackend(timeout_s=0.3), HorovodBackend(start_timeout_s=0.3)])
 def test_a_rank_that_never_comes_ends_the_wait_with_an_error(backend: HorovodBackend) -> None:
     before = dict(os.environ)
-    rendezvous = meeting(backend.open_door(HERE, 0))
+    rendezvous = meeting(backend.open_endpoint(HERE, 0))
     with pytest.raises(RendezvousFailed, match="another rank failed, or took too long") as caught:
         backend.join(rendezvous, World(0, 2))
     assert backend.is_connection_error(caught.value)
@@ -125,7 +125,7 @@ def test_a_rank_that_never_comes_ends_the_wait_with_an_error(backend: HorovodBac
 
 def test_an_interruption_ends_the_wait_at_once() -> None:
     backend = HorovodBackend()
-    rendezvous = meeting(backend.open_door(HERE, 0))
+    rendezvous = meeting(backend.open_endpoint(HERE, 0))
     backend.interrupt()
     with pytest.raises(RendezvousFailed, match="no answer from rank 0") as caught:
         backend.join(rendezvous, World(0, 2))
@@ -135,7 +135,7 @@ def test_an_interruption_ends_the_wait_at_once() -> None:
 
 def test_a_meeting_point_that_is_gone_is_a_broken_connection() -> None:
     first, second = HorovodBackend(), HorovodBackend()
-    rendezvous = meeting(first.open_door(HERE, 0))
+    rendezvous = meeting(first.open_endpoint(HERE, 0))
     first.leave()
     with pytest.raises(RendezvousFailed, match=r"no answer from rank 0 at 127.0.0.1:\d+: .*refused"):
         second.join(rendezvous, World(1, 2))
@@ -156,9 +156,9 @@ def test_it_travels_to_workers() -> None:
 def test_what_one_process_did_with_it_does_not_travel() -> None:
     """A driver that is a rank itself starts the next workers with the very backend that was interrupted in it."""
     backend = HorovodBackend()
-    backend.open_door(HERE, 0)
+    backend.open_endpoint(HERE, 0)
     backend.interrupt()
-    backend.open_door(HERE, 0)
+    backend.open_endpoint(HERE, 0)
     copy = pickle.loads(pickle.dumps(backend))
     assert (copy._is_interrupted, copy._server) == (False, None)
     backend.leave()

@@ -18,7 +18,7 @@ from raysgd.engine.types import Rendezvous, World
 
 
 def start(backend, size):
-    port = backend.open_door("127.0.0.1", 0)
+    port = backend.open_endpoint("127.0.0.1", 0)
     backend.join(Rendezvous((("127.0.0.1", port),), True), World(0, size, 0, size))
 
 

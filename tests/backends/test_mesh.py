@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.backends._guests import MeetingFailed, Patience
-from raysgd.backends._mesh import Door, Mesh, MeshBroken
+from raysgd.backends._mesh import Endpoint, Mesh, MeshBroken
+from raysgd.backends._peers import Deadline, MeetingFailed
 from tests.fakes import meeting
 
 HERE = "127.0.0.1"
@@ -22,11 +22,11 @@ LARGE = 8 * 2**20  # more than any buffer of a socket holds
 
 def connected(size: int, timeout_s: float = 20, num_lanes: int = 1) -> list[list[Mesh]]:
     """The meshes of each rank."""
-    doors = [Door(HERE) for _ in range(size)]
-    place = meeting(*(door.port for door in doors))
+    endpoints = [Endpoint(HERE) for _ in range(size)]
+    place = meeting(*(endpoint.port for endpoint in endpoints))
     with ThreadPoolExecutor(size) as pool:
-        patience = Patience(20)
-        found = list(pool.map(lambda rank: doors[rank].connect(place, rank, num_lanes, patience), range(size)))
+        deadline = Deadline(20)
+        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, num_lanes, deadline), range(size)))
     return [[Mesh(lane, timeout_s) for lane in lanes] for lanes in found]
 
 
@@ -156,24 +156,24 @@ def test_a_swap_may_wait_for_longer_than_a_system_call_can() -> None:
 
 
 def test_a_rank_that_is_gone_already_is_said_to_be() -> None:
-    gone, door = Door(HERE), Door(HERE)
-    place = meeting(gone.port, door.port)
+    gone, endpoint = Endpoint(HERE), Endpoint(HERE)
+    place = meeting(gone.port, endpoint.port)
     gone.close()
     with pytest.raises(MeetingFailed, match="rank 1 could not connect"):
-        door.connect(place, 1, 1, Patience(5))
+        endpoint.connect(place, 1, 1, Deadline(5))
 
 
 def test_others_that_nobody_hears_of_are_waited_for_no_longer_than_that() -> None:
-    door = Door(HERE)
+    endpoint = Endpoint(HERE)
     with pytest.raises(MeetingFailed, match="took too long"):
-        door.connect(meeting(door.port, 1), 0, 1, Patience(0.2))
+        endpoint.connect(meeting(endpoint.port, 1), 0, 1, Deadline(0.2))
 
 
 def test_nobody_listens_any_more_once_all_are_connected() -> None:
-    doors = [Door(HERE) for _ in range(2)]
-    place = meeting(*(door.port for door in doors))
+    endpoints = [Endpoint(HERE) for _ in range(2)]
+    place = meeting(*(endpoint.port for endpoint in endpoints))
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda rank: doors[rank].connect(place, rank, 1, Patience(20)), range(2)))
+        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, 1, Deadline(20)), range(2)))
     for _, port in place.addresses:
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection((HERE, port))

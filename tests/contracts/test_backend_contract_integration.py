@@ -16,12 +16,13 @@ import pytest
 import ray
 
 from raysgd.backends._sockets import listening_since, open_sockets
-from raysgd.backends.base import Backend
 from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend
 from raysgd.backends.torch import TorchBackend
+from raysgd.engine.backend import Backend
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import Rendezvous, Resources, World
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from tests.fakes import CountingReplica, NullBackend, meeting, raise_from_compiled_code
 
 pytestmark = pytest.mark.integration
@@ -94,16 +95,16 @@ class Rig:
     def join(self, case: Case, num_ranks: int) -> list[float]:
         """Connects the first processes to each other; the sums show that they are."""
         self.on_each(num_ranks, load, case.backend)
-        place = self.open_doors(case, num_ranks)
+        place = self.open_endpoints(case, num_ranks)
         calls = [
             self.on(rank, join_and_sum, case, place, World(rank, num_ranks, rank, num_ranks))
             for rank in range(num_ranks)
         ]
         return [answer.value for answer in ray.get(calls)]
 
-    def open_doors(self, case: Case, num_ranks: int) -> Rendezvous:
+    def open_endpoints(self, case: Case, num_ranks: int) -> Rendezvous:
         """Where the first processes listen."""
-        calls = [self.on(rank, open_door, case.backend, rank) for rank in range(num_ranks)]
+        calls = [self.on(rank, open_endpoint, case.backend, rank) for rank in range(num_ranks)]
         return meeting(*(answer.value for answer in ray.get(calls)))
 
     def leave(self, num_ranks: int) -> None:
@@ -119,10 +120,10 @@ def load(replica: Any, backend: Backend) -> None:
     backend.load()
 
 
-def open_door(replica: Any, backend: Backend, rank: int) -> int:
+def open_endpoint(replica: Any, backend: Backend, rank: int) -> int:
     replica.variables, replica.sockets = dict(os.environ), open_sockets()
     replica.backend = backend
-    return backend.open_door("127.0.0.1", rank)
+    return backend.open_endpoint("127.0.0.1", rank)
 
 
 def join_and_sum(replica: Any, case: Case, rendezvous: Rendezvous, world: World) -> float:
@@ -204,7 +205,7 @@ def test_leaving_without_having_joined_is_harmless(case: Case) -> None:
 
 def test_opening_a_meeting_point_that_nobody_comes_to_is_harmless(case: Case) -> None:
     backend: Backend = replace(case.backend)  # type: ignore[type-var]
-    assert backend.open_door("127.0.0.1", 0) > 0
+    assert backend.open_endpoint("127.0.0.1", 0) > 0
     backend.leave()
 
 
@@ -237,7 +238,7 @@ def test_a_peer_that_never_comes_counts_as_a_broken_connection(rig: Rig, case: C
 
 def test_a_process_is_in_one_group_of_replicas_at_a_time() -> None:
     pair = [TensorFlowBackend(timeout_s=20) for _ in range(2)]
-    place = meeting(*(backend.open_door("127.0.0.1", rank) for rank, backend in enumerate(pair)))
+    place = meeting(*(backend.open_endpoint("127.0.0.1", rank) for rank, backend in enumerate(pair)))
     joining = [threading.Thread(target=backend.join, args=(place, World(rank, 2))) for rank, backend in enumerate(pair)]
     for thread in joining:
         thread.start()
@@ -245,7 +246,7 @@ def test_a_process_is_in_one_group_of_replicas_at_a_time() -> None:
         thread.join(20)
     third = TensorFlowBackend(timeout_s=20)
     with pytest.raises(RuntimeError, match="shut that trainer down first"):
-        third.join(meeting(third.open_door("127.0.0.1", 0), 1), World(0, 2))
+        third.join(meeting(third.open_endpoint("127.0.0.1", 0), 1), World(0, 2))
     for backend in (third, *pair):
         backend.leave()
     assert "TF_CONFIG" not in os.environ
@@ -272,7 +273,7 @@ def torch_is_connected() -> bool:
 
 def test_a_process_group_of_the_user_is_refused_with_advice_and_left_alone(own_group: None) -> None:
     backend = TorchBackend()
-    port = backend.open_door("127.0.0.1", 0)
+    port = backend.open_endpoint("127.0.0.1", 0)
     with pytest.raises(RuntimeError, match=r"already.*destroy the other group or shut the other trainer down"):
         backend.join(meeting(port, 1), World(0, 2))
     backend.leave()
@@ -281,7 +282,7 @@ def test_a_process_group_of_the_user_is_refused_with_advice_and_left_alone(own_g
 
 def test_a_single_rank_neither_needs_nor_ends_a_process_group(own_group: None) -> None:
     backend = TorchBackend()
-    backend.join(meeting(backend.open_door("127.0.0.1", 0)), World(0, 1))
+    backend.join(meeting(backend.open_endpoint("127.0.0.1", 0)), World(0, 1))
     backend.leave()
     assert torch_is_connected()
 
@@ -289,7 +290,7 @@ def test_a_single_rank_neither_needs_nor_ends_a_process_group(own_group: None) -
 def test_a_single_rank_forms_a_group_where_it_is_asked_to() -> None:
     backend = TorchBackend(timeout_s=20)
     for _ in range(2):
-        backend.join(meeting(backend.open_door("127.0.0.1", 0)), World(0, 1), even_alone=True)
+        backend.join(meeting(backend.open_endpoint("127.0.0.1", 0)), World(0, 1), even_alone=True)
         assert torch_is_connected()
         backend.leave()
         assert not torch_is_connected()
@@ -297,7 +298,7 @@ def test_a_single_rank_forms_a_group_where_it_is_asked_to() -> None:
 
 def test_waiting_for_others_to_join_can_be_interrupted_from_another_thread() -> None:
     backend = TorchBackend("gloo", timeout_s=60)
-    place = meeting(backend.open_door("127.0.0.1", 0), 1)
+    place = meeting(backend.open_endpoint("127.0.0.1", 0), 1)
     errors: list[Exception] = []
 
     def join() -> None:
@@ -319,7 +320,7 @@ def test_a_group_that_could_not_be_formed_leaves_no_trace(monkeypatch: pytest.Mo
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     backend = TorchBackend("gloo", timeout_s=0.5)  # nobody else comes
     with pytest.raises(ConnectionError) as caught:
-        backend.join(meeting(backend.open_door("127.0.0.1", 0), 1), World(0, 2))
+        backend.join(meeting(backend.open_endpoint("127.0.0.1", 0), 1), World(0, 2))
     assert backend.is_connection_error(caught.value)
     assert os.environ.get("GLOO_SOCKET_IFNAME") == "lo"
     backend.leave()
@@ -520,7 +521,7 @@ def test_horovod_knows_which_ranks_share_a_node(rig: Rig) -> None:
     case = CASES["horovod"]
     worlds = [World(0, 3, 0, 1, 0, 2), World(1, 3, 0, 2, 1, 2), World(2, 3, 1, 2, 1, 2)]
     rig.on_each(3, load, case.backend)
-    place = replace(rig.open_doors(case, 3), on_one_node=False)
+    place = replace(rig.open_endpoints(case, 3), on_one_node=False)
     calls = [rig.on(world.rank, join_and_sum, case, place, world) for world in worlds]
     assert [answer.value for answer in ray.get(calls)] == [111.0] * 3
     assert rig.on_each(3, horovod_place) == [(0, 1, 0, 2), (0, 2, 1, 2), (1, 2, 0, 1)]

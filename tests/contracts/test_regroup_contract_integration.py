@@ -15,9 +15,10 @@ import pytest
 
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine import newcomers
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import choose_source, takers
 from raysgd.engine.types import GroupReport, Handover, Resources, World
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError
 from tests.failure_plan import FailurePlan
 from tests.fakes import NullBackend, SteppingReplica
@@ -59,7 +60,7 @@ def where(replica: SteppingReplica) -> tuple[int, int, int]:
     return replica.world.rank, replica.world.size, os.getpid()
 
 
-def primed(replica: SteppingReplica) -> bool:
+def warmed_up(replica: SteppingReplica) -> bool:
     return replica.is_primed
 
 
@@ -84,17 +85,17 @@ class Rig:
 
     def mend(self, survivors: list[int], num_new: int) -> GroupReport:
         """Lets the survivors go on with so many new ones."""
-        report = self.group.stand(survivors)
+        report = self.group.leave_group(survivors)
         assert report.ok, report
-        standings = report.values
-        source = choose_source(standings)
+        progress_reports = report.values
+        source = choose_source(progress_reports)
         assert source is not None
         self.group.let_go([rank for rank in range(len(self.group)) if rank not in survivors])
-        assert self.group.call_up(num_new, 3) == num_new
-        joining = self.group.recruits.take(num_new, PATIENCE_S)
+        assert self.group.start_standby(num_new, 3) == num_new
+        joining = self.group.standby.take(num_new, PATIENCE_S)
         assert len(joining) == num_new
         new_ranks = range(len(survivors), len(survivors) + num_new)
-        handover = Handover(source, (*takers(standings, source), *new_ranks))
+        handover = Handover(source, (*takers(progress_reports, source), *new_ranks))
         return self.group.regroup(survivors, joining, handover)
 
 
@@ -149,7 +150,7 @@ def test_survivors_of_a_killed_rank_go_on_where_they_were(make: Make, use_local:
     assert (len(rig.group), len(rig.group.worlds), len(rig.group.infos)) == (size, size, size)
     assert rig.pids()[:2] == [before[rank] for rank in survivors], "the same processes"
     assert rig.values(where) == [(rank, size, pid) for rank, pid in enumerate(rig.pids())]
-    assert rig.values(primed) == [False, False, *[True] * num_new]
+    assert rig.values(warmed_up) == [False, False, *[True] * num_new]
     assert rig.values(step_together, rig.plan) == [NUM_STEPS] * size, "no step is lost and none is done twice"
     assert not is_alive(before[lost])
 
@@ -188,10 +189,10 @@ def test_a_survivor_that_dies_meanwhile_is_told_when_it_is_to_stand(make: Make) 
     rig = make(backend=NullBackend(), make_replica=SteppingReplica)
     os.kill(rig.pids()[1], signal.SIGKILL)
     wait_until(lambda: not is_alive(rig.pids()[1]))
-    report = rig.group.stand([1, 2])
+    report = rig.group.leave_group([1, 2])
     [first, _] = report.outcomes
     assert (first.rank, first.failure.kind if first.failure else None) == (1, "died")
-    assert rig.group.stand([2]).ok
+    assert rig.group.leave_group([2]).ok
 
 
 def set_done(num_done: int, replica: SteppingReplica) -> None:
@@ -207,13 +208,13 @@ def test_ranks_answer_beside_their_work_without_those_that_are_late_and_say_how_
         assert answers == {rank: (rank, 3, rig.pids()[rank]) for rank in (0, 1)}
         assert set(rig.group.ask_beside("stack", ranks=[1])) == {1}
         call = rig.group.submit_beside(2, where)
-        assert not rig.group.hear(2, call).answered
+        assert not rig.group.poll(2, call).answered
     finally:
         os.kill(rig.pids()[2], signal.SIGCONT)
-    wait_until(lambda: rig.group.hear(2, call).answered)
-    assert rig.group.hear(2, call).value[0] == 2
-    standings = rig.group.stand([0, 2]).values
-    assert [(one.progress, one.words) for one in standings] == [(4, "4 steps done")] * 2
+    wait_until(lambda: rig.group.poll(2, call).answered)
+    assert rig.group.poll(2, call).value[0] == 2
+    progress_reports = rig.group.leave_group([0, 2]).values
+    assert [(one.progress, one.words) for one in progress_reports] == [(4, "4 steps done")] * 2
     os.kill(rig.pids()[2], signal.SIGSTOP)
     rig.group.kill_rank(2)
     wait_until(lambda: not is_alive(rig.pids()[2]))
@@ -235,32 +236,32 @@ class FailsLater(SteppingReplica):
 
 
 def ready(rig: Rig, count: int) -> bool:
-    return rig.group.recruits.num_ready == count
+    return rig.group.standby.num_ready == count
 
 
 def test_spares_are_primed_take_a_seat_and_give_it_back(make: Make) -> None:
     rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
-    assert rig.group.call_up(5, 2) == 1, "room for one is reserved"
-    assert rig.group.call_up(1, 2) == 0
-    wait_until(lambda: rig.group.recruits.num_coming == 0)  # being asked is enough to see who is ready
-    assert rig.group.recruits.num_ready == 1
-    [spare] = rig.group.recruits.take(3)
+    assert rig.group.start_standby(5, 2) == 1, "room for one is reserved"
+    assert rig.group.start_standby(1, 2) == 0
+    wait_until(lambda: rig.group.standby.num_coming == 0)  # being asked is enough to see who is ready
+    assert rig.group.standby.num_ready == 1
+    [spare] = rig.group.standby.take(3)
     assert (spare.facts, is_alive(spare.info.pid)) == ("rank 1 of 2", True)
     assert spare.info.pid not in rig.pids()
-    rig.group.recruits.dismiss(spare)
+    rig.group.standby.kill(spare)
     wait_until(lambda: not is_alive(spare.info.pid))
-    assert rig.group.call_up(1, 2) == 1
+    assert rig.group.start_standby(1, 2) == 1
 
 
 def test_nobody_is_called_up_on_a_node_to_avoid_and_those_there_are_sent_away(make: Make) -> None:
     rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1, num_spares=2)
     node = frozenset({rig.group.infos[0].node_id})
-    assert rig.group.call_up(1, 2, avoid=node) == 0
-    assert rig.group.call_up(-1, 2) == 0, "there are more than enough already"
-    assert rig.group.call_up(1, 2) == 1
+    assert rig.group.start_standby(1, 2, avoid=node) == 0
+    assert rig.group.start_standby(-1, 2) == 0, "there are more than enough already"
+    assert rig.group.start_standby(1, 2) == 1
     wait_until(lambda: ready(rig, 1))
-    assert rig.group.call_up(1, 2, avoid=node) == 0
-    assert rig.group.recruits.num_ready == 0
+    assert rig.group.start_standby(1, 2, avoid=node) == 0
+    assert rig.group.standby.num_ready == 0
 
 
 def test_whoever_fails_while_being_made_ready_is_told_and_leaves_the_seat(
@@ -273,28 +274,28 @@ def test_whoever_fails_while_being_made_ready_is_told_and_leaves_the_seat(
     (folder / "fired-0-0").touch()
     rig = make(backend=NullBackend(), make_replica=fails, num_workers=1, num_spares=1)
     (folder / "fired-0-0").unlink()
-    rig.group.call_up(1, 2)
-    wait_until(lambda: rig.group.recruits.num_coming == 0)
-    assert rig.group.recruits.num_ready == 0
+    rig.group.start_standby(1, 2)
+    wait_until(lambda: rig.group.standby.num_coming == 0)
+    assert rig.group.standby.num_ready == 0
     assert "a standby worker failed to start: injected" in caplog.text
-    assert rig.group.call_up(1, 2) == 1
+    assert rig.group.start_standby(1, 2) == 1
     wait_until(lambda: ready(rig, 1))
 
 
 class FreezesLater(SteppingReplica):
-    """Stops its process while it is primed, where a file says so."""
+    """Stops its process while it is warmed_up, where a file says so."""
 
     def __init__(self, order: Path, world: World) -> None:
         super().__init__(world)
         self.order = order
 
-    def prime(self) -> None:
+    def warm_up(self) -> None:
         if self.order.exists():
             self.order.unlink()
-            time.sleep(0.5)  # until it has been heard
+            time.sleep(0.5)  # until it has been polled
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(1.0)  # another thread may take the signal, on a busy machine some milliseconds later
-        super().prime()
+        super().warm_up()
 
 
 def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
@@ -305,34 +306,34 @@ def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
     order.touch()
     freezes = partial(FreezesLater, order)
     rig = make(backend=NullBackend(), make_replica=freezes, num_workers=1, num_spares=1, heartbeat_s=3.0)
-    rig.group.call_up(1, 2)
-    wait_until(lambda: rig.group.recruits.num_coming == 0)
-    assert rig.group.recruits.num_ready == 0
+    rig.group.start_standby(1, 2)
+    wait_until(lambda: rig.group.standby.num_coming == 0)
+    assert rig.group.standby.num_ready == 0
     assert "did not respond" in caplog.text
-    assert rig.group.call_up(1, 2) == 1
+    assert rig.group.start_standby(1, 2) == 1
     wait_until(lambda: ready(rig, 1))
 
 
 def test_a_spare_that_died_while_it_waited_does_not_step_in(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
-    rig.group.call_up(1, 2)
+    rig.group.start_standby(1, 2)
     wait_until(lambda: ready(rig, 1))
-    os.kill(rig.group.recruits._ready[0].info.pid, signal.SIGKILL)
-    assert rig.group.recruits.take(1) == []
+    os.kill(rig.group.standby._ready[0].info.pid, signal.SIGKILL)
+    assert rig.group.standby.take(1) == []
     assert "died" in caplog.text
-    assert rig.group.call_up(1, 2) == 1, "its seat is free for another one"
+    assert rig.group.start_standby(1, 2) == 1, "its slot is free for another one"
 
 
 def test_room_for_more_is_reserved_or_refused_and_then_nothing_is_held(make: Make) -> None:
     rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1)
-    assert rig.group.call_up(1, 2) == 0
+    assert rig.group.start_standby(1, 2) == 0
     with pytest.raises(ReservationTimeoutError):
         rig.group.reserve(100, 0.2)
     rig.group.reserve(1, PATIENCE_S)
-    assert rig.group.call_up(2, 2) == 1
+    assert rig.group.start_standby(2, 2) == 1
     wait_until(lambda: ready(rig, 1))
-    [spare] = rig.group.recruits.take(1)
-    rig.group.stand([0])
+    [spare] = rig.group.standby.take(1)
+    rig.group.leave_group([0])
     report = rig.group.regroup([0], [spare], Handover(0, (1,)))
     assert report.values == [f"rank {rank} of 2" for rank in range(2)]
     rig.group.kill(10)

@@ -16,9 +16,10 @@ import pytest
 import ray
 
 from raysgd.engine import ranks
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import GroupReport, Resources, World
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import worker_error
 from tests.fakes import CountingReplica, NullBackend, add, read
 
@@ -38,7 +39,7 @@ class NotingBackend(NullBackend):
     def load(self) -> None:
         STEPS.append("load")
 
-    def open_door(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str, rank: int) -> int:
         STEPS.append(f"open {host} as {rank}")
         return 12345
 

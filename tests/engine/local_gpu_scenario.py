@@ -13,8 +13,9 @@ from typing import Any
 
 import ray
 
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import Resources
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from tests.fakes import CountingReplica, NullBackend
 
 

@@ -16,11 +16,13 @@ from typing import Any
 import ray
 from ray.cluster_utils import Cluster
 
-from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.call import Call
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import ScalingPolicy, capacity
 from raysgd.engine.resources import cluster_view
 from raysgd.engine.types import Resources
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from tests.fakes import CountingReplica, NullBackend, add
 
 CPUS_PER_NODE = 3

@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.call import Call
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.worker_group import GroupSpec
 from tests.fakes import Event, FakeClock, FakeCluster, FakeGroup, NullBackend, SteppingReplica, walk, walk_on
 
 
@@ -64,11 +65,11 @@ class Trainer:
     def during_calls(self, seconds: int, happens: Callable[[int], None] = lambda second: None) -> None:
         """Lets each call last so many seconds; `happens` is called with the number of each."""
 
-        def wait(tick: Callable[[], None]) -> None:
+        def wait(on_wait: Callable[[], None]) -> None:
             for second in range(1, seconds + 1):
                 self.clock.now_s += 1.0
                 happens(second)
-                tick()
+                on_wait()
 
         self.cluster.while_waiting = wait
 

@@ -9,11 +9,12 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.call import Call
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.lifecycle import Clock
 from raysgd.engine.policies import RetryBudget, ScalingPolicy
 from raysgd.engine.types import ClusterView, World
-from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from tests.fakes import (
     CountingReplica,
@@ -118,7 +119,7 @@ def test_a_call_for_one_rank_reaches_only_that_rank() -> None:
 
 def test_the_driver_hears_a_tick_while_it_waits() -> None:
     ticks: list[None] = []
-    started().controller.run(Call(read, tick=lambda: ticks.append(None)), max_retries=0)
+    started().controller.run(Call(read, on_wait=lambda: ticks.append(None)), max_retries=0)
     assert ticks == [None]
 
 
@@ -360,12 +361,12 @@ def test_an_interrupted_group_is_given_up_and_the_next_call_starts_from_the_last
 
 
 def test_an_exception_in_the_driver_gives_the_group_up_too() -> None:
-    def tick() -> None:
+    def on_wait() -> None:
         raise OSError("the terminal is gone")
 
     trainer = started()
     with pytest.raises(OSError, match="terminal"):
-        trainer.controller.run(Call(read, tick=tick), max_retries=3)
+        trainer.controller.run(Call(read, on_wait=on_wait), max_retries=3)
     assert not trainer.group.is_alive
     assert trainer.last_event == ("ended", 3, 0, "OSError")
 
@@ -417,12 +418,12 @@ def test_an_interruption_while_waiting_for_resources_loses_nothing() -> None:
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    trainer.controller._life._clock = Clock(trainer.clock.monotonic, interrupt)
+    trainer.controller._lifecycle._clock = Clock(trainer.clock.monotonic, interrupt)
     with pytest.raises(KeyboardInterrupt):
         trainer.add(10)
     assert trainer.last_event[0] == "ended"
     assert "lost rank 0" in trainer.last_event[3]
-    trainer.controller._life._clock = trainer.clock.as_clock()
+    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
     trainer.cluster.num_taken = 0
     assert trainer.add(100) == [101, 101, 101]
 
@@ -572,7 +573,7 @@ def test_resources_that_come_back_while_waiting_are_taken() -> None:
                 trainer.cluster.num_slots = 2
 
     trainer.clock = Returning()
-    trainer.controller._life._clock = trainer.clock.as_clock()
+    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
     assert trainer.add(1) == [1, 1]
     assert trainer.clock.sleeps == [1, 2, 4]
 
@@ -580,7 +581,7 @@ def test_resources_that_come_back_while_waiting_are_taken() -> None:
 def test_waiting_spends_no_more_of_the_budget_than_the_loss_itself() -> None:
     trainer = starved(started())
     trainer.clock.sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)  # type: ignore[method-assign]
-    trainer.controller._life._clock = trainer.clock.as_clock()
+    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
     trainer.add(1, max_retries=1)
     assert trainer.controller.history.num_failures == 1
 
@@ -595,7 +596,7 @@ def test_the_view_gets_a_moment_to_catch_up_with_what_was_given_back() -> None:
         return late[-1]
 
     trainer.next_calls(Lost((1,)))
-    trainer.controller._life._view = view
+    trainer.controller._lifecycle._view = view
     trainer.cluster.num_taken = 2
     assert trainer.add(1) == [1, 1, 1]
     assert 0 < sum(trainer.clock.sleeps) <= 1
@@ -891,7 +892,7 @@ def test_nobody_waits_for_room_or_starts_a_group_after_the_trainer_was_shut_down
 
     trainer = Trainer()
     trainer.clock = ShutDownWhileWaiting()
-    trainer.controller._life._clock = trainer.clock.as_clock()
+    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
     trainer.start()
     stopper = Stopper(trainer.controller, trainer.cluster)
     trainer.cluster.num_slots = 0
@@ -908,7 +909,7 @@ def test_a_group_that_started_too_late_for_the_other_thread_is_ended_by_its_own(
     stopper = Stopper(trainer.controller, trainer.cluster)
     trainer.next_calls(Lost((1,)))
 
-    def stop_once_it_is_there(tick: Callable[[], None]) -> None:
+    def stop_once_it_is_there(on_wait: Callable[[], None]) -> None:
         if len(trainer.cluster.groups) == 2:
             stopper.stop()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.controller import Call
+from raysgd.engine.call import Call
 from raysgd.engine.types import World
 from raysgd.exceptions import TrainerShutdownError, WorkersLostError
 from tests.engine.stepping_trainer import Trainer
@@ -70,12 +70,12 @@ def test_calls_from_another_thread_wait_for_the_running_one() -> None:
     trainer = Trainer()
     seen = []
 
-    def save_meanwhile(tick: Callable[[], None]) -> None:
+    def save_meanwhile(on_wait: Callable[[], None]) -> None:
         thread = threading.Thread(target=lambda: seen.append(trainer.controller.snapshot()))
         thread.start()
         thread.join(0.2)
         seen.append(thread)
-        assert trainer.controller.watch is not None, "somebody looks after the running call all the time"
+        assert trainer.controller.monitor is not None, "somebody looks after the running call all the time"
 
     trainer.cluster.while_waiting = save_meanwhile
     trainer.walk(5)
@@ -83,7 +83,7 @@ def test_calls_from_another_thread_wait_for_the_running_one() -> None:
     assert isinstance(thread, threading.Thread), "it came first"
     thread.join(20)
     assert seen[1].shared_state == 5
-    assert trainer.controller.watch is None
+    assert trainer.controller.monitor is None
 
 
 def test_without_room_the_survivors_go_on_alone() -> None:
@@ -224,18 +224,18 @@ def test_why_survivors_could_not_go_on_is_told_with_the_loss() -> None:
 @pytest.mark.parametrize("how", ["dies", "freezes"])
 def test_who_is_lost_while_somebody_new_is_awaited_is_left_out_and_the_others_go_on(how: str) -> None:
     trainer = Trainer(max_workers=4, num_slots=4)
-    trainer.cluster.recruits_are_slow = True
+    trainer.cluster.standby_is_slow = True
     survivor = trainer.group.replicas[2]
     if how == "dies":
         trainer.cluster.waits = deque([Lost((0,))])
     else:
-        arrive = trainer.group.recruits.arrive
+        arrive = trainer.group.standby.arrive
 
         def arrive_late() -> None:
             trainer.cluster.silent = {0}
             arrive()
 
-        trainer.group.recruits.arrive = arrive_late  # type: ignore[method-assign]
+        trainer.group.standby.arrive = arrive_late  # type: ignore[method-assign]
     assert trainer.walk(5, Lost((1, 3), after={0: 3, 2: 2})) == [5, 5, 5, 5]
     assert trainer.kinds == ["rejoined"]
     assert trainer.group.replicas[0] is survivor
@@ -246,12 +246,12 @@ def test_who_is_lost_while_somebody_new_is_awaited_is_left_out_and_the_others_go
 
 def test_where_all_are_lost_while_somebody_new_is_awaited_whoever_came_is_sent_away() -> None:
     trainer = Trainer()
-    trainer.cluster.recruits_are_slow = True
+    trainer.cluster.standby_is_slow = True
     trainer.cluster.waits = deque([Lost((0, 2))])
     group = trainer.group
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
     assert trainer.kinds == ["rebuilt"]
-    assert len(group.recruits.dismissed) == 1
+    assert len(group.standby.killed_standby) == 1
     assert trainer.controller.history.events[-1].cause == "lost rank 0, 1, 2 (RuntimeError: the process is gone)"
 
 
@@ -338,7 +338,7 @@ def test_fewer_than_the_smallest_number_do_not_go_on() -> None:
     trainer = Trainer(min_workers=3)
     trainer.cluster.num_slots = 2
     trainer.clock.sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)  # type: ignore[method-assign]
-    trainer.controller._life._clock = trainer.clock.as_clock()
+    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
     assert trainer.kinds == ["rebuilt"]
 
@@ -348,9 +348,9 @@ def test_whoever_came_in_vain_is_sent_away_where_too_few_go_on() -> None:
     trainer.cluster.num_slots = 2
     group = trainer.group
     trainer.clock.sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)  # type: ignore[method-assign]
-    trainer.controller._life._clock = trainer.clock.as_clock()
+    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
     assert trainer.walk(5, Lost((1, 2), after={0: 2})) == [5, 5, 5]
-    assert len(group.recruits.dismissed) == 1
+    assert len(group.standby.killed_standby) == 1
     assert trainer.kinds == ["rebuilt"]
 
 
@@ -382,12 +382,12 @@ def test_the_driver_goes_on_with_whoever_steps_in() -> None:
 
 def test_spares_are_called_up_at_the_start_step_in_and_are_called_up_again() -> None:
     trainer = Trainer(num_slots=4, num_spares=1)
-    assert trainer.group.recruits.num_ready == 1
-    [spare] = trainer.group.recruits.ready
+    assert trainer.group.standby.num_ready == 1
+    [spare] = trainer.group.standby.ready
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
     assert trainer.group.replicas[2] is spare
-    assert trainer.group.recruits.num_ready == 1, "in the seat of the lost one"
-    assert trainer.group.recruits.ready != [spare]
+    assert trainer.group.standby.num_ready == 1, "in the slot of the lost one"
+    assert trainer.group.standby.ready != [spare]
 
 
 def test_a_rebuilt_group_has_spares_as_far_as_there_is_room() -> None:
@@ -400,20 +400,20 @@ def test_a_rebuilt_group_has_spares_as_far_as_there_is_room() -> None:
 
 def test_a_spare_that_was_lost_is_replaced_before_the_next_call() -> None:
     trainer = Trainer(num_slots=4, num_spares=1)
-    recruits = trainer.group.recruits
-    recruits.dismiss(recruits.take(1)[0])
+    standby = trainer.group.standby
+    standby.kill(standby.take(1)[0])
     trainer.walk(2)
-    assert trainer.group.recruits.num_ready == 1
+    assert trainer.group.standby.num_ready == 1
 
 
 def test_whoever_is_slow_is_waited_for_unless_workers_may_step_in_later() -> None:
     waiting = Trainer()
-    waiting.cluster.recruits_are_slow = True
+    waiting.cluster.standby_is_slow = True
     assert waiting.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
     going_on = Trainer(resize_check_s=60.0)
-    going_on.cluster.recruits_are_slow = True
+    going_on.cluster.standby_is_slow = True
     assert going_on.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5]
-    assert going_on.group.recruits.num_coming == 1
+    assert going_on.group.standby.num_coming == 1
 
 
 # -------------------------------------------------------------------------------------------- between two calls
@@ -433,11 +433,11 @@ def test_growing_in_place_waits_for_those_that_are_made_ready_but_not_for_ever()
     trainer = Trainer()
     trainer.cluster.num_slots = 2
     trainer.walk(1, Lost((1,), after={0: 0, 2: 0}))
-    trainer.cluster.num_slots, trainer.cluster.recruits_are_slow = 3, True
+    trainer.cluster.num_slots, trainer.cluster.standby_is_slow = 3, True
     began = trainer.clock.now_s
     assert trainer.walk(1) == [2, 2]
     assert trainer.clock.now_s - began == pytest.approx(30, abs=1)
-    trainer.group.recruits.arrive()
+    trainer.group.standby.arrive()
     assert trainer.walk(1) == [3, 3, 3]
 
 
@@ -538,7 +538,7 @@ def test_a_loss_on_the_way_from_a_node_that_is_going_away_is_counted_and_named()
 
 def test_nobody_grows_for_somebody_who_is_dead() -> None:
     trainer = shrunk()
-    trainer.group.recruits.drop_dead = trainer.group.recruits.ready.clear  # type: ignore[method-assign]
+    trainer.group.standby.kill_unresponsive = trainer.group.standby.ready.clear  # type: ignore[method-assign]
     assert trainer.walk(1) == [6, 6]
     assert trainer.kinds == ["rejoined"]
     assert trainer.group.handovers == trainer.group.handovers[:1], "the group was left as it was"
@@ -546,7 +546,7 @@ def test_nobody_grows_for_somebody_who_is_dead() -> None:
 
 def test_where_whoever_was_to_join_dies_at_the_last_moment_nothing_is_told() -> None:
     trainer = shrunk()
-    trainer.group.recruits.take = lambda *_: []  # type: ignore[method-assign]
+    trainer.group.standby.take = lambda *_: []  # type: ignore[method-assign]
     assert trainer.walk(1) == [6, 6]
     assert trainer.kinds == ["rejoined"]
 
@@ -558,18 +558,18 @@ def test_a_call_is_held_for_workers_that_are_ready_and_gone_on_with() -> None:
     trainer = Trainer(resize_check_s=2.0)
     trainer.cluster.num_slots = 2
     trainer.walk(1, Lost((1,), after={0: 0, 2: 0}))
-    trainer.cluster.recruits_are_slow = True
+    trainer.cluster.standby_is_slow = True
 
     def happens(second: int) -> None:
         trainer.cluster.num_slots = 3
         if second == 4:
-            trainer.group.recruits.arrive()
+            trainer.group.standby.arrive()
 
     trainer.clock.sleep = lambda seconds: None  # type: ignore[method-assign]  # nobody is ready before the call
     trainer.during_calls(6, happens)
     assert trainer.walk(9, max_retries=0) == [10, 10, 10]
     assert trainer.kinds == ["rejoined", "grown"]
-    assert trainer.group.functions == ["walk", "walk_on", "_standing", "walk", "walk_on"]
+    assert trainer.group.functions == ["walk", "walk_on", "_replica_progress", "walk", "walk_on"]
     assert trainer.controller.history.num_failures == 1
 
 
@@ -636,7 +636,7 @@ def test_a_completed_call_with_a_snapshot_inside_is_finished_from_there_before_t
     snapshots_after(trainer, 3)
     trainer.cluster.transfer_s = HOURS  # that of the completed call does not come in time
     assert trainer.walk(5) == [5, 5, 5]
-    trainer.cluster.while_waiting = lambda tick: tick()
+    trainer.cluster.while_waiting = lambda on_wait: on_wait()
     assert trainer.walk(2, Lost((0, 1, 2))) == [7, 7, 7]
     assert trainer.group.functions == ["_restore_inside", "walk_on", "walk"]
 
@@ -646,7 +646,7 @@ def test_a_call_broken_off_for_good_is_not_gone_on_with_by_the_next_one() -> Non
     snapshots_after(trainer, 3)
     with pytest.raises(KeyboardInterrupt):
         trainer.walk(5, Interrupted())
-    trainer.cluster.while_waiting = lambda tick: tick()
+    trainer.cluster.while_waiting = lambda on_wait: on_wait()
     assert trainer.walk(5) == [8, 8, 8], "from the state of the snapshot, with a call of its own"
     assert trainer.group.functions == ["_restore", "walk"]
 
@@ -654,7 +654,7 @@ def test_a_call_broken_off_for_good_is_not_gone_on_with_by_the_next_one() -> Non
 @pytest.mark.parametrize("moment", ["calls", "stands", "regroups", "waits"])
 def test_a_group_that_another_thread_shuts_down_while_it_is_formed_is_left(moment: str) -> None:
     trainer = Trainer()
-    trainer.cluster.recruits_are_slow = True
+    trainer.cluster.standby_is_slow = True
     stopper = Stopper(trainer.controller, trainer.cluster)
     shut_down = ShutDown(stopper.stop)
     if moment != "calls":
@@ -670,6 +670,6 @@ def test_a_call_that_spent_its_retries_is_not_gone_on_with_by_the_next_one() -> 
     snapshots_after(trainer, 3)
     with pytest.raises(WorkersLostError):
         trainer.walk(5, Lost((0, 1, 2)), max_retries=0)
-    trainer.cluster.while_waiting = lambda tick: tick()
+    trainer.cluster.while_waiting = lambda on_wait: on_wait()
     assert trainer.walk(5, Lost((0, 1, 2))) == [8, 8, 8]
     assert trainer.group.functions == ["_restore", "walk"]

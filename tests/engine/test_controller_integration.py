@@ -16,11 +16,12 @@ import ray
 from ray.util import placement_group, remove_placement_group
 
 from raysgd.backends.torch import TorchBackend
-from raysgd.engine.controller import Call, ElasticController
+from raysgd.engine.call import Call
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.resources import cluster_view
 from raysgd.engine.types import ClusterView, Resources, World
-from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostError
 from tests.conftest import NUM_CPUS
 from tests.failure_plan import FailurePlan, InjectedError
@@ -92,8 +93,8 @@ class Trainer:
         self.controller = ElasticController(GroupSpec(**values), scaling, view=view)
         self.controller.start()
 
-    def train(self, step: int, max_retries: int = 3, function: Any = train, tick: Any = None) -> list[Any]:
-        call = Call(function, lambda worlds: [(step,)] * len(worlds), changes_state=True, tick=tick)
+    def train(self, step: int, max_retries: int = 3, function: Any = train, on_wait: Any = None) -> list[Any]:
+        call = Call(function, lambda worlds: [(step,)] * len(worlds), changes_state=True, on_wait=on_wait)
         return self.controller.run(call, max_retries=max_retries)
 
     def pids(self) -> list[int]:
@@ -237,7 +238,7 @@ def test_ctrl_c_ends_the_workers_and_the_next_call_starts_from_the_last_state(ma
         os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
-        trainer.train(2, tick=press_ctrl_c)
+        trainer.train(2, on_wait=press_ctrl_c)
     assert trainer.train(3) == [(4, 2)] * 2
     assert not set(trainer.pids()) & set(pids)
 

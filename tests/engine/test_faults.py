@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.epochs import call_with_accepted
 from raysgd.engine.faults import describe_fault
 from raysgd.exceptions import WorkerFault
+from raysgd.replicas.epochs import call_with_accepted
 
 
 class NeedsMore(Exception):
@@ -123,7 +123,7 @@ def test_the_traceback_begins_at_the_users_first_line() -> None:
 def _called_by_the_library(error: BaseException) -> BaseException:
     """`error` as it looks in a worker, where nothing but the library is below the user's code."""
     link = error.__traceback__
-    while link is not None and "raysgd" + os.sep + "engine" not in link.tb_frame.f_code.co_filename:
+    while link is not None and "raysgd" + os.sep + "replicas" not in link.tb_frame.f_code.co_filename:
         link = link.tb_next
     assert link is not None
     return error.with_traceback(link)

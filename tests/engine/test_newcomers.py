@@ -39,12 +39,12 @@ class Nursery:
         self.clock = FakeClock()
         self.ended: list[int] = []
         self.newcomers = Newcomers(
-            heartbeat_s, self._hear, lambda info: self.ended.append(info.pid), self._find, self.clock.monotonic
+            heartbeat_s, self._poll, lambda info: self.ended.append(info.pid), self._find, self.clock.monotonic
         )
         for process in processes:
             self.newcomers.add(cast(RemoteWorker, process))
 
-    def _hear(self, rank: int, process: Any) -> Outcome:
+    def _poll(self, rank: int, process: Any) -> Outcome:
         if process.is_stopped or not process.is_there:
             return Outcome(rank, answered=False)
         return Outcome(rank, WorkerInfo("node", "10.0.0.1", process.pid))
@@ -55,7 +55,7 @@ class Nursery:
     def pass_time(self, seconds: float) -> None:
         for _ in range(round(seconds * 10)):
             self.clock.sleep(0.1)
-            self.newcomers.tick()
+            self.newcomers.poll()
 
 
 def test_whoever_freezes_is_ended_after_the_time_for_a_heartbeat(caplog: pytest.LogCaptureFixture) -> None:
@@ -134,7 +134,7 @@ def test_time_in_which_nobody_looked_is_held_against_nobody() -> None:
     process.is_stopped = True
     nursery.pass_time(3)
     nursery.clock.sleep(600)
-    nursery.newcomers.tick()
+    nursery.newcomers.poll()
     assert nursery.ended == []
     process.is_stopped = False
     nursery.pass_time(60)

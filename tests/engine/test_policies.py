@@ -20,7 +20,7 @@ from raysgd.engine.policies import (
     num_fitting,
     takers,
 )
-from raysgd.engine.types import ClusterView, FailureKind, NodeView, Resources, Standing
+from raysgd.engine.types import ClusterView, FailureKind, NodeView, ReplicaProgress, Resources
 from tests.fakes import fault
 
 
@@ -245,49 +245,50 @@ def test_going_on_before_the_first_step_spends_one() -> None:
 # -------------------------------------------------------------------------------------------- who goes on from whom
 
 
-BROKEN = Standing(7, is_whole=False)
+BROKEN = ReplicaProgress(7, is_whole=False)
 
 
 @pytest.mark.parametrize(
-    ("standings", "source", "expected_takers"),
+    ("progress_reports", "source", "expected_takers"),
     [
-        ([Standing(3)], 0, ()),
-        ([Standing(3), Standing(3)], 0, ()),
-        ([Standing(3), Standing(4), Standing(4)], 1, (0,)),
-        ([Standing(4), Standing(3), Standing(4)], 0, (1,)),
-        ([BROKEN, Standing(7), Standing(6)], 1, (0, 2)),
-        ([BROKEN, Standing(2)], 1, (0,)),
-        ([Standing(0), Standing(0)], 0, ()),
+        ([ReplicaProgress(3)], 0, ()),
+        ([ReplicaProgress(3), ReplicaProgress(3)], 0, ()),
+        ([ReplicaProgress(3), ReplicaProgress(4), ReplicaProgress(4)], 1, (0,)),
+        ([ReplicaProgress(4), ReplicaProgress(3), ReplicaProgress(4)], 0, (1,)),
+        ([BROKEN, ReplicaProgress(7), ReplicaProgress(6)], 1, (0, 2)),
+        ([BROKEN, ReplicaProgress(2)], 1, (0,)),
+        ([ReplicaProgress(0), ReplicaProgress(0)], 0, ()),
     ],
 )
 def test_all_go_on_from_the_most_advanced_whole_replica(
-    standings: list[Standing], source: int, expected_takers: tuple[int, ...]
+    progress_reports: list[ReplicaProgress], source: int, expected_takers: tuple[int, ...]
 ) -> None:
-    assert choose_source(standings) == source
-    assert takers(standings, source) == expected_takers
+    assert choose_source(progress_reports) == source
+    assert takers(progress_reports, source) == expected_takers
 
 
 @pytest.mark.parametrize(
-    "standings", [[BROKEN], [BROKEN, BROKEN], [Standing(3), Standing(3, obstacle="its own group")], []]
+    "progress_reports",
+    [[BROKEN], [BROKEN, BROKEN], [ReplicaProgress(3), ReplicaProgress(3, obstacle="its own group")], []],
 )
-def test_nobody_goes_on_when_no_state_is_whole_or_one_of_them_cannot(standings: list[Standing]) -> None:
-    assert choose_source(standings) is None
+def test_nobody_goes_on_when_no_state_is_whole_or_one_of_them_cannot(progress_reports: list[ReplicaProgress]) -> None:
+    assert choose_source(progress_reports) is None
 
 
 @pytest.mark.parametrize(
-    ("standings", "expected"),
+    ("progress_reports", "expected"),
     [
-        ([Standing(3)], True),
-        ([Standing(3), Standing(3, obstacle="its own group")], True),
-        ([Standing(3), Standing(4)], False),
-        ([Standing(7), BROKEN], False),
+        ([ReplicaProgress(3)], True),
+        ([ReplicaProgress(3), ReplicaProgress(3, obstacle="its own group")], True),
+        ([ReplicaProgress(3), ReplicaProgress(4)], False),
+        ([ReplicaProgress(7), BROKEN], False),
         ([BROKEN, BROKEN], False),
     ],
 )
 def test_replicas_are_alike_where_all_are_behind_the_same_completed_step(
-    standings: list[Standing], expected: bool
+    progress_reports: list[ReplicaProgress], expected: bool
 ) -> None:
-    assert are_alike(standings) == expected
+    assert are_alike(progress_reports) == expected
 
 
 def test_a_budget_counts_what_was_used_up() -> None:

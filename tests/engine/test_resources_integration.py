@@ -15,10 +15,11 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from raysgd.engine import resources
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import capacity
 from raysgd.engine.resources import Reservation, cluster_view, ensure_ray, is_ray_client
 from raysgd.engine.types import Resources
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
 from tests.fakes import CountingReplica, NullBackend, add

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.engine.silence import patience_s, quiet_s
+from raysgd.engine.silence import max_silence_s, quiet_s
 
 
 @pytest.mark.parametrize(("heartbeat_s", "expected"), [(0.5, 2.0), (10.0, 2.0), (30.0, 6.0), (60.0, 12.0)])
@@ -33,9 +33,9 @@ def test_a_fifth_of_the_heartbeat_is_quiet_enough_but_never_less_than_two_second
 def test_silence_is_seen_against_those_who_answer(
     answered_after_s: list[float], num_missing: int, num_others: int, expected: float
 ) -> None:
-    assert patience_s(answered_after_s, num_missing, num_others, heartbeat_s=30.0) == pytest.approx(expected)
+    assert max_silence_s(answered_after_s, num_missing, num_others, heartbeat_s=30.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("num_missing", [1, 5])
 def test_a_heartbeat_that_is_shorter_than_quiet_shortens_nothing(num_missing: int) -> None:
-    assert patience_s([], num_missing, 1, heartbeat_s=0.5) == 2.0
+    assert max_silence_s([], num_missing, 1, heartbeat_s=0.5) == 2.0

@@ -10,10 +10,10 @@ from raysgd.engine.history import History
 from raysgd.engine.replica import Capture
 from raysgd.engine.snapshots import SnapshotKeeper
 from raysgd.engine.status import TrainerStatus, compose, find_straggler
-from raysgd.engine.types import Beat, DataLedger, WorkerInfo
+from raysgd.engine.types import DataLedger, Heartbeat, WorkerInfo
 
 LEDGER = DataLedger(2, 100, 60, in_flight=8)
-BEATS = {0: Beat(3, 17, "training", 544, own_s=1.0, data=LEDGER), 1: Beat(3, 17, "training", 540, own_s=2.0)}
+BEATS = {0: Heartbeat(3, 17, "training", 544, own_s=1.0, data=LEDGER), 1: Heartbeat(3, 17, "training", 540, own_s=2.0)}
 INFOS = (WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12))
 
 
@@ -22,7 +22,7 @@ def status(**changes: Any) -> TrainerStatus:
     history.record("started", 0, 2, 1.0, "a new trainer")
     values: dict[str, Any] = {
         "infos": INFOS,
-        "beats": BEATS,
+        "heartbeats": BEATS,
         "num_wanted": 3,
         "num_spares": 1,
         "samples_per_s": 1234.4,
@@ -50,8 +50,8 @@ def test_a_rank_straggles_when_its_own_work_takes_clearly_longer(own_s: list[flo
 
 
 def test_a_rank_that_does_not_answer_is_shown_as_such() -> None:
-    found = status(beats={0: BEATS[0]})
-    assert [(worker.beat, worker.own_s) for worker in found.workers] == [(BEATS[0], 1.0), (None, None)]
+    found = status(heartbeats={0: BEATS[0]})
+    assert [(worker.heartbeat, worker.own_s) for worker in found.workers] == [(BEATS[0], 1.0), (None, None)]
     assert found.straggler is None
     assert "rank 1: 10.0.0.2, 12, no answer" in str(found)
 
@@ -63,7 +63,7 @@ def test_the_text_says_what_there_is() -> None:
 
 
 def test_what_is_not_known_is_left_out() -> None:
-    found = status(samples_per_s=None, beats={0: Beat(), 1: Beat()})
+    found = status(samples_per_s=None, heartbeats={0: Heartbeat(), 1: Heartbeat()})
     assert (found.straggler, found.data) == (None, None)
     assert "not measured yet" in str(found)
     assert "samples used" not in str(found)
@@ -71,7 +71,7 @@ def test_what_is_not_known_is_left_out() -> None:
 
 def test_the_data_are_told_by_whoever_answers() -> None:
     assert status().data == LEDGER
-    assert status(beats={1: BEATS[0]}).data == LEDGER
+    assert status(heartbeats={1: BEATS[0]}).data == LEDGER
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ class Diary(NullBackend):
     def load(self) -> None:
         self.steps.append("load")
 
-    def open_door(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str, rank: int) -> int:
         self.steps.append(f"open {host} as {rank}")
         return 7
 
@@ -64,9 +64,9 @@ SECOND = World(rank=1, size=3)
 
 def test_a_worker_that_gets_ready_to_step_in_does_all_that_a_rank_does_in_a_group_of_its_own() -> None:
     worker, diary = hosted()
-    enlisted = worker.enlist(lambda: diary.steps.append("hook"), SECOND, SteppingReplica)
+    ready = worker.prepare_standby(lambda: diary.steps.append("hook"), SECOND, SteppingReplica)
     assert diary.steps == ["hook", "load", "open 127.0.0.1 as 0", "join 127.0.0.1:7 as 0 of 1, True"]
-    assert (enlisted.facts, enlisted.info.pid) == ("rank 1 of 3", os.getpid())
+    assert (ready.facts, ready.info.pid) == ("rank 1 of 3", os.getpid())
     replica = worker.replica
     assert isinstance(replica, SteppingReplica)
     assert replica.is_primed
@@ -79,20 +79,20 @@ def test_a_hook_that_fails_there_is_told_like_any_other() -> None:
         raise FileNotFoundError("no data")
 
     with pytest.raises(WorkerFailed) as caught:
-        worker.enlist(hook, SECOND, SteppingReplica)
+        worker.prepare_standby(hook, SECOND, SteppingReplica)
     assert (caught.value.failure.kind, caught.value.failure.fault.message) == ("user", "no data")
 
 
 def test_a_survivor_leaves_its_group_before_it_says_how_far_it_is() -> None:
     worker, diary = hosted(SECOND)
     worker.on_replica(walk, False, None, 4)
-    assert worker.stand().progress == 5
+    assert worker.leave_group().progress == 5
     assert diary.steps == ["leave"]
 
 
 def test_whoever_joins_a_new_group_has_left_its_own_one_and_listens_before() -> None:
     worker, diary = hosted(SECOND)
-    assert worker.open_door("10.0.0.1", 1) == 7
+    assert worker.open_endpoint("10.0.0.1", 1) == 7
     facts = worker.regroup(World(rank=1, size=2), MEETING, Handover())
     assert diary.steps == ["leave", "open 10.0.0.1 as 1", "join 10.0.0.1:7 as 1 of 2, True"]
     assert facts == "rank 1 of 2"
@@ -100,7 +100,7 @@ def test_whoever_joins_a_new_group_has_left_its_own_one_and_listens_before() -> 
 
 def test_a_worker_that_was_in_no_group_yet_has_none_to_leave() -> None:
     worker, diary = hosted()
-    worker.open_door("127.0.0.1", 0)
+    worker.open_endpoint("127.0.0.1", 0)
     assert diary.steps == ["open 127.0.0.1 as 0"]
 
 

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from raysgd.engine.gathering import roll_call
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import GroupReport, Outcome, WorkerInfo
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from tests.fakes import CountingReplica, FakeClock, NullBackend, failure
 
 NEVER = float("inf")
@@ -26,7 +27,7 @@ class Call:
 
 
 @dataclass
-class ScriptedEar:
+class ScriptedPoller:
     """Hears calls on a clock of its own.
 
     Attributes:
@@ -60,40 +61,40 @@ class ScriptedEar:
         return Outcome(rank, failure=failure("died", rank) if reference.has_died else None)
 
 
-def answers(ear: ScriptedEar, ends_at: dict[int, float], num_others: int = 0) -> set[int]:
+def answers(poller: ScriptedPoller, ends_at: dict[int, float], num_others: int = 0) -> set[int]:
     """Who is silent."""
-    calls = {rank: Call(rank, ear.now() + at) for rank, at in ends_at.items()}
-    found = roll_call(ear, calls, num_others, 30.0)
+    calls = {rank: Call(rank, poller.now() + at) for rank, at in ends_at.items()}
+    found = roll_call(poller, calls, num_others, 30.0)
     assert sorted(found) == sorted(calls)
     return {rank for rank, outcome in found.items() if not outcome.answered}
 
 
 def test_thousands_of_answers_that_take_long_to_come_in_are_all_waited_for() -> None:
-    ear = ScriptedEar()
-    assert answers(ear, {rank: rank / 100 for rank in range(2500)}) == set()
-    assert 24 <= ear.waited_s < 26
+    poller = ScriptedPoller()
+    assert answers(poller, {rank: rank / 100 for rank in range(2500)}) == set()
+    assert 24 <= poller.waited_s < 26
 
 
 def test_who_is_silent_while_the_others_answer_is_not_waited_for_long() -> None:
-    ear = ScriptedEar()
-    assert answers(ear, {**{rank: 0.1 for rank in range(100)}, 7: NEVER}) == {7}
-    assert 6 <= ear.waited_s < 7
+    poller = ScriptedPoller()
+    assert answers(poller, {**{rank: 0.1 for rank in range(100)}, 7: NEVER}) == {7}
+    assert 6 <= poller.waited_s < 7
 
 
 def test_who_stalls_for_some_seconds_is_not_silent() -> None:
     stalled = set(range(0, 2500, 3))
-    assert answers(ScriptedEar(), {rank: 5.0 if rank in stalled else 0.2 for rank in range(2500)}) == set()
+    assert answers(ScriptedPoller(), {rank: 5.0 if rank in stalled else 0.2 for rank in range(2500)}) == set()
 
 
 def test_time_in_which_the_driver_stood_still_counts_for_nobody() -> None:
-    ear = ScriptedEar(stalls={0.5: 20.0})
-    assert answers(ear, {**{rank: 0.1 for rank in range(10)}, 3: 25.0}) == set()
+    poller = ScriptedPoller(stalls={0.5: 20.0})
+    assert answers(poller, {**{rank: 0.1 for rank in range(10)}, 3: 25.0}) == set()
 
 
 def test_most_of_a_group_is_not_ended_for_being_late() -> None:
-    assert answers(ScriptedEar(), {rank: 20.0 for rank in range(10)}, num_others=9) == set()
-    assert answers(ScriptedEar(), {rank: 20.0 for rank in range(10)}, num_others=10) == set(range(10))
-    assert answers(ScriptedEar(), {rank: NEVER for rank in range(10)}, num_others=9) == set(range(10))
+    assert answers(ScriptedPoller(), {rank: 20.0 for rank in range(10)}, num_others=9) == set()
+    assert answers(ScriptedPoller(), {rank: 20.0 for rank in range(10)}, num_others=10) == set(range(10))
+    assert answers(ScriptedPoller(), {rank: NEVER for rank in range(10)}, num_others=9) == set(range(10))
 
 
 @dataclass
@@ -102,13 +103,13 @@ class LightWorker:
 
     Attributes:
         rank: Who it is.
-        ear: Tells the time.
+        poller: Tells the time.
         interrupted_after_s: How long it takes to answer that it was interrupted.
         has_died: Whether it is dead, which Ray says at once.
     """
 
     rank: int
-    ear: ScriptedEar
+    poller: ScriptedPoller
     interrupted_after_s: float = 0.001
     has_died: bool = False
     asked: list[str] = field(default_factory=list)
@@ -117,7 +118,7 @@ class LightWorker:
     def submit(self, method: str, *args: Any) -> Call:
         self.asked.append(method)
         after_s = 0.0 if self.has_died else self.interrupted_after_s
-        return Call(self.rank, self.ear.now() + after_s, self.has_died)
+        return Call(self.rank, self.poller.now() + after_s, self.has_died)
 
 
 class Scene:
@@ -129,10 +130,10 @@ class Scene:
     """
 
     def __init__(self, size: int, interrupted_after_s: Callable[[int], float]) -> None:
-        self.ear = ScriptedEar()
+        self.poller = ScriptedPoller()
         self.told_stuck_at: list[float] = []
-        self.group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica), size, self.ear)
-        self.workers = [LightWorker(rank, self.ear, interrupted_after_s(rank), rank == 1) for rank in range(size)]
+        self.group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica), size, self.poller)
+        self.workers = [LightWorker(rank, self.poller, interrupted_after_s(rank), rank == 1) for rank in range(size)]
         self.group._workers = list(self.workers)  # type: ignore[arg-type]
         self.group.infos = [WorkerInfo("node", "10.0.0.1", rank) for rank in range(size)]
 
@@ -140,10 +141,10 @@ class Scene:
         """Who is counted on; the first ranks had seen that the connection broke."""
         told = {1: failure("died", 1)} | {rank: failure("disconnected", rank) for rank in range(2, num_disconnected)}
         found = [Outcome(worker.rank, failure=told.get(worker.rank)) for worker in self.workers]
-        calls = {rank: Call(rank, NEVER if rank in stuck else self.ear.now()) for rank in range(len(self.workers))}
+        calls = {rank: Call(rank, NEVER if rank in stuck else self.poller.now()) for rank in range(len(self.workers))}
         self.group._unanswered = {rank: call for rank, call in calls.items() if rank not in told}
         report = GroupReport(tuple(replace(one, answered=one.rank in told) for one in found))
-        return self.group.settle(report, lambda: self.told_stuck_at.append(self.ear.waited_s))
+        return self.group.settle(report, lambda: self.told_stuck_at.append(self.poller.waited_s))
 
 
 @pytest.mark.parametrize("size", [2, 1500, 2500])
@@ -164,7 +165,7 @@ def test_silent_ranks_are_told_from_dead_ones() -> None:
 def test_a_survivor_may_finish_its_step_for_as_long_as_it_is_allowed_to() -> None:
     scene = Scene(4, lambda rank: 0.01)
     assert scene.settle(stuck=[3]) == [0, 2]
-    assert 120 <= scene.ear.waited_s < 122
+    assert 120 <= scene.poller.waited_s < 122
     assert len(scene.told_stuck_at) == 1
     assert 5 <= scene.told_stuck_at[0] < 6
     assert scene.group.silent == set(), "it lives, and answers"

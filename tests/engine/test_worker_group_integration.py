@@ -21,8 +21,9 @@ from ray.util import placement_group_table
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine import gathering, newcomers, worker_group
 from raysgd.engine.failures import classify
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import GroupReport, Resources, World
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import worker_error
 from tests.failure_plan import FailurePlan
 from tests.fakes import CountingReplica, NullBackend, add, read
@@ -238,7 +239,7 @@ class FreezingReplica(CountingReplica):
 
     def setup(self) -> str:
         if self.world.rank == 1:
-            time.sleep(0.5)  # until it has been heard
+            time.sleep(0.5)  # until it has been polled
             os.kill(os.getpid(), signal.SIGSTOP)
             time.sleep(1.0)  # another thread may take the signal, on a busy machine some milliseconds later
         return super().setup()

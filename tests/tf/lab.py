@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.engine import results
-from raysgd.engine.epochs import EpochAnswer, EpochRequest
 from raysgd.engine.types import World
+from raysgd.replicas import results
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.tf_runner import RunnerSpec, TFRunner
 

@@ -174,7 +174,7 @@ def make_shuffled(config: dict[str, Any]) -> tuple[Any, Any]:
 def patience(keras: Any, num_epochs: int) -> Any:
     """A callback that ends the training after so many epochs that it has seen."""
 
-    class Patience(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+    class Deadline(keras.callbacks.Callback):  # type: ignore[misc, name-defined]
         def on_train_begin(self, logs: Any = None) -> None:
             self.num_seen = 0
 
@@ -182,7 +182,7 @@ def patience(keras: Any, num_epochs: int) -> Any:
             self.num_seen += 1
             self.model.stop_training = self.num_seen >= num_epochs
 
-    return Patience()
+    return Deadline()
 
 
 def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from raysgd.engine.epochs import EpochRequest
 from raysgd.engine.types import Handover, World
 from raysgd.exceptions import InvalidRegistrationError
+from raysgd.replicas.epochs import EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.datasets import packed
@@ -306,10 +306,10 @@ def test_a_survivor_goes_on_alone_where_the_group_stopped(lab: TFTrainer) -> Non
         runner = TFRunner(RunnerSpec(Line, {"batch_size": 2, "num_samples": 16}, SEED), World(rank(), 2))
         runner.setup()
         runner.train_epoch(request(2))
-        standing = runner.standing()
+        replica_progress = runner.replica_progress()
         runner.regroup(World(0, 1), Handover())
         answer = runner.train_epoch(request(None))
-        return standing.obstacle, answer.metrics.values["num_samples"], runner.state()["models"]
+        return replica_progress.obstacle, answer.metrics.values["num_samples"], runner.state()["models"]
 
     (obstacle, rest, first), (_, _, second) = lab.apply_all_workers(left_alone)
     assert obstacle is None
@@ -337,16 +337,16 @@ class Bookkeeper(Line):
 
 
 def test_practice_is_marked_and_leaves_no_traces_in_what_the_operator_keeps_for_itself(lab: TFTrainer) -> None:
-    def practised() -> Any:
+    def warmed_up() -> Any:
         runner = TFRunner(RunnerSpec(Bookkeeper, {"batch_size": 2}, SEED, num_workers=2), World(0, 1))
         runner.setup()
-        runner.prime()
+        runner.warm_up()
         operator: Any = runner.operator
         marks = [info["warm_up"] for info in Bookkeeper.infos]
         number_of_graphs = operator._train_function.experimental_get_tracing_count()
         return marks, number_of_graphs, (operator.num_batches, operator.losses, float(operator.average))
 
-    for marks, number_of_graphs, books in lab.apply_all_workers(practised):
+    for marks, number_of_graphs, books in lab.apply_all_workers(warmed_up):
         assert marks == [True, True]
         assert number_of_graphs >= 1, "what it compiled is kept"
         assert books == (0, [0.5], 0.0)

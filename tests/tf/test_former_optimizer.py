@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from raysgd.tf import TFTrainer, _former_optimizer
-from raysgd.tf.registry import build_optimizer, variables_of_optimizer
+from raysgd.tf.registration import build_optimizer, variables_of_optimizer
 from tests.tf.models import make_data, make_model, samples
 
 # The slots of equal layers have equal shapes: there the order counts.

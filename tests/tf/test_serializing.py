@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.tf import registry
+from raysgd.tf import registration
 from raysgd.tf.serializing import model_from_json, model_to_json
 
 
@@ -52,7 +52,7 @@ def test_a_layer_that_was_adapted_normalizes_with_the_weights_that_it_gets(keras
     expected = model.predict(x, verbose=0)
     copy = model_from_json(model_to_json(model))
     copy.set_weights(model.get_weights())
-    registry.take_weights_in(copy)
+    registration.take_weights_in(copy)
     assert np.array_equal(copy.predict(x, verbose=0), expected)
 
 

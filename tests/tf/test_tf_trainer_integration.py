@@ -15,7 +15,7 @@ import pytest
 from raysgd import testing
 from raysgd.exceptions import IncompatibleModelError, WorkerError
 from raysgd.tf import TFTrainer, TrainingOperator, checkpoint_file
-from raysgd.tf.registry import variables_of_optimizer
+from raysgd.tf.registration import variables_of_optimizer
 from raysgd.tf.tf_runner import RunnerSpec, TFRunner
 from tests.tf import models
 from tests.tf.lab import Experiment, largest_difference, run_alone, run_together
@@ -254,8 +254,8 @@ def test_callbacks_on_all_ranks_are_told_the_metrics_of_all_ranks(trainer: TFTra
     """In the workers of the trainer, in its group."""
 
     def told() -> Any:
-        from raysgd.engine.epochs import EpochRequest
         from raysgd.engine.types import World
+        from raysgd.replicas.epochs import EpochRequest
         from raysgd.tf.creator_operator import make_operator
         from raysgd.tf.tf_runner import RunnerSpec, TFRunner
         from tests.tf.lab import rank

@@ -139,7 +139,7 @@ class Chaos(threading.Thread):
         self.killed |= {pid for pid in alive if not is_alive(pid)}
 
     def _pids(self) -> list[int]:
-        group = self.trainer._controller._life.group
+        group = self.trainer._controller._lifecycle.group
         return [] if group is None else [info.pid for info in group.infos]
 
     def _lose_node(self) -> None:

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.engine import results
-from raysgd.engine.epochs import EpochAnswer, EpochRequest
 from raysgd.engine.types import World
+from raysgd.replicas import results
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
 

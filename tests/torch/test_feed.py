@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Sampler
 
-from raysgd.engine.epochs import EpochRequest
+from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch.feed import Feed
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.sampling import Unsharded, shard_loader

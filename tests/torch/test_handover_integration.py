@@ -12,9 +12,10 @@ import ray
 import torch
 
 from raysgd.backends.torch import TorchBackend
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import Resources
 from raysgd.engine.worker import WorkerFailed
-from raysgd.engine.worker_group import GroupSpec, WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 from raysgd.torch import handover
 from tests.fakes import CountingReplica
 from tests.torch.operators_for_tests import equal

@@ -25,7 +25,7 @@ from tests.torch.operators_for_tests import LinearOperator, equal
 def parallel() -> Iterator[HorovodParallel]:
     """In a process in which Horovod runs, alone."""
     backend = HorovodBackend()
-    backend.join(meeting(backend.open_door("127.0.0.1", 0)), World(0, 1))
+    backend.join(meeting(backend.open_endpoint("127.0.0.1", 0)), World(0, 1))
     yield HorovodParallel(world_size=1)
     backend.leave()
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
 
-from raysgd.engine.epochs import EpochRequest
 from raysgd.engine.types import World
+from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch import TrainingOperator
 from raysgd.torch.options import StepOptions
 from raysgd.torch.torch_runner import RunnerSpec, TorchRunner

@@ -6,7 +6,7 @@ import io
 
 import pytest
 
-from raysgd.engine.epochs import Progress
+from raysgd.replicas.epochs import Progress
 from raysgd.torch.progress import ProgressBar
 
 

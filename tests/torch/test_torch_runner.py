@@ -18,10 +18,10 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanSquaredError
 
 from raysgd._state_codec import StateEncoder, decode
-from raysgd.engine import captures
-from raysgd.engine.epochs import EpochAnswer, EpochRequest
 from raysgd.engine.types import DataLedger, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
+from raysgd.replicas import copies
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.metric_objects import capture
@@ -173,9 +173,9 @@ def test_an_epoch_of_the_users_own_says_how_many_samples_it_had(kind: Any) -> No
         def train_epoch(self, iterator: Any, info: Any) -> Any:  # type: ignore[override]
             return {"num_samples": kind(sum(len(batch[0]) for batch in iterator))}
 
-    beat = train(make_runner(Own)).beat
-    assert beat is not None
-    assert beat.num_samples == 20, "for the throughput"
+    heartbeat = train(make_runner(Own)).heartbeat
+    assert heartbeat is not None
+    assert heartbeat.num_samples == 20, "for the throughput"
 
 
 def test_what_is_no_dict_is_returned_as_it_is() -> None:
@@ -360,7 +360,7 @@ def test_a_restored_replica_does_not_share_memory_with_the_snapshot() -> None:
 def test_a_small_state_travels_with_the_answer_and_a_large_one_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = make_runner()
     assert runner.capture(None).token is None
-    monkeypatch.setattr(captures, "_INLINE_BYTES", 8)
+    monkeypatch.setattr(copies, "_INLINE_BYTES", 8)
     capture = runner.capture(None)
     assert capture.shared_state is None
     assert capture.token is not None
@@ -368,7 +368,7 @@ def test_a_small_state_travels_with_the_answer_and_a_large_one_by_itself(monkeyp
 
 
 def test_memory_of_a_snapshot_that_has_landed_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captures, "_INLINE_BYTES", 8)
+    monkeypatch.setattr(copies, "_INLINE_BYTES", 8)
     runner = make_runner()
     tokens = [runner.capture(None).token, runner.capture(None).token]
     assert tokens[0] is not None
@@ -381,7 +381,7 @@ def test_memory_of_a_snapshot_that_has_landed_is_used_again(monkeypatch: pytest.
 
 
 def test_a_snapshot_that_the_driver_shares_is_never_written_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captures, "_INLINE_BYTES", 8)
+    monkeypatch.setattr(copies, "_INLINE_BYTES", 8)
     runner = TorchRunner(RunnerSpec(LinearOperator, {}, use_local=True), ALONE)
     runner.setup()
     token = runner.capture(None).token
@@ -726,8 +726,8 @@ def test_a_replica_is_whole_until_an_optimizer_has_begun(
     runner = make_runner(operator_cls, place=place)
     with pytest.raises(ZeroDivisionError):
         train(runner)
-    standing = runner.standing()
-    assert (standing.progress, standing.is_whole) == (1, is_whole)
+    replica_progress = runner.replica_progress()
+    assert (replica_progress.progress, replica_progress.is_whole) == (1, is_whole)
 
 
 def broken_off(runner: TorchRunner, in_step: int, num_steps: int | None = None) -> TorchRunner:
@@ -750,19 +750,19 @@ def samples(runner: TorchRunner) -> list[int]:
 
 def test_a_survivor_stands_at_the_steps_it_completed_and_says_so_in_samples(process_group: None) -> None:
     runner = broken_off(survivor(), in_step=2)
-    standing = runner.standing()
-    assert (standing.progress, standing.is_whole, standing.obstacle) == (2, True, None)
-    assert standing.words == "no sample lost, 4 in flight are repeated (pass 0: 8 of 20 samples used)"
-    beat = runner.beat()
-    assert (beat.epoch, beat.step, beat.phase) == (1, 2, "broken off")
-    assert beat.data == DataLedger(0, due=20, used=8, in_flight=4)
+    replica_progress = runner.replica_progress()
+    assert (replica_progress.progress, replica_progress.is_whole, replica_progress.obstacle) == (2, True, None)
+    assert replica_progress.words == "no sample lost, 4 in flight are repeated (pass 0: 8 of 20 samples used)"
+    heartbeat = runner.heartbeat()
+    assert (heartbeat.epoch, heartbeat.step, heartbeat.phase) == (1, 2, "broken off")
+    assert heartbeat.data == DataLedger(0, due=20, used=8, in_flight=4)
 
 
 def test_a_survivor_that_finished_the_call_is_one_ahead_of_one_that_took_all_steps(process_group: None) -> None:
     runner = survivor()
-    assert runner.standing().progress == 0
+    assert runner.replica_progress().progress == 0
     train(runner, 3)
-    assert runner.standing().progress == 4
+    assert runner.replica_progress().progress == 4
 
 
 def test_the_last_survivor_goes_on_alone_with_all_samples_that_are_left(process_group: None) -> None:
@@ -785,7 +785,7 @@ def test_the_batches_of_a_window_that_broke_off_are_counted_once(process_group: 
             return 2
 
     runner = broken_off(survivor(InPairs), in_step=3)
-    assert runner.standing().progress == 2
+    assert runner.replica_progress().progress == 2
     runner.regroup(ALONE, Handover())
     assert runner.operator.global_step == 2
     answer = resume(runner)
@@ -832,9 +832,9 @@ def test_a_batch_that_had_begun_to_change_the_model_is_no_whole_state(process_gr
                 self._original_models[0].weight.add_(1.0)
             BreaksOff.train_batch(self, (torch.zeros(1, 3), torch.zeros(1), torch.zeros(1, 1)), {})
 
-    assert not broken_off(survivor(StepsTwice), in_step=1).standing().is_whole
-    assert not broken_off(survivor(Perturbs), in_step=0).standing().is_whole
-    assert broken_off(survivor(BreaksOff), in_step=1).standing().is_whole
+    assert not broken_off(survivor(StepsTwice), in_step=1).replica_progress().is_whole
+    assert not broken_off(survivor(Perturbs), in_step=0).replica_progress().is_whole
+    assert broken_off(survivor(BreaksOff), in_step=1).replica_progress().is_whole
 
 
 def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> None:
@@ -844,9 +844,9 @@ def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> 
             return super().train_batch(batch, batch_info)
 
     runner = broken_off(survivor(StepsFirst), in_step=1)
-    assert not runner.standing().is_whole
+    assert not runner.replica_progress().is_whole
     runner._take_over(runner.state(), runner._run.state(with_metrics=False))  # type: ignore[union-attr]
-    assert runner.standing().is_whole
+    assert runner.replica_progress().is_whole
 
 
 class OwnLoop(BreaksOff):
@@ -879,7 +879,7 @@ class NotDivided(BreaksOff):
 def test_what_cannot_be_gone_on_with_says_why(
     process_group: None, operator_cls: type[BreaksOff], expected: str | None
 ) -> None:
-    found = broken_off(survivor(operator_cls), in_step=1).standing().obstacle
+    found = broken_off(survivor(operator_cls), in_step=1).replica_progress().obstacle
     assert found is None if expected is None else found is not None and expected in found
 
 
@@ -894,11 +894,11 @@ def test_practice_takes_a_step_and_what_goes_wrong_in_it_is_only_told(
             return super().train_batch(batch, batch_info)
 
     runner = survivor(Noting)
-    runner.prime()
+    runner.warm_up()
     assert [(info["warm_up"], len(info["samples"])) for info in infos] == [(True, 2)]
-    assert runner.beat().step == -1
+    assert runner.heartbeat().step == -1
     runner.operator.breaks_in = 0  # type: ignore[attr-defined]
-    runner.prime()
+    runner.warm_up()
     assert "warm-up of a standby worker failed: ConnectionError('the group is gone')" in caplog.text
     assert runner.operator.breaks_in == 0  # type: ignore[attr-defined]
 
@@ -910,7 +910,7 @@ def test_practice_can_be_switched_off(process_group: None) -> None:
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
             raise AssertionError("it was called")
 
-    survivor(NoPractice).prime()
+    survivor(NoPractice).warm_up()
 
 
 class Bookkeeper(BreaksOff):
@@ -949,33 +949,35 @@ def test_practice_leaves_no_traces_in_what_the_operator_keeps_for_itself(process
     operator: Any = runner.operator
     before, objects = operator.content(), dict(vars(operator))
     weight = operator._original_models[0].weight.clone()
-    runner.prime()
+    runner.warm_up()
     assert operator.content() == before
     assert all(vars(operator)[name] is value for name, value in objects.items())
-    assert not torch.equal(operator._original_models[0].weight, weight), "nothing was practised"
+    assert not torch.equal(operator._original_models[0].weight, weight), "nothing was warmed_up"
 
 
 def test_a_beat_tells_where_the_replica_is(process_group: None) -> None:
-    beats: list[Any] = []
+    heartbeats: list[Any] = []
 
     class Beating(BreaksOff):
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-            beats.append(runner.beat())
+            heartbeats.append(runner.heartbeat())
             return super().train_batch(batch, batch_info)
 
     runner = survivor(Beating, every=2)
-    assert (runner.beat().step, runner.beat().phase) == (-1, "between calls")
+    assert (runner.heartbeat().step, runner.heartbeat().phase) == (-1, "between calls")
     train(runner)
-    assert [(beat.step, beat.phase, beat.num_samples, beat.snapshot) for beat in beats] == [
+    assert [
+        (heartbeat.step, heartbeat.phase, heartbeat.num_samples, heartbeat.snapshot) for heartbeat in heartbeats
+    ] == [
         (0, "training", 0, 0),
         (1, "training", 2, 0),
         (2, "training", 4, 2),
         (3, "training", 6, 2),
         (4, "training", 8, 4),
     ]
-    assert [beat.data.used for beat in beats] == [0, 4, 8, 12, 16], "of both ranks"
-    assert {beat.data.in_flight for beat in beats} == {4}
-    assert all(earlier.at < later.at for earlier, later in itertools.pairwise(beats))
+    assert [heartbeat.data.used for heartbeat in heartbeats] == [0, 4, 8, 12, 16], "of both ranks"
+    assert {heartbeat.data.in_flight for heartbeat in heartbeats} == {4}
+    assert all(earlier.at < later.at for earlier, later in itertools.pairwise(heartbeats))
 
 
 # ------------------------------------------------------------------------------------------------ held
@@ -986,7 +988,7 @@ def held_after(runner: TorchRunner, num_steps: int) -> Held:
 
     class Proposing:
         def __call__(self, *_: Any, **__: Any) -> None:
-            if runner.beat().step == 0:
+            if runner.heartbeat().step == 0:
                 assert runner.propose_hold(0, num_steps) == num_steps
                 runner.settle_hold(True)
 
@@ -1001,8 +1003,8 @@ def test_a_held_call_stops_between_two_steps_and_goes_on_as_if_nothing_had_been(
     whole, runner = survivor(), survivor()
     expected = train(whole)
     held = held_after(runner, 3)
-    assert (held.step, runner.standing().progress) == (3, 3)
-    assert runner.standing().words == "no sample lost, 0 in flight are repeated (pass 0: 12 of 20 samples used)"
+    assert (held.step, runner.replica_progress().progress) == (3, 3)
+    assert runner.replica_progress().words == "no sample lost, 0 in flight are repeated (pass 0: 12 of 20 samples used)"
     answer = resume(runner)
     assert samples(runner) == samples(whole)
     assert values(answer) == values(expected)
@@ -1015,7 +1017,7 @@ def test_another_process_goes_on_from_the_part_of_a_held_call(process_group: Non
     expected = train(whole)
     part = held_after(first, num_steps).part
     second.restore_inside(part.shared_state, part.rank_state, part.progress, [part.progress])
-    assert second.standing().progress == num_steps
+    assert second.replica_progress().progress == num_steps
     answer = resume(second)
     assert samples(second) == samples(whole)[2 * num_steps :]
     assert values(answer)["batch_count"] == values(expected)["batch_count"] == 5
@@ -1235,7 +1237,7 @@ def test_practice_leaves_the_modes_as_they_are(process_group: None) -> None:
             return metrics
 
     runner = survivor(Noting)
-    runner.prime()
+    runner.warm_up()
     assert [*found, runner.operator.modes] == [AS_SET_UP, AS_SET_UP]  # type: ignore[attr-defined]
 
 

@@ -307,7 +307,7 @@ def gather_death(group: WorkerGroup) -> None:
     gather([group.execute_single_async(0, os.getpid), group.execute_single_async(1, die)])
 
 
-class Guest:
+class WorkerObject:
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -319,7 +319,7 @@ def test_workers_that_replace_lost_ones_have_objects_of_the_class_too() -> None:
     import ray
 
     executor = BackendExecutor(BackendConfig(), num_workers=1)
-    executor.start(train_cls=Guest, train_cls_kwargs={"name": "Ada"})
+    executor.start(train_cls=WorkerObject, train_cls_kwargs={"name": "Ada"})
     try:
         with pytest.raises(TrainingWorkerError, match="there are new workers"):
             executor.run(die)

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 from raysgd._state_codec import decode, lend
-from raysgd.engine.types import Beat, World
+from raysgd.engine.types import Heartbeat, World
 from raysgd.exceptions import TrainBackendError
 from raysgd.train import session
-from raysgd.train._hand_off import Ended
+from raysgd.train._mailbox import Ended
 from raysgd.train._tf_cluster import TensorflowBackend
 from raysgd.train.backend import Backend
 from raysgd.train.constants import (
@@ -26,13 +26,13 @@ from raysgd.train.constants import (
     TIMESTAMP,
     TRAINING_ITERATION,
 )
-from raysgd.train.session import FunctionSession, Message, Order, TrainingResultType, take_step
+from raysgd.train.session import FunctionSession, FunctionSpec, Message, TrainingResultType, take_step
 
 REPORT, CHECKPOINT = TrainingResultType.REPORT, TrainingResultType.CHECKPOINT
 
 
-def order(function: Any, **options: Any) -> Order:
-    return Order(function, options.pop("encode", dict), options.pop("score_attribute", TIMESTAMP), **options)
+def spec(function: Any, **options: Any) -> FunctionSpec:
+    return FunctionSpec(function, options.pop("encode", dict), options.pop("score_attribute", TIMESTAMP), **options)
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def replica() -> Iterator[FunctionSession]:
 
 
 def begin(replica: FunctionSession, function: Any, checkpoint: Any = None, shard: Any = None, **options: Any) -> None:
-    replica.begin(order(function, **options), checkpoint, shard)
+    replica.begin(spec(function, **options), checkpoint, shard)
 
 
 def user_keys(message: Message | Ended) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class TestReports:
         message = replica.next()
         assert user_keys(message) == {"loss": 1, "checkpoint": 5}
         assert isinstance(message, Message)
-        assert message.parcel is None
+        assert message.checkpoint_ref is None
 
     def test_may_bring_a_checkpoint_with_their_dict(self, replica: FunctionSession) -> None:
         def function() -> Any:
@@ -98,8 +98,8 @@ class TestReports:
         message = replica.next()
         assert isinstance(message, Message)
         assert (message.kind, user_keys(message)) == (REPORT, {"loss": 1})
-        assert message.parcel is not None
-        assert decode(message.parcel.data, copy=True)["weight"] == 2
+        assert message.checkpoint_ref is not None
+        assert decode(message.checkpoint_ref.data, copy=True)["weight"] == 2
         assert replica.next() == Ended({"weight": 2})
 
     @pytest.mark.parametrize(
@@ -157,10 +157,10 @@ class TestCheckpoints:
         message = replica.next()
         assert isinstance(message, Message)
         assert message.kind is CHECKPOINT
-        assert message.parcel is not None
-        assert message.parcel.score == 2.0
-        assert message.parcel.token is None
-        content = decode(message.parcel.data, copy=True)
+        assert message.checkpoint_ref is not None
+        assert message.checkpoint_ref.score == 2.0
+        assert message.checkpoint_ref.token is None
+        content = decode(message.checkpoint_ref.data, copy=True)
         assert {**content, TIMESTAMP: 0} == {"loss": 2.0, "epoch": 1, TIMESTAMP: 0}
 
     def test_of_other_ranks_stay_there(self) -> None:
@@ -173,7 +173,7 @@ class TestCheckpoints:
         begin(replica, function)
         message = replica.next()
         assert isinstance(message, Message)
-        assert message.parcel is None
+        assert message.checkpoint_ref is None
         assert replica.next() == Ended({"epoch": 1})
 
     def test_that_are_large_wait_as_a_copy_until_they_are_fetched(self, replica: FunctionSession) -> None:
@@ -186,14 +186,14 @@ class TestCheckpoints:
         begin(replica, function)
         message = replica.next()
         assert isinstance(message, Message)
-        assert message.parcel is not None
-        assert message.parcel.data is None
+        assert message.checkpoint_ref is not None
+        assert message.checkpoint_ref.data is None
         assert replica.next() == Ended()
-        assert message.parcel.token is not None
-        assert decode(replica.fetch(message.parcel.token), copy=True)["weights"].max() == 0
+        assert message.checkpoint_ref.token is not None
+        assert decode(replica.fetch(message.checkpoint_ref.token), copy=True)["weights"].max() == 0
         assert weights.max() == 1
         with pytest.raises(KeyError):
-            replica.fetch(message.parcel.token)
+            replica.fetch(message.checkpoint_ref.token)
 
     def test_are_prepared_by_the_backend_before_they_are_copied(self, replica: FunctionSession) -> None:
         weights = np.zeros(1 << 18)
@@ -201,10 +201,10 @@ class TestCheckpoints:
         begin(replica, function, encode=lambda content: ("encoded", content["weights"]))
         message = replica.next()
         assert isinstance(message, Message)
-        assert message.parcel is not None
-        assert message.parcel.token is not None
+        assert message.checkpoint_ref is not None
+        assert message.checkpoint_ref.token is not None
         weights[:] = 1
-        name, arrived = decode(replica.fetch(message.parcel.token), copy=True)
+        name, arrived = decode(replica.fetch(message.checkpoint_ref.token), copy=True)
         assert (name, arrived.max()) == ("encoded", 0)
 
     def test_that_cannot_be_pickled_are_an_error_of_the_function(self, replica: FunctionSession) -> None:
@@ -229,8 +229,8 @@ class TestCheckpoints:
         begin(replica, lambda: session.save_checkpoint(epoch=1), score_attribute="loss")
         message = replica.next()
         assert isinstance(message, Message)
-        assert message.parcel is not None
-        assert message.parcel.score is None
+        assert message.checkpoint_ref is not None
+        assert message.checkpoint_ref.score is None
 
 
 class TestCheckpointsThatSeveralRanksReport:
@@ -244,10 +244,10 @@ class TestCheckpointsThatSeveralRanksReport:
 
     def token_of(self, message: Message | Ended) -> int:
         assert isinstance(message, Message)
-        assert message.parcel is not None
-        assert message.parcel.data is None
-        assert message.parcel.token is not None
-        return message.parcel.token
+        assert message.checkpoint_ref is not None
+        assert message.checkpoint_ref.data is None
+        assert message.checkpoint_ref.token is not None
+        return message.checkpoint_ref.token
 
     def test_are_not_copied_where_nobody_wants_them(self, second: FunctionSession) -> None:
         asked: list[Any] = []
@@ -379,13 +379,13 @@ class TestTheReplica:
 
     def test_starts_a_function_as_part_of_a_step_if_told_how(self, replica: FunctionSession) -> None:
         packed = lend({"epoch": 2})
-        assert take_step(replica, order(lambda: session.load_checkpoint()), packed, None) == Ended({"epoch": 2})
+        assert take_step(replica, spec(lambda: session.load_checkpoint()), packed, None) == Ended({"epoch": 2})
 
     def test_gives_signs_of_life(self, replica: FunctionSession) -> None:
-        assert replica.beat() == Beat()
+        assert replica.heartbeat() == Heartbeat()
         begin(replica, lambda: session.report(a=1))
         replica.next()
-        assert replica.beat().step == 1
+        assert replica.heartbeat().step == 1
 
 
 class TestOutsideOfARun:

@@ -25,14 +25,14 @@ from raysgd.engine.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.torch.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
-from raysgd.train._hand_off import Ended
-from raysgd.train.session import FunctionSession, Order, current_session
+from raysgd.train._mailbox import Ended
+from raysgd.train.session import FunctionSession, FunctionSpec, current_session
 
 
 def inside(function: Callable[[], Any], rank: int = 0, size: int = 1) -> Any:
     """What a function returns that runs as if a trainer ran it."""
     replica = FunctionSession(World(rank, size))
-    replica.begin(Order(function, dict, "_timestamp"), None, None)
+    replica.begin(FunctionSpec(function, dict, "_timestamp"), None, None)
     ended = replica.next()
     assert isinstance(ended, Ended)
     return ended.value
@@ -410,7 +410,7 @@ def test_the_first_example_of_the_guide_goes_on_with_one_worker() -> None:
     exec(example.partition("\ntrainer = ")[0], found)
     replica = FunctionSession(World(rank=0, size=1))
     config = {"batch_size": 16, "num_epochs": 2}
-    replica.begin(Order(partial(found["train_func"], config), dict, "_timestamp"), None, None)
+    replica.begin(FunctionSpec(partial(found["train_func"], config), dict, "_timestamp"), None, None)
     messages = [replica.next() for _ in range(5)]
     assert isinstance(messages[-1], Ended)
     assert messages[-1].value < 0.1

@@ -39,7 +39,7 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    def open_door(self, host: str, rank: int) -> int:
+    def open_endpoint(self, host: str, rank: int) -> int:
         """Begins to listen for the other ranks of the next group, where this one needs to; returns the port.
 
         Args:
@@ -52,7 +52,7 @@ class Backend(ABC):
         """Joins the group; returns when all ranks did.
 
         Args:
-            rendezvous: Where the ranks listen, this one where it opened its door.
+            rendezvous: Where the ranks listen, this one where it opened its endpoint.
             world: This worker's place.
             even_alone: Whether to form a group also of a single rank. A model that was wrapped for a group needs one.
         """

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.gauges import Gauges
 from raysgd.engine.history import History
 from raysgd.engine.snapshots import SnapshotKeeper
 from raysgd.engine.status import TrainerStatus, compose
-from raysgd.engine.types import Beat, DataLedger, WorkerInfo
+from raysgd.engine.types import DataLedger, Heartbeat, WorkerInfo
+from raysgd.replicas.gauges import Gauges
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def status(samples_per_s: float | None = 99.5, *events: Any, ledger: DataLedger 
         history.record(*event)
     return compose(
         infos=[WorkerInfo("a", "10.0.0.1", 11), WorkerInfo("b", "10.0.0.2", 12)],
-        beats={0: Beat(own_s=1.0, data=ledger), 1: Beat(own_s=2.0, data=ledger)},
+        heartbeats={0: Heartbeat(own_s=1.0, data=ledger), 1: Heartbeat(own_s=2.0, data=ledger)},
         num_wanted=3,
         num_spares=1,
         samples_per_s=samples_per_s,

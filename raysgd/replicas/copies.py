@@ -11,7 +11,7 @@ from raysgd.engine.replica import Capture
 _INLINE_BYTES = 65536  # a state up to this size travels with the answer; a call of its own would cost more
 
 
-class Captures:
+class PendingCopies:
     """The copies of the whole state that rank 0 keeps until the driver has them.
 
     They are made in the training thread, and claimed and fetched from a second one.
@@ -62,7 +62,7 @@ class Captures:
             self._kept = {}
 
 
-class InsideSnapshots:
+class MidCallSnapshots:
     """This rank's parts of the snapshots taken inside a call: the newest two, by the number of steps before them.
 
     Args:

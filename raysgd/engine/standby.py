@@ -6,17 +6,15 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd.engine.gathering import outcome
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.newcomers import Newcomers
 from raysgd.engine.resources import kill_process
-from raysgd.engine.seats import Seat, Seats
+from raysgd.engine.slots import Slot, Slots
 from raysgd.engine.types import WorkerInfo, World
-from raysgd.engine.worker import Enlisted, RemoteWorker, notes_of
-
-if TYPE_CHECKING:
-    from raysgd.engine.worker_group import GroupSpec
+from raysgd.engine.worker import RemoteWorker, StandbyReady, notes_of
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.005
@@ -24,7 +22,7 @@ _SILENCE_S = 1.0  # a worker that does nothing answers at once
 
 
 @dataclass(frozen=True)
-class Recruit:
+class StandbyWorker:
     """A worker that is ready to join a group."""
 
     worker: RemoteWorker
@@ -32,19 +30,19 @@ class Recruit:
     facts: Any
 
 
-class Recruits:
+class StandbyWorkers:
     """Makes workers ready beside a running group. Their faults are logged, never raised: nobody depends on them yet.
 
     Args:
         spec: What the group is started from.
-        seats: Where they find a place.
+        slots: Where they find a place.
     """
 
-    def __init__(self, spec: GroupSpec, seats: Seats) -> None:
-        self._spec, self._seats = spec, seats
+    def __init__(self, spec: GroupSpec, slots: Slots) -> None:
+        self._spec, self._slots = spec, slots
         self._newcomers = Newcomers(spec.heartbeat_s)
         self._coming: list[tuple[RemoteWorker, Any]] = []
-        self._ready: list[Recruit] = []
+        self._ready: list[StandbyWorker] = []
 
     @property
     def num_coming(self) -> int:
@@ -58,12 +56,12 @@ class Recruits:
         self._poll()
         return len(self._ready)
 
-    def call_up(self, seats: list[Seat], world_size: int) -> None:
-        """Begins to make one worker ready on each of `seats`, for a group of `world_size`. Does not wait."""
-        for index, seat in enumerate(seats):
-            world = World(rank=max(0, world_size - len(seats) + index), size=world_size)
-            worker = RemoteWorker(seat, self._spec.backend, self._spec.num_threads)
-            call = worker.submit("enlist", self._spec.initialization_hook, world, self._spec.make_replica)
+    def start_standby(self, slots: list[Slot], world_size: int) -> None:
+        """Begins to make one worker ready on each of `slots`, for a group of `world_size`. Does not wait."""
+        for index, slot in enumerate(slots):
+            world = World(rank=max(0, world_size - len(slots) + index), size=world_size)
+            worker = RemoteWorker(slot, self._spec.backend, self._spec.num_threads)
+            call = worker.submit("prepare_standby", self._spec.initialization_hook, world, self._spec.make_replica)
             self._coming.append((worker, call))
             self._newcomers.add(worker)
 
@@ -71,39 +69,41 @@ class Recruits:
         """Sees who is ready, and who froze over it. To be called now and then while workers are made ready."""
         self._poll()
 
-    def take(self, count: int, timeout_s: float = 0.0, tick: Callable[[], None] = lambda: None) -> list[Recruit]:
+    def take(
+        self, count: int, timeout_s: float = 0.0, on_wait: Callable[[], None] = lambda: None
+    ) -> list[StandbyWorker]:
         """Up to `count` ready workers, waiting up to `timeout_s` for those that are being made ready.
 
-        `tick` is called now and then while it waits.
+        `on_wait` is called now and then while it waits.
         """
         deadline = time.monotonic() + timeout_s
-        self.drop_dead()
+        self.kill_unresponsive()
         while len(self._ready) < count and self._coming and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-            tick()
+            on_wait()
             self._poll()
         taken, self._ready = self._ready[:count], self._ready[count:]
         return taken
 
-    def dismiss(self, recruit: Recruit) -> None:
+    def kill(self, standby_worker: StandbyWorker) -> None:
         """Ends a worker that was taken and is not needed after all."""
-        self._end(recruit.worker)
+        self._end(standby_worker.worker)
 
     def avoid(self, node_ids: frozenset[str]) -> None:
         """Ends those on nodes that are going away."""
-        for recruit in [recruit for recruit in self._ready if recruit.info.node_id in node_ids]:
-            self._ready.remove(recruit)
-            self._end(recruit.worker)
+        for each in [each for each in self._ready if each.info.node_id in node_ids]:
+            self._ready.remove(each)
+            self._end(each.worker)
 
-    def dismiss_all(self) -> None:
+    def kill_all(self) -> None:
         """Ends all of them."""
-        workers = [worker for worker, _ in self._coming] + [recruit.worker for recruit in self._ready]
+        workers = [worker for worker, _ in self._coming] + [each.worker for each in self._ready]
         self._coming, self._ready = [], []
         for worker in workers:
             self._end(worker)
 
     def _poll(self) -> None:
-        self._newcomers.tick()
+        self._newcomers.poll()
         still_coming = []
         for worker, call in self._coming:
             result = outcome(-1, call)
@@ -116,29 +116,29 @@ class Recruits:
                 logger.warning("a standby worker failed to start: %s", result.failure.fault.message)
                 self._end(worker)
             else:
-                enlisted: Enlisted = result.value
-                self._ready.append(Recruit(worker, enlisted.info, enlisted.facts))
+                ready: StandbyReady = result.value
+                self._ready.append(StandbyWorker(worker, ready.info, ready.facts))
         self._coming = still_coming
 
-    def drop_dead(self) -> None:
+    def kill_unresponsive(self) -> None:
         """Ends those that were ready and do not answer any more: nobody looks after them while they wait."""
         self._poll()
         if not self._ready:
             return
         import ray
 
-        calls = [recruit.worker.submit("describe") for recruit in self._ready]
+        calls = [each.worker.submit("describe") for each in self._ready]
         ray.wait(calls, num_returns=len(calls), timeout=_SILENCE_S)
         answers = [outcome(-1, call) for call in calls]
-        for recruit, answer in zip(self._ready, answers, strict=True):
+        for standby_worker, answer in zip(self._ready, answers, strict=True):
             if not answer.ok:
-                logger.warning("standby worker (process %s) died", recruit.info.pid)
-                self._end(recruit.worker)
+                logger.warning("standby worker (process %s) died", standby_worker.info.pid)
+                self._end(standby_worker.worker)
                 if not answer.answered:
-                    kill_process(recruit.info)  # it may be stopped
-        self._ready = [recruit for recruit, answer in zip(self._ready, answers, strict=True) if answer.ok]
+                    kill_process(standby_worker.info)  # it may be stopped
+        self._ready = [standby_worker for standby_worker, answer in zip(self._ready, answers, strict=True) if answer.ok]
 
     def _end(self, worker: RemoteWorker) -> None:
         self._newcomers.remove(worker)
         worker.kill()
-        self._seats.give_back(worker.seat)
+        self._slots.give_back(worker.slot)

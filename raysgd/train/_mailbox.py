@@ -22,7 +22,7 @@ class Ended:
     value: Any = None
 
 
-class HandOff:
+class Mailbox:
     """Runs a function in a thread of its own, and passes on what it offers.
 
     Args:

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from raysgd._meters import AverageMeter
-from raysgd._putting_back import MOST_BYTES, putting_back
+from raysgd.replicas.putting_back import MOST_BYTES, putting_back
 
 
 class Books:

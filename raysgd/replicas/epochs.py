@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.engine import results
-from raysgd.engine.results import WorkerMetrics
-from raysgd.engine.types import Beat
+from raysgd.engine.types import Heartbeat
+from raysgd.replicas import results
+from raysgd.replicas.results import WorkerMetrics
 
 
 @dataclass(frozen=True)
@@ -33,14 +33,14 @@ class EpochRequest:
 class EpochAnswer:
     """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
 
-    `epoch_idx` is the pass that a training call began with; `beat` the sign of life that a training call ended with.
+    `epoch_idx` is the pass that a training call began with; `heartbeat` what a training call ended with.
     """
 
     metrics: WorkerMetrics | None
     returned: Any
     num_steps: int
     epoch_idx: int = 0
-    beat: Beat | None = None
+    heartbeat: Heartbeat | None = None
 
 
 @dataclass(frozen=True)

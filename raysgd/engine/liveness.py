@@ -14,11 +14,11 @@ _ROUND_S = 1.0
 _ROUNDS_PER_HEARTBEAT = 5
 _QUESTION_S = 0.00036  # of the driver's time, for one question and its answer
 _SHARE = 0.05  # of the driver's time that questions may take
-_LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and heard nothing
+_LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and polled nothing
 
 
 @dataclass(frozen=True)
-class Heard(Generic[KeyT]):
+class PollResult(Generic[KeyT]):
     """What came of the questions since the last look.
 
     Attributes:
@@ -30,17 +30,17 @@ class Heard(Generic[KeyT]):
     silent: list[tuple[KeyT, float]]
 
 
-class Pulse(Generic[KeyT]):
+class LivenessCheck(Generic[KeyT]):
     """Keeps the questions that are open.
 
     Args:
         heartbeat_s: Whoever does not answer for so long is silent.
-        hear: What became of a question, as of now.
+        poll: What became of a question, as of now.
         now: Time.
     """
 
-    def __init__(self, heartbeat_s: float, hear: Callable[[KeyT, Any], Outcome], now: Callable[[], float]) -> None:
-        self._heartbeat_s, self._hear, self._now = heartbeat_s, hear, now
+    def __init__(self, heartbeat_s: float, poll: Callable[[KeyT, Any], Outcome], now: Callable[[], float]) -> None:
+        self._heartbeat_s, self._poll, self._now = heartbeat_s, poll, now
         self._asked: dict[KeyT, tuple[Any, float]] = {}
         self._left_at = now()
 
@@ -54,25 +54,25 @@ class Pulse(Generic[KeyT]):
             if key not in self._asked:
                 self._asked[key] = submit(key), self._now()
 
-    def hear(self) -> Heard[KeyT]:
+    def poll(self) -> PollResult[KeyT]:
         """Looks who has answered."""
         now = self._now()
         self._forgive(now - self._left_at - _LONGEST_GAP_S)
-        heard: Heard[KeyT] = Heard([], [])
+        polled: PollResult[KeyT] = PollResult([], [])
         for key, (question, asked_at) in list(self._asked.items()):
-            found = self._hear(key, question)
+            found = self._poll(key, question)
             if found.answered:
-                heard.answers.append((key, found))
+                polled.answers.append((key, found))
             elif now - asked_at > self._heartbeat_s:
-                heard.silent.append((key, now - asked_at))
+                polled.silent.append((key, now - asked_at))
             else:
                 continue
             del self._asked[key]
         self.rest()
-        return heard
+        return polled
 
     def rest(self) -> None:
-        """Says that until now this process was here to hear."""
+        """Says that until now this process was here to poll."""
         self._left_at = self._now()
 
     def forget(self, key: KeyT) -> None:
@@ -80,6 +80,6 @@ class Pulse(Generic[KeyT]):
         self._asked.pop(key, None)
 
     def _forgive(self, away_s: float) -> None:
-        """Does not hold time against anybody in which this process, stopped or busy elsewhere, could not hear."""
+        """Does not hold time against anybody in which this process, stopped or busy elsewhere, could not poll."""
         if away_s > 0:
             self._asked = {key: (question, asked_at + away_s) for key, (question, asked_at) in self._asked.items()}

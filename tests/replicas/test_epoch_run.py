@@ -11,9 +11,9 @@ import pytest
 from torch.utils.data import DataLoader
 
 from raysgd._meters import AverageMeterCollection
-from raysgd.engine.captures import InsideSnapshots
-from raysgd.engine.epoch_run import EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.engine.replica import Capture
+from raysgd.replicas.copies import MidCallSnapshots
+from raysgd.replicas.epoch_run import EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.torch.parallel import Step
 from raysgd.torch.sampling import ShardedLoader, shard_loader
 from raysgd.torch.streams import BatchStream, DividedSource
@@ -125,18 +125,18 @@ def test_the_end_of_an_epoch_passes_by_user_code_that_catches_exceptions() -> No
 
 
 def test_a_snapshot_is_due_so_many_steps_after_the_one_before_or_never() -> None:
-    snapshots = InsideSnapshots(3)
+    snapshots = MidCallSnapshots(3)
     taken = []
     for num_steps in (1, 2, 3, 4, 5, 7, 8, 9, 10):  # steps of several batches may jump over a multiple
         if snapshots.is_due(num_steps):
             snapshots.keep(num_steps, Capture())
             taken.append(num_steps)
     assert taken == [3, 7, 10]
-    assert not any(InsideSnapshots(None).is_due(num_steps) for num_steps in range(1, 10))
+    assert not any(MidCallSnapshots(None).is_due(num_steps) for num_steps in range(1, 10))
 
 
 def test_the_newest_two_parts_are_kept() -> None:
-    inside = InsideSnapshots(2)
+    inside = MidCallSnapshots(2)
     parts = {number: Capture(number) for number in (2, 4, 6)}
     assert (inside.newest, inside.part(2)) == (0, None)
     for number, part in parts.items():
@@ -146,7 +146,7 @@ def test_the_newest_two_parts_are_kept() -> None:
 
 
 def test_another_call_knows_nothing_of_the_parts_of_the_last_one() -> None:
-    inside = InsideSnapshots(2)
+    inside = MidCallSnapshots(2)
     inside.keep(2, Capture())
     inside.clear()
     assert (inside.newest, inside.part(2)) == (0, None)

@@ -15,12 +15,12 @@ from typing import Any, Protocol
 
 from raysgd._meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, MetricSummary
 from raysgd._timers import TimerCollection
-from raysgd.engine.captures import Captures, InsideSnapshots
-from raysgd.engine.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState, Steps
-from raysgd.engine.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.engine.replica import Capture
-from raysgd.engine.results import WorkerMetrics, as_number
-from raysgd.engine.types import Beat, DataLedger, Held, Standing, World
+from raysgd.engine.types import DataLedger, Heartbeat, Held, ReplicaProgress, World
+from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
+from raysgd.replicas.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState, Steps
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
+from raysgd.replicas.results import WorkerMetrics, as_number
 
 _TICK_S = 0.1  # between two looks at a progress bar
 
@@ -60,10 +60,10 @@ class ClassRunner(ABC):
         self._world = world
         self._operator: Any = None
         self._timers = TimerCollection()
-        self._captures = Captures()
+        self._copies = PendingCopies()
         self._running: tuple[Stream, int, int | None, Mapping[str, Any]] | None = None
         self._run: EpochRun | None = None
-        self._inside = InsideSnapshots(snapshot_every_n_steps)
+        self._inside = MidCallSnapshots(snapshot_every_n_steps)
 
     # ------------------------------------------------------------------------------------------------ to add
 
@@ -173,7 +173,7 @@ class ClassRunner(ABC):
         if self._world.rank:
             self._help_copy()
             return part
-        self._captures.drop_landed(landed_token)
+        self._copies.drop_landed(landed_token)
         return self._with_copy(part)
 
     def _capture_inside(self, run: EpochRun) -> Capture:
@@ -182,34 +182,36 @@ class ClassRunner(ABC):
         if self._world.rank:
             self._help_copy()
             return part
-        self._captures.drop_unclaimed()
+        self._copies.drop_unclaimed()
         return self._with_copy(part)
 
     def fetch(self, token: int) -> Any:
         """The copy of the state that `token` names."""
-        return self._captures.fetch(token)
+        return self._copies.fetch(token)
 
     # ------------------------------------------------------------------------------------------------ regrouping
 
-    def standing(self) -> Standing:
+    def replica_progress(self) -> ReplicaProgress:
         """How far the training call is that broke off or was held, or the last one that was completed."""
         run, obstacle = self._run, self._group_obstacle
         if run is None or run.is_finished:
-            return Standing(run.num_completed + 1 if run is not None else 0, True, obstacle)
-        return Standing(run.num_completed, self._is_whole, obstacle or self._epoch_obstacle, self._words())
+            return ReplicaProgress(run.num_completed + 1 if run is not None else 0, True, obstacle)
+        return ReplicaProgress(run.num_completed, self._is_whole, obstacle or self._epoch_obstacle, self._words())
 
-    def beat(self) -> Beat:
+    def heartbeat(self) -> Heartbeat:
         """A sign of life; called from a second thread, so it only reads."""
         run, running = self._run, self._running
         if run is None or run.is_finished:
-            return self._beat("between calls" if running is None else "validating", -1)
+            return self._heartbeat("between calls" if running is None else "validating", -1)
         if running is None:
-            return self._beat("broken off", run.num_completed)
+            return self._heartbeat("broken off", run.num_completed)
         num_samples, snapshot = self._num_samples(run), self._inside.newest
-        return self._beat("training", run.num_completed, num_samples, snapshot)
+        return self._heartbeat("training", run.num_completed, num_samples, snapshot)
 
-    def _beat(self, phase: str, step: int, num_samples: int = 0, snapshot: int = 0) -> Beat:
-        return Beat(self.epoch, step, phase, num_samples, snapshot, time.monotonic(), self._own_s(), self._ledger())
+    def _heartbeat(self, phase: str, step: int, num_samples: int = 0, snapshot: int = 0) -> Heartbeat:
+        return Heartbeat(
+            self.epoch, step, phase, num_samples, snapshot, time.monotonic(), self._own_s(), self._ledger()
+        )
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:
         """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
@@ -227,7 +229,7 @@ class ClassRunner(ABC):
     def part_of_snapshot(self, number: int) -> Capture | None:
         """This rank's part of the snapshot taken inside the running call after `number` steps."""
         part = self._inside.part(number)
-        if part is not None and part.token is not None and not self._captures.claim(part.token):
+        if part is not None and part.token is not None and not self._copies.claim(part.token):
             return None
         return part
 
@@ -311,7 +313,7 @@ class ClassRunner(ABC):
         answer = self._answer(returned, self._extra_results(), request.profile, run.num_completed)
         told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) else self._num_samples(run)
-        answer = replace(answer, epoch_idx=run.epoch_idx, beat=self._beat("between calls", -1, num_samples))
+        answer = replace(answer, epoch_idx=run.epoch_idx, heartbeat=self._heartbeat("between calls", -1, num_samples))
         run.finish(answer)
         return answer
 

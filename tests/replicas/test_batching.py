@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import pytest
 
-from raysgd._batching import BatchSplit, config_for_worker, split_batch_size
+from raysgd.replicas.batching import BatchSplit, config_for_worker, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.epochs import EpochAnswer, bind_batch_info, call_with_accepted, merged
-from raysgd.engine.results import WorkerMetrics
+from raysgd.replicas.epochs import EpochAnswer, bind_batch_info, call_with_accepted, merged
+from raysgd.replicas.results import WorkerMetrics
 
 
 def test_results_are_merged_by_name_or_listed_as_they_are() -> None:

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.engine.party import CannotForm, Muster, Party
+from raysgd.engine.group_former import CannotForm, GroupFormer, NextGroup
 from raysgd.engine.policies import RetryBudget, ScalingPolicy
 from raysgd.engine.worker_group import WorkerGroup
 from tests.engine.stepping_trainer import Trainer
@@ -16,7 +16,7 @@ from tests.fakes import Interrupted, Lost
 
 
 class Scene:
-    """A group of three, of which rank 1 is lost; `muster` gathers who goes on."""
+    """A group of three, of which rank 1 is lost; `former` gathers who goes on."""
 
     def __init__(self, min_workers: int = 1, num_slots: int = 3) -> None:
         self.trainer = Trainer(num_slots=num_slots)
@@ -24,8 +24,8 @@ class Scene:
         self.scaling = ScalingPolicy(3, min_workers)
         self.suspected: list[Sequence[int]] = []
 
-    def muster(self, *, can_wait: bool = True, budget: RetryBudget | None = None) -> Party:
-        muster = Muster(
+    def former(self, *, can_wait: bool = True, budget: RetryBudget | None = None) -> NextGroup:
+        former = GroupFormer(
             cast(WorkerGroup, self.trainer.group),
             self.scaling,
             budget,
@@ -33,34 +33,34 @@ class Scene:
             nodes_to_avoid=frozenset,
             suspect=self.suspected.append,
             now=self.trainer.clock.monotonic,
-            tick=lambda: None,
+            on_wait=lambda: None,
         )
-        return muster.assemble([0, 2])
+        return former.form([0, 2])
 
     @property
-    def recruits(self) -> Any:
-        return self.trainer.group.recruits
+    def standby(self) -> Any:
+        return self.trainer.group.standby
 
 
 def test_a_new_worker_joins_the_survivors_where_there_is_room() -> None:
-    party = Scene().muster()
-    assert (party.staying, len(party.joining), len(party.standings)) == ([0, 2], 1, 2)
+    next_group = Scene().former()
+    assert (next_group.staying, len(next_group.joining), len(next_group.progress_reports)) == ([0, 2], 1, 2)
 
 
 def test_survivors_that_do_not_wait_go_on_without_whoever_is_not_ready() -> None:
     scene = Scene()
-    scene.trainer.cluster.recruits_are_slow = True
-    assert scene.muster(can_wait=False).joining == []
-    assert scene.recruits.num_coming == 1, "it is made ready meanwhile"
+    scene.trainer.cluster.standby_is_slow = True
+    assert scene.former(can_wait=False).joining == []
+    assert scene.standby.num_coming == 1, "it is made ready meanwhile"
 
 
 def test_who_is_lost_while_the_others_wait_is_left_out_and_who_came_stays() -> None:
     scene = Scene()
-    scene.trainer.cluster.recruits_are_slow = True
+    scene.trainer.cluster.standby_is_slow = True
     scene.trainer.cluster.waits = deque([Lost((0,))])
-    party = scene.muster()
-    assert party.staying == [2]
-    assert len(party.joining) == 2, "the one that was waited for, and one for rank 0"
+    next_group = scene.former()
+    assert next_group.staying == [2]
+    assert len(next_group.joining) == 2, "the one that was waited for, and one for rank 0"
     assert scene.suspected == [[2]]
 
 
@@ -69,31 +69,31 @@ def test_too_few_are_no_party_and_the_newcomers_are_sent_home() -> None:
     scene.trainer.cluster.stands = deque([Lost((0,))])
     scene.trainer.cluster.num_slots = 2
     with pytest.raises(CannotForm, match="2 of at least 3 workers are left") as raised:
-        scene.muster()
+        scene.former()
     assert raised.value.staying == [2]
-    assert len(scene.recruits.dismissed) == 1
+    assert len(scene.standby.killed_standby) == 1
 
 
 def test_an_interrupt_while_they_wait_sends_the_newcomers_home() -> None:
     scene = Scene()
-    scene.trainer.cluster.recruits_are_slow = True
+    scene.trainer.cluster.standby_is_slow = True
     scene.trainer.cluster.waits = deque([Lost((0,))])
     scene.trainer.cluster.stands = deque([None, Interrupted()])
     with pytest.raises(KeyboardInterrupt):
-        scene.muster()
-    assert len(scene.recruits.dismissed) == 1
+        scene.former()
+    assert len(scene.standby.killed_standby) == 1
 
 
 def test_nobody_left_needs_no_words() -> None:
     scene = Scene()
     scene.trainer.cluster.stands = deque([Lost((0, 2))])
     with pytest.raises(CannotForm, match=r"^$") as raised:
-        scene.muster()
+        scene.former()
     assert list(raised.value.staying) == []
 
 
 def test_going_on_has_to_be_paid_for() -> None:
     scene = Scene()
     with pytest.raises(CannotForm, match="no retry is left") as raised:
-        scene.muster(budget=RetryBudget(0))
+        scene.former(budget=RetryBudget(0))
     assert raised.value.staying == [0, 2]

@@ -39,7 +39,7 @@ class MeetingFailed(ConnectionError):
     """Another rank failed, did not come in time, or cannot be reached, before the group was formed."""
 
 
-class Patience:
+class Deadline:
     """How long to wait for other ranks, from now on.
 
     Args:
@@ -91,7 +91,7 @@ def listen_at(host: str) -> socket.socket:
 
 
 @dataclass(frozen=True)
-class Guest:
+class Peer:
     """A rank that was met.
 
     Attributes:
@@ -118,7 +118,7 @@ class Badge:
     secret: bytes
 
     def proof(self, role: bytes, caller: int, host: int, number: int, drawn: bytes) -> bytes:
-        """What only those can say that know the secret, to whoever drew these numbers, in this role, at this door."""
+        """What only those can say that know the secret, to whoever drew these numbers, in this role and place."""
         return hmac.digest(self.secret, role + struct.pack("<III", caller, host, number) + drawn, "sha256")
 
     def greet(self, connection: socket.socket, host: int, number: int) -> _Talk:
@@ -130,7 +130,7 @@ class Badge:
         if not hmac.compare_digest(proof, self.proof(b"host", self.rank, host, number, own + other)):
             raise MeetingFailed(f"whoever listens where rank {host} should does not belong to the group")
         connection.sendall(self.proof(b"caller", self.rank, host, number, own + other))
-        return Guest(connection, host, number)
+        return Peer(connection, host, number)
 
     def receive(self, connection: socket.socket) -> _Talk:
         """As the one that is called on."""
@@ -140,10 +140,10 @@ class Badge:
         proof = yield from _hear(connection, _PROOF_LENGTH)
         if not hmac.compare_digest(proof, self.proof(b"caller", caller, self.rank, number, other + own)):
             raise MeetingFailed("a stranger called")
-        return Guest(connection, caller, number)
+        return Peer(connection, caller, number)
 
 
-_Talk: TypeAlias = Generator[None, None, Guest]
+_Talk: TypeAlias = Generator[None, None, Peer]
 """What two ranks say to each other until they know each other; yields where it waits for the other side."""
 
 
@@ -161,7 +161,7 @@ def _hear(connection: socket.socket, length: int) -> Generator[None, None, bytes
     return heard
 
 
-def call_on(address: Address, patience: Patience) -> socket.socket:
+def call_on(address: Address, deadline: Deadline) -> socket.socket:
     """Connects to another rank.
 
     Raises:
@@ -174,7 +174,7 @@ def call_on(address: Address, patience: Patience) -> socket.socket:
         connection.setblocking(False)
         code = connection.connect_ex((host, port))
         if code in _UNDER_WAY:
-            patience.wait(connection, select.POLLOUT)
+            deadline.wait(connection, select.POLLOUT)
             code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
             raise OSError(code, errno.errorcode.get(code, "unknown error"))
@@ -184,7 +184,7 @@ def call_on(address: Address, patience: Patience) -> socket.socket:
     return connection
 
 
-class Reception:
+class PeerListener:
     """Listens at a port.
 
     Args:
@@ -204,16 +204,16 @@ class Reception:
         self._listener.close()
 
     def meet(
-        self, badge: Badge, hosts: Collection[tuple[int, Address]], num_guests: int, num_lanes: int, patience: Patience
-    ) -> list[Guest]:
+        self, badge: Badge, hosts: Collection[tuple[int, Address]], num_peers: int, num_lanes: int, deadline: Deadline
+    ) -> list[Peer]:
         """Calls on some ranks and receives others, each as often as there are lanes; returns when all were met.
 
         Args:
             badge: Who this is.
             hosts: Whom to call on: their ranks and where they listen.
-            num_guests: How many come, of whom each knows the secret.
+            num_peers: How many come, of whom each knows the secret.
             num_lanes: How often.
-            patience: How long to wait for the others.
+            deadline: How long to wait for the others.
 
         Raises:
             OSError: Nobody is where a rank should be.
@@ -223,10 +223,10 @@ class Reception:
             talks = _Talks(undo, self._listener)
             for rank, address in hosts:
                 for lane in range(num_lanes):
-                    connection = undo.enter_context(call_on(address, patience))
+                    connection = undo.enter_context(call_on(address, deadline))
                     talks.begin(connection, badge.greet(connection, rank, lane))
-            while len(talks.known) < (len(hosts) + num_guests) * num_lanes:
-                patience.check()
+            while len(talks.known) < (len(hosts) + num_peers) * num_lanes:
+                deadline.check()
                 if talks.go_on():
                     self._let_in(badge, talks)
             talks.send_away(talks.open)
@@ -258,7 +258,7 @@ class _Talks:
 
     def __init__(self, undo: ExitStack, listener: socket.socket) -> None:
         self.undo = undo
-        self.known: list[Guest] = []
+        self.known: list[Peer] = []
         self.open: dict[int, _Open] = {}
         self._listener = listener
         self._poll = select.poll()

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.backends._guests import Address, Badge, Guest, MeetingFailed, Patience, Reception, listen_at
+from raysgd.backends._peers import Address, Badge, Deadline, MeetingFailed, Peer, PeerListener, listen_at
 
 HERE = "127.0.0.1"
 SECRET = secrets.token_bytes(32)
@@ -51,23 +51,23 @@ class Rank:
 
     def __init__(self, stack: ExitStack, number: int, secret: bytes = SECRET) -> None:
         self.badge = Badge(number, secret)
-        self.reception = Reception(HERE)
+        self.listener = PeerListener(HERE)
         self._stack = stack
-        stack.callback(self.reception.close)
+        stack.callback(self.listener.close)
 
     @property
     def address(self) -> Address:
-        return HERE, self.reception.port
+        return HERE, self.listener.port
 
-    def meet(self, hosts: list[Rank], num_guests: int, num_lanes: int, patience: Patience) -> list[tuple[int, int]]:
+    def meet(self, hosts: list[Rank], num_peers: int, num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
         """Who was met, on which lane."""
-        found = self.connect([(host.badge.rank, host.address) for host in hosts], num_guests, num_lanes, patience)
+        found = self.connect([(host.badge.rank, host.address) for host in hosts], num_peers, num_lanes, deadline)
         return sorted((one.rank, one.number) for one in found)
 
     def connect(
-        self, hosts: list[tuple[int, Address]], num_guests: int, num_lanes: int, patience: Patience
-    ) -> list[Guest]:
-        found = self.reception.meet(self.badge, hosts, num_guests, num_lanes, patience)
+        self, hosts: list[tuple[int, Address]], num_peers: int, num_lanes: int, deadline: Deadline
+    ) -> list[Peer]:
+        found = self.listener.meet(self.badge, hosts, num_peers, num_lanes, deadline)
         for one in found:
             self._stack.enter_context(one.connection)
         return found
@@ -86,7 +86,7 @@ def test_every_rank_meets_every_other_on_every_lane(stack: ExitStack, size: int,
     ranks = [Rank(stack, number) for number in range(size)]
     met = at_once(
         *(
-            lambda rank=rank: rank.meet(ranks[: rank.badge.rank], size - 1 - rank.badge.rank, num_lanes, Patience(20))
+            lambda rank=rank: rank.meet(ranks[: rank.badge.rank], size - 1 - rank.badge.rank, num_lanes, Deadline(20))
             for rank in ranks
         )
     )
@@ -95,11 +95,11 @@ def test_every_rank_meets_every_other_on_every_lane(stack: ExitStack, size: int,
 
 
 def test_who_expects_nobody_does_not_wait(stack: ExitStack) -> None:
-    assert Rank(stack, 0).meet([], 0, 1, Patience(0.0)) == []
+    assert Rank(stack, 0).meet([], 0, 1, Deadline(0.0)) == []
 
 
 def test_strangers_are_sent_away_and_hold_nobody_up(stack: ExitStack) -> None:
-    host, guest = Rank(stack, 0), Rank(stack, 1)
+    host, peer = Rank(stack, 0), Rank(stack, 1)
     strangers = [stack.enter_context(socket.create_connection(host.address)) for _ in range(5)]
     says = (b"", b"GET / HTTP/1.0\r\n\r\n", HELLO + b"x" * 32, HELLO, b"silent")
     for stranger, words in zip(strangers, says, strict=True):
@@ -107,7 +107,7 @@ def test_strangers_are_sent_away_and_hold_nobody_up(stack: ExitStack) -> None:
     for stranger in strangers[:2]:
         stranger.shutdown(socket.SHUT_WR)
     began = time.monotonic()
-    met = at_once(lambda: host.meet([], 1, 1, Patience(20)), lambda: guest.meet([host], 0, 1, Patience(20)))
+    met = at_once(lambda: host.meet([], 1, 1, Deadline(20)), lambda: peer.meet([host], 0, 1, Deadline(20)))
     assert met == [[(1, 0)], [(0, 0)]]
     assert time.monotonic() - began < 5
     for stranger in strangers:
@@ -124,8 +124,8 @@ def heard_by(stranger: socket.socket) -> bytes:
 
 
 def test_a_rank_of_another_group_is_a_stranger_to_both_sides(stack: ExitStack) -> None:
-    host, guest = Rank(stack, 0), Rank(stack, 1, secrets.token_bytes(32))
-    failed = at_once(lambda: host.meet([], 1, 1, Patience(0.5)), lambda: guest.meet([host], 0, 1, Patience(20)))
+    host, peer = Rank(stack, 0), Rank(stack, 1, secrets.token_bytes(32))
+    failed = at_once(lambda: host.meet([], 1, 1, Deadline(0.5)), lambda: peer.meet([host], 0, 1, Deadline(20)))
     assert [type(error) for error in failed] == [MeetingFailed, MeetingFailed]
     assert "took too long" in str(failed[0])
     assert "whoever listens where rank 0 should does not belong to the group" in str(failed[1])
@@ -133,7 +133,7 @@ def test_a_rank_of_another_group_is_a_stranger_to_both_sides(stack: ExitStack) -
 
 def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stack: ExitStack) -> None:
     impostor = stack.enter_context(socket.create_server((HERE, 0)))
-    guest, heard = Rank(stack, 1), bytearray()
+    peer, heard = Rank(stack, 1), bytearray()
 
     def pretend() -> None:
         with impostor.accept()[0] as connection:
@@ -142,7 +142,7 @@ def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stac
             heard.extend(hello + heard_by(connection))
 
     address = impostor.getsockname()
-    failed, _ = at_once(lambda: guest.connect([(0, address)], 0, 1, Patience(20)), pretend)
+    failed, _ = at_once(lambda: peer.connect([(0, address)], 0, 1, Deadline(20)), pretend)
     assert isinstance(failed, MeetingFailed)
     assert len(heard) == 24, "only who it says it is, and a number that it drew"
     assert SECRET not in heard
@@ -168,7 +168,7 @@ def test_waiting_for_guests_ends_at_once_when_it_is_interrupted(stack: ExitStack
     if stranger_says is not None:
         stack.enter_context(socket.create_connection(host.address)).sendall(stranger_says)
     with pytest.raises(MeetingFailed, match="another rank failed"):
-        host.meet([], 1, 1, Patience(60, switch))
+        host.meet([], 1, 1, Deadline(60, switch))
     assert time.monotonic() - began < 5
 
 
@@ -192,12 +192,12 @@ def test_calling_on_a_host_that_does_not_answer_ends_in_time(
     stack: ExitStack, hole: Address, is_interrupted: bool
 ) -> None:
     switch = Switch()
-    patience = Patience(60 if is_interrupted else 0.3, switch)
+    deadline = Deadline(60 if is_interrupted else 0.3, switch)
     if is_interrupted:
         switch.flip_in(0.3)
     began = time.monotonic()
     with pytest.raises(MeetingFailed):
-        Rank(stack, 1).connect([(0, hole)], 0, 1, patience)
+        Rank(stack, 1).connect([(0, hole)], 0, 1, deadline)
     assert time.monotonic() - began < 5
 
 
@@ -205,7 +205,7 @@ def test_calling_on_nobody_says_why(stack: ExitStack) -> None:
     with socket.create_server((HERE, 0)) as closed:
         address = closed.getsockname()
     with pytest.raises(ConnectionRefusedError, match="ECONNREFUSED"):
-        Rank(stack, 1).connect([(0, address)], 0, 1, Patience(20))
+        Rank(stack, 1).connect([(0, address)], 0, 1, Deadline(20))
 
 
 def test_one_listens_under_the_address_that_is_asked_for_and_no_other(stack: ExitStack) -> None:

@@ -1,4 +1,4 @@
-"""Checks of what all class-based trainers accept. They refuse an argument before anything starts."""
+"""Checks of what trainers accept. They refuse an argument before anything starts."""
 
 from __future__ import annotations
 

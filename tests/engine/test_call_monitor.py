@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.controller import Call
-from raysgd.engine.pulse import Pulse
-from raysgd.engine.types import Beat, Outcome
-from raysgd.engine.watch import _reported
+from raysgd.engine.call import Call
+from raysgd.engine.call_monitor import _reported
+from raysgd.engine.liveness import LivenessCheck
+from raysgd.engine.types import Heartbeat, Outcome
 from raysgd.exceptions import WorkersLostError
 from tests.engine.stepping_trainer import Trainer
 from tests.fakes import Lost, read
@@ -24,18 +24,18 @@ def test_every_rank_is_heard_once_a_second() -> None:
     seen: list[list[int]] = []
 
     def happens(second: int) -> None:
-        assert trainer.controller.watch is not None
-        seen.append(sorted(trainer.controller.watch.beats))
+        assert trainer.controller.monitor is not None
+        seen.append(sorted(trainer.controller.monitor.heartbeats))
 
     trainer.during_calls(3, happens)
     trainer.walk(5)
-    assert seen == [[], [], [0, 1, 2]]  # asked in the first second, heard in the second one
-    assert trainer.controller.watch is None
+    assert seen == [[], [], [0, 1, 2]]  # asked in the first second, polled in the second one
+    assert trainer.controller.monitor is None
 
 
 def test_a_call_that_takes_less_than_a_round_asks_nobody() -> None:
     trainer = Trainer()
-    trainer.cluster.while_waiting = lambda tick: [tick() for _ in range(20)] and None
+    trainer.cluster.while_waiting = lambda on_wait: [on_wait() for _ in range(20)] and None
     trainer.cluster.silent = {0, 1, 2}
     assert trainer.walk(5) == [5, 5, 5]
     assert trainer.group.killed_ranks == []
@@ -61,7 +61,7 @@ def test_a_rank_that_is_silent_for_too_long_is_ended_and_everything_told(caplog:
     assert (event.cause, event.old_size) == ("rank 1 did not respond for 6 s", 3)
     text = caplog.records[0].getMessage()
     assert "rank 0: epoch 0, step 0, stepping\nstack of rank 0" in text
-    assert "rank 1: not heard of yet\n  no answer" in text
+    assert "rank 1: no answer yet\n  no answer" in text
 
 
 def test_ranks_that_hang_together_are_ended_and_told_of_together(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +75,7 @@ def test_ranks_that_hang_together_are_ended_and_told_of_together(caplog: pytest.
     assert event.cause == "ranks 1-4 did not respond for 6 s"
     text = caplog.records[0].getMessage()
     assert text.startswith(f"{event.cause}\n")
-    assert "ranks 1-4: not heard of yet\n  no answer" in text
+    assert "ranks 1-4: no answer yet\n  no answer" in text
 
 
 def test_of_many_ranks_those_are_told_of_that_are_unlike_the_others() -> None:
@@ -101,18 +101,18 @@ def test_of_many_ranks_those_are_told_of_that_are_unlike_the_others() -> None:
 def test_many_ranks_are_asked_less_often_but_several_times_before_they_count_as_lost(
     num_workers: int, heartbeat_s: float, wanted_s: float, expected: float
 ) -> None:
-    pulse: Pulse[int] = Pulse(heartbeat_s, lambda rank, call: Outcome(rank), lambda: 0.0)
-    assert pulse.round_s(num_workers, wanted_s) == pytest.approx(expected)
+    liveness: LivenessCheck[int] = LivenessCheck(heartbeat_s, lambda rank, call: Outcome(rank), lambda: 0.0)
+    assert liveness.round_s(num_workers, wanted_s) == pytest.approx(expected)
 
 
 def test_of_a_rank_that_froze_early_it_is_told_how_far_it_was(caplog: pytest.LogCaptureFixture) -> None:
     trainer = Trainer(heartbeat_s=5.0)
 
-    def wait(tick: Any) -> None:
+    def wait(on_wait: Any) -> None:
         for tenth in range(100):
             trainer.clock.now_s += 0.1
             trainer.cluster.silent = {1} if tenth >= 4 else set()
-            tick()
+            on_wait()
 
     trainer.cluster.while_waiting = wait
     with caplog.at_level(logging.WARNING, logger="raysgd"):
@@ -123,7 +123,7 @@ def test_of_a_rank_that_froze_early_it_is_told_how_far_it_was(caplog: pytest.Log
 def test_recruits_are_looked_after_while_a_call_runs() -> None:
     trainer = Trainer()
     looks: list[float] = []
-    trainer.group.recruits.look_after = lambda: looks.append(trainer.clock.now_s)  # type: ignore[method-assign]
+    trainer.group.standby.look_after = lambda: looks.append(trainer.clock.now_s)  # type: ignore[method-assign]
     trainer.during_calls(5)
     trainer.walk(5)
     assert len(looks) == 5
@@ -155,7 +155,7 @@ def test_a_rank_that_freezes_while_a_new_group_is_restored_is_ended_too() -> Non
 
 
 def test_a_driver_that_stood_still_itself_holds_nothing_against_the_ranks() -> None:
-    """As after Ctrl-Z: what they answered meanwhile is heard a moment later."""
+    """As after Ctrl-Z: what they answered meanwhile is polled a moment later."""
     trainer = Trainer(heartbeat_s=5.0)
 
     def happens(second: int) -> None:
@@ -180,10 +180,10 @@ def test_a_short_heartbeat_asks_more_often() -> None:
     trainer = Trainer(heartbeat_s=0.5)
     trainer.cluster.silent = {2}
 
-    def wait(tick: Any) -> None:
+    def wait(on_wait: Any) -> None:
         for _ in range(10):
             trainer.clock.now_s += 0.1
-            tick()
+            on_wait()
 
     trainer.cluster.while_waiting = wait
     trainer.walk(1, Lost((2,), after={0: 0, 1: 0}))
@@ -197,11 +197,11 @@ def training(trainer: Trainer, samples_per_s: int, phase: str = "training") -> N
     """Lets every rank tell of so many samples a second."""
     for rank, replica in enumerate(trainer.group.replicas):
 
-        def beat(rank: int = rank) -> Beat:
+        def heartbeat(rank: int = rank) -> Heartbeat:
             at = trainer.clock.now_s + rank  # no two processes have the same clock
-            return Beat(0, 1, phase, num_samples=int(trainer.clock.now_s * samples_per_s), at=at)
+            return Heartbeat(0, 1, phase, num_samples=int(trainer.clock.now_s * samples_per_s), at=at)
 
-        replica.beat = beat
+        replica.heartbeat = heartbeat
 
 
 def test_while_a_call_runs_its_own_throughput_is_told_and_the_last_ones_after_it() -> None:
@@ -211,7 +211,7 @@ def test_while_a_call_runs_its_own_throughput_is_told_and_the_last_ones_after_it
     trainer.controller.observer = lambda: told.append(trainer.controller.glance({}, 7.0).samples_per_s)
     trainer.during_calls(4)
     trainer.walk(5)
-    assert told == [7.0, 7.0, 30.0, 30.0], "two moments are needed, and each is heard of a round later"
+    assert told == [7.0, 7.0, 30.0, 30.0], "two moments are needed, and each is polled of a round later"
     assert trainer.controller.glance({}, 7.0).samples_per_s == 7.0
 
 
@@ -228,11 +228,11 @@ def test_where_no_samples_are_counted_the_last_throughput_stays(samples_per_s: i
 
 def test_a_glance_shows_what_was_heard_last_in_a_training_call() -> None:
     trainer = Trainer()
-    last = {0: Beat(own_s=9.0)}
+    last = {0: Heartbeat(own_s=9.0)}
     assert trainer.controller.glance(last, None).workers[0].own_s == 9.0
     training(trainer, 10)
     seen: list[Any] = []
-    trainer.controller.observer = lambda: seen.append(trainer.controller.glance(last, None).workers[0].beat)
+    trainer.controller.observer = lambda: seen.append(trainer.controller.glance(last, None).workers[0].heartbeat)
     trainer.during_calls(3)
     trainer.walk(5)
     assert seen[0] == last[0]
@@ -261,12 +261,12 @@ def test_snapshots_that_come_fast_are_collected_fast_and_others_at_leisure() -> 
     trainer.group.submit_beside = spied  # type: ignore[method-assign]
     began = trainer.clock.now_s
 
-    def wait(tick: Any) -> None:
+    def wait(on_wait: Any) -> None:
         for tenth in range(80):
             trainer.clock.now_s += 0.1
             for replica in trainer.group.replicas:
                 replica.snapshot_at = min(tenth, 40)  # for four seconds one with every look
-            tick()
+            on_wait()
 
     trainer.cluster.while_waiting = wait
     trainer.walk(100)

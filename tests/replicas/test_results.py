@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.results import WorkerMetrics, as_number, merge
+from raysgd.replicas.results import WorkerMetrics, as_number, merge
 
 
 def plain(**values: Any) -> WorkerMetrics:

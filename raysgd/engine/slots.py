@@ -11,7 +11,7 @@ from raysgd.engine.types import Resources
 
 
 @dataclass(frozen=True)
-class Seat:
+class Slot:
     """One bundle of a reservation: room for one worker."""
 
     reservation: Reservation
@@ -23,7 +23,7 @@ class Seat:
         return self.reservation.actor_options(self.index)
 
 
-class Seats:
+class Slots:
     """All that is reserved, and what of it is free.
 
     Args:
@@ -35,7 +35,7 @@ class Seats:
     def __init__(self, need: Resources, packs: bool = False, within: Any = "default") -> None:
         self._need, self._packs, self._within = need, packs, within
         self._reservations: list[Reservation] = []
-        self._free: list[Seat] = []
+        self._free: list[Slot] = []
 
     def __len__(self) -> int:
         return sum(len(reservation) for reservation in self._reservations)
@@ -62,27 +62,27 @@ class Seats:
         reservation = Reservation(self._need, count, has_driver, self._packs, self._within)
         reservation.wait(timeout_s, check)
         self._reservations.append(reservation)
-        self._free += [Seat(reservation, index) for index in range(count)]
+        self._free += [Slot(reservation, index) for index in range(count)]
 
-    def take(self) -> Seat:
-        """A free seat, whatever became of its node; for a group that is just starting."""
+    def take(self) -> Slot:
+        """A free slot, whatever became of its node; for a group that is just starting."""
         return self._free.pop(0)
 
-    def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Seat]:
-        """Up to `count` free seats on live nodes other than those to `avoid`."""
+    def take_usable(self, count: int, avoid: Collection[str] = ()) -> list[Slot]:
+        """Up to `count` free slots on live nodes other than those to `avoid`."""
         nodes = {id(reservation): reservation.nodes() for reservation in self._reservations} if self._free else {}
         usable = []
-        for seat in self._free:
-            node = nodes[id(seat.reservation)][seat.index]
+        for slot in self._free:
+            node = nodes[id(slot.reservation)][slot.index]
             if node is not None and node not in avoid:
-                usable.append(seat)
+                usable.append(slot)
         taken = usable[: max(0, count)]
-        self._free = [seat for seat in self._free if seat not in taken]
+        self._free = [slot for slot in self._free if slot not in taken]
         return taken
 
-    def give_back(self, seat: Seat) -> None:
-        """Says that nobody is on `seat` any more."""
-        self._free.append(seat)
+    def give_back(self, slot: Slot) -> None:
+        """Says that nobody is on `slot` any more."""
+        self._free.append(slot)
 
     def release(self, timeout_s: float) -> None:
         """Gives everything back to the cluster."""

@@ -9,12 +9,12 @@ from typing import Any
 
 from raysgd.engine.failures import classify, words
 from raysgd.engine.policies import RetryBudget, ScalingPolicy, choose_source
-from raysgd.engine.types import Standing
+from raysgd.engine.types import ReplicaProgress
 from raysgd.engine.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-RECRUIT_S = 30.0  # survivors do not wait longer for somebody new; who is late steps in later
+STANDBY_WAIT_S = 30.0  # survivors do not wait longer for somebody new; who is late steps in later
 
 
 class CannotForm(Exception):
@@ -32,31 +32,33 @@ class CannotForm(Exception):
 
 
 @dataclass
-class Party:
+class NextGroup:
     """Who is to form the next group.
 
     Attributes:
         staying: Ranks that stay.
-        standings: How far each of them is.
-        joining: Recruits that join them.
+        progress_reports: How far each of them is.
+        joining: StandbyWorkers that join them.
     """
 
     staying: list[int]
-    standings: list[Standing]
+    progress_reports: list[ReplicaProgress]
     joining: list[Any]
 
     @property
     def source(self) -> int:
         """Index of the one that all others go on from."""
-        source = choose_source(self.standings)
+        source = choose_source(self.progress_reports)
         if source is None:
-            raise CannotForm(f"the survivors cannot go on by themselves: {_obstacle(self.standings)}", self.staying)
+            raise CannotForm(
+                f"the survivors cannot go on by themselves: {_obstacle(self.progress_reports)}", self.staying
+            )
         return source
 
 
 @dataclass(frozen=True)
-class Muster:
-    """Brings a party together.
+class GroupFormer:
+    """Brings a next_group together.
 
     Attributes:
         group: The group that it comes from.
@@ -66,7 +68,7 @@ class Muster:
         nodes_to_avoid: Asks for the nodes that nobody new should be placed on.
         suspect: Told, with those who answer, that others of the group have gone silent.
         now: The time.
-        tick: Called now and then while it waits.
+        on_wait: Called now and then while it waits.
     """
 
     group: WorkerGroup
@@ -76,27 +78,27 @@ class Muster:
     nodes_to_avoid: Callable[[], frozenset[str]]
     suspect: Callable[[Sequence[int]], None]
     now: Callable[[], float]
-    tick: Callable[[], None]
+    on_wait: Callable[[], None]
 
-    def assemble(self, staying: Sequence[int]) -> Party:
+    def form(self, staying: Sequence[int]) -> NextGroup:
         """Lets those who stay leave the old group, and finds others to fill it up.
 
         Raises:
             CannotForm: That makes no group.
         """
-        party = self._stand(staying)
+        next_group = self._leave_old_group(staying)
         try:
-            party = self._fill_up(party)
-            num_workers, min_workers = len(party.staying) + len(party.joining), self.scaling.min_workers
+            next_group = self._fill_up(next_group)
+            num_workers, min_workers = len(next_group.staying) + len(next_group.joining), self.scaling.min_workers
             if num_workers < min_workers:
-                raise CannotForm(f"{num_workers} of at least {min_workers} workers are left", party.staying)
+                raise CannotForm(f"{num_workers} of at least {min_workers} workers are left", next_group.staying)
         except BaseException:  # Ctrl-C too
-            for recruit in party.joining:
-                self.group.recruits.dismiss(recruit)
+            for standby_worker in next_group.joining:
+                self.group.standby.kill(standby_worker)
             raise
-        return party
+        return next_group
 
-    def _stand(self, survivors: Sequence[int]) -> Party:
+    def _leave_old_group(self, survivors: Sequence[int]) -> NextGroup:
         """Lets the survivors leave the group; those that turn out to be dead are no survivors.
 
         Raises:
@@ -104,9 +106,9 @@ class Muster:
         """
         ranks = list(survivors)
         while ranks:
-            report = self.group.stand(ranks, self.tick)
+            report = self.group.leave_group(ranks, self.on_wait)
             if report.ok:
-                return Party(ranks, report.values, [])
+                return NextGroup(ranks, report.values, [])
             failed = [o for o in report.outcomes if not o.ok]
             if any(o.failure is not None and o.failure.kind == "user" for o in failed):
                 logger.warning("a surviving worker could not report its progress: %s", words(classify(report)))
@@ -114,45 +116,45 @@ class Muster:
             ranks = [rank for rank in ranks if rank not in {o.rank for o in failed}]
         raise CannotForm("", ())
 
-    def _fill_up(self, party: Party) -> Party:
+    def _fill_up(self, next_group: NextGroup) -> NextGroup:
         """Lets others join, and waits for them where that is asked for; returns who is still there then.
 
         Raises:
             CannotForm: Nobody of those who stay is left, or nothing pays for going on.
         """
-        group, deadline = self.group, self.now() + RECRUIT_S
+        group, deadline = self.group, self.now() + STANDBY_WAIT_S
         while True:
-            progress = party.standings[party.source].progress
+            progress = next_group.progress_reports[next_group.source].progress
             obstacle = self.budget.rejoin_obstacle(progress) if self.budget is not None else None
             if obstacle is not None:
-                raise CannotForm(obstacle, party.staying)
-            group.let_go([r for r in range(len(group)) if r not in party.staying and r not in group.gone])
-            has_waited = self._recruit(party, max(0.0, deadline - self.now()) if self.can_wait else 0.0)
+                raise CannotForm(obstacle, next_group.staying)
+            group.let_go([r for r in range(len(group)) if r not in next_group.staying and r not in group.gone])
+            has_waited = self._fill_from_standby(next_group, max(0.0, deadline - self.now()) if self.can_wait else 0.0)
             if not has_waited:
-                return party
-            answering = group.answering(party.staying)  # nobody looked after them while they waited
-            if answering == party.staying:
-                return party
+                return next_group
+            answering = group.answering(next_group.staying)  # nobody looked after them while they waited
+            if answering == next_group.staying:
+                return next_group
             self.suspect(answering)
-            party = replace(self._stand(answering), joining=party.joining)
+            next_group = replace(self._leave_old_group(answering), joining=next_group.joining)
 
-    def _recruit(self, party: Party, wait_s: float) -> bool:
+    def _fill_from_standby(self, next_group: NextGroup, wait_s: float) -> bool:
         """Lets those join who are ready; and new ones, if there is room and time to wait. Returns whether it waited."""
-        recruits, most = self.group.recruits, self.scaling.max_workers
-        missing = most - len(party.staying) - len(party.joining)
+        standby, most = self.group.standby, self.scaling.max_workers
+        missing = most - len(next_group.staying) - len(next_group.joining)
         if missing <= 0:
             return False
         avoided = self.nodes_to_avoid()
-        recruits.avoid(avoided)
-        self.group.call_up(missing - recruits.num_coming - recruits.num_ready, most, avoided)
-        found = recruits.take(missing, 0.0)
-        party.joining += found
-        if not wait_s or len(found) == missing or not recruits.num_coming:
+        standby.avoid(avoided)
+        self.group.start_standby(missing - standby.num_coming - standby.num_ready, most, avoided)
+        found = standby.take(missing, 0.0)
+        next_group.joining += found
+        if not wait_s or len(found) == missing or not standby.num_coming:
             return False
-        party.joining += recruits.take(missing - len(found), wait_s, self.tick)
+        next_group.joining += standby.take(missing - len(found), wait_s, self.on_wait)
         return True
 
 
-def _obstacle(standings: Sequence[Standing]) -> str:
-    obstacles = [standing.obstacle for standing in standings if standing.obstacle]
+def _obstacle(progress_reports: Sequence[ReplicaProgress]) -> str:
+    obstacles = [replica_progress.obstacle for replica_progress in progress_reports if replica_progress.obstacle]
     return obstacles[0] if obstacles else "each was in the middle of a step that had begun to change its state"

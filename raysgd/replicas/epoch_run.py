@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from raysgd._meters import AverageMeterCollection, MetricSummary
-from raysgd.engine.epochs import EpochAnswer
+from raysgd.replicas.epochs import EpochAnswer
 
 
 class HeldAtBoundary(BaseException):

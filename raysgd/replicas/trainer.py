@@ -9,20 +9,21 @@ from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 from weakref import finalize, ref
 
-from raysgd._batching import split_batch_size
-from raysgd.backends.base import Backend
-from raysgd.engine.controller import Call, ElasticController
-from raysgd.engine.epochs import EpochAnswer
-from raysgd.engine.gauges import Gauges
+from raysgd.engine.backend import Backend
+from raysgd.engine.call import Call
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
-from raysgd.engine.types import Beat, Resources, World
+from raysgd.engine.types import Heartbeat, Resources, World
 from raysgd.engine.worker import is_sendable
-from raysgd.engine.worker_group import GroupSpec
 from raysgd.exceptions import UnpicklableError
+from raysgd.replicas.batching import split_batch_size
+from raysgd.replicas.epochs import EpochAnswer
+from raysgd.replicas.gauges import Gauges
 from raysgd.utils import BATCH_SIZE
 
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
@@ -108,7 +109,7 @@ class ClassTrainer:
         self._controller = controller
         self._gauges = Gauges(f"{type(self).__name__}-{id(self):x}")
         self._samples_per_s: float | None = None
-        self._last_beats: dict[int, Beat] = {}
+        self._last_heartbeats: dict[int, Heartbeat] = {}
         self._finalizer = finalize(self, _abandon, controller)
         try:
             controller.start()
@@ -199,8 +200,10 @@ class ClassTrainer:
         """Runs a training call, and keeps what `status` tells of it."""
         began, num_rejoins = time.perf_counter(), self._controller.history.count("rejoined")
         answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
-        self._last_beats = {rank: answer.beat for rank, answer in enumerate(answers) if answer.beat is not None}
-        num_samples = sum(beat.num_samples for beat in self._last_beats.values())
+        self._last_heartbeats = {
+            rank: answer.heartbeat for rank, answer in enumerate(answers) if answer.heartbeat is not None
+        }
+        num_samples = sum(heartbeat.num_samples for heartbeat in self._last_heartbeats.values())
         self._samples_per_s = num_samples / (time.perf_counter() - began) or None
         self._report_numbers()
         if self._controller.history.count("rejoined") > num_rejoins:
@@ -209,7 +212,7 @@ class ClassTrainer:
 
     def _tell_what_is_measured(self, num_samples: int) -> None:
         """After a loss inside the call: says why `num_samples` of the result is a part of what was trained on."""
-        ledgers = [beat.data for beat in self._last_beats.values() if beat.data is not None]
+        ledgers = [heartbeat.data for heartbeat in self._last_heartbeats.values() if heartbeat.data is not None]
         if ledgers and num_samples < ledgers[0].used:
             logger.warning(
                 "the metrics of this call cover only %s samples: those of the lost worker were lost with it. The "
@@ -221,7 +224,7 @@ class ClassTrainer:
         """For Ray's metrics."""
         controller = self._controller
         self._gauges.report(
-            len(controller.history.events), lambda: controller.glance(self._last_beats, self._samples_per_s)
+            len(controller.history.events), lambda: controller.glance(self._last_heartbeats, self._samples_per_s)
         )
 
     def _snapshot(self) -> Snapshot:

@@ -1,0 +1,45 @@
+"""One piece of work for the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.engine.types import World
+
+
+@dataclass(frozen=True)
+class Call:
+    """One piece of work for the group.
+
+    Attributes:
+        function: Runs on the worker as `function(replica, *args)`.
+        args_for: The arguments of each rank, made anew for every attempt because the world may have changed.
+        changes_state: Whether replicas are different afterwards, so that a snapshot is due.
+        keeps_alike: Whether it brings all replicas from one state to another, so that one on which it failed by itself
+            is another one than the others.
+        captures: Whether to copy the state afterwards in any case.
+        rank: The only rank to run on; None for all.
+        on_wait: Called in the driver some ten times a second while it waits.
+        resume: Goes on with the call in a group that was formed anew, with the arguments of `function`. None for a
+            call that can only be begun again; where replicas are not changed by it, that is as good.
+    """
+
+    function: Callable[..., Any]
+    args_for: Callable[[Sequence[World]], Sequence[Sequence[Any]]] = lambda worlds: [()] * len(worlds)
+    changes_state: bool = False
+    keeps_alike: bool = False
+    captures: bool = False
+    rank: int | None = None
+    on_wait: Callable[[], None] | None = None
+    resume: Callable[..., Any] | None = None
+
+    @property
+    def can_rejoin(self) -> bool:
+        """Whether survivors of a loss can go on with it."""
+        return self.resume is not None or not self.changes_state
+
+    def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
+        """Of the arguments of all ranks those of the ranks that it runs on."""
+        return dict(enumerate(args)) if self.rank is None else {self.rank: args[self.rank]}

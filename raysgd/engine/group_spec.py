@@ -1,0 +1,54 @@
+"""What every group of a trainer is started from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd._logging import Relay
+from raysgd.engine.backend import Backend
+from raysgd.engine.replica import ReplicaFactory
+from raysgd.engine.types import Resources
+
+
+@dataclass(frozen=True)
+class GroupSpec:
+    """What every group of a trainer is started from.
+
+    Attributes:
+        backend: Connects the workers.
+        make_replica: Builds a worker's replica; shipped to the worker.
+        resources: What one worker needs.
+        use_local: Whether rank 0 is the driver itself.
+        initialization_hook: Run once in each worker process before anything else.
+        reservation_timeout_s: How long to wait until the cluster grants the resources.
+        captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
+        regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
+        num_spares: How many workers wait, ready, to step in.
+        packs: Whether workers go to as few nodes as they can, rather than to as many.
+        within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
+        heartbeat_s: A worker that gives no sign of life for so long is lost.
+        settle_timeout_s: How long a survivor of a loss may take to come to an end with the step it is in.
+        relay: Logs what workers logged.
+    """
+
+    backend: Backend
+    make_replica: ReplicaFactory
+    resources: Resources = field(default_factory=Resources)
+    use_local: bool = False
+    initialization_hook: Callable[[], Any] | None = None
+    reservation_timeout_s: float = 100.0
+    captures: bool = True
+    regroups: bool = False
+    num_spares: int = 0
+    packs: bool = False
+    within: Any = "default"
+    heartbeat_s: float = 30.0
+    settle_timeout_s: float = 120.0
+    relay: Relay = field(default_factory=Relay, repr=False, compare=False)
+
+    @property
+    def num_threads(self) -> int:
+        """Threads of one worker."""
+        return max(1, int(self.resources.num_cpus))
