@@ -17,7 +17,7 @@ from raysgd.engine.call_monitor import CallMonitor, ask_heartbeats
 from raysgd.engine.failures import Diagnosis, classify, failed_alike, listed, words
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import History
-from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle, Unformed
+from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle
 from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.replica import Capture, Replica
 from raysgd.engine.snapshots import Snapshot, SnapshotKeeper, Transfer
@@ -221,13 +221,11 @@ class ElasticController:
             leaving = self._lifecycle.leaving_nodes_in_use()
             parts = [answer.value.part for answer in report.values]
             self._lifecycle.take_parts(parts)
-            unformed: Unformed | None = Unformed("left" if leaving else "grown", reason)
-            if self._spec.regroups:
-                unformed = self._lifecycle.change(leaving, reason, self._on_wait, parts)
-            if unformed is None:
+            failed = self._lifecycle.change(leaving, reason, self._on_wait, parts)
+            if failed is None:
                 return True
             self._await_snapshot()
-            self._lifecycle.rebuild(unformed.cause, unformed.kind)
+            self._lifecycle.rebuild(failed.cause, failed.kind)
             return self._is_restored_inside
         tell_stuck = partial(self._tell_stuck, self.monitor)
         self._renew_monitor()
@@ -237,10 +235,10 @@ class ElasticController:
             self._raise(call, diagnosis, report, decision, budget)
         cause = words(diagnosis)
         if isinstance(decision, Rejoin):
-            unformed = self._lifecycle.rejoin(report, budget, self._on_wait, tell_stuck)
-            if unformed is None:
+            failed = self._lifecycle.rejoin(report, budget, self._on_wait, tell_stuck)
+            if failed is None:
                 return True
-            cause = unformed.cause
+            cause = failed.cause
         if diagnosis.kind == "disconnected" and not self._spec.regroups:
             tell_stuck()
         if budget.is_spent:
@@ -496,16 +494,16 @@ class ElasticController:
     def _leave_nodes(self) -> None:
         """Moves to other nodes, in place if that can be done."""
         reason = "a node is going away"
-        unformed: Unformed | None = Unformed("left", reason)
         in_place = self._spec.regroups and self._lifecycle.can_change_in_place(self._on_wait)
         if in_place is None:  # a loss, which the call will come upon
             return
-        if in_place:
-            unformed = self._lifecycle.change(self._lifecycle.leaving_nodes_in_use(), reason, self._on_wait)
-        else:
+        if not in_place:
             self.snapshot()
-        if unformed is not None:
-            self._lifecycle.rebuild(unformed.cause, unformed.kind)
+            self._lifecycle.rebuild(reason, "left")
+            return
+        failed = self._lifecycle.change(self._lifecycle.leaving_nodes_in_use(), reason, self._on_wait)
+        if failed is not None:
+            self._lifecycle.rebuild(failed.cause, failed.kind)
 
     def _grow_if_possible(self) -> None:
         """Lets more workers step in, or starts a larger group, when something is free for it."""

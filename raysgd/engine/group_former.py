@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd.engine.failures import classify, words
+from raysgd.engine.history import EventKind
 from raysgd.engine.policies import RetryBudget, ScalingPolicy, choose_source
 from raysgd.engine.types import ReplicaProgress
 from raysgd.engine.worker_group import WorkerGroup
@@ -18,17 +19,26 @@ STANDBY_WAIT_S = 30.0  # survivors do not wait longer for somebody new; who is l
 
 
 class CannotForm(Exception):
-    """The ranks cannot form a new group.
+    """The ranks cannot form a new group: only a rebuild is left.
 
     Args:
-        reason: Why; empty where that is plain, because nobody is left.
+        reason: Why; empty where that is plain, because no one is left.
         staying: Who is left.
-        is_loss: Whether somebody was lost that is not counted among those who are gone.
+        is_loss: Whether a worker was lost that is not counted among those who are gone.
+        kind: What the rebuild is called in the history.
+        cause: What led to it.
     """
 
-    def __init__(self, reason: str, staying: Collection[int], is_loss: bool = False) -> None:
+    def __init__(
+        self,
+        reason: str,
+        staying: Collection[int],
+        is_loss: bool = False,
+        kind: EventKind = "rebuilt",
+        cause: str = "",
+    ) -> None:
         super().__init__(reason)
-        self.reason, self.staying, self.is_loss = reason, staying, is_loss
+        self.reason, self.staying, self.is_loss, self.kind, self.cause = reason, staying, is_loss, kind, cause
 
 
 @dataclass

@@ -92,19 +92,6 @@ class _Change:
     orphans: tuple[Any, ...] = ()
 
 
-@dataclass(frozen=True)
-class Unformed:
-    """A change in place that failed: the group is good for nothing then but to be rebuilt.
-
-    Attributes:
-        kind: What the rebuilding is to be called in the history.
-        cause: What led to it.
-    """
-
-    kind: EventKind
-    cause: str
-
-
 class Lifecycle:
     """Owns the group.
 
@@ -432,7 +419,7 @@ class Lifecycle:
         budget: RetryBudget,
         on_wait: Callable[[], None],
         tell_stuck: Callable[[], None],
-    ) -> Unformed | None:
+    ) -> CannotForm | None:
         """After a loss: lets the survivors form a new group, with spares and new workers as far as there are any.
 
         Args:
@@ -442,7 +429,7 @@ class Lifecycle:
             tell_stuck: Called if a survivor takes long to come to an end with what it does.
 
         Returns:
-            What is to be said where that cannot be done or failed.
+            Why only a rebuild is left; None when it worked.
         """
         began = self._clock.monotonic()
         group = self.group
@@ -459,7 +446,7 @@ class Lifecycle:
 
     def change(
         self, leaving: frozenset[str], cause: str, on_wait: Callable[[], None], parts: Sequence[Capture] = ()
-    ) -> Unformed | None:
+    ) -> CannotForm | None:
         """Between two steps or calls: lets the workers on the nodes `leaving` go, and those that are ready step in.
 
         Args:
@@ -469,13 +456,15 @@ class Lifecycle:
             parts: What each rank copied of its progress when it was held inside a call.
 
         Returns:
-            What is to be said where that cannot be done or failed.
+            Why only a rebuild is left; None when it worked.
         """
         began = self._clock.monotonic()
         group = self.group
         assert group is not None
         staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
         kind: EventKind = "left" if len(staying) < len(group) else "grown"
+        if not self.spec.regroups:
+            return CannotForm("", staying, kind=kind, cause=cause)
         change = _Change(
             kind,
             cause=lambda gone: f"lost rank {listed(gone)}; {cause}" if gone else cause,
@@ -498,7 +487,7 @@ class Lifecycle:
         until = self._clock.monotonic() + _SUSPICION_S
         self._suspected |= dict.fromkeys(silent - {group.infos[rank].node_id for rank in survivors}, until)
 
-    def _reform(self, change: _Change, on_wait: Callable[[], None]) -> Unformed | None:
+    def _reform(self, change: _Change, on_wait: Callable[[], None]) -> CannotForm | None:
         assert self.group is not None
         ranks = frozenset(range(len(self.group))) - change.leaving
         try:
@@ -508,7 +497,8 @@ class Lifecycle:
             cause = change.cause(gone)
             is_loss = change.kind == "rejoined" or bool(gone) or failed.is_loss
             kind: EventKind = "rebuilt" if is_loss else change.kind
-            return Unformed(kind, f"{cause}; {failed.reason}" if failed.reason else cause)
+            because = f"{cause}; {failed.reason}" if failed.reason else cause
+            return CannotForm(failed.reason, failed.staying, is_loss, kind, because)
         except BaseException as error:  # Ctrl-C too: nobody may ever use a group that is formed half-way
             self.end(type(error).__name__)
             raise
@@ -620,9 +610,9 @@ class Lifecycle:
         group.standby.kill_unresponsive()
         if not group.standby.num_ready:
             return
-        unformed = self.change(frozenset(), "there is room for more workers", on_wait)
-        if unformed is not None:
-            self.rebuild(unformed.cause, unformed.kind)
+        failed = self.change(frozenset(), "there is room for more workers", on_wait)
+        if failed is not None:
+            self.rebuild(failed.cause, failed.kind)
 
     def _record_end(self, kind: EventKind, old_size: int, began: float, cause: str) -> None:
         seconds = self._clock.monotonic() - began

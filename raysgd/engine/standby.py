@@ -1,4 +1,4 @@
-"""Workers outside the group: those being made ready, and the spares that wait to step in."""
+"""Standby workers, which start beside the group or wait to step in; and a check on all workers that start."""
 
 from __future__ import annotations
 
@@ -10,15 +10,93 @@ from typing import Any
 
 from raysgd.engine.gathering import outcome
 from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.newcomers import Newcomers
-from raysgd.engine.resources import kill_process
+from raysgd.engine.liveness import LivenessCheck
+from raysgd.engine.resources import find_process, kill_process
 from raysgd.engine.slots import Slot, Slots
-from raysgd.engine.types import WorkerInfo, World
+from raysgd.engine.types import Outcome, WorkerInfo, World
 from raysgd.engine.worker import RemoteWorker, StandbyReady, notes_of
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.005
 _SILENCE_S = 1.0  # a worker that does nothing answers at once
+_LOADING_S = 10.0  # the interpreter may be locked for as long while a large library is loaded
+
+
+class StartupCheck:
+    """Kills workers that freeze while they start, so that nothing waits for them forever.
+
+    It asks them for heartbeats, beside whatever they do.
+
+    A worker counts from its first answer on. One that has never answered counts from when Ray knows its process: before
+    that, the process may not exist yet.
+
+    Args:
+        heartbeat_s: A worker that does not answer for so long is killed; never less than a library takes to load.
+        poll: What became of a question, as of now.
+        kill: Kills a process, also a stopped one.
+        find: Finds the process of a worker that has not answered yet; None while there is none.
+        now: Time.
+    """
+
+    def __init__(
+        self,
+        heartbeat_s: float,
+        poll: Callable[[int, Any], Outcome] = outcome,
+        kill: Callable[[WorkerInfo], None] = kill_process,
+        find: Callable[[RemoteWorker], WorkerInfo | None] = lambda worker: find_process(worker.actor),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._kill, self._find, self._now = kill, find, now
+        self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
+            max(heartbeat_s, _LOADING_S), lambda worker, call: poll(-1, call), now
+        )
+        self._workers: list[RemoteWorker] = []
+        self._infos: dict[RemoteWorker, WorkerInfo] = {}
+        self._next_round = now()
+
+    def add(self, worker: RemoteWorker) -> None:
+        """Checks `worker` from now on."""
+        self._workers.append(worker)
+        self._ask([worker])
+
+    def remove(self, worker: RemoteWorker) -> None:
+        """Checks `worker` no longer: it is ready, or was killed."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+            self._infos.pop(worker, None)
+            self._liveness.forget(worker)
+
+    def poll(self) -> None:
+        """Reads the answers, kills silent workers, and asks again when that is due. Call it now and then."""
+        polled = self._liveness.poll()
+        for worker, found in polled.answers:
+            if found.ok:
+                self._infos[worker] = found.value
+        for worker, silent_s in polled.silent:
+            self._judge(worker, silent_s)
+        if self._now() >= self._next_round:
+            self._next_round = self._now() + self._liveness.round_s(len(self._workers))
+            self._ask(self._workers)
+
+    def _judge(self, worker: RemoteWorker, silent_s: float) -> None:
+        info = self._infos.get(worker)
+        if info is None:  # its process may have been made just now: it is asked once more
+            found = self._find(worker)
+            if found is not None:
+                self._infos[worker] = found
+            return
+        logger.warning(
+            "a worker (process %s on node %s) did not respond for %.0f s while it started; stopping it",
+            info.pid,
+            info.node_ip,
+            silent_s,
+        )
+        self.remove(worker)
+        worker.kill()
+        self._kill(info)
+
+    def _ask(self, workers: list[RemoteWorker]) -> None:
+        self._liveness.ask(workers, lambda worker: worker.submit("describe"))
 
 
 @dataclass(frozen=True)
@@ -40,7 +118,7 @@ class StandbyWorkers:
 
     def __init__(self, spec: GroupSpec, slots: Slots) -> None:
         self._spec, self._slots = spec, slots
-        self._newcomers = Newcomers(spec.heartbeat_s)
+        self._startup = StartupCheck(spec.heartbeat_s)
         self._coming: list[tuple[RemoteWorker, Any]] = []
         self._ready: list[StandbyWorker] = []
 
@@ -63,7 +141,7 @@ class StandbyWorkers:
             worker = RemoteWorker(slot, self._spec.backend, self._spec.num_threads)
             call = worker.submit("prepare_standby", self._spec.initialization_hook, world, self._spec.make_replica)
             self._coming.append((worker, call))
-            self._newcomers.add(worker)
+            self._startup.add(worker)
 
     def look_after(self) -> None:
         """Sees who is ready, and who froze over it. To be called now and then while workers are made ready."""
@@ -87,34 +165,34 @@ class StandbyWorkers:
 
     def kill(self, standby_worker: StandbyWorker) -> None:
         """Ends a worker that was taken and is not needed after all."""
-        self._end(standby_worker.worker)
+        self._kill(standby_worker.worker)
 
     def avoid(self, node_ids: frozenset[str]) -> None:
         """Ends those on nodes that are going away."""
         for each in [each for each in self._ready if each.info.node_id in node_ids]:
             self._ready.remove(each)
-            self._end(each.worker)
+            self._kill(each.worker)
 
     def kill_all(self) -> None:
         """Ends all of them."""
         workers = [worker for worker, _ in self._coming] + [each.worker for each in self._ready]
         self._coming, self._ready = [], []
         for worker in workers:
-            self._end(worker)
+            self._kill(worker)
 
     def _poll(self) -> None:
-        self._newcomers.poll()
+        self._startup.poll()
         still_coming = []
         for worker, call in self._coming:
             result = outcome(-1, call)
             if not result.answered:
                 still_coming.append((worker, call))
                 continue
-            self._newcomers.remove(worker)
+            self._startup.remove(worker)
             self._spec.relay.tell({"standby worker": notes_of(result)})
             if result.failure is not None:
                 logger.warning("a standby worker failed to start: %s", result.failure.fault.message)
-                self._end(worker)
+                self._kill(worker)
             else:
                 ready: StandbyReady = result.value
                 self._ready.append(StandbyWorker(worker, ready.info, ready.facts))
@@ -133,12 +211,12 @@ class StandbyWorkers:
         for standby_worker, answer in zip(self._ready, answers, strict=True):
             if not answer.ok:
                 logger.warning("standby worker (process %s) died", standby_worker.info.pid)
-                self._end(standby_worker.worker)
+                self._kill(standby_worker.worker)
                 if not answer.answered:
                     kill_process(standby_worker.info)  # it may be stopped
         self._ready = [standby_worker for standby_worker, answer in zip(self._ready, answers, strict=True) if answer.ok]
 
-    def _end(self, worker: RemoteWorker) -> None:
-        self._newcomers.remove(worker)
+    def _kill(self, worker: RemoteWorker) -> None:
+        self._startup.remove(worker)
         worker.kill()
         self._slots.give_back(worker.slot)

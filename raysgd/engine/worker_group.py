@@ -19,9 +19,8 @@ from raysgd.engine import ranks
 from raysgd.engine.gathering import CallPoller, Listener, RayPoller, grace_s, roll_call
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalCall, LocalWorker
-from raysgd.engine.newcomers import Newcomers
 from raysgd.engine.slots import Slots
-from raysgd.engine.standby import StandbyWorker, StandbyWorkers
+from raysgd.engine.standby import StandbyWorker, StandbyWorkers, StartupCheck
 from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, WorkerInfo, World, hosts_of
 from raysgd.engine.worker import RemoteWorker, notes_of, pack, packed_bytes
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
@@ -50,7 +49,7 @@ class WorkerGroup:
         self.standby = StandbyWorkers(spec, self._slots)
         self._workers: list[LocalWorker | RemoteWorker] = []
         self._unanswered: dict[int, Any] = {}
-        self._newcomers: Newcomers | None = None  # while it starts
+        self._startup: StartupCheck | None = None  # while it starts
         self._is_abandoned = False
         self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
@@ -78,14 +77,14 @@ class WorkerGroup:
         Raises:
             ReservationTimeoutError: When the resources were not granted in time.
         """
-        self._newcomers = Newcomers(self._spec.heartbeat_s)
+        self._startup = StartupCheck(self._spec.heartbeat_s)
         try:
             report = self._start(reservation_timeout_s or self._spec.reservation_timeout_s)
         except BaseException:
             self.kill()
             raise
         finally:
-            self._newcomers = None
+            self._startup = None
         if not report.ok:
             self.kill()
         return report
@@ -145,8 +144,8 @@ class WorkerGroup:
         for _ in range(len(self._workers), self.num_workers):
             worker = RemoteWorker(self._slots.take(), spec.backend, spec.num_threads)
             self._workers.append(worker)
-            if self._newcomers is not None:
-                self._newcomers.add(worker)
+            if self._startup is not None:
+                self._startup.add(worker)
         self._check_wanted()
         if slot_of_driver is not None:
             spec.backend.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
@@ -468,8 +467,8 @@ class WorkerGroup:
 
     def _gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Waits for all answers; after the first failure, only as long as it takes to see what belongs to it."""
-        if on_wait is None and self._newcomers is not None:
-            on_wait = self._newcomers.poll
+        if on_wait is None and self._startup is not None:
+            on_wait = self._startup.poll
         local = {rank: call for rank, call in calls.items() if isinstance(call, LocalCall)}
         remote = {rank: call for rank, call in calls.items() if rank not in local}
         if local:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from raysgd.backends.torch import TorchBackend
-from raysgd.engine import newcomers
+from raysgd.engine import standby
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import choose_source, takers
 from raysgd.engine.types import GroupReport, Handover, Resources, World
@@ -301,7 +301,7 @@ class FreezesLater(SteppingReplica):
 def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
     make: Make, caplog: pytest.LogCaptureFixture, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(newcomers, "_LOADING_S", 0.0)
+    monkeypatch.setattr(standby, "_LOADING_S", 0.0)
     order = tmp_path / "freeze"
     order.touch()
     freezes = partial(FreezesLater, order)

@@ -120,7 +120,7 @@ def test_of_a_rank_that_froze_early_it_is_told_how_far_it_was(caplog: pytest.Log
     assert "rank 1: epoch 0, step 0, stepping\n  no answer" in caplog.records[0].getMessage()
 
 
-def test_recruits_are_looked_after_while_a_call_runs() -> None:
+def test_standby_workers_are_looked_after_while_a_call_runs() -> None:
     trainer = Trainer()
     looks: list[float] = []
     trainer.group.standby.look_after = lambda: looks.append(trainer.clock.now_s)  # type: ignore[method-assign]

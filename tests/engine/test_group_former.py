@@ -64,7 +64,7 @@ def test_who_is_lost_while_the_others_wait_is_left_out_and_who_came_stays() -> N
     assert scene.suspected == [[2]]
 
 
-def test_too_few_are_no_party_and_the_newcomers_are_sent_home() -> None:
+def test_too_few_form_no_group_and_the_standby_workers_are_killed() -> None:
     scene = Scene(min_workers=3)
     scene.trainer.cluster.stands = deque([Lost((0,))])
     scene.trainer.cluster.num_slots = 2
@@ -74,7 +74,7 @@ def test_too_few_are_no_party_and_the_newcomers_are_sent_home() -> None:
     assert len(scene.standby.killed_standby) == 1
 
 
-def test_an_interrupt_while_they_wait_sends_the_newcomers_home() -> None:
+def test_an_interrupt_while_they_wait_kills_the_standby_workers() -> None:
     scene = Scene()
     scene.trainer.cluster.standby_is_slow = True
     scene.trainer.cluster.waits = deque([Lost((0,))])

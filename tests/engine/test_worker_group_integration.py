@@ -19,7 +19,7 @@ import ray
 from ray.util import placement_group_table
 
 from raysgd.backends.torch import TorchBackend
-from raysgd.engine import gathering, newcomers, worker_group
+from raysgd.engine import gathering, standby, worker_group
 from raysgd.engine.failures import classify
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import GroupReport, Resources, World
@@ -248,7 +248,7 @@ class FreezingReplica(CountingReplica):
 def test_a_worker_that_freezes_while_it_is_set_up_is_ended_like_one_that_dies(
     ray_cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(newcomers, "_LOADING_S", 0.0)
+    monkeypatch.setattr(standby, "_LOADING_S", 0.0)
     group = make_group(make_replica=FreezingReplica, heartbeat_s=3.0)
     report = group.start()
     assert kinds(report)[1] == "died"
