@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.backends._compiler import put_off_compiler
+from raysgd.backends._compiler import defer_compiler
 from raysgd.backends._peers import listen_at
 from raysgd.engine.backend import Backend
 from raysgd.engine.types import Rendezvous, World
@@ -68,7 +68,7 @@ class HorovodBackend(Backend):
             ImportError: It is missing, or does not fit the PyTorch that is here.
         """
         self.load_in_driver()
-        put_off_compiler()
+        defer_compiler()
 
     def load_in_driver(self) -> None:
         import_horovod()

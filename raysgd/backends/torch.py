@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.backends._board import Board
-from raysgd.backends._compiler import put_off_compiler
+from raysgd.backends._compiler import defer_compiler
 from raysgd.backends._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.backends._origins import is_of, with_causes
 from raysgd.backends._peers import Deadline, MeetingFailed, listen_at
@@ -78,7 +78,7 @@ class TorchBackend(Backend):
 
     def load(self) -> None:
         self.load_in_driver()
-        put_off_compiler()
+        defer_compiler()
 
     def load_in_driver(self) -> None:
         import torch.distributed  # noqa: F401

@@ -1,4 +1,4 @@
-"""What becomes of a process in which the import of PyTorch's compiler was put off. Each function has its own.
+"""What becomes of a process in which the import of PyTorch's compiler is deferred. Each function has its own.
 
     python -m tests.backends.compiler_scenarios
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import pickle
 import pkgutil
@@ -22,7 +23,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from raysgd.backends._compiler import put_off_compiler
+from raysgd.backends._compiler import defer_compiler
 
 NAME = "torch._dynamo"
 
@@ -226,18 +227,31 @@ def an_import_that_fails_may_be_tried_again() -> None:
     assert stand_in.config is sys.modules["torch._dynamo.config"]
 
 
-def once_it_is_there_nothing_is_put_off() -> None:
+def once_it_is_there_nothing_is_deferred() -> None:
     import torch._dynamo.config
 
     before = torch._dynamo
-    put_off_compiler()
+    defer_compiler()
     assert torch._dynamo is sys.modules[NAME] is before
 
 
-def putting_it_off_twice_is_putting_it_off_once() -> None:
+def deferring_it_twice_is_deferring_it_once() -> None:
     before = torch._dynamo
-    put_off_compiler()
+    defer_compiler()
     assert torch._dynamo is sys.modules[NAME] is before
+
+
+def the_log_says_so() -> None:
+    del sys.modules[NAME]
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("raysgd.backends._compiler")
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    defer_compiler()
+    assert len(lines) == 1
+    assert "deferred" in lines[0]
 
 
 def _scenarios() -> dict[str, Callable[[], None]]:
@@ -252,7 +266,7 @@ def _in_child(scenario: Callable[[], None]) -> str:
     if not pid:
         text = ""
         try:
-            put_off_compiler()
+            defer_compiler()
             scenario()
         except BaseException:
             text = traceback.format_exc()
@@ -266,5 +280,5 @@ def _in_child(scenario: Callable[[], None]) -> str:
 
 
 if __name__ == "__main__":
-    assert NAME not in sys.modules, "nothing could be put off"
+    assert NAME not in sys.modules, "nothing could be deferred"
     print(json.dumps({name: _in_child(scenario) for name, scenario in _scenarios().items()}))
