@@ -16,8 +16,8 @@ from raysgd.replicas.results import WorkerMetrics
 class EpochRequest:
     """One call of `train` or `validate`, as one worker sees it.
 
-    `tick` is called between steps, some ten times a second, by a replica in the driver: there, nobody else has the
-    time to. `starts_over` makes an evaluation begin with the first batch, wherever the call before it stopped.
+    A replica in the driver calls `redraw` between steps, some ten times a second: nothing else runs there that could
+    show progress. `starts_over` makes an evaluation begin with the first batch, wherever the call before it stopped.
     """
 
     num_steps: int | None
@@ -25,7 +25,7 @@ class EpochRequest:
     profile: bool
     seed: int
     shard: Any = None
-    tick: Callable[[], None] | None = None
+    redraw: Callable[[], None] | None = None
     starts_over: bool = False
 
 

@@ -7,45 +7,21 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 from raysgd._meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, MetricSummary
 from raysgd._timers import TimerCollection
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import DataLedger, Heartbeat, Held, ReplicaProgress, World
 from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
-from raysgd.replicas.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState, Steps
+from raysgd.replicas.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.replicas.results import WorkerMetrics, as_number
-
-_TICK_S = 0.1  # between two looks at a progress bar
-
-
-class Stream(Steps, Protocol):
-    """Hands out batches, and remembers where it is."""
-
-    num_steps_taken: int
-    pass_index: int
-    at_boundary: Any
-    source: Any
-
-    def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Yields so many batches; with None the rest of this pass, or a whole one."""
-
-    def settle(self) -> None:
-        """Says that the loop around the steps came to its end."""
-
-
-class PlaceInStep(Protocol):
-    """Where a replica is in a step of all replicas."""
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether its batch is only there to take part."""
+from raysgd.replicas.streams import PlaceInStep, Stream, WatchedBatches, redrawing
 
 
 class ClassRunner(ABC):
@@ -286,7 +262,7 @@ class ClassRunner(ABC):
         run.attach(stream)
         stream.at_boundary = partial(self._at_boundary, run) if self._can_resume(stream) else self._note_boundary
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
-        batches = _Watched(coming if request.tick is None else _ticking(coming, request.tick), self._step)
+        batches = WatchedBatches(coming if request.redraw is None else redrawing(coming, request.redraw), self._step)
         self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
         operator._meters_to_fill = run.meters
         try:
@@ -356,60 +332,6 @@ class ClassRunner(ABC):
         self._operator.timers = self._timers
 
 
-class Remainder:
-    """The batches that one call of `validate` leaves to the next one.
-
-    Only a call that was to take some of them, and returned, leaves the others. What raised begins anew, and so does
-    what was to take all batches, wherever the user's loop stopped.
-
-    Args:
-        open_stream: Makes a stream that begins with the first batch.
-    """
-
-    def __init__(self, open_stream: Callable[[EpochRequest], Any]) -> None:
-        self._open = open_stream
-        self._left: Any = None
-
-    @contextmanager
-    def stream(self, request: EpochRequest) -> Iterator[Any]:
-        """The stream for one call."""
-        left, self._left = self._left, None
-        stream = self._open(request) if left is None or request.starts_over else left
-        yield stream
-        if request.num_steps is not None:
-            self._left = stream
-
-    def drop(self) -> None:
-        """Lets the next call begin with the first batch."""
-        self._left = None
-
-
-class _Watched:
-    """An iterator that knows whether anybody drew from it; what a `train_epoch` is given.
-
-    Attributes:
-        was_touched: Whether anybody did.
-    """
-
-    def __init__(self, batches: Iterator[Any], step: PlaceInStep) -> None:
-        self._batches = batches
-        self._step = step
-        self.was_touched = False
-
-    @property
-    def is_padding(self) -> bool:
-        """Whether the batch drawn last repeats samples: other workers have some left, and this one has none."""
-        return self._step.is_padding
-
-    def __iter__(self) -> Iterator[Any]:
-        self.was_touched = True
-        return self._batches
-
-    def __next__(self) -> Any:
-        self.was_touched = True
-        return next(self._batches)
-
-
 @contextmanager
 def _not_counting_padding(operator: Any, step: PlaceInStep) -> Iterator[None]:
     """Lets `train_batch` report no samples for padding, to a `train_epoch` of the user's own that counts by them.
@@ -432,12 +354,3 @@ def _not_counting_padding(operator: Any, step: PlaceInStep) -> Iterator[None]:
         del operator.train_batch
         if "train_batch" in before:  # of the user's, set on the object
             operator.train_batch = train_batch
-
-
-def _ticking(batches: Iterator[Any], tick: Callable[[], None]) -> Iterator[Any]:
-    due = time.monotonic()
-    for batch in batches:
-        if time.monotonic() >= due:
-            tick()
-            due = time.monotonic() + _TICK_S
-        yield batch

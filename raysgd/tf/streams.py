@@ -1,20 +1,17 @@
-"""Batches that come one after the other, across calls: the position in the data of one replica.
-
-A stream keeps a live iterator over its source between calls, so that `num_steps` goes on where the last call stopped.
-The position is the number of samples that all ranks have used, so it means the same for any number of workers.
-"""
+"""Where the batches of a replica come from, and the stream over them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from raysgd.backends.group import Votes
 from raysgd.engine.types import DataLedger, World
+from raysgd.replicas import streams
 from raysgd.tf import datasets
 from raysgd.tf.datasets import Sharding
-from raysgd.tf.keras_sync import Step
+from raysgd.tf.step import Step
 
 
 @dataclass(frozen=True)
@@ -204,124 +201,41 @@ def lockstep_dataset(dataset: Any, votes: Votes) -> Any:
     return tf.data.Dataset.from_generator(generate, output_signature=dataset.element_spec).with_options(options)
 
 
-class BatchStream:
-    """Hands out the batches of a source, pass after pass, and remembers where it is.
-
-    Args:
-        source: Where the batches come from.
-        step: Told about each step before its batch is handed out.
-        next_pass: Called whenever a new pass is opened; returns its index.
-        undo: Called in a step without samples of this rank; what it returns is called when the step is over.
+class BatchStream(streams.BatchStream[Item, Step]):
+    """Hands out the batches of a source; looks one ahead, so that the last step of a pass is known when it is taken.
 
     Attributes:
-        at_boundary: Called between two steps, if it is set. What it raises ends the iteration.
-        pass_index: The pass begun last.
-        consumed: Samples of it, of all ranks, in the batches handed out so far.
-        completed: The same without the batch that is being trained on.
-        num_steps_taken: Batches handed out.
+        consumed: Samples of the pass begun last, of all ranks, in the batches handed out so far.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        step: Step,
-        next_pass: Callable[[], int],
-        undo: Callable[[], Callable[[], None]] | None = None,
-    ) -> None:
-        self.source = source
-        self._step = step
-        self._next_pass = next_pass
-        self._undo = undo
-        self._live: Iterator[Item] | None = None
-        self._coming: Item | None = None
-        self._to_resume: tuple[int, int] | None = None
-        self._is_open = False  # a batch was handed out, and nobody has asked for what follows it
-        self.at_boundary: Callable[[], None] | None = None
-        self.pass_index = 0
-        self.consumed = 0
-        self.completed = 0
-        self.num_steps_taken = 0
+    consumed = 0
+    _completed = 0
 
     @property
-    def num_steps_completed(self) -> int:
-        """Steps that are done: their batch was asked to be followed by something."""
-        return self.num_steps_taken - int(self._is_open)
-
-    @property
-    def is_mid_pass(self) -> bool:
-        """Whether the next batch belongs to the pass that was begun last."""
-        return self._coming is not None or self._to_resume is not None or self._is_open
+    def completed(self) -> int:
+        return self._completed
 
     def ledger(self) -> DataLedger | None:
         """What became of the samples; None where each rank has its own. May be called from a second thread."""
         if not isinstance(self.source, DividedSource):
             return None
-        completed = self.completed
-        in_flight = max(0, self.consumed - completed) if self._is_open else 0
+        completed = self._completed
+        in_flight = max(0, self.consumed - completed) if self._num_open else 0
         return DataLedger(self.pass_index, self.source.num_samples, completed, in_flight)
 
     def settle(self) -> None:
-        """Says that the loop around the steps came to its end: what was handed out is done."""
-        self._is_open, self.completed = False, self.consumed
-
-    def break_off(self) -> None:
-        """Forgets the step that broke off, if there is one: its samples will be handed out again, perhaps elsewhere."""
-        self.num_steps_taken = self.num_steps_completed
-        if self.is_mid_pass:
-            self.resume(self.pass_index, self.completed)
+        super().settle()
+        self._completed = self.consumed
 
     def resume(self, pass_index: int, consumed: int) -> None:
-        """Goes on inside a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
-        self._live, self._coming, self._is_open = None, None, False
-        self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
-        self.consumed = self.completed = consumed
+        super().resume(pass_index, consumed)
+        self.consumed = self._completed = consumed
 
-    def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Yields `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
+    def _begin_pass(self, consumed: int) -> Iterator[Item]:
+        self.consumed = self._completed = consumed
+        return iter(self.source.open(consumed))
 
-        An empty source ends the iteration.
-        """
-        yield from self._batches(num_steps)
-        self._step.end_stream()
-
-    def _batches(self, num_steps: int | None) -> Iterator[Any]:
-        produced = 0
-        while num_steps is None or produced < num_steps:
-            if self._coming is None:
-                if num_steps is None and produced:
-                    return
-                self._open()
-                if self._coming is None:
-                    return
-            produced += 1
-            yield from self._hand_out()
-
-    def _open(self) -> None:
-        if self._to_resume is not None:
-            (self.pass_index, self.consumed), self._to_resume = self._to_resume, None
-        else:
-            self.pass_index, self.consumed = self._next_pass(), 0
-        self.completed = self.consumed
-        self._live = iter(self.source.open(self.consumed))
-        self._coming = next(self._live, None)
-
-    def _hand_out(self) -> Iterator[Any]:
-        """One batch; looks one ahead first, so that the end of a pass is known when its last step is taken."""
-        item = self._coming
-        assert item is not None
-        assert self._live is not None
-        self._coming = next(self._live, None)
+    def _begin_step(self, item: Item, is_last: bool) -> Any:
         self._step.begin(item.batch, item.num_samples, item.num_joint, item.weights)
-        self.num_steps_taken += 1
         self.consumed += item.num_joint
-        self._is_open = True
-        redo = self._undo() if self._undo is not None and self._step.is_padding else None
-        try:
-            yield item.batch
-            self.settle()
-        finally:
-            if redo is not None:
-                redo()
-            self._step.end()
-        if self.at_boundary is not None:
-            self.at_boundary()
+        return item.batch

@@ -23,13 +23,15 @@ from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epoch_run import EpochRun, RunState
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, call_with_accepted
-from raysgd.replicas.runner import ClassRunner, Remainder
+from raysgd.replicas.runner import ClassRunner
+from raysgd.replicas.streams import Remainder
 from raysgd.tf import _former_optimizer, datasets, fit_run, registration, serializing
 from raysgd.tf.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.fit_run import FitStream
-from raysgd.tf.keras_sync import Step, Synchronizer
+from raysgd.tf.keras_sync import Synchronizer
+from raysgd.tf.step import Step
 from raysgd.tf.streams import BatchStream, DividedSource, OwnSource, Passes, Source
 from raysgd.tf.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE

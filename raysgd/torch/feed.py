@@ -12,7 +12,7 @@ import torch
 from raysgd.engine.types import DataLedger
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas.epochs import EpochRequest
-from raysgd.replicas.runner import Remainder
+from raysgd.replicas.streams import Remainder
 from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.sampling import ElasticBatchSampler, SamplerOrder, ShardedLoader, Unsharded
 from raysgd.torch.step import Step
@@ -186,7 +186,7 @@ class Feed:
         is_mid_pass = stream.is_mid_pass
         position = {
             "pass_index": stream.pass_index,
-            "consumed": stream.consumed if is_mid_pass else 0,
+            "consumed": stream.completed if is_mid_pass else 0,
             "is_mid_pass": is_mid_pass,
             "seed": stream.source.seed,
             "num_samples": data.num_samples,

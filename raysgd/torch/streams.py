@@ -1,6 +1,5 @@
-"""Batches that come one after the other, across calls: the position in the data of one replica.
+"""Where the batches of a replica come from, and the stream over them.
 
-A stream keeps a live iterator over its source between calls, so that `num_steps` goes on where the last call stopped.
 The sources differ in what is known beforehand: a loader that the library divides knows every rank's share of every
 step; any other loader does not, so the ranks agree step by step, one step ahead of the training and beside it.
 """
@@ -14,12 +13,13 @@ from typing import Any, Protocol
 
 import torch
 
+from raysgd.replicas import streams
+from raysgd.replicas.streams import NO_BATCH
 from raysgd.torch.parallel import Summation
 from raysgd.torch.sampling import ShardedLoader, count_samples
 from raysgd.torch.step import Step
 
 _END = object()
-_NO_BATCH = object()  # this rank has no sample in a joint step, which counts all the same
 
 
 Item = tuple[Any, float, int | None, int | None]
@@ -71,7 +71,7 @@ class DividedSource:
             share = next(shares)
             yield batch, share.weight, share.num_samples, share.num_joint
         if plan.num_batches(rank) < plan.num_steps:
-            yield _NO_BATCH, 0.0, 0, next(shares).num_joint
+            yield NO_BATCH, 0.0, 0, next(shares).num_joint
 
     def num_steps(self) -> int | None:
         plan = self._sharded.sampler.plan
@@ -164,59 +164,13 @@ class _Vote:
         return num_ranks, num_samples
 
 
-class BatchStream:
-    """Hands out the batches of a source, pass after pass, and remembers where it is.
+class BatchStream(streams.BatchStream[Item, Step]):
+    """Hands out the batches of a source; counts samples by the arithmetic of the sampler that divides them."""
 
-    Args:
-        source: Where the batches come from.
-        step: Told about each step before its batch is handed out.
-        next_pass: Called whenever a new pass is opened; returns its index.
-        undo: Called ahead of a batch of padding; what it returns is called ahead of the next.
-
-    Attributes:
-        at_boundary: Called between two steps, if it is set. What it raises ends the iteration.
-        prepare: Called before the first batch of a call and of a pass.
-        pass_index: Index of the pass begun last.
-        num_steps_taken: Steps whose batch was handed out.
-    """
-
-    def __init__(
-        self,
-        source: Source,
-        step: Step,
-        next_pass: Callable[[], int],
-        undo: Callable[[], Callable[[], None]] | None = None,
-    ) -> None:
-        self.source = source
-        self._step = step
-        self._next_pass = next_pass
-        self._undo = undo
-        self._live: Iterator[Item] | None = None
-        self._ahead: list[Item | None] = []  # what was drawn already to see whether there is more
-        self._to_resume: tuple[int, int] | None = None
-        self._num_steps_in_pass = 0
-        self._num_open = 0  # batches handed out since the last optimizer step
-        self.at_boundary: Callable[[], None] | None = None
-        self.prepare: Callable[[], None] = lambda: None
-        self.pass_index = 0
-        self.num_steps_taken = 0
+    _num_steps_in_pass = 0
 
     @property
-    def num_steps_completed(self) -> int:
-        """Batches of optimizer steps that are done: their last batch was asked to be followed by something."""
-        return self.num_steps_taken - self._num_open
-
-    @property
-    def is_mid_pass(self) -> bool:
-        """Whether the next batch belongs to the pass that was begun last."""
-        return self._live is not None or self._to_resume is not None or self._num_open > 0
-
-    @property
-    def consumed(self) -> int:
-        """Samples of the pass begun last that all ranks together have used; 0 where that is not known.
-
-        Those of an optimizer step that is not done were not used.
-        """
+    def completed(self) -> int:
         return self.ledger()[1]
 
     def ledger(self) -> tuple[int, int, int]:
@@ -233,98 +187,33 @@ class BatchStream:
         used = self.source.consumed_after(max(0, num_steps - num_open))
         return due, used, self.source.consumed_after(num_steps) - used if num_open else 0
 
-    def settle(self) -> None:
-        """Says that the loop around the steps came to its end: what was handed out is done.
-
-        Raises:
-            RuntimeError: The group broke in the last step.
-        """
-        if self._num_open:
-            self._step.confirm()
-        self._num_open = 0
-
     def break_off(self) -> None:
-        """Forgets the step that broke off, if there is one: its batches will be handed out again, perhaps elsewhere."""
-        if self.is_mid_pass:
-            self.resume(self.pass_index, self.consumed)
-        self.num_steps_taken = self.num_steps_completed
-        self._live, self._num_open, self._num_steps_in_pass = None, 0, 0
-        self._ahead.clear()
+        super().break_off()
+        self._num_steps_in_pass = 0
 
-    def resume(self, pass_index: int, consumed: int) -> None:
-        """Goes on inside a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
-        self._live = None
-        self._ahead.clear()
-        self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
-
-    def take(self, num_steps: int | None) -> Iterator[Any]:
-        """Yields `num_steps` batches, over as many passes as it takes; with None the rest of this pass, or a whole one.
-
-        An empty source ends the iteration.
-        """
-        yield from self._batches(num_steps)
-        self._step.end_stream()
-
-    def _batches(self, num_steps: int | None) -> Iterator[Any]:
-        produced = 0
-        just_opened = False
-        if self._live is not None and num_steps != 0:
-            self.prepare()
-        while num_steps is None or produced < num_steps:
-            if self._live is None:
-                if num_steps is None and produced:
-                    return
-                self._live = self._open()
-                just_opened = True
-            self._step.began_at = time.perf_counter()
-            item = self._ahead.pop() if self._ahead else next(self._live, None)
-            if item is None:
-                self._live = None
-                if just_opened:
-                    return
-                continue
-            just_opened = False
-            produced += 1
-            batch = self._hand_out(*item, is_last_of_call=produced == num_steps)
-            if batch is not _NO_BATCH:
-                self._num_open += 1
-                undo = self._undo() if self._undo is not None and self._step.is_padding else None
-                yield batch
-                if undo is not None:
-                    undo()
-                if self._step.is_boundary:
-                    self._step.confirm()
-                    self._num_open = 0
-                    if self.at_boundary is not None:
-                        self.at_boundary()
-
-    def _open(self) -> Iterator[Item]:
-        self.prepare()
-        if self._to_resume is not None:
-            (self.pass_index, consumed), self._to_resume = self._to_resume, None
-        else:
-            self.pass_index, consumed = self._next_pass(), 0
+    def _begin_pass(self, consumed: int) -> Iterator[Item]:
         self._num_steps_in_pass = 0
         return iter(self.source.open(self.pass_index, consumed))
 
-    def _hand_out(
-        self, batch: Any, weight: float, num_samples: int | None, total: int | None, is_last_of_call: bool
-    ) -> Any:
-        self.num_steps_taken += 1
-        self._num_steps_in_pass += 1
-        is_last = False
+    def _draw(self) -> Item | None:
+        self._step.began_at = time.perf_counter()
+        return super()._draw()
+
+    def _look_ahead(self) -> list[Item | None]:
+        is_needed = self._step.window > 1 and not isinstance(self.source, DividedSource)
+        return super()._look_ahead() if is_needed else []
+
+    def _is_last_of_pass(self) -> bool:
         if isinstance(self.source, DividedSource):
-            is_last = self._num_steps_in_pass == self.source.num_steps()
-        elif self._step.window > 1:
-            assert self._live is not None
-            self._ahead.append(next(self._live, None))
-            is_last = self._ahead[0] is None
+            return self._num_steps_in_pass + 1 == self.source.num_steps()
+        return super()._is_last_of_pass()
+
+    def _begin_step(self, item: Item, is_last: bool) -> Any:
+        batch, weight, num_samples, total = item
+        self._num_steps_in_pass += 1
         if total is None and self._step.window > 1:
             total = count_samples(batch)
-        self._step.begin(weight, num_samples, total, is_last or is_last_of_call, batch)
-        if is_last:
-            self._live = None  # known to be the last one: the next call begins with a fresh pass
-            self._ahead.clear()
+        self._step.begin(weight, num_samples, total, is_last, batch)
         return batch
 
 

@@ -310,11 +310,11 @@ class TorchTrainer(ClassTrainer):
         arguments.check_dataset(dataset)
         with ExitStack() as stack:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
-            tick = (lambda: bar.show(self._progress())) if bar is not None else None
-            requests = partial(self._requests, num_steps, profile, info, dataset, tick)
+            redraw = (lambda: bar.show(self._progress())) if bar is not None else None
+            requests = partial(self._requests, num_steps, profile, info, dataset, redraw)
             resume = TorchRunner.resume_epoch if dataset is None else None
             call = Call(
-                TorchRunner.train_epoch, requests, changes_state=True, keeps_alike=True, on_wait=tick, resume=resume
+                TorchRunner.train_epoch, requests, changes_state=True, keeps_alike=True, on_wait=redraw, resume=resume
             )
             answers = self._run_training(call, max_retries)
             self._check_even_steps(answers)
@@ -348,7 +348,7 @@ class TorchTrainer(ClassTrainer):
         profile: bool,
         info: dict[str, Any],
         dataset: Any,
-        tick: Callable[[], None] | None,
+        redraw: Callable[[], None] | None,
         worlds: Sequence[World],
     ) -> list[tuple[EpochRequest]]:
         """One request for each rank. Made anew for every attempt, because the number of workers may have changed."""
@@ -358,7 +358,7 @@ class TorchTrainer(ClassTrainer):
             dataset.set_num_shards(len(worlds))
             requests = [(replace(request, shard=dataset.get_shard(world.rank)),) for world in worlds]
         if self.use_local:
-            requests[0] = (replace(requests[0][0], tick=tick),)
+            requests[0] = (replace(requests[0][0], redraw=redraw),)
         return requests
 
     def _progress(self) -> Any:

@@ -263,10 +263,10 @@ def test_in_an_evaluation_ranks_count_joint_steps_also_where_one_has_no_sample()
 
 def test_the_position_counts_the_samples_of_all_ranks() -> None:
     stream, _ = make_stream(DividedSource(divided(11, batch_size=2, world_size=2), SEED))
-    positions = [(stream.is_mid_pass, stream.consumed)]
+    positions = [(stream.is_mid_pass, stream.completed)]
     for _ in range(4):
         list(stream.take(1))
-        positions.append((stream.is_mid_pass, stream.consumed))
+        positions.append((stream.is_mid_pass, stream.completed))
     assert positions == [(False, 0), (True, 4), (True, 8), (False, 11), (True, 4)]
 
 
@@ -275,8 +275,8 @@ def test_a_pass_is_resumed_where_another_stream_left_it(shuffle: bool) -> None:
     first, _ = make_stream(DividedSource(divided(10, shuffle=shuffle), SEED))
     begun = numbers(first.take(14))
     second, passes = make_stream(DividedSource(divided(10, shuffle=shuffle), SEED))
-    second.resume(first.pass_index, first.consumed)
-    assert (second.is_mid_pass, second.consumed) == (True, 4)
+    second.resume(first.pass_index, first.completed)
+    assert (second.is_mid_pass, second.completed) == (True, 4)
     rest = numbers(second.take(None))
     assert sorted(begun[10:] + rest) == list(range(10))
     assert rest == numbers(first.take(None))
@@ -289,7 +289,7 @@ def test_a_pass_is_resumed_by_more_ranks_than_began_it() -> None:
     rest = []
     for rank in range(3):
         stream, _ = make_stream(DividedSource(divided(11, batch_size=2, rank=rank, world_size=3), SEED))
-        stream.resume(first.pass_index, first.consumed)
+        stream.resume(first.pass_index, first.completed)
         for batch in numbers(stream.take(None)):
             rest += batch if isinstance(batch, list) else [batch]
         list(stream.take(1))
@@ -301,7 +301,7 @@ def test_a_resumed_stream_knows_its_position_from_the_beginning_of_the_pass() ->
     stream, _ = make_stream(DividedSource(divided(10), SEED))
     stream.resume(0, 4)
     list(stream.take(3))
-    assert stream.consumed == 7
+    assert stream.completed == 7
     assert stream.source.num_steps() == 6
 
 
@@ -329,7 +329,7 @@ def test_the_batch_of_a_step_that_broke_off_is_handed_out_again(num_batches: int
     seen = taken(stream, num_batches)
     stream.break_off()
     assert (stream.num_steps_taken, stream.num_steps_completed) == (num_batches - 1, num_batches - 1)
-    assert (stream.is_mid_pass, stream.consumed) == (True, num_batches - 1)
+    assert (stream.is_mid_pass, stream.completed) == (True, num_batches - 1)
     assert seen[:-1] + numbers(stream.take(None)) == list(range(10))
     assert passes.num_begun == 1, "it is the same pass"
 
@@ -346,7 +346,7 @@ def test_breaking_off_between_two_steps_loses_nothing() -> None:
     stream, _ = make_stream(divided_source(10))
     list(stream.take(4))
     stream.break_off()
-    assert (stream.consumed, stream.num_steps_taken) == (4, 4)
+    assert (stream.completed, stream.num_steps_taken) == (4, 4)
     assert numbers(stream.take(None)) == [4, 5, 6, 7, 8, 9]
 
 
@@ -364,7 +364,7 @@ def test_breaking_off_in_the_second_pass_of_a_call_keeps_that_pass() -> None:
     stream, passes = make_stream(divided_source(3))
     assert taken(stream, 5, num_steps=7) == [0, 1, 2, 0, 1]
     stream.break_off()
-    assert (stream.pass_index, stream.consumed) == (1, 1)
+    assert (stream.pass_index, stream.completed) == (1, 1)
     assert numbers(stream.take(3)) == [1, 2, 0]
     assert passes.num_begun == 3
 

@@ -262,10 +262,10 @@ def test_progress_is_read_beside_a_running_epoch() -> None:
     assert all(isinstance(p.loss, float) for p in found[1:])
 
 
-def test_a_replica_in_the_driver_ticks_between_steps() -> None:
+def test_a_replica_in_the_driver_redraws_between_steps() -> None:
     runner = make_runner()
     found: list[Any] = []
-    train(runner, tick=lambda: found.append(runner.progress()))
+    train(runner, redraw=lambda: found.append(runner.progress()))
     assert found
     assert found[0].num_steps == 1
 
