@@ -373,12 +373,8 @@ class ElasticController:
     def _end(self, force: bool) -> None:
         group, self._lifecycle.group = self._lifecycle.group, None
         self._snapshots.forget()
-        if group is None:
-            return
-        if force:
-            group.kill(self._lifecycle.release_timeout_s)
-        else:
-            group.stop(self._lifecycle.release_timeout_s)
+        if group is not None:
+            self._lifecycle.end_group(group, force=force)
 
     # ---------------------------------------------------------------------------------------------- one attempt
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from raysgd._logging import Relay
 from raysgd.engine.backend import Backend
+from raysgd.engine.group_hooks import GroupHooks
 from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.types import Resources
 
@@ -31,6 +32,7 @@ class GroupSpec:
         heartbeat_s: A worker that gives no sign of life for so long is lost.
         settle_timeout_s: How long a survivor of a loss may take to come to an end with the step it is in.
         relay: Logs what workers logged.
+        hooks: What the front end does when a group starts and ends.
     """
 
     backend: Backend
@@ -47,6 +49,7 @@ class GroupSpec:
     heartbeat_s: float = 30.0
     settle_timeout_s: float = 120.0
     relay: Relay = field(default_factory=Relay, repr=False, compare=False)
+    hooks: GroupHooks = field(default_factory=GroupHooks, repr=False, compare=False)
 
     @property
     def num_threads(self) -> int:

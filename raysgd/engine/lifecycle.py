@@ -175,7 +175,10 @@ class Lifecycle:
         """From another thread, after `forbid`: lets the call that is running come to an end, wherever it is."""
         for group in (self._starting, self.group):
             if group is not None:
-                group.abandon()
+                try:
+                    self.spec.hooks.on_end(group)
+                finally:
+                    group.abandon()
 
     def check_active(self) -> None:
         """Raises `TrainerShutdownError` after `forbid`."""
@@ -231,7 +234,17 @@ class Lifecycle:
         if self.group is None or (unless_local and self.group.is_driver_only):
             return
         group, self.group = self.group, None
-        group.kill(self.release_timeout_s)
+        self.end_group(group)
+
+    def end_group(self, group: WorkerGroup, *, force: bool = True) -> None:
+        """Ends the processes of a group, with `force` at once; the front end's hooks come first."""
+        end = group.kill if force else group.stop
+        try:
+            self.spec.hooks.on_end(group)
+            if not force:
+                self.spec.hooks.on_stop(group)
+        finally:
+            end(self.release_timeout_s)
 
     def end(self, cause: str, kind: EventKind = "ended", *, unless_local: bool = False) -> None:
         """The same where it is the end of the call, and is to be told."""
@@ -281,9 +294,22 @@ class Lifecycle:
         self._starting = group
         try:
             self.check_active()  # who stops later than this finds the group
-            return group.start(timeout_s)
+            report = group.start(timeout_s)
+            failed = self._call_start_hook(group) if report.ok else None
+            return report if failed is None else failed
         finally:
             self._starting = None
+
+    def _call_start_hook(self, group: WorkerGroup) -> GroupReport | None:
+        """Lets the front end see a new group; returns the report of a failure, after which nothing is left."""
+        try:
+            failed = self.spec.hooks.on_start(group)
+        except BaseException:
+            self.end_group(group)
+            raise
+        if failed is not None:
+            self.end_group(group)
+        return failed
 
     # ---------------------------------------------------------------------------------------------- rebuilding
 

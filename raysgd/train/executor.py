@@ -6,7 +6,6 @@ A thin face over the engine's controller. Nothing is retried here.
 from __future__ import annotations
 
 import logging
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,7 +26,7 @@ from raysgd.exceptions import (
     WorkersLostError,
 )
 from raysgd.train import constants
-from raysgd.train._hooked_group import HookedGroup
+from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._run import FunctionRun, Step, restarts_allowed
 from raysgd.train._shards import DividedData, check_dataset
 from raysgd.train.backend import BackendConfig, Placed, backend_of
@@ -39,8 +38,6 @@ from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, WorkerOb
 logger = logging.getLogger(__name__)
 
 _RELEASE_S = 30.0
-_ARRIVAL_S = 30.0  # for a checkpoint on its way from workers that are to be ended
-_ARRIVAL_AT_CTRL_C_S = 3.0  # a second Ctrl-C ends even that
 
 
 class BackendExecutor:
@@ -95,9 +92,9 @@ class BackendExecutor:
         self._packs = not constants.env_integer(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0)
         self._timeout_s = constants.env_integer(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100)
         self._controller: ElasticController | None = None
-        self._face: WorkerGroup | None = None
-        self._run: FunctionRun | None = None
         self.checkpoint_manager = CheckpointManager()
+        self._hooks = self._make_hooks(None)
+        self._run: FunctionRun | None = None
 
     # ---------------------------------------------------------------------------------------------- start and end
 
@@ -135,7 +132,8 @@ class BackendExecutor:
             if train_cls is not None
             else None
         )
-        controller = self._make_controller(initialization_hook, worker_object)
+        self._hooks = self._make_hooks(worker_object)
+        controller = self._make_controller(initialization_hook)
         ensure_ray()
         self._budget.renew()
         try:
@@ -143,11 +141,15 @@ class BackendExecutor:
                 controller.start(as_fits=self._is_elastic)
         except BaseException:
             controller.stop(force=True)
-            self._face = None
             raise
         self._controller = controller
 
-    def _make_controller(self, hook: Callable[[], Any] | None, worker_object: WorkerObject | None) -> ElasticController:
+    def _make_hooks(self, worker_object: WorkerObject | None) -> PluginHooks:
+        return PluginHooks(
+            self._backend, self._config, self._resources, self.checkpoint_manager.await_arrival, worker_object
+        )
+
+    def _make_controller(self, initialization_hook: Callable[[], Any] | None) -> ElasticController:
         connection = self._config.connection(self._resources.num_gpus)
         if isinstance(connection, Placed):
             connection.shares_gpus = self._shares_gpus
@@ -157,31 +159,21 @@ class BackendExecutor:
             backend=connection,
             make_replica=FunctionSession,
             resources=self._resources,
-            initialization_hook=hook,
+            initialization_hook=initialization_hook,
             reservation_timeout_s=self._timeout_s,
             captures=False,
             packs=self._packs,
             heartbeat_s=self._heartbeat_s,
+            hooks=self._hooks,
         )
         return ElasticController(
             spec,
             ScalingPolicy(max_workers=self._max_workers, min_workers=self._min_workers),
             FailurePolicy(),
-            make_group=lambda spec, size: HookedGroup(
-                spec, size, self._backend, self._config, self._note_group, worker_object, self._await_checkpoint
-            ),
             release_timeout_s=_RELEASE_S,
             rules=ElasticRules(leaving_nodes=self._leaving_nodes),
             start_budget=self._budget,
         )
-
-    def _note_group(self, face: WorkerGroup) -> None:
-        self._face = face
-
-    def _await_checkpoint(self) -> None:
-        """Lets a checkpoint that was handed over leave its worker. From one that is dead it ceases to come at once."""
-        is_interrupted = isinstance(sys.exc_info()[1], KeyboardInterrupt)
-        self.checkpoint_manager.await_arrival(_ARRIVAL_AT_CTRL_C_S if is_interrupted else _ARRIVAL_S)
 
     def _leaving_nodes(self) -> frozenset[str]:
         """Nodes that will go away soon, where leaving them loses nothing: between runs and after a checkpoint."""
@@ -200,7 +192,7 @@ class BackendExecutor:
                 first in any case.
         """
         controller, self._controller = self._controller, None
-        self._run, self._face = None, None
+        self._run = None
         if controller is not None:
             controller.stop(force=patience_s <= 0)
 
@@ -253,7 +245,7 @@ class BackendExecutor:
             self.checkpoint_manager,
             DividedData(dataset, self._put, self._actors) if dataset is not None else None,
             self._budget,
-            before_start=self._tell_backend,
+            before_start=self._hooks.on_training_start,
             max_workers=self._max_workers,
             resize_check_s=self._resize_check_s,
         )
@@ -279,19 +271,10 @@ class BackendExecutor:
         return self._run
 
     def _put(self, part: Any) -> Any:
-        return self._active().group.store(part).reference
+        return self._hooks.group.store(part).reference
 
     def _actors(self) -> list[Any]:
-        return [worker.actor.ray_actor for worker in self.get_worker_group().workers]
-
-    def _tell_backend(self) -> None:
-        hook = getattr(self._backend, "on_training_start", None)  # plug-ins need not derive from our class
-        if hook is None:
-            return
-        try:
-            hook(self.get_worker_group(), self._config)
-        except LostDuringCallError as lost:  # the call that follows meets the same loss, and knows what to do
-            logger.warning("%s, in `on_training_start`", lost)
+        return [worker.actor.ray_actor for worker in self._hooks.workers.workers]
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """The metrics of all workers at their next report; None when all functions have ended."""
@@ -372,8 +355,7 @@ class BackendExecutor:
         controller = self._active()
         with self._naming_max_retries():
             _ = controller.group  # one that was given up is replaced here
-        assert self._face is not None
-        return self._face
+        return self._hooks.workers
 
     def replace_workers(self) -> WorkerGroup:
         """Ends all workers and starts new ones; returns those.

@@ -105,7 +105,7 @@ class RemoteMethod:
             )
         if self.name in _MIXIN_NAMES:
             return self.group.submit(self.rank, "execute", *args, **kwargs)
-        return self.group.submit(self.rank, "host", call_guest, self.name, *args, **kwargs)
+        return self.group.submit(self.rank, "host", call_method, self.name, *args, **kwargs)
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def make_worker_object(replica: FunctionSession, worker_object: WorkerObject) ->
     replica.worker_object = worker_object.made_by(*worker_object.args, **worker_object.kwargs)
 
 
-def call_guest(replica: FunctionSession, name: str, /, *args: Any, **kwargs: Any) -> Any:
+def call_method(replica: FunctionSession, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of that object.
 
     Raises:
@@ -317,7 +317,7 @@ class WorkerGroup:
                 f"its bundles are {list(bundles)}."
             )
 
-    def invite(self, worker_object: WorkerObject) -> None:
+    def make_objects(self, worker_object: WorkerObject) -> None:
         """Makes an object of the user's class in every worker, to be reached through its handle.
 
         Raises:

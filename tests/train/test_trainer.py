@@ -147,7 +147,7 @@ def test_workers_are_close_to_each_other_unless_the_environment_says_otherwise(
         monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", setting)
     made = trainer(tmp_path)
     monkeypatch.delenv("TRAIN_ENABLE_WORKER_SPREAD", raising=False)
-    assert made._executor._make_controller(None, None)._spec.packs is packs
+    assert made._executor._make_controller(None)._spec.packs is packs
 
 
 @pytest.mark.parametrize(
@@ -169,18 +169,6 @@ def test_settings_of_the_environment_have_their_first_names_too(
         monkeypatch.setenv(name, value)
     executor = trainer(tmp_path)._executor
     assert (executor._is_detailed, executor._shares_gpus) == expected
-
-
-def test_ctrl_c_waits_less_for_a_checkpoint_than_other_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = trainer(tmp_path)._executor
-    waits: list[float] = []
-    monkeypatch.setattr(executor.checkpoint_manager, "await_arrival", waits.append)
-    for error in (KeyError(), KeyboardInterrupt()):
-        try:
-            raise error
-        except BaseException:
-            executor._await_checkpoint()
-    assert waits[1] < waits[0]
 
 
 def test_a_path_without_a_checkpoint_is_an_error(tmp_path: Path) -> None:
