@@ -111,7 +111,7 @@ def test_waiting_ends_at_once_when_it_is_interrupted_from_another_thread(boards:
     for waits in (boards[1], boards[2]):
         with pytest.raises(MeshBroken, match="waited in vain for never"):
             waits.get("never", 60)
-    with pytest.raises(MeshBroken, match="the connection to rank 0 ended"):
+    with pytest.raises(MeshBroken, match=r"the connection to rank [02] ended"):
         boards[1].put("more", b"")
 
 

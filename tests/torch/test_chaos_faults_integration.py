@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import testing
+from raysgd.engine import group_former
 from raysgd.operators import GANOperator
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
@@ -168,7 +169,10 @@ def test_a_step_of_two_optimizers_that_broke_off_half_way_is_not_gone_on_with(
 # ------------------------------------------------------------------------------------------------ driver and worker
 
 
-def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(ray_cluster: None) -> None:
+def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(
+    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(group_former, "STANDBY_WAIT_S", 120.0)  # on a busy machine a new process may need longer
     with TorchTrainer(training_operator_cls=Ledger, num_workers=2, use_local=True) as trainer:
         with pytest.raises(ValueError, match=r"rank 0 is this very process.*Take one of \[1\]"):
             testing.kill_worker(trainer, [0, 1])
