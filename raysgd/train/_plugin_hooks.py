@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from raysgd.engine.group_hooks import GroupHooks
 from raysgd.engine.types import GroupReport, Resources
@@ -56,6 +57,15 @@ class PluginHooks(GroupHooks):
         """The same as plug-ins and developers see it."""
         assert self._workers is not None, "no group was started"
         return self._workers
+
+    @property
+    def actors(self) -> list[Any]:
+        """Ray's handles on the workers, by rank."""
+        return [worker.actor.ray_actor for worker in self.workers.workers]
+
+    def store(self, value: Any) -> Any:
+        """Puts a value where workers can take it from; returns Ray's reference."""
+        return self.group.store(value).reference
 
     def on_start(self, group: EngineGroup) -> GroupReport | None:
         """Lets the plug-in connect the workers. A death over that is a failed start."""

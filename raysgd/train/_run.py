@@ -1,7 +1,7 @@
 """One run of a function on all workers: a sequence of small calls to the controller, the only one that retries.
 
 A call asks every worker for the next message of its function. When the group was replaced since the last call, the same
-call starts the function there, from the newest checkpoint of the run.
+call starts the function there, from the newest checkpoint of the run: `Launch` makes what that takes.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
-from raysgd._state_codec import EncodedState, decode, lend
+from raysgd._state_codec import EncodedState, decode
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.policies import RetryBudget
-from raysgd.engine.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
 from raysgd.train import session
+from raysgd.train._launch import Launch
 from raysgd.train._mailbox import Ended
 from raysgd.train.checkpoint import CheckpointLostError, CheckpointManager
-from raysgd.train.session import CheckpointRef, FunctionSpec, Message, TrainingResultType
+from raysgd.train.session import CheckpointRef, Message, TrainingResultType
 
 logger = logging.getLogger(__name__)
 
@@ -80,13 +80,6 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
 
 
-class Shards(Protocol):
-    """Parts of the data for a number of workers."""
-
-    def of(self, num_workers: int) -> Sequence[Any]:
-        """What each worker gets, as references or values."""
-
-
 class FunctionRun:
     """One run.
 
@@ -97,12 +90,10 @@ class FunctionRun:
 
     Args:
         controller: Keeps the workers alive.
-        spec: What to run.
+        launch: Starts the function on a group.
         decode: Undoes the encoding of what leaves a worker.
-        checkpoints: Takes the checkpoints, and knows which one to go on from.
-        shards: The data; None when there is none.
+        checkpoints: Takes the checkpoints.
         budget: The restarts that the run may use up.
-        before_start: Called before the function is started on a group.
         max_workers: With fewer, more are looked for where a restart loses nothing: at the start and after a checkpoint.
         resize_check_s: How often to look.
         now: The clock.
@@ -111,25 +102,19 @@ class FunctionRun:
     def __init__(
         self,
         controller: ElasticController,
-        spec: FunctionSpec,
+        launch: Launch,
         decode: Callable[[Any], dict[str, Any]],
         checkpoints: CheckpointManager,
-        shards: Shards | None,
         budget: RetryBudget,
-        before_start: Callable[[], None] = lambda: None,
         max_workers: int = 1,
         resize_check_s: float = 60.0,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
         self._controller = controller
-        self._spec = spec
+        self._launch = launch
         self._decode = decode
         self._checkpoints = checkpoints
-        self._shards = shards
         self.budget = budget
-        self._before_start = before_start
-        self._begun_on: Sequence[World] | None = None
-        self._is_muted = False
         self._max_workers = max_workers
         self._resize_check_s = resize_check_s
         self._now = now
@@ -198,7 +183,7 @@ class FunctionRun:
 
     def mute(self) -> None:
         """From here on reports are not waited for; checkpoints are."""
-        self._is_muted = True
+        self._launch.is_muted = True
         with self._aborted_on_error():
             self._call(session.mute)
 
@@ -207,7 +192,7 @@ class FunctionRun:
         if self.is_over:
             return
         self.is_over = True
-        if self._begun_on is not None and not self._can_be_kept(error):
+        if self._launch.started_on is not None and not self._can_be_kept(error):
             self._controller.give_up()
 
     def _can_be_kept(self, error: BaseException | None) -> bool:
@@ -216,7 +201,7 @@ class FunctionRun:
         Where some ranks failed and others did not, the others may be in the middle of a collective, and whoever takes
         part in the next one would be answered by the last.
         """
-        size = len(self._begun_on or ())
+        size = len(self._launch.started_on or ())
         if isinstance(error, WorkerError) and len(error.faults) == size:
             return True
         if size > 1 or self._controller.num_workers != size:
@@ -231,7 +216,7 @@ class FunctionRun:
         may_grow = self.may_restart and self._controller.num_workers < self._max_workers and self._is_due()
         if may_grow:
             self._checkpoints.flush()  # what is on its way would be lost with the workers that make place
-        call = Call(function, self._arguments, changes_state=may_grow)
+        call = Call(function, self._launch, changes_state=may_grow)
         return self._controller.run(call, budget=self.budget)
 
     def _is_due(self) -> bool:
@@ -241,25 +226,6 @@ class FunctionRun:
             return False
         self._next_check = now + self._resize_check_s
         return True
-
-    def _arguments(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-        """Nothing, for each rank; where the function does not run yet, what it takes to start it."""
-        if worlds is self._begun_on:
-            return [()] * len(worlds)
-        starting = self._to_start(len(worlds))
-        self._begun_on = worlds
-        return starting
-
-    def _to_start(self, num_workers: int) -> list[tuple[Any, ...]]:
-        self._before_start()
-        spec = replace(self._spec, is_muted=self._is_muted)
-        checkpoint = self._checkpoints.restart_point
-        packed: Any = None
-        if checkpoint is not None:
-            [packed, *_] = self._controller.group.share(lend(checkpoint))
-        if self._shards is None:
-            return [(spec, packed, None)] * num_workers  # one object: the engine then packs it once
-        return [(spec, packed, shard) for shard in self._shards.of(num_workers)]
 
     def _take(self, step: Step, checkpoint_ref: CheckpointRef) -> None:
         for rank, token in step.refused:

@@ -169,7 +169,7 @@ class CheckpointManager:
     def begin_run(
         self,
         run_dir: Path | None,
-        checkpoint: Mapping[str, Any] | str | Path | None = None,
+        checkpoint: dict[str, Any] | None = None,
         strategy: CheckpointStrategy | None = None,
         latest_id: int | None = None,
     ) -> None:
@@ -177,21 +177,15 @@ class CheckpointManager:
 
         Args:
             run_dir: Where its checkpoints go, in a folder of their own; None to write none.
-            checkpoint: What the run begins from: a dict, or the path of a saved one.
-            strategy: What is kept.
+            checkpoint: What the run starts from.
+            strategy: What is kept; None for all.
             latest_id: The number that those of this run follow.
-
-        Raises:
-            ValueError: There is no file at that path.
-            TypeError: `strategy` is no strategy.
         """
-        check_strategy(strategy)
-        begun_from = load_checkpoint(checkpoint)
         try:
             self.flush()
         except Exception as error:  # of a run that has ended, with another error or before its end
             logger.error("could not keep the last checkpoint of the previous run: %r", error)
-        self._begun_from = begun_from
+        self._begun_from = checkpoint
         self._latest_of_run = self._latest_path = None
         self._strategy = strategy or CheckpointStrategy()
         self._retention = Retention(self._strategy)

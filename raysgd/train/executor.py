@@ -26,13 +26,14 @@ from raysgd.exceptions import (
     WorkersLostError,
 )
 from raysgd.train import constants
+from raysgd.train._launch import Launch
+from raysgd.train._plan import RunPlan
 from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._run import FunctionRun, Step, restarts_allowed
-from raysgd.train._shards import DividedData, check_dataset
+from raysgd.train._shards import DividedData
 from raysgd.train.backend import BackendConfig, Placed, backend_of
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
 from raysgd.train.session import FunctionSession, FunctionSpec, TrainingResult, TrainingResultType
-from raysgd.train.utils import without_arguments
 from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, WorkerObject, check_group, gather
 
 logger = logging.getLogger(__name__)
@@ -226,26 +227,34 @@ class BackendExecutor:
             ValueError: There is no file at the path `checkpoint`.
             TypeError: An argument is of the wrong kind.
         """
-        controller = self._active()
+        plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
+        self.begin(plan, run_dir, latest_checkpoint_id)
+
+    def begin(self, plan: RunPlan, run_dir: Path | None = None, latest_checkpoint_id: int | None = None) -> None:
+        """Starts the function of a plan on all workers; see `start_training`.
+
+        Raises:
+            InactiveWorkerGroupError: There are no workers.
+            TrainBackendError: A function is running already.
+        """
         self.check_free()
-        function = without_arguments(train_func, config)
-        check_dataset(dataset)
-        self.checkpoint_manager.begin_run(run_dir, checkpoint, checkpoint_strategy, latest_checkpoint_id)
+        controller = self._active()
+        self.checkpoint_manager.begin_run(run_dir, plan.checkpoint, plan.checkpoint_strategy, latest_checkpoint_id)
         spec = FunctionSpec(
-            function,
+            plan.function,
             self._backend.encode_data,
             self.checkpoint_manager.score_attribute,
             self._is_detailed,
             explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
         )
+        hooks = self._hooks
+        data = DividedData(plan.dataset, hooks.store, lambda: hooks.actors) if plan.dataset is not None else None
         self._run = FunctionRun(
             controller,
-            spec,
+            Launch(spec, self.checkpoint_manager, data, hooks),
             self._backend.decode_data,
             self.checkpoint_manager,
-            DividedData(dataset, self._put, self._actors) if dataset is not None else None,
             self._budget,
-            before_start=self._hooks.on_training_start,
             max_workers=self._max_workers,
             resize_check_s=self._resize_check_s,
         )
@@ -254,11 +263,13 @@ class BackendExecutor:
             self._run.start()
 
     def check_free(self) -> None:
-        """Checks that no function is running.
+        """Checks that there are workers, and that no function is running on them.
 
         Raises:
-            TrainBackendError: One is.
+            InactiveWorkerGroupError: There are no workers.
+            TrainBackendError: A function is running.
         """
+        self._active()
         if self._run is not None and not self._run.is_over:
             raise TrainBackendError(
                 "A run is going on already: take its results to the end, for instance with "
@@ -269,12 +280,6 @@ class BackendExecutor:
     def current_run(self) -> FunctionRun | None:
         """The run that goes on, or has just ended."""
         return self._run
-
-    def _put(self, part: Any) -> Any:
-        return self._hooks.group.store(part).reference
-
-    def _actors(self) -> list[Any]:
-        return [worker.actor.ray_actor for worker in self._hooks.workers.workers]
 
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """The metrics of all workers at their next report; None when all functions have ended."""

@@ -18,13 +18,13 @@ from raysgd._checks import check_amount, is_integer, refuse_text
 from raysgd._paths import check_path
 from raysgd.engine.history import History
 from raysgd.engine.resources import cluster_view
-from raysgd.engine.worker import packed_bytes
 from raysgd.exceptions import InactiveWorkerGroupError
 from raysgd.train import constants
+from raysgd.train._plan import RunPlan
 from raysgd.train._shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback, call_with_known
-from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, check_strategy, load_checkpoint
+from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
 from raysgd.train.executor import BackendExecutor, Flag, as_range
 from raysgd.train.utils import construct_path, without_arguments
 from raysgd.train.worker_group import WorkerGroup, WorkerHandle
@@ -171,12 +171,13 @@ class Trainer:
             WorkersLostError: Workers were lost too often; a `RuntimeError`.
         """
         callbacks = _checked_callbacks(callbacks)
-        self._check_ready(train_func, config, dataset, checkpoint, checkpoint_strategy)
+        plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
+        self._executor.check_free()
         run_dir = self.create_run_dir()
         with _told(callbacks):
             for callback in callbacks:
                 call_with_known(callback.start_training, logdir=str(run_dir), config={} if config is None else config)
-            iterator = self._iterate(train_func, config, run_dir, dataset, checkpoint, checkpoint_strategy)
+            iterator = self._iterate(plan, run_dir)
             try:
                 for results in iterator:
                     for callback in callbacks:
@@ -196,38 +197,12 @@ class Trainer:
         checkpoint_strategy: CheckpointStrategy | None = None,
     ) -> TrainingIterator:
         """Starts a function on all workers and returns an iterator over what it reports; arguments as in `run`."""
-        self._check_ready(train_func, config, dataset, checkpoint, checkpoint_strategy)
-        return self._iterate(train_func, config, self.create_run_dir(), dataset, checkpoint, checkpoint_strategy)
-
-    def _check_ready(
-        self,
-        train_func: Callable[..., Any],
-        config: Any,
-        dataset: Any,
-        checkpoint: Mapping[str, Any] | str | Path | None,
-        checkpoint_strategy: CheckpointStrategy | None,
-    ) -> None:
-        """Everything that can be wrong with a run before it leaves a trace."""
-        without_arguments(train_func, None)
-        check_dataset(dataset)
-        check_strategy(checkpoint_strategy)
-        load_checkpoint(checkpoint)
-        packed_bytes("`train_func`", train_func)
-        packed_bytes("`config`", config)
-        if not self._executor.is_started:
-            raise InactiveWorkerGroupError("The trainer has no workers: call `start` before `run`.")
+        plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
+        return self._iterate(plan, self.create_run_dir())
 
-    def _iterate(
-        self,
-        train_func: Callable[..., Any],
-        config: Any,
-        run_dir: Path,
-        dataset: Any,
-        checkpoint: Mapping[str, Any] | str | Path | None,
-        checkpoint_strategy: CheckpointStrategy | None,
-    ) -> TrainingIterator:
-        self._executor.start_training(train_func, run_dir, dataset, checkpoint, checkpoint_strategy, config=config)
+    def _iterate(self, plan: RunPlan, run_dir: Path) -> TrainingIterator:
+        self._executor.begin(plan, run_dir)
         return TrainingIterator(self._executor)
 
     def to_worker_group(self, train_cls: type[Any], *args: Any, **kwargs: Any) -> TrainWorkerGroup:

@@ -192,10 +192,6 @@ class TestManager:
         made.await_arrival(5)
         assert caplog.text.count("did not arrive") == 1
 
-    def test_refuses_what_is_no_strategy(self, tmp_path: Path) -> None:
-        with pytest.raises(TypeError, match=r"`checkpoint_strategy=\{'num_to_keep': 1\}`: need a `CheckpointStrategy`"):
-            manager(tmp_path, strategy={"num_to_keep": 1})
-
     def test_writes_nothing_without_a_folder(self) -> None:
         made = manager(None)
         made.add(1, lambda: {"epoch": 1})

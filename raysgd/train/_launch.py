@@ -1,0 +1,61 @@
+"""What starts the function of a run on a group of workers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from raysgd._state_codec import lend
+from raysgd.engine.types import World
+from raysgd.train._plugin_hooks import PluginHooks
+from raysgd.train._shards import DividedData
+from raysgd.train.checkpoint import CheckpointManager
+from raysgd.train.session import FunctionSpec
+
+
+class Launch:
+    """The arguments of every call of a run: nothing where the function runs, else what it takes to start it there.
+
+    The controller asks for them at each attempt. There is no way back from here to the controller: the group is the one
+    that the hooks saw start.
+
+    Attributes:
+        is_muted: Whether a function that is started does not wait for its reports to be read.
+        started_on: The places of the workers on which it was started last; None before.
+
+    Args:
+        spec: What to run.
+        checkpoints: Knows which checkpoint to start from.
+        data: The data to divide; None for none.
+        hooks: Know the workers that run now.
+    """
+
+    def __init__(
+        self, spec: FunctionSpec, checkpoints: CheckpointManager, data: DividedData | None, hooks: PluginHooks
+    ) -> None:
+        self._spec = spec
+        self._checkpoints = checkpoints
+        self._data = data
+        self._hooks = hooks
+        self.is_muted = False
+        self.started_on: Sequence[World] | None = None
+
+    def __call__(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+        """The arguments of each rank."""
+        if worlds is self.started_on:  # a group that is started again has other ones
+            return [()] * len(worlds)
+        start = self._start(len(worlds))
+        self.started_on = worlds
+        return start
+
+    def _start(self, num_workers: int) -> list[tuple[Any, ...]]:
+        self._hooks.on_training_start()
+        spec = replace(self._spec, is_muted=self.is_muted)
+        checkpoint = self._checkpoints.restart_point
+        shared: Any = None
+        if checkpoint is not None:
+            [shared, *_] = self._hooks.group.share(lend(checkpoint))
+        if self._data is None:
+            return [(spec, shared, None)] * num_workers  # one object: the engine then packs it once
+        return [(spec, shared, shard) for shard in self._data.of(num_workers)]
