@@ -123,6 +123,6 @@ setup(
     package_data={"raysgd": ["py.typed"]},
     zip_safe=False,
     python_requires=">=3.10,<3.13",
-    install_requires=["cloudpickle>=2.2", "numpy>=1.23", "ray>=2.9"],
+    install_requires=["cloudpickle>=2.2", "numpy>=1.23", "ray>=2.9", "xxhash>=3.0"],
     extras_require=EXTRAS,
 )

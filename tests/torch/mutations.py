@@ -11,8 +11,7 @@ import zipfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from raysgd.torch._body_digest import BodyDigest
-from raysgd.torch.checkpoint_file import _SEAL_BYTES, _SEAL_PREFIX
+from raysgd.torch._seal import Seal, new_checksum
 
 NUMBERS = (0, 1, -1, 2, 127, 255, 65535, 2**31 - 1, -(2**31), 2**32 - 1, 2**63 - 1, 10**7)
 NAMES = (
@@ -98,9 +97,10 @@ def changed_pickle_file(chance: random.Random, content: bytes) -> bytes:
 
 def changed_archive(chance: random.Random, content: bytes) -> bytes:
     """An archive of `torch.save`; where it had our checksum it has a right one again."""
-    body, is_sealed = (content[:-_SEAL_BYTES], True) if _is_sealed(content) else (content, False)
-    changed = _changed_body(chance, body)
-    return _sealed(changed) if is_sealed else changed
+    seal = Seal.at_end_of(content)
+    if seal is None:
+        return _changed_body(chance, content)
+    return _sealed(_changed_body(chance, content[: -len(seal.comment)]))
 
 
 def _changed_body(chance: random.Random, body: bytes) -> bytes:
@@ -143,17 +143,14 @@ def archived(members: dict[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
-def _is_sealed(content: bytes) -> bool:
-    return content[-_SEAL_BYTES:].startswith(_SEAL_PREFIX)
-
-
 def _sealed(body: bytes) -> bytes:
     """A file with the checksum of `body`, whatever that has become."""
     if len(body) < 22:
         return body
-    digest = BodyDigest()
-    digest.update(body[:-2] + bytes(2))
-    return body[:-2] + _SEAL_BYTES.to_bytes(2, "little") + _SEAL_PREFIX + digest.hexdigest().encode()
+    checksum = new_checksum()
+    checksum.update(body[:-2] + bytes(2))
+    comment = Seal(checksum.hexdigest()).comment
+    return body[:-2] + len(comment).to_bytes(2, "little") + comment
 
 
 def changed_arrays(chance: random.Random, content: bytes) -> bytes:
