@@ -71,15 +71,13 @@ def refuse_text(**switches: Any) -> None:
             raise ValueError(f"`{name}={value!r}`: need True or False; any text would count as True.")
 
 
-def check_kinds(config: Any, initialization_hook: Any, num_cpus_per_worker: Any) -> None:
-    """Refuses arguments of the wrong kind."""
+def check_config(config: Any) -> dict[str, Any]:
+    """Refuses anything but None or a dict, and returns a copy."""
     if config is not None and not isinstance(config, Mapping):
         raise TypeError(
             f"`config={config!r}`: need a dict, which the operator's `setup`, or creator functions, are given."
         )
-    if initialization_hook is not None and not callable(initialization_hook):
-        raise TypeError(f"`initialization_hook={initialization_hook!r}`: need a function without parameters.")
-    check_amount("num_cpus_per_worker", num_cpus_per_worker)
+    return dict(config or {})
 
 
 def check_num_steps(num_steps: Any) -> int | None:
@@ -106,45 +104,6 @@ def refuse_unknown(trainer: str, unknown: Mapping[str, Any], known: Iterable[str
         close = difflib.get_close_matches(name, [*known], n=1)
         hint = f" Did you mean `{close[0]}`?" if close else ""
         raise TypeError(f"`{trainer}` does not know `{name}`.{hint}")
-
-
-def check_elastic(
-    num_workers: int,
-    *,
-    recovery: Any,
-    min_workers: Any,
-    spare_workers: Any,
-    resize_check_s: Any,
-    snapshot_every_n_steps: Any,
-    heartbeat_s: Any,
-    form_timeout_s: Any,
-    settle_timeout_s: Any,
-) -> None:
-    """Checks what says how a trainer follows losses and gains of workers.
-
-    Raises:
-        ValueError: `recovery` is unknown or a time is not positive.
-        InvalidCountError: A count is out of range.
-    """
-    if recovery not in ("rejoin", "rebuild"):
-        raise ValueError(
-            f'`recovery={recovery!r}`: allowed are "rejoin" (the survivors of a loss go on) and "rebuild" (all workers '
-            "are started anew)."
-        )
-    check_num_workers("min_workers", min_workers, hint="It is the number of workers to wait for after a loss.")
-    if min_workers > num_workers:
-        raise InvalidCountError(
-            f"`min_workers={min_workers}` with `num_workers={num_workers}`: there are never more than `num_workers`. "
-            "Lower the one or raise the other."
-        )
-    check_num_workers("spare_workers", spare_workers, hint="They wait to step in for lost ones.", least=0)
-    if snapshot_every_n_steps is not None:
-        check_count("snapshot_every_n_steps", snapshot_every_n_steps, hint="None copies the state between calls only.")
-    if resize_check_s is not None:
-        check_seconds("resize_check_s", resize_check_s, may_be_least=False)
-    check_seconds("form_timeout_s", form_timeout_s, may_be_least=False)
-    check_seconds("settle_timeout_s", settle_timeout_s, may_be_least=False)
-    check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
 
 
 def check_max_retries(max_retries: Any) -> None:

@@ -19,12 +19,14 @@ ROOT = Path(__file__).resolve().parent.parent
 
 UTILITIES = {
     "raysgd.exceptions",
+    "raysgd._background_writer",
     "raysgd._checks",
     "raysgd._lazy",
     "raysgd._logging",
     "raysgd.replicas.drawn_ahead",
     "raysgd._meters",
     "raysgd._optional",
+    "raysgd._paths",
     "raysgd._timers",
     "raysgd._version",
 }

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
 from weakref import finalize, ref
 
+from raysgd import _checks
+from raysgd._background_writer import BackgroundWriter
 from raysgd.engine.backend import Backend
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.replica import Replica
 from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
@@ -24,6 +30,7 @@ from raysgd.exceptions import UnpicklableError
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.epochs import EpochAnswer
 from raysgd.replicas.gauges import Gauges
+from raysgd.replicas.settings import GroupSettings, ReplicaSettings
 from raysgd.utils import BATCH_SIZE
 
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
@@ -44,64 +51,94 @@ class NotYet:
         raise AttributeError(f"`{owner.__name__}.{self._name}` is not available yet. {self._instead}")
 
 
-class ClassTrainer:
+class ClassTrainer(ABC):
     """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
 
     fit = NotYet("Call `trainer.train()` once for each epoch, and `trainer.validate()` as often as you like.")
     predict = NotYet("Call `trainer.get_model()`, which returns the trained model, and use it in this process.")
 
-    _controller: ElasticController
-    _finalizer: Any
-    _requested_config: Mapping[str, Any]
-    use_local: bool
+    training_operator_cls: type[Any]
     initialization_hook: Callable[[], Any] | None
-    max_replicas: int
+    num_cpus_per_worker: float
+    use_gpu: bool
+    backend: str
+    timeout_s: float
+    use_local: bool
+    recovery: str
     min_workers: int
     spare_workers: int
     resize_check_s: float | None
+    snapshot_every_n_steps: int | None
     heartbeat_s: float
+    form_timeout_s: float
     settle_timeout_s: float
+    _runner_cls: Callable[[Any, World], Replica]
+    _divide_by_hand: str
+    """What to do where each worker loads a part of the data by itself."""
     _validation_starts_over = False
 
-    def _controller_for(
-        self,
-        backend: Backend,
-        make_replica: Callable[[World], Any],
-        resources: Resources,
-        rejoins: bool,
-        timeout_s: float,
-    ) -> ElasticController:
-        """What keeps the workers alive, as the trainer's arguments ask for it.
+    def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
+        self._group_settings, self._settings, self._writer = group, settings, writer
+        self._show_options(group, settings)
+        self._begin(self._make_controller())
+        self._check_same_data(("train_data", "validation_data"))
+        _checks.warn_of_obstacle(
+            self._facts.epoch_obstacle,
+            snapshot_every_n_steps=settings.snapshot_every_n_steps,
+            resize_check_s=group.resize_check_s,
+        )
 
-        Args:
-            backend: Connects the workers.
-            make_replica: Makes what a worker hosts.
-            resources: Of each worker.
-            rejoins: Whether survivors of a loss may go on.
-            timeout_s: How long to wait for resources.
-        """
+    def _show_options(self, *settings: Any) -> None:
+        """Every option can be read as an attribute, unless the class says more about it than what was passed."""
+        for each in settings:
+            names = [field.name for field in fields(each) if not hasattr(type(self), field.name)]
+            vars(self).update({name: getattr(each, name) for name in names})
+
+    @abstractmethod
+    def _make_backend(self) -> Backend:
+        """What connects the workers."""
+
+    @property
+    @abstractmethod
+    def _keeps_survivors(self) -> bool:
+        """Whether the survivors of a loss can go on, as far as their framework is concerned."""
+
+    @property
+    @abstractmethod
+    def _reservation_timeout_s(self) -> float:
+        """How long to wait for resources."""
+
+    def _settings_to_send(self) -> ReplicaSettings:
+        """What the replicas are made from, as something that other processes can use."""
+        return self._settings
+
+    def _make_controller(self) -> ElasticController:
+        """What keeps the workers alive, as the trainer's arguments ask for it."""
+        settings, timeout_s = self._group_settings, self._reservation_timeout_s
+        rejoins = settings.recovery == "rejoin" and not settings.is_driver_only and self._keeps_survivors
+        num_gpus = settings.num_gpus_per_worker if self._settings.use_gpu else 0
         group = GroupSpec(
-            backend=backend,
-            make_replica=make_replica,
-            resources=resources,
-            use_local=self.use_local,
-            initialization_hook=self.initialization_hook,
+            backend=self._make_backend(),
+            make_replica=partial(self._runner_cls, self._settings_to_send()),
+            resources=Resources(settings.num_cpus_per_worker, num_gpus),
+            use_local=settings.use_local,
+            initialization_hook=settings.initialization_hook,
             reservation_timeout_s=timeout_s,
-            captures=not (self.use_local and self.max_replicas == 1),
+            captures=not settings.is_driver_only,
             regroups=rejoins,
-            num_spares=self.spare_workers,
-            heartbeat_s=self.heartbeat_s,
-            settle_timeout_s=self.settle_timeout_s,
+            num_spares=settings.spare_workers,
+            heartbeat_s=settings.heartbeat_s,
+            settle_timeout_s=settings.settle_timeout_s,
         )
         scaling = ScalingPolicy(
-            max_workers=self.max_replicas, min_workers=self.min_workers, num_local=int(self.use_local)
+            max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)
         )
         return ElasticController(
             group,
             scaling,
             FailurePolicy(rejoins),
             release_timeout_s=timeout_s,
-            rules=ElasticRules(self.resize_check_s, draining_nodes),
+            rules=ElasticRules(settings.resize_check_s, draining_nodes),
         )
 
     def _begin(self, controller: ElasticController) -> None:
@@ -119,7 +156,7 @@ class ClassTrainer:
 
     def _naming_config_entry(self, error: UnpicklableError) -> UnpicklableError:
         """The error of a start whose parts cannot be sent to workers; by name where it is an entry of the config."""
-        found = [key for key, value in self._requested_config.items() if not is_sendable(value)]
+        found = [key for key, value in self._settings.config.items() if not is_sendable(value)]
         return UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error
 
     # ------------------------------------------------------------------------------------------------ epochs
@@ -174,9 +211,12 @@ class ClassTrainer:
         Args:
             force: End the processes at once instead of letting them close first.
         """
-        self._finalizer.detach()
-        self._controller.stop(force)
-        self._gauges.end()
+        try:
+            self._finalizer.detach()
+            self._controller.stop(force)
+            self._gauges.end()
+        finally:
+            self._writer.close()
 
     def __enter__(self: TrainerT) -> TrainerT:
         return self
@@ -236,10 +276,15 @@ class ClassTrainer:
     @property
     def config(self) -> dict[str, Any]:
         """A read-only copy of the config, with the batch size that the present number of workers really takes."""
-        config = dict(self._requested_config)
+        config = dict(self._settings.config)
         if BATCH_SIZE in config:
             config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self._controller.num_workers).effective
         return ReadOnlyConfig(config)
+
+    @property
+    def max_replicas(self) -> int:
+        """How many workers to train with, at most."""
+        return self._group_settings.num_workers
 
     @property
     def num_workers(self) -> int:
@@ -252,6 +297,11 @@ class ClassTrainer:
         return self._controller.group
 
     @property
+    def _facts(self) -> Any:
+        """What a replica that was set up says of itself; alike on all ranks, but for the data."""
+        return self._controller.facts[0]
+
+    @property
     def _num_failures(self) -> int:
         return self._controller.history.num_failures
 
@@ -259,7 +309,7 @@ class ClassTrainer:
     def _last_resize(self) -> float:
         return self._controller.history.last_resize
 
-    def _check_same_data(self, names: Sequence[str], way_out: str) -> None:
+    def _check_same_data(self, names: Sequence[str]) -> None:
         """All ranks must divide the same data; otherwise they would train on overlapping parts unnoticed."""
         for name in names:
             found = [getattr(facts, name) for facts in self._controller.facts]
@@ -267,7 +317,8 @@ class ClassTrainer:
                 self.shutdown(force=True)
                 raise ValueError(
                     f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one "
-                    f"dataset that all workers have alike. If each worker loads a part of its own, {way_out}."
+                    "dataset that all workers have alike. If each worker loads a part of its own, "
+                    f"{self._divide_by_hand}."
                 )
 
 

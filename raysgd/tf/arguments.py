@@ -6,9 +6,10 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from raysgd._checks import check_num_workers, check_seconds
+from raysgd._checks import check_num_workers
 from raysgd._optional import require_installed
 from raysgd.replicas.batching import split_batch_size
+from raysgd.replicas.settings import GroupSettings
 from raysgd.tf import datasets, registration
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.training_operator import TrainingOperator
@@ -69,7 +70,16 @@ _INSTEAD = {
 """Options of Keras that do not apply to what is trained on here, and what to do instead."""
 
 
-def check_options_for_keras(config: Mapping[str, Any]) -> None:
+def check_config(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
+    """Refuses what Keras, or several workers, cannot be given."""
+    _check_options_for_keras(config)
+    _check_callbacks(config, num_workers, backend)
+    _check_validation_data(config, num_workers, backend)
+    if BATCH_SIZE in config:
+        split_batch_size(config[BATCH_SIZE], num_workers)
+
+
+def _check_options_for_keras(config: Mapping[str, Any]) -> None:
     """Refuses options for Keras of the wrong kind."""
     for key in ("fit_config", "evaluate_config"):
         options = config.get(key)
@@ -79,14 +89,14 @@ def check_options_for_keras(config: Mapping[str, Any]) -> None:
             raise ValueError(f"`config[{key!r}][{name!r}]` cannot work: {_INSTEAD[name]}.")
 
 
-def check_validation_data(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
+def _check_validation_data(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
     """Refuses what `fit` is to validate on, if it cannot be divided over several workers."""
     if num_workers > 1 and backend == "gloo":
         data = (config.get("fit_config") or {}).get("validation_data")
         datasets.check_can_be_divided("config['fit_config']['validation_data']", data)
 
 
-def check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
+def _check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
     """Refuses callbacks of Keras that several workers cannot have."""
     given = (config.get("fit_config") or {}).get("callbacks") or ()
     callbacks = given if isinstance(given, list | tuple) else [given]
@@ -110,18 +120,12 @@ def check_backend(backend: Any, trains_with_fit: bool) -> None:
         )
 
 
-def check_spares(spare_workers: int, num_workers: int, recovery: str, backend: str) -> None:
+def check_spares(group: GroupSettings) -> None:
     """Refuses spares where no survivors are kept that they could step in beside."""
-    for applies, what in (
-        (num_workers == 1, "`num_workers=1`"),
-        (recovery == "rebuild", '`recovery="rebuild"`'),
-        (backend == "mwms", '`backend="mwms"`'),
-    ):
-        if spare_workers and applies:
-            raise ValueError(
-                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, which are "
-                'not kept then. Use `recovery="rejoin"` with several workers and `backend="gloo"`, or no spares.'
-            )
+    group.refuse_spares(
+        [(group.backend == "mwms", '`backend="mwms"`')],
+        '`recovery="rejoin"` with several workers and `backend="gloo"`',
+    )
 
 
 def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> None:
@@ -133,33 +137,9 @@ def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> 
         )
 
 
-def check_verbose(verbose: Any) -> None:
-    """Refuses texts that Keras does not know."""
-    if isinstance(verbose, str | bytes) and verbose != "auto":
-        raise ValueError(f'`verbose={verbose!r}`: allowed are True, False, 0, 1, 2 and "auto".')
-
-
-def check_timeout(timeout_s: Any) -> None:
-    """Refuses anything but a positive number."""
-    check_seconds("timeout_s", timeout_s, may_be_least=False)
-
-
-def check_seed(seed: Any) -> int:
-    """Refuses anything but a non-negative integer of 31 bits."""
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**31:
-        raise ValueError(f"`seed={seed!r}`: need an integer from 0 to {2**31 - 1}, or None.")
-    return seed
-
-
 def check_installed() -> None:
     """Refuses to start without the packages that the workers will need."""
     require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
-
-
-def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
-    """Refuses a batch size that cannot be divided."""
-    if BATCH_SIZE in config:
-        split_batch_size(config[BATCH_SIZE], num_workers)
 
 
 def check_parts(state: Mapping[str, Any], expected: Mapping[str, int]) -> None:

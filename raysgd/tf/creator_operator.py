@@ -233,7 +233,7 @@ class CreatorOperator(TrainingOperator):
             return self.model.evaluate(part, **options)
 
     def _verbosity(self, options: dict[str, Any]) -> Any:
-        asked = options.get("verbose", self._context.verbose)
+        asked = options.get("verbose", self._context.settings.verbose)
         return (int(asked) if isinstance(asked, bool) else asked) if self.world_rank == 0 else 0
 
     def _callbacks(self, options: dict[str, Any]) -> list[Any]:

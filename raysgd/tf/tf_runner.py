@@ -31,6 +31,7 @@ from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.fit_run import FitStream
 from raysgd.tf.keras_sync import Synchronizer
+from raysgd.tf.settings import TFSettings
 from raysgd.tf.step import Step
 from raysgd.tf.streams import BatchStream, DividedSource, OwnSource, Passes, Source
 from raysgd.tf.training_operator import OperatorContext, TrainingOperator
@@ -39,23 +40,6 @@ from raysgd.utils import BATCH_SIZE
 logger = logging.getLogger(__name__)
 
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
-
-
-@dataclass(frozen=True)
-class RunnerSpec:
-    """What every replica is made from.
-
-    Attributes:
-        num_workers: How many there are meant to be; None: as many as there are when the replica is made.
-    """
-
-    operator_cls: type[TrainingOperator]
-    config: Mapping[str, Any]
-    seed: int
-    use_gpu: bool = False
-    verbose: bool | int | str = False
-    num_workers: int | None = None
-    snapshot_every_n_steps: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,18 +67,18 @@ class TFRunner(ClassRunner):
     """Hosts one operator.
 
     Args:
-        spec: What the operator is made from.
+        settings: What the operator is made from.
         world: The place among the replicas.
     """
 
     epoch = 0
 
-    def __init__(self, spec: RunnerSpec, world: World) -> None:
-        super().__init__(world, spec.snapshot_every_n_steps)
-        self._spec = spec
-        self._num_workers = spec.num_workers or world.size
+    def __init__(self, settings: TFSettings, world: World) -> None:
+        super().__init__(world, settings.snapshot_every_n_steps)
+        self._settings = settings
+        self._num_workers = settings.num_workers or world.size
         self._strategy = backends.strategy()
-        counts_steps = self._num_workers > 1 or spec.snapshot_every_n_steps is not None
+        counts_steps = self._num_workers > 1 or settings.snapshot_every_n_steps is not None
         self._synchronizer = Synchronizer(world, counts_steps) if self._strategy is None else Synchronizer(World(0, 1))
         self._train_stream: BatchStream | None = None
         self._validation = Remainder(self._open_validation)
@@ -113,23 +97,17 @@ class TFRunner(ClassRunner):
 
     def setup(self) -> RunnerFacts:
         """Builds the operator, which runs the user's `setup`, and gives all ranks rank 0's weights."""
-        spec, world = self._spec, self._world
-        makes_fit = issubclass(spec.operator_cls, CreatorOperator)
+        settings, world = self._settings, self._world
+        makes_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         if self._strategy is not None and not makes_fit:
             raise IncompatibleModelError(
                 '`backend="mwms"` trains compiled models of creator functions, with `fit`. For an operator class use '
                 '`backend="gloo"`.'
             )
-        _seed(spec.seed)  # all alike: so that models begin equal, and shuffled datasets come in one order
-        context = OperatorContext(
-            world=world,
-            synchronizer=self._synchronizer,
-            strategy=self._strategy,
-            use_gpu=spec.use_gpu,
-            verbose=spec.verbose,
-        )
-        config = dict(spec.config) if makes_fit else config_for_worker(spec.config, self._num_workers)
-        self._operator = spec.operator_cls(config, context)
+        _seed(settings.seed)  # all alike: so that models begin equal, and shuffled datasets come in one order
+        context = OperatorContext(settings, world, self._synchronizer, self._strategy)
+        config = dict(settings.config) if makes_fit else config_for_worker(settings.config, self._num_workers)
+        self._operator = settings.training_operator_cls(config, context)
         if makes_fit:
             self._fit = FitStream(self._passes_of("train_dataset", self.operator.train_dataset), self._synchronizer)
             self._operator._fit = self._fit
@@ -189,7 +167,7 @@ class TFRunner(ClassRunner):
         """What is drawn while training, for dropout say, is each rank's own from here on."""
         import tensorflow as tf
 
-        tf.random.set_seed(self._spec.seed + self._world.rank)
+        tf.random.set_seed(self._settings.seed + self._world.rank)
         for variable in self._seeds():
             variable.assign(_array(variable) + np.uint32(self._world.rank))
 
@@ -488,7 +466,7 @@ class TFRunner(ClassRunner):
             return _Missing(name)
         if datasets.is_divided(dataset):
             # With a batch size of all workers together a step is the same for any number of them.
-            num_joint = self._num_workers if BATCH_SIZE in self._spec.config else self._world.size
+            num_joint = self._num_workers if BATCH_SIZE in self._settings.config else self._world.size
             passes = self._passes_of(name, dataset)
             return DividedSource(passes, self.operator._sharding, self._world, pads=training, num_joint=num_joint)
         if training and self._world.is_distributed:
@@ -527,7 +505,7 @@ class TFRunner(ClassRunner):
             "pass_index": stream.pass_index,
             "consumed": stream.consumed if is_mid_pass else 0,
             "is_mid_pass": is_mid_pass,  # also before its first step is done
-            "seed": self._spec.seed,
+            "seed": self._settings.seed,
         }
 
     def _resume_position(self, stream: BatchStream) -> None:
@@ -544,7 +522,7 @@ class TFRunner(ClassRunner):
             return
         is_mid_pass = position.get("is_mid_pass", position["consumed"] > 0)
         num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
-        is_same_order = position["seed"] == self._spec.seed or not self._train_passes.is_shuffled
+        is_same_order = position["seed"] == self._settings.seed or not self._train_passes.is_shuffled
         is_same_order = is_same_order and stream.source.go_to_pass(num_passes)
         if not is_mid_pass:
             return

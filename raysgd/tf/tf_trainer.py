@@ -11,6 +11,7 @@ import os
 import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,15 +22,16 @@ from raysgd._paths import check_path
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend, keras_of_driver
 from raysgd.engine.backend import Backend
 from raysgd.engine.call import Call
-from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.types import Resources, World
+from raysgd.engine.types import World
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.replicas.settings import GroupSettings
 from raysgd.replicas.trainer import ClassTrainer
 from raysgd.tf import arguments, checkpoint_file, datasets, registration, serializing
 from raysgd.tf.creator_operator import CreatorOperator
-from raysgd.tf.tf_runner import RESUME, RunnerFacts, RunnerSpec, TFRunner
+from raysgd.tf.settings import TFSettings
+from raysgd.tf.tf_runner import RESUME, TFRunner
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -90,6 +92,12 @@ class TFTrainer(ClassTrainer):
         >>> trainer.train()["train_loss"], trainer.validate()["validation_loss"]  # doctest: +SKIP
     """
 
+    seed: int
+    verbose: bool | int | str
+    _settings: TFSettings
+    _runner_cls = TFRunner
+    _divide_by_hand = "set the auto-shard policy in the dataset's options to OFF"
+
     def __init__(
         self,
         model_creator: Callable[[dict[str, Any]], Any] | None = None,
@@ -118,95 +126,65 @@ class TFTrainer(ClassTrainer):
         **unknown: Any,
     ) -> None:
         _checks.refuse_unknown("TFTrainer", unknown, TFTrainer.__init__.__annotations__)
-        _checks.refuse_text(use_gpu=use_gpu, use_local=use_local)
-        arguments.check_verbose(verbose)
-        self.max_replicas = arguments.resolve_num_workers(num_workers, num_replicas)
-        self.training_operator_cls = arguments.resolve_operator(training_operator_cls, model_creator, data_creator)
-        _checks.check_kinds(config, initialization_hook, num_cpus_per_worker)
-        arguments.check_options_for_keras(config or {})
-        self._trains_with_fit = issubclass(self.training_operator_cls, CreatorOperator)
+        _checks.refuse_text(use_gpu=use_gpu)
+        num_workers = arguments.resolve_num_workers(num_workers, num_replicas)
+        settings = TFSettings(
+            arguments.resolve_operator(training_operator_cls, model_creator, data_creator),
+            _checks.check_config(config),
+            random.SystemRandom().randrange(2**31) if seed is None else seed,
+            use_gpu=bool(use_gpu),
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            verbose=verbose,
+            num_workers=num_workers,
+        )
+        self._trains_with_fit = issubclass(settings.training_operator_cls, CreatorOperator)
         arguments.check_backend(backend, self._trains_with_fit)
-        arguments.check_callbacks(config or {}, self.max_replicas, backend)
-        arguments.check_validation_data(config or {}, self.max_replicas, backend)
-        arguments.check_timeout(timeout_s)
-        _checks.check_elastic(
-            self.max_replicas,
+        group = GroupSettings(
+            num_workers=num_workers,
+            backend=backend,
+            timeout_s=timeout_s,
+            num_cpus_per_worker=num_cpus_per_worker,
+            initialization_hook=initialization_hook,
+            use_local=use_local,
             recovery=recovery,
             min_workers=min_workers,
             spare_workers=spare_workers,
             resize_check_s=resize_check_s,
-            snapshot_every_n_steps=snapshot_every_n_steps,
             heartbeat_s=heartbeat_s,
             form_timeout_s=form_timeout_s,
             settle_timeout_s=settle_timeout_s,
         )
-        arguments.check_spares(spare_workers, self.max_replicas, recovery, backend)
+        arguments.check_spares(group)
         arguments.check_snapshots_inside(snapshot_every_n_steps, backend)
+        arguments.check_config(settings.config, num_workers, backend)
         arguments.check_installed()
-        self.config_of_user = dict(config or {})
-        arguments.check_batch_size(self.config_of_user, self.max_replicas)
-        self.model_creator = model_creator
-        self.data_creator = data_creator
-        self.initialization_hook = initialization_hook
-        self.num_cpus_per_worker = num_cpus_per_worker
-        self.use_gpu = bool(use_gpu)
-        self.verbose = verbose
-        self.backend = backend
-        self.timeout_s = timeout_s
-        self.seed = random.SystemRandom().randrange(2**31) if seed is None else arguments.check_seed(seed)
-        self.use_local = use_local
-        self.recovery = recovery
-        self.min_workers = min_workers
-        self.spare_workers = spare_workers
-        self.resize_check_s = resize_check_s
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        self.heartbeat_s = heartbeat_s
-        self.form_timeout_s = form_timeout_s
-        self.settle_timeout_s = settle_timeout_s
-        self._requested_config = self.config_of_user
-        self._writer = BackgroundWriter(checkpoint_file.write)
-        self._begin(self._make_controller())
-        self._check_same_data(
-            ("train_data", "validation_data"), "set the auto-shard policy in the dataset's options to OFF"
-        )
-        _checks.warn_of_obstacle(
-            self._facts.epoch_obstacle, resize_check_s=resize_check_s, snapshot_every_n_steps=snapshot_every_n_steps
-        )
+        self.model_creator, self.data_creator = model_creator, data_creator
+        super().__init__(group, settings, BackgroundWriter(checkpoint_file.write))
 
-    def _make_controller(self) -> ElasticController:
-        spec = RunnerSpec(
-            operator_cls=self.training_operator_cls,
-            config=self._config_to_send(),
-            seed=self.seed,
-            use_gpu=self.use_gpu,
-            verbose=self.verbose,
-            num_workers=self.max_replicas,
-            snapshot_every_n_steps=self.snapshot_every_n_steps,
-        )
-        rejoins = self._goes_on and self.recovery == "rejoin" and self.max_replicas > 1
-        return self._controller_for(
-            self._make_backend(),
-            partial(TFRunner, spec),
-            Resources(self.num_cpus_per_worker, int(self.use_gpu)),
-            rejoins,
-            arguments.reservation_timeout_s(),
-        )
-
-    def _config_to_send(self) -> dict[str, Any]:
-        """The config with the dataset that `fit` is to validate on as something that other processes can use."""
-        config, tensorflow = dict(self._requested_config), sys.modules.get("tensorflow")
-        options = config.get("fit_config") or {}
+    def _settings_to_send(self) -> TFSettings:
+        """The settings with the dataset that `fit` is to validate on as something that other processes can use."""
+        settings, tensorflow = self._settings, sys.modules.get("tensorflow")
+        options = settings.config.get("fit_config") or {}
         data = options.get("validation_data")
-        stays_here = self.use_local and self.max_replicas == 1
-        if stays_here or tensorflow is None or not isinstance(data, tensorflow.data.Dataset):
-            return config
+        is_driver_only = self._group_settings.is_driver_only
+        if is_driver_only or tensorflow is None or not isinstance(data, tensorflow.data.Dataset):
+            return settings
         packed = datasets.packed("config['fit_config']['validation_data']", data)
-        return {**config, "fit_config": {**options, "validation_data": packed}}
+        config = {**settings.config, "fit_config": {**options, "validation_data": packed}}
+        return replace(settings, config=config)
 
     @property
     def _goes_on(self) -> bool:
         """Whether a call can be gone on with in another group, or from a snapshot inside it."""
         return self.backend == "gloo"
+
+    @property
+    def _keeps_survivors(self) -> bool:
+        return self._goes_on and self.max_replicas > 1
+
+    @property
+    def _reservation_timeout_s(self) -> float:
+        return arguments.reservation_timeout_s()
 
     def _make_backend(self) -> Backend:
         variables = _variables_for_workers()
@@ -284,7 +262,7 @@ class TFTrainer(ClassTrainer):
     @property
     def config(self) -> dict[str, Any]:
         """The config, with the batch size under `BATCH_SIZE` that a step really takes, on any number of workers."""
-        config = dict(self._requested_config)
+        config = dict(self._settings.config)
         if BATCH_SIZE in config and not self._trains_with_fit:
             config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self.max_replicas).effective
         return config
@@ -305,7 +283,7 @@ class TFTrainer(ClassTrainer):
         """
         state = self.state_dict()
         if self._trains_with_fit:
-            model = arguments.creator_of_model(self.training_operator_cls)(dict(self._requested_config))
+            model = arguments.creator_of_model(self.training_operator_cls)(dict(self._settings.config))
             self._load_into(model, state, 0)
             return model
         call = Call(TFRunner.architecture, rank=0)
@@ -442,26 +420,6 @@ class TFTrainer(ClassTrainer):
         self._controller.run(call)
         if is_complete:
             self._controller.adopt(Snapshot(whole, rank_states))
-
-    # ------------------------------------------------------------------------------------------------ life
-
-    def shutdown(self, force: bool = False) -> None:
-        """Ends the workers and gives their resources back; a second time it does nothing.
-
-        From another thread it ends a running call too, which raises `TrainerShutdownError`.
-
-        Args:
-            force: End the processes at once instead of letting them close first.
-        """
-        try:
-            super().shutdown(force)
-        finally:
-            self._writer.close()
-
-    @property
-    def _facts(self) -> RunnerFacts:
-        facts: RunnerFacts = self._controller.facts[0]
-        return facts
 
 
 def _variables_for_workers() -> dict[str, str]:

@@ -26,6 +26,7 @@ from raysgd.replicas.putting_back import putting_back
 from raysgd.tf import registration
 from raysgd.tf.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.keras_sync import Synchronizer, variables_of
+from raysgd.tf.settings import TFSettings
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 
 NUM_STEPS = "__num_steps__"
@@ -35,11 +36,10 @@ NUM_STEPS = "__num_steps__"
 class OperatorContext:
     """The place of one operator among its replicas, and the objects that it works with."""
 
+    settings: TFSettings
     world: World
     synchronizer: Synchronizer = field(default_factory=lambda: Synchronizer(World(rank=0, size=1)))
     strategy: Any = None
-    use_gpu: bool = False
-    verbose: bool | int | str = False
 
 
 class TrainingOperator:
@@ -362,7 +362,7 @@ class TrainingOperator:
     @property
     def use_gpu(self) -> bool:
         """Whether a GPU was asked for."""
-        return self._context.use_gpu
+        return self._context.settings.use_gpu
 
     @property
     def train_dataset(self) -> Any:

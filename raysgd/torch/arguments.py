@@ -1,7 +1,7 @@
 """What `TorchTrainer` accepts: checks that refuse an argument before anything starts, and defaults.
 
-Every check raises `ValueError` or `TypeError` (or `DeprecationWarning` for what older versions took), and says what was
-passed, what is allowed, and what to do.
+Every check raises `ValueError` or `TypeError`, and says what was passed, what is allowed, and what to do. The settings
+check each option by itself; this module checks options against each other, and what only the driver knows.
 """
 
 from __future__ import annotations
@@ -14,19 +14,31 @@ from typing import Any
 
 import torch
 
-from raysgd._checks import check_count, check_seconds, is_number, refuse_text
-from raysgd._optional import require
+from raysgd._checks import is_number, refuse_text
 from raysgd.backends.horovod import INSTALL_COMMAND, import_horovod
+from raysgd.replicas.batching import split_batch_size
+from raysgd.replicas.settings import GroupSettings
 from raysgd.torch import constants
-from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
+from raysgd.torch.options import FSDPOptions
+from raysgd.torch.precision import choose_precision
+from raysgd.torch.settings import TorchSettings
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
 
 
-def check_use_local(num_workers: int) -> None:
-    """Refuses a driver that is not in the cluster as a worker."""
+def check_place(num_workers: int, use_local: Any) -> None:
+    """Refuses workers that cannot meet: one in a driver that is outside the cluster, or several without collectives."""
+    if use_local:
+        _check_use_local(num_workers)
+    if num_workers > 1 and not torch.distributed.is_available():
+        raise ValueError(
+            f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`; it can use 1."
+        )
+
+
+def _check_use_local(num_workers: int) -> None:
     if num_workers > 1:
         from raysgd.engine.resources import is_ray_client
 
@@ -56,45 +68,6 @@ def check_operator_class(operator_cls: Any) -> None:
         else repr(operator_cls)
     )
     raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `TrainingOperator`, the class itself.")
-
-
-def check_tqdm() -> None:
-    """Refuses `use_tqdm` where tqdm is missing."""
-    try:
-        require("tqdm.auto", extra="progress", purpose="`use_tqdm=True`")
-    except ImportError as error:
-        raise ValueError(str(error)) from error
-
-
-def refuse_creators(*creators: Any) -> None:
-    """Refuses the creator functions that were arguments once."""
-    if any(creators):
-        raise DeprecationWarning(
-            "Creator functions are not arguments of `TorchTrainer` any more: make an operator class of them with "
-            "`TrainingOperator.from_creators(...)` and pass it as `training_operator_cls`."
-        )
-
-
-_REPLACEMENTS = {
-    "num_replicas": "use `num_workers`",
-    "batch_size": f"put the batch size of all workers into `config` under `raysgd.utils.BATCH_SIZE` ({BATCH_SIZE!r})",
-    "apex_args": "pass it to `TrainingOperator.register`",
-    "data_loader_args": "make the `DataLoader` with these options in the operator's `setup`",
-}
-
-
-def refuse_retired(**arguments: Any) -> None:
-    """Refuses other arguments that were retired, and names what replaces them."""
-    for name, value in arguments.items():
-        if value is not None:
-            raise DeprecationWarning(f"`{name}` is not an argument of `TorchTrainer` any more: {_REPLACEMENTS[name]}.")
-
-
-def validate_scheduler_step_freq(scheduler_step_freq: Any) -> None:
-    """Refuses an unknown frequency."""
-    if scheduler_step_freq and scheduler_step_freq not in tuple(constants.VALID_SCHEDULER_STEP):
-        allowed = ", ".join(repr(name) for name in sorted(constants.VALID_SCHEDULER_STEP))
-        raise ValueError(f"`scheduler_step_freq={scheduler_step_freq!r}`: allowed are None, {allowed}.")
 
 
 def check_dataset(dataset: Any) -> None:
@@ -172,24 +145,27 @@ def check_horovod(precision: str, parallel: str, use_gpu: bool) -> None:
 def resolve_timeout(timeout_s: float | None, backend: str) -> float:
     """Seconds that a collective may take: what was passed, or the default of the transport."""
     if timeout_s is not None:
-        return check_seconds("timeout_s", timeout_s, may_be_least=False)
+        return timeout_s
     return constants.NCCL_TIMEOUT_S if backend == "nccl" else 1800
 
 
-def check_spares(spare_workers: int, num_workers: int, recovery: str, parallel: str, backend: str) -> None:
+def check_spares(group: GroupSettings, parallel: str) -> None:
     """Refuses spares where no survivors are kept that they could step in beside."""
-    for applies, what in (
-        (num_workers == 1, "`num_workers=1`"),
-        (recovery == "rebuild", '`recovery="rebuild"`'),
-        (parallel != "ddp", f'`parallel="{parallel}"`'),
-        (backend == "horovod", '`backend="horovod"`'),
-    ):
-        if spare_workers and applies:
-            raise ValueError(
-                f"`spare_workers={spare_workers}` with {what} cannot work: spares step in beside survivors, and there "
-                'are none then. Use `recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL and two workers or more, '
-                "or no spares."
-            )
+    group.refuse_spares(
+        ((parallel != "ddp", f'`parallel="{parallel}"`'), (group.backend == "horovod", '`backend="horovod"`')),
+        '`recovery="rejoin"` with `parallel="ddp"` on gloo or NCCL and two workers or more',
+    )
+
+
+def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
+    """Refuses a batch size that is none; warns of one that cannot be divided evenly."""
+    if BATCH_SIZE not in config:
+        return
+    split = split_batch_size(config[BATCH_SIZE], num_workers)
+    if split.effective != split.requested:
+        logger.warning(
+            "the batch size %s is not divisible by %s workers: using %s", split.requested, num_workers, split.effective
+        )
 
 
 PARALLEL = ("ddp", "fsdp", "none")
@@ -197,6 +173,7 @@ PARALLEL = ("ddp", "fsdp", "none")
 
 def resolve_parallel(parallel: str | None, wrap_ddp: bool) -> str:
     """How replicas are kept equal, of the newer argument and the older one."""
+    refuse_text(wrap_ddp=wrap_ddp)
     if parallel is None:
         return "ddp" if wrap_ddp else "none"
     if not isinstance(parallel, str) or parallel not in PARALLEL:
@@ -208,29 +185,6 @@ def resolve_parallel(parallel: str | None, wrap_ddp: bool) -> str:
             '`parallel="none"`.'
         )
     return parallel
-
-
-def step_options(accumulate_grad_batches: Any, clip_grad_norm: Any, clip_grad_value: Any) -> StepOptions:
-    """Refuses counts and bounds that make no sense."""
-    window = check_count(
-        "accumulate_grad_batches", accumulate_grad_batches, hint="1 steps the optimizer on every batch."
-    )
-    for name, bound in (("clip_grad_norm", clip_grad_norm), ("clip_grad_value", clip_grad_value)):
-        if bound is not None and not (is_number(bound) and bound > 0):
-            raise ValueError(f"`{name}={bound!r}`: need a positive number, or None not to clip.")
-    return StepOptions(window, clip_grad_norm, clip_grad_value)
-
-
-def model_options(sync_batchnorm: Any, activation_checkpointing: Any, compile: Any) -> ModelOptions:
-    """Refuses anything but switches, and a dict for `compile`."""
-    switches = {"sync_batchnorm": sync_batchnorm, "activation_checkpointing": activation_checkpointing}
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"`{name}={value!r}`: allowed are True and False.")
-    if not isinstance(compile, bool | Mapping):
-        raise ValueError(f"`compile={compile!r}`: allowed are True, False, and a dict of options for `torch.compile`.")
-    options = compile if isinstance(compile, bool) else dict(compile)
-    return ModelOptions(sync_batchnorm, activation_checkpointing, options)
 
 
 def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
@@ -271,24 +225,12 @@ def _has_fsdp() -> bool:
     return hasattr(getattr(fsdp, "FSDPModule", None), "set_reshard_after_forward")
 
 
-def check_combination(
-    precision: str,
-    parallel: str,
-    use_gpu: bool,
-    model: ModelOptions,
-    fsdp: FSDPOptions,
-    operator_cls: type[TrainingOperator],
-) -> None:
-    """Refuses what cannot work together, by name.
-
-    Args:
-        precision: What `choose_precision` returned.
-        parallel: One of `PARALLEL`.
-        use_gpu: Whether GPUs are used.
-        model: What is done to models.
-        fsdp: How models are divided.
-        operator_cls: What is trained.
-    """
+def check_combination(settings: TorchSettings) -> None:
+    """Refuses what cannot work together, by name."""
+    precision, parallel = choose_precision(settings.use_fp16, settings.precision), settings.parallel
+    model, fsdp, operator_cls = settings.model_options, settings.fsdp_options, settings.training_operator_cls
+    if settings.use_horovod:
+        check_horovod(precision, parallel, settings.use_gpu)
     for applies, what, why in (
         (
             precision == "apex" and parallel == "fsdp",
@@ -296,7 +238,7 @@ def check_combination(
             'Apex replaces parameters, and so does FSDP. Pass `precision="fp16"` or `precision="bf16"`',
         ),
         (
-            precision == "apex" and not use_gpu,
+            precision == "apex" and not settings.use_gpu,
             "Apex without GPUs",
             'it has no other kernels. Pass `use_gpu=True`, or `precision="bf16"`',
         ),
@@ -316,12 +258,12 @@ def check_combination(
             'the gradient scaler needs gradients on the device. Pass `precision="bf16"`, or leave the policy out',
         ),
         (
-            fsdp.offload_policy is not None and not use_gpu,
+            fsdp.offload_policy is not None and not settings.use_gpu,
             "`fsdp_args={'offload_policy': ...}` without GPUs",
             "everything is in the memory of the host already. Leave the policy out",
         ),
         (
-            model.sync_batchnorm and not use_gpu,
+            model.sync_batchnorm and not settings.use_gpu,
             "`sync_batchnorm=True` without GPUs",
             "PyTorch's `SyncBatchNorm` runs on GPUs only. Pass `use_gpu=True`, or leave it out",
         ),

@@ -83,7 +83,7 @@ class LightningOperator(TrainingOperator):
         self._trainer = module.trainer = TrainerStandIn.of(
             self._context.world, self.device, self._hooks.part_of_package("plugins").Precision(), self._backward
         )
-        self._trainer.accumulate_grad_batches = self._context.step_options.accumulate_grad_batches
+        self._trainer.accumulate_grad_batches = self._context.settings.step_options.accumulate_grad_batches
         self._prepare_data()
         self._hooks.call("setup", "fit")
         self._hooks.call("configure_model")

@@ -1,10 +1,12 @@
-"""What a trainer is told about models, steps and sharding; frozen, plain, checked in the driver by `arguments`."""
+"""What a trainer is told about models, steps and sharding; frozen, plain, checked when it is made."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from raysgd._checks import check_count, is_number
 
 
 @dataclass(frozen=True)
@@ -14,12 +16,23 @@ class ModelOptions:
     Attributes:
         sync_batchnorm: Whether batch norms look at the batches of all workers.
         activation_checkpointing: Whether blocks are computed a second time in the backward pass, to save memory.
-        compile: Whether models are compiled, or the options to do that with.
+        compile: Whether models are compiled; a dict holds options for that.
     """
 
     sync_batchnorm: bool = False
     activation_checkpointing: bool = False
     compile: bool | Mapping[str, Any] = False
+
+    def __post_init__(self) -> None:
+        for name in ("sync_batchnorm", "activation_checkpointing"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"`{name}={getattr(self, name)!r}`: allowed are True and False.")
+        if not isinstance(self.compile, bool | Mapping):
+            raise ValueError(
+                f"`compile={self.compile!r}`: allowed are True, False, and a dict of options for `torch.compile`."
+            )
+        if isinstance(self.compile, Mapping):
+            object.__setattr__(self, "compile", dict(self.compile))  # the caller may change it later
 
 
 @dataclass(frozen=True)
@@ -35,6 +48,16 @@ class StepOptions:
     accumulate_grad_batches: int = 1
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
+
+    def __post_init__(self) -> None:
+        window = check_count(
+            "accumulate_grad_batches", self.accumulate_grad_batches, hint="1 steps the optimizer on every batch."
+        )
+        object.__setattr__(self, "accumulate_grad_batches", window)  # Python's, if it was numpy's
+        for name in ("clip_grad_norm", "clip_grad_value"):
+            bound = getattr(self, name)
+            if bound is not None and not (is_number(bound) and bound > 0):
+                raise ValueError(f"`{name}={bound!r}`: need a positive number, or None not to clip.")
 
     @property
     def clips(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -28,38 +28,17 @@ from raysgd.torch.advice import with_advice
 from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.feed import Feed
 from raysgd.torch.modes import Modes
-from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.parallel import DDP, NoParallel, unwrap
 from raysgd.torch.precision import make_precision
 from raysgd.torch.replica_state import ReplicaState, as_in_file
 from raysgd.torch.sampling import DataSignature, ShardedLoader
+from raysgd.torch.settings import TorchSettings
 from raysgd.torch.step import Step
 from raysgd.torch.streams import BatchStream, DividedSource
 from raysgd.torch.training_operator import OperatorContext, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunnerSpec:
-    """What every replica is made from; `use_local` says that the one of rank 0 lives in the driver."""
-
-    operator_cls: type[TrainingOperator]
-    config: Mapping[str, Any]
-    use_gpu: bool = False
-    use_fp16: bool | str = False
-    precision: str | None = None
-    parallel: str = "ddp"
-    use_tqdm: bool = False
-    add_dist_sampler: bool = True
-    scheduler_step_freq: str | None = None
-    use_local: bool = False
-    snapshot_every_n_steps: int | None = None
-    model_options: ModelOptions = field(default_factory=ModelOptions)
-    step_options: StepOptions = field(default_factory=StepOptions)
-    fsdp_options: FSDPOptions = field(default_factory=FSDPOptions)
-    use_horovod: bool = False
 
 
 @dataclass(frozen=True)
@@ -93,15 +72,15 @@ class TorchRunner(ClassRunner):
     """Hosts one operator.
 
     Args:
-        spec: What the operator is made from.
+        settings: What the operator is made from.
         world: The place among the replicas.
     """
 
-    def __init__(self, spec: RunnerSpec, world: World) -> None:
-        super().__init__(world, spec.snapshot_every_n_steps)
-        self._spec = spec
-        self._device = _device(spec.use_gpu)
-        self._parallel = _make_parallel(spec, world, self._device)
+    def __init__(self, settings: TorchSettings, world: World) -> None:
+        super().__init__(world, settings.snapshot_every_n_steps)
+        self._settings = settings
+        self._device = _device(settings.use_gpu)
+        self._parallel = _make_parallel(settings, world, self._device)
         self._feed = Feed(self._data, self._parallel, world.size, self._undo)
         self._modes = Modes()
         self._encoder = StateEncoder()
@@ -128,21 +107,10 @@ class TorchRunner(ClassRunner):
 
     def setup(self) -> RunnerFacts:
         """Builds the operator, which runs the user's `setup`."""
-        spec, world, device = self._spec, self._world, self._device
-        context = OperatorContext(
-            world=world,
-            device=device,
-            use_gpu=device.type == "cuda",
-            use_tqdm=spec.use_tqdm,
-            wrap_ddp=isinstance(self._parallel, DDP),
-            add_dist_sampler=spec.add_dist_sampler,
-            scheduler_step_freq=spec.scheduler_step_freq,
-            precision=make_precision(spec.use_fp16, device, spec.precision),
-            parallel=self._parallel,
-            model_options=spec.model_options,
-            step_options=spec.step_options,
-        )
-        self._operator = spec.operator_cls(config_for_worker(spec.config, world.size), context)
+        settings, world, device = self._settings, self._world, self._device
+        precision = make_precision(settings.use_fp16, device, settings.precision)
+        context = OperatorContext(settings, world, device, precision, self._parallel)
+        self._operator = settings.training_operator_cls(config_for_worker(settings.config, world.size), context)
         self._state = ReplicaState(self._operator, self._parallel, self._feed)
         self._watch_models()
         return self._facts()
@@ -318,7 +286,7 @@ class TorchRunner(ClassRunner):
     def _take_place(self, world: World) -> None:
         self._world = world
         config = self.operator.config
-        before, now = config.get(BATCH_SIZE), config_for_worker(self._spec.config, world.size).get(BATCH_SIZE)
+        before, now = config.get(BATCH_SIZE), config_for_worker(self._settings.config, world.size).get(BATCH_SIZE)
         if now is not None:
             config[BATCH_SIZE] = now
         self.operator._take_place(world)
@@ -484,18 +452,18 @@ def _overrides(operator: TrainingOperator, name: str) -> bool:
     return getattr(type(operator), name) is not getattr(TrainingOperator, name)
 
 
-def _make_parallel(spec: RunnerSpec, world: World, device: torch.device) -> NoParallel:
-    if spec.use_horovod:  # also for one rank: its optimizers then have what Horovod adds to them
+def _make_parallel(settings: TorchSettings, world: World, device: torch.device) -> NoParallel:
+    if settings.use_horovod:  # also for one rank: its optimizers then have what Horovod adds to them
         from raysgd.torch.horovod_parallel import HorovodByHand, HorovodParallel
 
-        return HorovodByHand() if spec.parallel == "none" else HorovodParallel(world.size)
-    if not world.is_distributed or spec.parallel == "none":
+        return HorovodByHand() if settings.parallel == "none" else HorovodParallel(world.size)
+    if not world.is_distributed or settings.parallel == "none":
         return NoParallel(has_others=world.is_distributed)
-    if spec.parallel == "ddp":
+    if settings.parallel == "ddp":
         return DDP()
     from raysgd.torch.fsdp import FSDP  # not everywhere: it loads parts of PyTorch that others do without
 
-    return FSDP(device, world.size, spec.fsdp_options)
+    return FSDP(device, world.size, settings.fsdp_options)
 
 
 def _device(use_gpu: bool) -> torch.device:

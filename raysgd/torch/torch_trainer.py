@@ -23,22 +23,22 @@ from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine.backend import Backend
 from raysgd.engine.call import Call
-from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.types import Resources, World
+from raysgd.engine.types import World
 from raysgd.engine.worker_group import Storing
 from raysgd.exceptions import UnevenStepsError
 from raysgd.replicas import results
-from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, merged
+from raysgd.replicas.settings import GroupSettings
 from raysgd.replicas.trainer import ClassTrainer, NotYet
-from raysgd.torch import arguments, checkpoint_file, constants, rng
-from raysgd.torch.precision import choose_precision
+from raysgd.torch import arguments, checkpoint_file, constants, retired, rng
+from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.replica_state import RESUME, as_in_file
-from raysgd.torch.torch_runner import RunnerFacts, RunnerSpec, TorchRunner
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.torch_runner import RunnerFacts, TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.utils import BATCH_COUNT, BATCH_SIZE
+from raysgd.utils import BATCH_COUNT
 
 logger = logging.getLogger(__name__)
 
@@ -109,6 +109,17 @@ class TorchTrainer(ClassTrainer):
         ...     print(trainer.train(), trainer.validate())
     """
 
+    num_gpus_per_worker: float
+    use_fp16: bool | str
+    precision: str | None
+    parallel: str
+    use_tqdm: bool
+    add_dist_sampler: bool
+    scheduler_step_freq: str | None
+    _settings: TorchSettings
+    _runner_cls = TorchRunner
+    _divide_by_hand = "pass `add_dist_sampler=False`"
+
     as_trainable = NotYet(
         "Create the trainer inside a function of your own and give that function to Ray Tune; or use "
         "`raysgd.train.Trainer.to_tune_trainable`."
@@ -149,129 +160,74 @@ class TorchTrainer(ClassTrainer):
         heartbeat_s: float = 30.0,
         form_timeout_s: float = 120.0,
         settle_timeout_s: float = 120.0,
-        model_creator: Any = None,
-        data_creator: Any = None,
-        optimizer_creator: Any = None,
-        scheduler_creator: Any = None,
-        loss_creator: Any = None,
-        num_replicas: Any = None,
-        batch_size: Any = None,
-        apex_args: Any = None,
-        serialize_data_creation: Any = None,
-        data_loader_args: Any = None,
         **unknown: Any,
     ) -> None:
         num_workers = _checks.check_num_workers(
             "num_workers", num_workers, hint="To run without Ray actors pass `use_local=True` with `num_workers=1`."
         )
-        _checks.refuse_text(
-            wrap_ddp=wrap_ddp, use_tqdm=use_tqdm, add_dist_sampler=add_dist_sampler, use_local=use_local
-        )
-        arguments.refuse_creators(model_creator, data_creator, optimizer_creator, scheduler_creator, loss_creator)
-        if use_local:
-            arguments.check_use_local(num_workers)
-        if num_workers > 1 and not torch.distributed.is_available():
-            raise ValueError(
-                f"`num_workers={num_workers}`: this build of PyTorch has no `torch.distributed`; it can use 1."
-            )
-        arguments.refuse_retired(num_replicas=num_replicas, batch_size=batch_size, apex_args=apex_args)
-        if serialize_data_creation is True:
-            logger.warning(
-                "`serialize_data_creation` of the trainer has no effect; `TrainingOperator.from_creators` has it"
-            )
-        arguments.refuse_retired(data_loader_args=data_loader_args or None)
-        arguments.validate_scheduler_step_freq(scheduler_step_freq)
+        retired.take_creators(unknown)
+        arguments.check_place(num_workers, use_local)
+        self.serialize_data_creation = retired.take_others(unknown)
         _checks.refuse_unknown("TorchTrainer", unknown, TorchTrainer.__init__.__annotations__)
         arguments.check_operator_class(training_operator_cls)
-        _checks.check_elastic(
-            num_workers,
+        use_gpu = arguments.resolve_use_gpu(use_gpu)
+        arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
+        backend = arguments.resolve_backend(backend, use_gpu and num_gpus_per_worker >= 1)
+        parallel = arguments.resolve_parallel(parallel, wrap_ddp)
+        settings = TorchSettings(
+            training_operator_cls,
+            _checks.check_config(config),
+            use_gpu=use_gpu,
+            snapshot_every_n_steps=snapshot_every_n_steps,
+            scheduler_step_freq=scheduler_step_freq,
+            use_fp16=use_fp16,
+            precision=precision,
+            parallel=parallel,
+            use_horovod=backend == "horovod",
+            use_tqdm=use_tqdm,
+            add_dist_sampler=add_dist_sampler,
+            model_options=ModelOptions(sync_batchnorm, activation_checkpointing, compile),
+            step_options=StepOptions(accumulate_grad_batches, clip_grad_norm, clip_grad_value),
+            fsdp_options=arguments.fsdp_options(fsdp_args, parallel),
+        )
+        group = GroupSettings(
+            num_workers=num_workers,
+            backend=backend,
+            timeout_s=arguments.resolve_timeout(timeout_s, backend),
+            num_cpus_per_worker=num_cpus_per_worker,
+            num_gpus_per_worker=num_gpus_per_worker,
+            initialization_hook=initialization_hook,
+            use_local=use_local,
             recovery=recovery,
             min_workers=min_workers,
             spare_workers=spare_workers,
             resize_check_s=resize_check_s,
-            snapshot_every_n_steps=snapshot_every_n_steps,
             heartbeat_s=heartbeat_s,
             form_timeout_s=form_timeout_s,
             settle_timeout_s=settle_timeout_s,
         )
-        _checks.check_kinds(config, initialization_hook, num_cpus_per_worker)
-        chosen = choose_precision(use_fp16, precision)
-        if use_tqdm:
-            arguments.check_tqdm()
+        arguments.check_spares(group, parallel)
+        arguments.check_combination(settings)
+        arguments.check_batch_size(settings.config, num_workers)
+        super().__init__(group, settings, checkpoint_file.AsyncWriter())
 
-        self.training_operator_cls = training_operator_cls
-        self.initialization_hook = initialization_hook
-        self.num_cpus_per_worker = num_cpus_per_worker
-        self.use_gpu = arguments.resolve_use_gpu(use_gpu)
-        arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
-        self.num_gpus_per_worker = num_gpus_per_worker
-        self.backend = arguments.resolve_backend(backend, self.use_gpu and num_gpus_per_worker >= 1)
-        self.max_replicas = num_workers
-        self.serialize_data_creation = serialize_data_creation
-        self.parallel = arguments.resolve_parallel(parallel, wrap_ddp)
-        self.wrap_ddp = self.parallel == "ddp"
-        self.timeout_s = arguments.resolve_timeout(timeout_s, self.backend)
-        self.use_fp16 = use_fp16
-        self.precision = precision
-        self._step_options = arguments.step_options(accumulate_grad_batches, clip_grad_norm, clip_grad_value)
-        self._model_options = arguments.model_options(sync_batchnorm, activation_checkpointing, compile)
-        self._fsdp_options = arguments.fsdp_options(fsdp_args, self.parallel)
-        arguments.check_spares(spare_workers, num_workers, recovery, self.parallel, self.backend)
+    @property
+    def wrap_ddp(self) -> bool:
+        """Whether models are wrapped in `DistributedDataParallel`; the older way to ask for `parallel`."""
+        return self.parallel == "ddp"
+
+    def _make_backend(self) -> Backend:
         if self.backend == "horovod":
-            arguments.check_horovod(chosen, self.parallel, self.use_gpu)
-        arguments.check_combination(
-            chosen, self.parallel, self.use_gpu, self._model_options, self._fsdp_options, training_operator_cls
-        )
-        self.use_tqdm = use_tqdm
-        self.add_dist_sampler = add_dist_sampler
-        self.use_local = use_local
-        self.scheduler_step_freq = scheduler_step_freq
-        self.recovery = recovery
-        self.min_workers = min_workers
-        self.spare_workers = spare_workers
-        self.resize_check_s = resize_check_s
-        self.snapshot_every_n_steps = snapshot_every_n_steps
-        self.heartbeat_s = heartbeat_s
-        self.form_timeout_s = form_timeout_s
-        self.settle_timeout_s = settle_timeout_s
-        self._requested_config = dict(config or {})
-        self._check_batch_size()
-        self._writer = checkpoint_file.AsyncWriter()
-        self._begin(self._make_controller())
-        self._check_same_data(("train_data", "validation_data"), "pass `add_dist_sampler=False`")
-        _checks.warn_of_obstacle(
-            self._facts.epoch_obstacle,
-            snapshot_every_n_steps=snapshot_every_n_steps,
-            resize_check_s=resize_check_s,
-        )
+            return HorovodBackend(self.timeout_s, self.form_timeout_s)
+        return TorchBackend(self.backend, self.timeout_s, self.form_timeout_s)
 
-    def _make_controller(self) -> ElasticController:
-        spec = RunnerSpec(
-            operator_cls=self.training_operator_cls,
-            config=self._requested_config,
-            use_gpu=self.use_gpu,
-            use_fp16=self.use_fp16,
-            precision=self.precision,
-            parallel=self.parallel,
-            use_tqdm=self.use_tqdm,
-            add_dist_sampler=self.add_dist_sampler,
-            scheduler_step_freq=self.scheduler_step_freq,
-            use_local=self.use_local,
-            snapshot_every_n_steps=self.snapshot_every_n_steps,
-            model_options=self._model_options,
-            step_options=self._step_options,
-            fsdp_options=self._fsdp_options,
-            use_horovod=self.backend == "horovod",
-        )
-        is_alone = self.use_local and self.max_replicas == 1
-        rejoins = self.recovery == "rejoin" and self.parallel == "ddp" and self.backend != "horovod" and not is_alone
-        return self._controller_for(
-            _make_backend(self.backend, self.timeout_s, self.form_timeout_s),
-            partial(TorchRunner, spec),
-            Resources(self.num_cpus_per_worker, self.num_gpus_per_worker if self.use_gpu else 0),
-            rejoins,
-            constants.SGD_PLACEMENT_GROUP_TIMEOUT_S,
-        )
+    @property
+    def _keeps_survivors(self) -> bool:
+        return self.parallel == "ddp" and self.backend != "horovod"
+
+    @property
+    def _reservation_timeout_s(self) -> float:
+        return constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
 
     # ------------------------------------------------------------------------------------------------ epochs
 
@@ -564,40 +520,6 @@ class TorchTrainer(ClassTrainer):
         if content.is_complete:
             self._controller.adopt(Snapshot(stored.value, rank_states))
 
-    # ------------------------------------------------------------------------------------------------ life
-
-    def shutdown(self, force: bool = False) -> None:
-        """Ends the workers and gives their resources back; a second time it does nothing.
-
-        From another thread it ends a running call too, which raises `TrainerShutdownError`.
-
-        Args:
-            force: End the processes at once instead of letting them close first.
-        """
-        try:
-            super().shutdown(force)
-        finally:
-            self._writer.close()
-
-    @property
-    def _facts(self) -> RunnerFacts:
-        facts: RunnerFacts = self._controller.facts[0]
-        return facts
-
-    # ------------------------------------------------------------------------------------------------ checks
-
-    def _check_batch_size(self) -> None:
-        if BATCH_SIZE not in self._requested_config:
-            return
-        split = split_batch_size(self._requested_config[BATCH_SIZE], self.max_replicas)
-        if split.effective != split.requested:
-            logger.warning(
-                "the batch size %s is not divisible by %s workers: using %s",
-                split.requested,
-                self.max_replicas,
-                split.effective,
-            )
-
 
 @dataclass(frozen=True)
 class _Content:
@@ -630,12 +552,6 @@ def _warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int |
             "that was used up already",
             name,
         )
-
-
-def _make_backend(name: str, timeout_s: float, form_timeout_s: float) -> Backend:
-    if name == "horovod":
-        return HorovodBackend(timeout_s, form_timeout_s)
-    return TorchBackend(name, timeout_s, form_timeout_s)
 
 
 def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:

@@ -42,10 +42,10 @@ from raysgd.torch.constants import (
 )
 from raysgd.torch.metric_objects import capture
 from raysgd.torch.modes import begin_training
-from raysgd.torch.options import ModelOptions, StepOptions
-from raysgd.torch.parallel import COMM_HOOK, NoParallel, unwrap
+from raysgd.torch.parallel import COMM_HOOK, DDP, NoParallel, unwrap
 from raysgd.torch.precision import Precision
 from raysgd.torch.sampling import ShardedLoader, Unsharded, count_samples, shard_loader
+from raysgd.torch.settings import TorchSettings
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 
 logger = logging.getLogger(__name__)
@@ -55,17 +55,11 @@ logger = logging.getLogger(__name__)
 class OperatorContext:
     """The place of one operator among its replicas, and the objects that it works with."""
 
+    settings: TorchSettings
     world: World
     device: torch.device
-    use_gpu: bool = False
-    use_tqdm: bool = False
-    wrap_ddp: bool = False
-    add_dist_sampler: bool = True
-    scheduler_step_freq: str | None = None
     precision: Precision = field(default_factory=Precision)
     parallel: NoParallel = field(default_factory=NoParallel)
-    model_options: ModelOptions = field(default_factory=ModelOptions)
-    step_options: StepOptions = field(default_factory=StepOptions)
 
 
 class TrainingOperator:
@@ -121,12 +115,12 @@ class TrainingOperator:
         self._local_rank = context.world.local_rank
         self._is_distributed = context.world.is_distributed
         self._device = context.device
-        self._use_gpu = context.use_gpu
+        self._use_gpu = context.device.type == "cuda"
         self._use_fp16: bool | str = False
-        self._use_tqdm = context.use_tqdm
-        self._wrap_ddp = context.wrap_ddp
-        self._add_dist_sampler = context.add_dist_sampler
-        self._scheduler_step_freq = context.scheduler_step_freq
+        self._use_tqdm = context.settings.use_tqdm
+        self._wrap_ddp = isinstance(context.parallel, DDP)
+        self._add_dist_sampler = context.settings.add_dist_sampler
+        self._scheduler_step_freq = context.settings.scheduler_step_freq
         self._precision = context.precision
         self._parallel = context.parallel
         self._amp: Any = None
@@ -294,7 +288,7 @@ class TrainingOperator:
 
         Override it to change the number over time; all workers have to answer alike.
         """
-        return self._context.step_options.accumulate_grad_batches
+        return self._context.settings.step_options.accumulate_grad_batches
 
     def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
         """Clips the norm of all gradients of an optimizer together; only where the trainer was given a bound."""
@@ -506,7 +500,7 @@ class TrainingOperator:
 
     def _build(self, model: torch.nn.Module) -> torch.nn.Module:
         """What is done to a model before it is wrapped. The names in its state stay as they are."""
-        options = self._context.model_options
+        options = self._context.settings.model_options
         if options.sync_batchnorm and self._is_distributed:
             model = torch.nn.SyncBatchNorm.convert_sync_batchnorm(model)
         if options.activation_checkpointing:
@@ -515,7 +509,7 @@ class TrainingOperator:
 
     def _compile(self) -> None:
         """Compiles in place, so that nothing gets another name or identity."""
-        chosen = self._context.model_options.compile
+        chosen = self._context.settings.model_options.compile
         if chosen is False:
             return
         for model in self._models:
@@ -756,7 +750,7 @@ class TrainingOperator:
     def _misses_clipping(self) -> bool:
         """Whether a bound for gradients was not used in this call, and user code may have stepped past it."""
         is_hooked = len(self._step_handles) == len(getattr(self, "_optimizers", ()))
-        return self._context.step_options.clips and not self._has_clipped and not is_hooked
+        return self._context.settings.step_options.clips and not self._has_clipped and not is_hooked
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in each step of an optimizer, whoever asked for it."""
@@ -776,7 +770,7 @@ class TrainingOperator:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
             return  # such a step changes nothing: some programs take one ahead of a scheduler
         self._precision.check_use()
-        if not self._is_clipped and self._context.step_options.clips:
+        if not self._is_clipped and self._context.settings.step_options.clips:
             _unscale_for_step(optimizer)
             self._clip(optimizer)
 
@@ -806,12 +800,12 @@ class TrainingOperator:
                 parameter.grad.mul_(correction)
 
     def _clip_gradients(self, optimizer: Any) -> None:
-        if self._context.step_options.clips:
+        if self._context.settings.step_options.clips:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
 
     def _clip(self, optimizer: Any) -> None:
-        options, self._has_clipped = self._context.step_options, True
+        options, self._has_clipped = self._context.settings.step_options, True
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
         if options.clip_grad_norm is not None:
             self.clip_grad_norm(parameters, options.clip_grad_norm)

@@ -19,7 +19,8 @@ from raysgd.engine.types import World
 from raysgd.operators import GANOperator
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
-from raysgd.torch.torch_runner import EpochRequest, RunnerSpec, TorchRunner
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.torch_runner import EpochRequest, TorchRunner
 from tests.torch import lab, operators_for_tests
 from tests.torch.lab import SEED, Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator, equal
@@ -346,7 +347,7 @@ def test_what_is_clipped_is_the_true_gradient_of_all(
 # ------------------------------------------------------------------------------------------------ checkpoints
 
 
-def trained_state(spec: RunnerSpec) -> Callable[[], dict[str, Any] | None]:
+def trained_state(spec: TorchSettings) -> Callable[[], dict[str, Any] | None]:
     """For all workers: trains a pass and returns the state, which rank 0 has."""
 
     def run() -> dict[str, Any] | None:
@@ -359,7 +360,7 @@ def trained_state(spec: RunnerSpec) -> Callable[[], dict[str, Any] | None]:
     return run
 
 
-def restored_state(spec: RunnerSpec, state: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
+def restored_state(spec: TorchSettings, state: dict[str, Any]) -> Callable[[], tuple[Any, Any]]:
     """For all workers: takes over a state; returns it read back, and after another pass."""
 
     def run() -> tuple[Any, Any]:
@@ -380,7 +381,7 @@ def copied(state: Any) -> Any:
 
 
 def spec_of(operator_cls: type[TrainingOperator] = DeepOperator, optimizer: str = "adam", **options: Any) -> Any:
-    return RunnerSpec(operator_cls, {**CONFIG, "num_samples": 24, "optimizer": optimizer}, **options)
+    return TorchSettings(operator_cls, {**CONFIG, "num_samples": 24, "optimizer": optimizer}, **options)
 
 
 KINDS = [("ddp", "fp32"), ("fsdp", "fp32"), ("fsdp", "bf16"), ("ddp", "fp16"), ("single", "fp32"), ("single", "fp16")]
@@ -451,7 +452,7 @@ def test_what_is_done_to_models_changes_neither_names_nor_numbers(two: TorchTrai
 
 
 def test_buffers_and_state_of_batch_norm_survive_division(two: TorchTrainer) -> None:
-    spec = RunnerSpec(BatchNormOperator, {"num_samples": 24}, parallel="fsdp")
+    spec = TorchSettings(BatchNormOperator, {"num_samples": 24}, parallel="fsdp")
     state = two.apply_all_workers(trained_state(spec))[0]
     assert state is not None
     assert list(state["models"][0]) == list(BatchNormOperator.make_model(None).state_dict())  # type: ignore[arg-type]
@@ -484,7 +485,7 @@ def test_models_that_are_frozen_in_turns_train_alike_in_every_way(two: TorchTrai
     steps = StepOptions(accumulate_grad_batches=window)
     states = []
     for parallel in ("ddp", "fsdp"):
-        spec = RunnerSpec(Adversaries, config, parallel=parallel, step_options=steps)
+        spec = TorchSettings(Adversaries, config, parallel=parallel, step_options=steps)
         state = two.apply_all_workers(trained_state(spec))[0]
         assert state is not None
         states.append(state["models"])

@@ -20,7 +20,8 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.parallel import DDP
 from raysgd.torch.resnet import ResNet18
-from raysgd.torch.torch_runner import EpochRequest, RunnerSpec, TorchRunner
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.torch_runner import EpochRequest, TorchRunner
 from tests.run_if import RunIf
 from tests.torch import operators_for_tests
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, equal
@@ -269,7 +270,7 @@ def test_batch_norms_look_at_the_batches_of_all_workers(ray_cluster: None) -> No
     with TorchTrainer(training_operator_cls=BatchNormOperator, config=config, **options) as trainer:
         trainer.train()
         found = trainer.get_model(to_cpu=True).state_dict()
-    runner = TorchRunner(RunnerSpec(BatchNormOperator, {**config, "batch_size": 8}), World(rank=0, size=1))
+    runner = TorchRunner(TorchSettings(BatchNormOperator, {**config, "batch_size": 8}), World(rank=0, size=1))
     runner.setup()
     runner.train_epoch(EpochRequest(None, {}, False, 0))
     for name, tensor in runner.state()["models"][0].items():

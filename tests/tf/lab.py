@@ -14,7 +14,8 @@ from raysgd.engine.types import World
 from raysgd.replicas import results
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
-from raysgd.tf.tf_runner import RunnerSpec, TFRunner
+from raysgd.tf.settings import TFSettings
+from raysgd.tf.tf_runner import TFRunner
 
 SEED = 5
 
@@ -29,7 +30,7 @@ class Experiment:
 
     def run_in(self, world: World) -> tuple[list[EpochAnswer], Any]:
         """Answers, and the state at the end."""
-        runner = TFRunner(RunnerSpec(self.operator_cls, self.config, SEED), world)
+        runner = TFRunner(TFSettings(self.operator_cls, self.config, SEED), world)
         runner.setup()
         answers = []
         for call, num_steps in self.calls:

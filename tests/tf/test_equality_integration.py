@@ -14,7 +14,8 @@ from raysgd.replicas.epochs import EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.datasets import packed
-from raysgd.tf.tf_runner import RunnerSpec, TFRunner
+from raysgd.tf.settings import TFSettings
+from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import OperatorContext
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, run_alone, run_together
 from tests.tf.loss_models import (
@@ -130,7 +131,9 @@ def test_an_operator_may_say_how_much_a_batch_counts(lab: TFTrainer) -> None:
 def test_layers_that_are_trained_later_are_those_of_one_process(lab: TFTrainer) -> None:
     alone, together = both(lab, Unfreezes, {"registers": True})
     assert_same(alone, together)
-    first = lab.apply_all_workers(lambda: Line({"batch_size": 4}, OperatorContext(World(0, 1))).model.get_weights())[0]
+    first = lab.apply_all_workers(
+        lambda: Line({"batch_size": 4}, OperatorContext(TFSettings(Line, {}, SEED), World(0, 1))).model.get_weights()
+    )[0]
     assert np.abs(together.state[0]["models"][0][0] - first[0]).max() > 0.01
 
 
@@ -152,7 +155,7 @@ def test_optimizers_of_a_train_step_of_its_own_are_those_of_one_process(lab: TFT
     operator_cls = make_operator(make_model_with_a_step_of_its_own, make_data)
 
     def restored(state: Any) -> Any:
-        runner = TFRunner(RunnerSpec(operator_cls, {"batch_size": 4}, SEED, num_workers=2), World(0, 1))
+        runner = TFRunner(TFSettings(operator_cls, {"batch_size": 4}, SEED, num_workers=2), World(0, 1))
         runner.setup()
         runner.restore(state, None)
         return runner.state()
@@ -303,7 +306,7 @@ def test_a_pass_goes_on_elsewhere_in_the_same_order(lab: TFTrainer) -> None:
 
 def test_a_survivor_goes_on_alone_where_the_group_stopped(lab: TFTrainer) -> None:
     def left_alone() -> Any:
-        runner = TFRunner(RunnerSpec(Line, {"batch_size": 2, "num_samples": 16}, SEED), World(rank(), 2))
+        runner = TFRunner(TFSettings(Line, {"batch_size": 2, "num_samples": 16}, SEED), World(rank(), 2))
         runner.setup()
         runner.train_epoch(request(2))
         replica_progress = runner.replica_progress()
@@ -338,7 +341,7 @@ class Bookkeeper(Line):
 
 def test_practice_is_marked_and_leaves_no_traces_in_what_the_operator_keeps_for_itself(lab: TFTrainer) -> None:
     def warmed_up() -> Any:
-        runner = TFRunner(RunnerSpec(Bookkeeper, {"batch_size": 2}, SEED, num_workers=2), World(0, 1))
+        runner = TFRunner(TFSettings(Bookkeeper, {"batch_size": 2}, SEED, num_workers=2), World(0, 1))
         runner.setup()
         runner.warm_up()
         operator: Any = runner.operator
@@ -353,7 +356,7 @@ def test_practice_is_marked_and_leaves_no_traces_in_what_the_operator_keeps_for_
 
 
 def new_runner(world: World) -> TFRunner:
-    runner = TFRunner(RunnerSpec(Noting, {"batch_size": 2}, SEED), world)
+    runner = TFRunner(TFSettings(Noting, {"batch_size": 2}, SEED), world)
     runner.setup()
     return runner
 

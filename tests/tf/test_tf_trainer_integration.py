@@ -16,7 +16,8 @@ from raysgd import testing
 from raysgd.exceptions import IncompatibleModelError, WorkerError
 from raysgd.tf import TFTrainer, TrainingOperator, checkpoint_file
 from raysgd.tf.registration import variables_of_optimizer
-from raysgd.tf.tf_runner import RunnerSpec, TFRunner
+from raysgd.tf.settings import TFSettings
+from raysgd.tf.tf_runner import TFRunner
 from tests.tf import models
 from tests.tf.lab import Experiment, largest_difference, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
@@ -257,12 +258,13 @@ def test_callbacks_on_all_ranks_are_told_the_metrics_of_all_ranks(trainer: TFTra
         from raysgd.engine.types import World
         from raysgd.replicas.epochs import EpochRequest
         from raysgd.tf.creator_operator import make_operator
-        from raysgd.tf.tf_runner import RunnerSpec, TFRunner
+        from raysgd.tf.settings import TFSettings
+        from raysgd.tf.tf_runner import TFRunner
         from tests.tf.lab import rank
 
         config = {"fit_config": {"epochs": 9}, "batch_size": 4}
         operator_cls = make_operator(make_model_with_callbacks, make_data)
-        runner = TFRunner(RunnerSpec(operator_cls, config, 0), World(rank(), 2))
+        runner = TFRunner(TFSettings(operator_cls, config, 0), World(rank(), 2))
         runner.setup()
         runner.train_epoch(EpochRequest(None, {}, False, 0))
         return runner.operator.model.noted
@@ -386,7 +388,7 @@ def test_all_ranks_begin_with_the_weights_of_the_first_whatever_numbers_they_are
         from raysgd.engine.types import World
         from tests.tf.lab import SEED, rank
 
-        runner = TFRunner(RunnerSpec(Short, {}, SEED), World(rank(), 2))
+        runner = TFRunner(TFSettings(Short, {}, SEED), World(rank(), 2))
         runner.setup()
         weights = [np.array(weight, np.float32).tolist() for weight in runner.operator.model.weights]  # type: ignore[union-attr]
         runner.shutdown()
@@ -475,10 +477,11 @@ def test_creators_that_return_something_wrong_are_told_so(
     def try_out() -> None:
         from raysgd.engine.types import World
         from raysgd.tf.creator_operator import make_operator
-        from raysgd.tf.tf_runner import RunnerSpec, TFRunner
+        from raysgd.tf.settings import TFSettings
+        from raysgd.tf.tf_runner import TFRunner
 
         operator_cls = make_operator(model_creator, data_creator)
-        TFRunner(RunnerSpec(operator_cls, {}, 0, num_workers=2), World(0, 1)).setup()
+        TFRunner(TFSettings(operator_cls, {}, 0, num_workers=2), World(0, 1)).setup()
 
     with pytest.raises(error, match=message):
         trainer.apply_all_workers(try_out)

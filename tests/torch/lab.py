@@ -10,7 +10,8 @@ from raysgd.engine.types import World
 from raysgd.replicas import results
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.torch_runner import TorchRunner
 
 SEED = 5
 
@@ -26,7 +27,7 @@ class Experiment:
 
     def run_in(self, world: World) -> tuple[list[EpochAnswer], Any]:
         """Answers, and the weights of the model and the batches seen."""
-        runner = TorchRunner(RunnerSpec(self.operator_cls, self.config, **self.options), world)
+        runner = TorchRunner(TorchSettings(self.operator_cls, self.config, **self.options), world)
         runner.setup()
         answers = []
         for call, num_steps in self.calls:

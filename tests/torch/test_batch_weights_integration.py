@@ -15,7 +15,8 @@ import torch
 from raysgd.engine.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.options import StepOptions
-from raysgd.torch.torch_runner import EpochRequest, RunnerSpec, TorchRunner
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.torch_runner import EpochRequest, TorchRunner
 from raysgd.utils import BATCH_SIZE, BATCH_WEIGHT
 from tests.torch.lab import SEED, Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
@@ -168,7 +169,7 @@ def test_a_step_that_is_not_over_the_data_counts_all_ranks_alike(
     if window > 1 and operator_cls is OfOneSampleEachByHand:
         return
     config = {**UNEVEN, "optimizer": "sgd"}
-    spec = RunnerSpec(operator_cls, config, step_options=StepOptions(accumulate_grad_batches=window))
+    spec = TorchSettings(operator_cls, config, step_options=StepOptions(accumulate_grad_batches=window))
 
     def run(operator: TrainingOperator) -> tuple[Any, Any]:
         runner = TorchRunner(spec, World(operator.world_rank, operator.world_size))

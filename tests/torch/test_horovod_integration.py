@@ -200,10 +200,11 @@ def test_a_stream_may_be_left_in_the_middle_and_begun_again(two: TorchTrainer) -
 
     def restart(operator: Any) -> Any:
         from raysgd.engine.types import World
-        from raysgd.torch.torch_runner import EpochRequest, RunnerSpec, TorchRunner
+        from raysgd.torch.settings import TorchSettings
+        from raysgd.torch.torch_runner import EpochRequest, TorchRunner
 
         world = World(operator.world_rank, operator.world_size)
-        runner = TorchRunner(RunnerSpec(Uneven, CONFIG, use_horovod=True), world)
+        runner = TorchRunner(TorchSettings(Uneven, CONFIG, use_horovod=True), world)
         runner.setup()
         for _ in range(12):
             runner.train_epoch(EpochRequest(1, {}, False, 0))

@@ -27,7 +27,8 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch._lightning_module import optimizers_and_schedulers, run_in_forward_of
 from raysgd.torch.constants import SCHEDULER_STEP
 from raysgd.torch.lightning_operator import LightningOperator
-from raysgd.torch.precision import NativeAmp
+from raysgd.torch.precision import NativeAmp, Precision
+from raysgd.torch.settings import TorchSettings
 from raysgd.torch.training_operator import OperatorContext
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
 
@@ -83,10 +84,11 @@ def train_local(make_local: MakeTrainer) -> Callable[..., tuple[TorchTrainer, Mo
 Train = Callable[..., tuple[TorchTrainer, Module]]
 
 
-def make(module_cls: type[Any], **options: Any) -> LightningOperator:
+def make(module_cls: type[Any], precision: Precision | None = None) -> LightningOperator:
     """An operator by itself."""
     operator_cls: Any = TrainingOperator.from_ptl(module_cls)
-    return operator_cls({}, OperatorContext(World(rank=0, size=1), torch.device("cpu"), **options))
+    place = TorchSettings(operator_cls, {}), World(rank=0, size=1), torch.device("cpu")
+    return operator_cls({}, OperatorContext(*place, precision or Precision()))
 
 
 def weights(model: torch.nn.Module) -> list[float]:

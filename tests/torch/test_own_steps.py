@@ -13,7 +13,8 @@ from raysgd.engine.types import World
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch import TrainingOperator
 from raysgd.torch.options import StepOptions
-from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.torch_runner import TorchRunner
 from tests.torch.operators_for_tests import LinearOperator
 
 BOUND = 0.01
@@ -92,7 +93,7 @@ class WithRungs(Plain):
 
 
 def make_runner(operator_cls: type[TrainingOperator], **spec: Any) -> TorchRunner:
-    runner = TorchRunner(RunnerSpec(operator_cls, spec.pop("config", {}), **spec), World(rank=0, size=1))
+    runner = TorchRunner(TorchSettings(operator_cls, spec.pop("config", {}), **spec), World(rank=0, size=1))
     runner.setup()
     return runner
 

@@ -28,7 +28,8 @@ from raysgd.torch.metric_objects import capture
 from raysgd.torch.options import StepOptions
 from raysgd.torch.replica_state import RESUME
 from raysgd.torch.sampling import DataSignature
-from raysgd.torch.torch_runner import RunnerSpec, TorchRunner
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.torch_runner import TorchRunner
 from raysgd.utils import IS_PADDING, AverageMeterCollection
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, OwnEpochOperator, equal
@@ -37,7 +38,7 @@ ALONE = World(rank=0, size=1)
 
 
 def make_runner(operator_cls: type[TrainingOperator] = LinearOperator, **config: Any) -> TorchRunner:
-    runner = TorchRunner(RunnerSpec(operator_cls, config), ALONE)
+    runner = TorchRunner(TorchSettings(operator_cls, config), ALONE)
     runner.setup()
     return runner
 
@@ -69,7 +70,7 @@ def test_an_operator_that_registers_nothing_is_set_up_and_says_so_when_asked_for
     class Empty(TrainingOperator):
         def setup(self, config: dict[str, Any]) -> None: ...
 
-    runner = TorchRunner(RunnerSpec(Empty, {}), ALONE)
+    runner = TorchRunner(TorchSettings(Empty, {}), ALONE)
     facts = runner.setup()
     assert (facts.num_models, facts.train_data) == (0, None)
     with pytest.raises(RuntimeError, match=r"`Empty.setup` never called `register`"):
@@ -92,7 +93,7 @@ class InfoOperator(LinearOperator):
 
 
 def test_the_operator_is_told_the_facts_of_the_call_and_what_the_user_passed() -> None:
-    runner = TorchRunner(RunnerSpec(InfoOperator, {}, scheduler_step_freq="manual"), ALONE)
+    runner = TorchRunner(TorchSettings(InfoOperator, {}, scheduler_step_freq="manual"), ALONE)
     runner.setup()
     train(runner, num_steps=7, info={"num_epochs": 3, "epoch_idx": 99})
     assert runner.operator.told == {  # type: ignore[attr-defined]
@@ -295,7 +296,7 @@ class StatefulOperator(DropoutOperator):
 
 
 def stateful_runner(**config: Any) -> TorchRunner:
-    runner = TorchRunner(RunnerSpec(StatefulOperator, config, scheduler_step_freq="batch"), ALONE)
+    runner = TorchRunner(TorchSettings(StatefulOperator, config, scheduler_step_freq="batch"), ALONE)
     runner.setup()
     return runner
 
@@ -308,7 +309,7 @@ def snapshot(runner: TorchRunner) -> tuple[Any, Any]:
 
 def test_the_state_has_its_keys_in_their_order() -> None:
     assert list(make_runner().state()) == ["epoch", "operator", "models", "optimizers", RESUME]
-    runner = TorchRunner(RunnerSpec(StatefulOperator, {}, use_fp16=True, scheduler_step_freq="batch"), ALONE)
+    runner = TorchRunner(TorchSettings(StatefulOperator, {}, use_fp16=True, scheduler_step_freq="batch"), ALONE)
     runner.setup()
     assert list(runner.state()) == [
         "epoch",
@@ -382,7 +383,7 @@ def test_memory_of_a_snapshot_that_has_landed_is_used_again(monkeypatch: pytest.
 
 def test_a_snapshot_that_the_driver_shares_is_never_written_to_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(copies, "_INLINE_BYTES", 8)
-    runner = TorchRunner(RunnerSpec(LinearOperator, {}, use_local=True), ALONE)
+    runner = TorchRunner(TorchSettings(LinearOperator, {}), ALONE)
     runner.setup()
     token = runner.capture(None).token
     assert token is not None
@@ -394,7 +395,7 @@ def test_a_snapshot_that_the_driver_shares_is_never_written_to_again(monkeypatch
 
 
 def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
-    runner = TorchRunner(RunnerSpec(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
+    runner = TorchRunner(TorchSettings(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
     runner.setup()
     capture = runner.capture(None)
     assert (capture.shared_state, capture.token) == (None, None)
@@ -404,7 +405,7 @@ def test_ranks_beyond_the_first_capture_their_random_state_only() -> None:
 def test_a_snapshot_of_fewer_ranks_restores_random_state_where_it_has_one() -> None:
     runner = make_runner()
     state, _ = snapshot(runner)
-    other = TorchRunner(RunnerSpec(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
+    other = TorchRunner(TorchSettings(LinearOperator, {}, parallel="none"), World(rank=1, size=2))
     other.setup()
     torch.manual_seed(123)
     before = torch.get_rng_state()
@@ -542,7 +543,7 @@ class OldApexOperator(LinearOperator):
 
 
 def trained_model(operator_cls: type[TrainingOperator], **options: Any) -> tuple[TorchRunner, dict[str, Any]]:
-    runner = TorchRunner(RunnerSpec(operator_cls, options.pop("config", {}), **options), ALONE)
+    runner = TorchRunner(TorchSettings(operator_cls, options.pop("config", {}), **options), ALONE)
     runner.setup()
     train(runner)
     return runner, runner.state()
@@ -575,7 +576,7 @@ def test_a_state_of_apex_travels_also_under_its_old_name(apex: StrictAmp) -> Non
         **{key: value for key, value in state.items() if key != "amp_apex"},
         "amp": {"loss_scaler0": {"loss_scale": 2.0, "unskipped": 7}},
     }
-    other = TorchRunner(RunnerSpec(LinearOperator, {}, precision="apex"), ALONE)
+    other = TorchRunner(TorchSettings(LinearOperator, {}, precision="apex"), ALONE)
     other.setup()
     other.restore(old, None)
     assert other.state()["amp_apex"] == old["amp"]
@@ -624,7 +625,7 @@ class BreaksOff(LinearOperator):
 
 def survivor(operator_cls: type[TrainingOperator] = BreaksOff, every: int | None = None, **config: Any) -> TorchRunner:
     """The replica of rank 0 of two, as far as one process can be that; it has the first half of each step."""
-    spec = RunnerSpec(operator_cls, {"batch_size": 2, **config}, snapshot_every_n_steps=every)
+    spec = TorchSettings(operator_cls, {"batch_size": 2, **config}, snapshot_every_n_steps=every)
     runner = TorchRunner(spec, World(rank=0, size=2, local_size=2))
     runner.setup()
     return runner
@@ -1083,7 +1084,7 @@ def test_only_the_newest_two_parts_are_kept_and_none_for_the_next_call(process_g
 
 
 def test_a_worker_that_is_alone_takes_snapshots_inside_a_call_too() -> None:
-    first = TorchRunner(RunnerSpec(LinearOperator, {}, snapshot_every_n_steps=2), ALONE)
+    first = TorchRunner(TorchSettings(LinearOperator, {}, snapshot_every_n_steps=2), ALONE)
     first.setup()
     train(first)
     part = first.part_of_snapshot(4)
@@ -1110,7 +1111,7 @@ class OwnData(LinearOperator):
 def test_no_snapshot_is_taken_inside_what_could_not_be_gone_on_with(
     operator_cls: type[LinearOperator], expected: str | None
 ) -> None:
-    runner = TorchRunner(RunnerSpec(operator_cls, {}, snapshot_every_n_steps=2), ALONE)
+    runner = TorchRunner(TorchSettings(operator_cls, {}, snapshot_every_n_steps=2), ALONE)
     obstacle = runner.setup().epoch_obstacle
     train(runner)
     assert obstacle is None if expected is None else obstacle is not None and expected in obstacle
@@ -1119,7 +1120,7 @@ def test_no_snapshot_is_taken_inside_what_could_not_be_gone_on_with(
 
 def test_no_snapshot_is_taken_inside_a_dataset_whose_position_nobody_knows() -> None:
     """A call that is run again would begin it anew, on top of what it had taught the model by then."""
-    runner = TorchRunner(RunnerSpec(LinearOperator, {}, snapshot_every_n_steps=1), ALONE)
+    runner = TorchRunner(TorchSettings(LinearOperator, {}, snapshot_every_n_steps=1), ALONE)
     runner.setup()
     shard = [[(torch.zeros(1, 3), torch.zeros(1), torch.zeros(1, 1))]] * 3
     assert train(runner, shard=shard).num_steps == 3
@@ -1278,7 +1279,7 @@ def loss_and_samples(runner: TorchRunner) -> tuple[float, int]:
 @pytest.mark.parametrize("add_dist_sampler", [True, False])
 @pytest.mark.parametrize("num_steps", [None, 3])
 def test_after_an_exception_evaluation_begins_with_the_first_batch(add_dist_sampler: bool, num_steps: int) -> None:
-    runner = TorchRunner(RunnerSpec(Leaves, {}, add_dist_sampler=add_dist_sampler), ALONE)
+    runner = TorchRunner(TorchSettings(Leaves, {}, add_dist_sampler=add_dist_sampler), ALONE)
     runner.setup()
     whole = loss_and_samples(runner)
     runner.operator.error = ArithmeticError()  # type: ignore[attr-defined]
@@ -1348,7 +1349,7 @@ class MeasuringInAnOwnLoop(Measuring):
 @pytest.mark.parametrize("operator_cls", [Measuring, MeasuringInAnOwnLoop])
 def test_padding_counts_nowhere(process_group: None, operator_cls: type[Measuring]) -> None:
     # The second of two ranks, which has four of the first eight samples, and none in the step of the ninth.
-    runner = TorchRunner(RunnerSpec(operator_cls, {"num_samples": 9}), World(rank=1, size=2, local_size=2))
+    runner = TorchRunner(TorchSettings(operator_cls, {"num_samples": 9}), World(rank=1, size=2, local_size=2))
     runner.setup()
     operator = runner.operator
     assert isinstance(operator, Measuring)

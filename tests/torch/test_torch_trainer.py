@@ -42,6 +42,14 @@ MakeTrainer = Callable[..., TorchTrainer]
 
 # ------------------------------------------------------------------------------------------------ arguments
 
+RETIRED = {
+    **dict.fromkeys(("model_creator", "data_creator", "optimizer_creator", "scheduler_creator", "loss_creator"), False),
+    **dict.fromkeys(("num_replicas", "batch_size", "apex_args"), None),
+    "serialize_data_creation": False,
+    "data_loader_args": {},
+}
+"""Arguments that the old library had, each with a value that asks for nothing."""
+
 
 def test_arguments_are_keywords_with_the_defaults_of_old() -> None:
     parameters = dict(inspect.signature(TorchTrainer.__init__).parameters)
@@ -63,18 +71,9 @@ def test_arguments_are_keywords_with_the_defaults_of_old() -> None:
         "add_dist_sampler": True,
         "scheduler_step_freq": None,
         "use_local": False,
-        "model_creator": None,
-        "data_creator": None,
-        "optimizer_creator": None,
-        "scheduler_creator": None,
-        "loss_creator": None,
-        "num_replicas": None,
-        "batch_size": None,
-        "apex_args": None,
-        "serialize_data_creation": None,
-        "data_loader_args": None,
     }
     assert {name: defaults[name] for name in expected} == expected
+    assert not {*RETIRED} & {*defaults}
 
 
 @pytest.mark.parametrize(
@@ -353,6 +352,14 @@ def test_an_argument_that_does_nothing_any_more_is_named_in_the_log(
 ) -> None:
     make_local(serialize_data_creation=True)
     assert "`serialize_data_creation` of the trainer has no effect" in caplog.text
+
+
+def test_retired_arguments_that_ask_for_nothing_are_accepted(
+    make_local: MakeTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer = make_local(**RETIRED)
+    assert trainer.serialize_data_creation is False
+    assert "no effect" not in caplog.text
 
 
 def test_a_batch_size_that_does_not_divide_is_named_in_the_log(

@@ -22,7 +22,8 @@ from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import CreatorOperator, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.options import ModelOptions
-from raysgd.torch.precision import NativeAmp, make_precision
+from raysgd.torch.precision import NativeAmp, Precision, make_precision
+from raysgd.torch.settings import TorchSettings
 from raysgd.torch.training_operator import (
     OperatorContext,
     get_test_metrics_operator,
@@ -33,12 +34,20 @@ from raysgd.utils import IS_PADDING
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
 
 CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1)
 Operator = Any  # what user code hangs on an operator is unknown to type checkers
 
 
-def make(operator_cls: type[TrainingOperator], config: dict[str, Any] | None = None, **context: Any) -> Operator:
-    world = context.pop("world", World(rank=0, size=1))
-    return operator_cls(config or {}, OperatorContext(world, CPU, **context))
+def make(
+    operator_cls: type[TrainingOperator],
+    config: dict[str, Any] | None = None,
+    *,
+    world: World = ALONE,
+    precision: Precision | None = None,
+    **options: Any,
+) -> Operator:
+    settings = TorchSettings(operator_cls, config or {}, **options)
+    return operator_cls(config or {}, OperatorContext(settings, world, CPU, precision or Precision()))
 
 
 class Bare(TrainingOperator):

@@ -1,0 +1,120 @@
+"""What the class-based trainers accept alike: checked once, when it is made, and passed on whole.
+
+A front end adds its own options in a subclass of `ReplicaSettings`. A new option needs three places: the signature and
+docstring of the trainer, a field here or there with its check, and the code that uses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from raysgd import _checks
+from raysgd.exceptions import InvalidCountError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupSettings:
+    """How many workers there are, what each of them gets, and what follows the loss of one.
+
+    The front ends' docstrings say what each field means.
+
+    Raises:
+        ValueError, TypeError: A value cannot work.
+        InvalidCountError: A count is out of range.
+    """
+
+    num_workers: int
+    backend: str
+    timeout_s: float
+    num_cpus_per_worker: float = 1
+    num_gpus_per_worker: float = 1
+    initialization_hook: Callable[[], Any] | None = None
+    use_local: bool = False
+    recovery: str = "rejoin"
+    min_workers: int = 1
+    spare_workers: int = 0
+    resize_check_s: float | None = None
+    heartbeat_s: float = 30.0
+    form_timeout_s: float = 120.0
+    settle_timeout_s: float = 120.0
+
+    def __post_init__(self) -> None:
+        _checks.refuse_text(use_local=self.use_local)
+        if self.initialization_hook is not None and not callable(self.initialization_hook):
+            raise TypeError(f"`initialization_hook={self.initialization_hook!r}`: need a function without parameters.")
+        _checks.check_amount("num_cpus_per_worker", self.num_cpus_per_worker)
+        if self.recovery not in ("rejoin", "rebuild"):
+            raise ValueError(
+                f'`recovery={self.recovery!r}`: allowed are "rejoin" (the survivors of a loss go on) and "rebuild" '
+                "(all workers are started again)."
+            )
+        self._check_counts()
+        for name in ("timeout_s", "form_timeout_s", "settle_timeout_s"):
+            _checks.check_seconds(name, getattr(self, name), may_be_least=False)
+        if self.resize_check_s is not None:
+            _checks.check_seconds("resize_check_s", self.resize_check_s, may_be_least=False)
+        _checks.check_seconds("heartbeat_s", self.heartbeat_s, _checks.MIN_HEARTBEAT_S)
+
+    def _check_counts(self) -> None:
+        _checks.check_num_workers(
+            "min_workers", self.min_workers, hint="It is the number of workers to wait for after a loss."
+        )
+        if self.min_workers > self.num_workers:
+            raise InvalidCountError(
+                f"`min_workers={self.min_workers}` with `num_workers={self.num_workers}`: there are never more than "
+                "`num_workers`. Lower the one or raise the other."
+            )
+        _checks.check_num_workers(
+            "spare_workers", self.spare_workers, hint="They wait to step in for lost ones.", least=0
+        )
+
+    @property
+    def is_driver_only(self) -> bool:
+        """Whether the only worker is the driver itself."""
+        return self.use_local and self.num_workers == 1
+
+    def refuse_spares(self, obstacles: Iterable[tuple[bool, str]], way_out: str) -> None:
+        """Refuses spares where no survivors are kept that they could step in beside.
+
+        Args:
+            obstacles: What else keeps none: whether it applies, and the argument that asks for it.
+            way_out: The arguments that keep survivors.
+        """
+        own = ((self.num_workers == 1, "`num_workers=1`"), (self.recovery == "rebuild", '`recovery="rebuild"`'))
+        for applies, what in (*own, *obstacles):
+            if self.spare_workers and applies:
+                raise ValueError(
+                    f"`spare_workers={self.spare_workers}` with {what} cannot work: spares step in beside survivors, "
+                    f"which are not kept then. Use {way_out}, or no spares."
+                )
+
+
+@dataclass(frozen=True)
+class ReplicaSettings:
+    """What every replica is made from; a front end adds fields of its own.
+
+    Attributes:
+        training_operator_cls: The operator class.
+        config: What it is passed. Under `BATCH_SIZE` it holds the batch size of all workers.
+        use_gpu: Whether each worker has GPUs.
+        snapshot_every_n_steps: How often to copy the state inside a training call; None: only after it.
+
+    Raises:
+        ValueError: A value cannot work.
+    """
+
+    training_operator_cls: type[Any]
+    config: Mapping[str, Any]
+    _: KW_ONLY
+    use_gpu: bool = False
+    snapshot_every_n_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.snapshot_every_n_steps is not None:
+            _checks.check_count(
+                "snapshot_every_n_steps",
+                self.snapshot_every_n_steps,
+                hint="None copies the state between calls only.",
+            )
