@@ -15,10 +15,12 @@ from pathlib import Path
 import pytest
 
 import raysgd.exceptions
+from tests.docs.page_runner import PageRunner, page_runner
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PAGES_WITH_RAY = {"README.md", "docs/tutorial.md", "docs/operator-to-function.md"}  # a cluster each: no more
+FIRST_PAGE = "README.md"
+PAGES_WITH_RAY = {FIRST_PAGE, "docs/tutorial.md", "docs/operator-to-function.md"}
 FENCE = re.compile(r"^```(.*)$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 TREE_LINE = re.compile(r"^( *)(\S+)")
@@ -95,23 +97,60 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-def pages_with_python() -> list[object]:
-    """The pages to run, those that start Ray first because they take longest."""
+def pages_to_run(*, with_workers: bool) -> list[str]:
+    """The pages behind the first that have Python to run: those that start workers, or the others."""
     names = [name_of(page) for page in PAGES if python_blocks(page, "python")]
-    names.sort(key=lambda name: name not in PAGES_WITH_RAY)
-    return [pytest.param(name, marks=[pytest.mark.integration] * (name in PAGES_WITH_RAY)) for name in names]
+    return [name for name in names if name != FIRST_PAGE and (name in PAGES_WITH_RAY) == with_workers]
 
 
-@pytest.mark.parametrize("name", pages_with_python())
-def test_the_python_of_a_page_runs(name: str, tmp_path: Path) -> None:
-    page = ROOT / name
-    script = tmp_path / f"page_{page.stem}.py"
-    script.write_text(program(python_blocks(page, "python")), encoding="utf-8")
-    environment = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+def script_of(name: str, folder: Path) -> Path:
+    """The program of a page, in a folder of its own."""
+    script = folder / "page" / f"page_{Path(name).stem}.py"
+    script.parent.mkdir()
+    script.write_text(program(python_blocks(ROOT / name, "python")), encoding="utf-8")
+    return script
+
+
+def environment_of_pages(**variables: str) -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | variables
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[PageRunner]:
+    with page_runner() as runner:
+        yield runner
+
+
+@pytest.mark.integration
+def test_the_python_of_the_first_page_runs(tmp_path: Path) -> None:
+    """In a process and with a Ray cluster of its own, as it does for whoever reads it."""
+    script = script_of(FIRST_PAGE, tmp_path)
     result = subprocess.run(
-        [sys.executable, script.name], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=150
+        [sys.executable, script.name],
+        cwd=script.parent,
+        env=environment_of_pages(),
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("name", pages_to_run(with_workers=True))
+def test_the_python_of_a_page_runs_with_workers(
+    name: str, runner: PageRunner, ray_cluster: None, tmp_path: Path
+) -> None:
+    import ray
+
+    output, environment = tmp_path / "output", environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    assert runner.run(script_of(name, tmp_path), environment, output) == 0, output.read_text()
+
+
+@pytest.mark.parametrize("name", pages_to_run(with_workers=False))
+def test_the_python_of_a_page_runs(name: str, runner: PageRunner, tmp_path: Path) -> None:
+    output = tmp_path / "output"
+    assert runner.run(script_of(name, tmp_path), environment_of_pages(), output) == 0, output.read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)

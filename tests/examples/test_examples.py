@@ -1,4 +1,7 @@
-"""Every script in `examples` runs as a user would run it: as a program of its own, from somewhere else."""
+"""Every script in `examples` runs as a user would run it: as a program of its own, from somewhere else.
+
+The quick start brings a Ray cluster of its own, as it does for whoever tries it first. The others share one.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+QUICKSTART = "quickstart.py"  # a test of its own runs it to its end, which takes little longer than its smoke test
 TIMEOUT_S = 160
 PATIENCE_S = 15
 
@@ -40,6 +44,15 @@ def surroundings(tmp_path: Path) -> Iterator[Surroundings]:
     # Not below `tmp_path`: Ray puts sockets there, whose paths have a limit.
     with tempfile.TemporaryDirectory(prefix="e-", ignore_cleanup_errors=True) as temporary:
         yield Surroundings(tmp_path, Path(temporary))
+
+
+@pytest.fixture
+def address(ray_cluster: None) -> str:
+    """Where the cluster of the tests is."""
+    import ray
+
+    found: str = ray.get_runtime_context().gcs_address
+    return found
 
 
 def run(script: str, surroundings: Surroundings, *arguments: str) -> tuple[list[str], dict[str, Any]]:
@@ -76,6 +89,14 @@ def _processes_naming(folder: str) -> list[str]:
     return found
 
 
+def assert_tidy(lines: list[str], surroundings: Surroundings) -> None:
+    assert lines, "nothing for people to read"
+    assert not [line for line in lines if "raylet" in line or "INFO" in line or "WARNING" in line]
+    assert processes_of(surroundings) == []
+    assert not [path for path in surroundings.temporary.iterdir() if not MAY_STAY.fullmatch(path.name)]
+    assert list(surroundings.working.iterdir()) == []
+
+
 def test_there_are_scripts() -> None:
     assert {"quickstart.py", "train_example.py", "dcgan.py"} <= set(SCRIPTS)
 
@@ -90,21 +111,23 @@ def test_a_script_is_short_and_has_the_usual_options(script: str) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_a_smoke_test_ends_well_and_leaves_nothing_behind(script: str, surroundings: Surroundings) -> None:
-    lines, result = run(script, surroundings, "--smoke-test")
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[pytest.mark.soak] * (name == QUICKSTART)) for name in SCRIPTS]
+)
+def test_a_smoke_test_ends_well_and_leaves_nothing_behind(
+    script: str, surroundings: Surroundings, address: str
+) -> None:
+    lines, result = run(script, surroundings, "--smoke-test", "--address", address)
     assert result["num_workers"] == 2
     assert result["epochs"] == 1
-    assert lines, "nothing for people to read"
-    assert not [line for line in lines if "raylet" in line or "INFO" in line or "WARNING" in line]
-    assert processes_of(surroundings) == []
-    assert not [path for path in surroundings.temporary.iterdir() if not MAY_STAY.fullmatch(path.name)]
-    assert list(surroundings.working.iterdir()) == []
+    assert_tidy(lines, surroundings)
 
 
 @pytest.mark.integration
 def test_the_quickstart_learns_to_read_digits(surroundings: Surroundings) -> None:
-    lines, result = run("quickstart.py", surroundings)
+    lines, result = run(QUICKSTART, surroundings)
     assert result["test_accuracy"] > 0.95
     assert result["seconds"] > 0
     assert len([line for line in lines if line.startswith("epoch ")]) == result["epochs"]
+    assert result["num_workers"] == 2
+    assert_tidy(lines, surroundings)

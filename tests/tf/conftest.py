@@ -14,6 +14,23 @@ from raysgd.tf import TFTrainer
 from tests.tf import lab as lab_module
 from tests.tf import loss_models, models
 
+KERAS = ["keras3", "keras2"]
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave to `make soak` what `keras_in_turns` leaves out."""
+    num_seen: dict[tuple[str, str], int] = {}
+    for item in items:
+        turns = item.get_closest_marker("keras_in_turns")
+        if turns is None or not isinstance(item, pytest.Function):
+            continue
+        keras = item.callspec.params["keras"]
+        test = (f"{item.path}::{item.originalname}", keras)
+        place = num_seen[test] = num_seen.get(test, -1) + 1
+        if keras != turns.args[place % len(turns.args)]:
+            item.add_marker(pytest.mark.soak)
+
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
@@ -26,7 +43,7 @@ def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
         ray.cloudpickle.unregister_pickle_by_value(module)
 
 
-@pytest.fixture(scope="module", params=["keras3", "keras2"])
+@pytest.fixture(scope="module", params=KERAS)
 def keras(request: pytest.FixtureRequest) -> Iterator[str]:
     """Which Keras the workers take for `tf.keras`: they get the driver's choice."""
     before = os.environ.get("TF_USE_LEGACY_KERAS")

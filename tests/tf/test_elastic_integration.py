@@ -113,6 +113,7 @@ def uses(folder: Path) -> dict[str, collections.Counter[int]]:
     return found
 
 
+@pytest.mark.keras_in_turns("keras2")
 def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
     ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:
@@ -147,6 +148,7 @@ def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
     assert all(len(counter) == NUM_SAMPLES for counter in used.values())
 
 
+@pytest.mark.keras_in_turns("keras3")
 def test_an_epoch_that_shrank_grows_back_before_its_end(
     ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:
@@ -185,6 +187,7 @@ def patience(keras: Any, num_epochs: int) -> Any:
     return Deadline()
 
 
+@pytest.mark.keras_in_turns("keras3")
 def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     ray_cluster: None, keras_here: Any, trainers: list[TFTrainer], tmp_path: Path
 ) -> None:

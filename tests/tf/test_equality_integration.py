@@ -76,11 +76,13 @@ def assert_same(alone: Findings, together: Findings) -> None:
         assert {name: many[name] for name in kept} == expected
 
 
+@pytest.mark.keras_in_turns("keras3", "keras2")
 @pytest.mark.parametrize("case", [*CASES, *ONLY_FIT])
 def test_fit_on_two_workers_is_fit_in_one_process(lab: TFTrainer, case: str) -> None:
     assert_same(*both(lab, make_operator(make_model, make_data), {**CASES, **ONLY_FIT}[case]))
 
 
+@pytest.mark.keras_in_turns("keras2", "keras3")
 @pytest.mark.parametrize("case", CASES)
 def test_an_operator_on_two_workers_is_one_in_one_process(lab: TFTrainer, case: str) -> None:
     assert_same(*both(lab, Line, CASES[case]))
@@ -98,6 +100,7 @@ def soaked(*names: str) -> list[Any]:
     return [pytest.param(name, marks=pytest.mark.soak) for name in names]
 
 
+@pytest.mark.keras_in_turns("keras3", "keras2")
 @pytest.mark.parametrize("case", ["sum_and_weights", "average_loss", *soaked("sum_and_weights_eagerly", "masked")])
 def test_a_loss_that_is_no_mean_over_samples_is_that_of_one_process(lab: TFTrainer, case: str) -> None:
     model_creator, data_creator, config = LOSSES[case]
@@ -199,6 +202,7 @@ class Noticing(make_operator(make_model, make_data)):  # type: ignore[misc]
         config["fit_config"] = {"callbacks": [Notes()], "validation_data": data}
 
 
+@pytest.mark.keras_in_turns("keras2", "keras3")
 @pytest.mark.parametrize("validates", [False, True])
 def test_callbacks_and_validation_see_the_mean_of_the_statistics_of_batch_norm(lab: TFTrainer, validates: bool) -> None:
     config = {"layers": "batch_norm", "num_samples": 16, "batch_size": 4, "validates": validates}
@@ -245,6 +249,7 @@ FitOwnData = make_operator(make_model, make_own_data)
 
 
 # 4 batches on rank 0 and 2 on rank 1: the second epoch of three steps runs out of data on both.
+@pytest.mark.keras_in_turns("keras3", "keras2")
 @pytest.mark.parametrize(
     ("operator_cls", "fit_config"),
     [(FitOwnData, {}), (FitOwnData, {"steps_per_epoch": 3, "epochs": 3}), (OwnData, {})],

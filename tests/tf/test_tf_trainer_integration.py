@@ -202,6 +202,7 @@ def test_only_rank_0_prints_and_writes(trainer: TFTrainer) -> None:
     assert second == (0, ["EarlyStopping"])
 
 
+@pytest.mark.keras_in_turns("keras2")
 def test_a_rebuild_costs_one_call_at_most(ray_cluster: None, keras: str, tmp_path: Path) -> None:
     config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam", "folder": str(tmp_path)}
     options: dict[str, Any] = {"config": config, "recovery": "rebuild"}
@@ -414,6 +415,7 @@ class OwnBatches(Line):
         self.register_data(train_dataset=dataset.with_options(options))
 
 
+@pytest.mark.keras_in_turns("keras3", "keras2")
 @pytest.mark.parametrize("optimizer", ["sgd", "adam"])
 def test_workers_with_different_numbers_of_batches_are_one_process(trainer: TFTrainer, optimizer: str) -> None:
     config, calls = {"optimizer": optimizer}, (("train", None), ("train", None))

@@ -26,14 +26,16 @@ class Experiment:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def run_in(self, world: World) -> tuple[list[EpochAnswer], Any]:
-        """Answers, and the weights of the model and the batches seen."""
+        """Answers, the weights of the model, the learning rates, and the batches seen."""
         runner = TorchRunner(TorchSettings(self.operator_cls, self.config, **self.options), world)
         runner.setup()
         answers = []
         for call, num_steps in self.calls:
             method = {"train": runner.train_epoch, "validate": runner.validate}[call]
             answers.append(method(EpochRequest(num_steps, {}, False, SEED)))
-        end = {"models": runner.state()["models"], "seen": getattr(runner.operator, "seen", None)}
+        state = runner.state()
+        rates = [group["lr"] for optimizer in state["optimizers"] for group in optimizer["param_groups"]]
+        end = {"models": state["models"], "rates": rates, "seen": getattr(runner.operator, "seen", None)}
         runner.shutdown()
         return answers, end
 
@@ -46,12 +48,14 @@ class Findings:
         results: The merged result of each call.
         single: The result of each call on each rank.
         model: The weights on each rank.
+        rates: The learning rates on each rank in the end.
         seen: The numbers of the samples in each batch on each rank.
     """
 
     results: list[dict[str, Any]]
     single: list[list[dict[str, Any]]]
     model: list[dict[str, Any]]
+    rates: list[list[float]]
     seen: list[list[list[int]]]
 
 
@@ -75,6 +79,7 @@ def _findings(outcomes: Sequence[tuple[list[EpochAnswer], Any]]) -> Findings:
         results=[results.merge([_metrics(answer) for answer in answers]) for answers in by_call],
         single=[[dict(_metrics(answer).values) for answer in answers] for answers in by_call],
         model=[end["models"][0] for _, end in outcomes],
+        rates=[end["rates"] for _, end in outcomes],
         seen=[end["seen"] for _, end in outcomes],
     )
 

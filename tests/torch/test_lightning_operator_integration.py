@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
 
 from raysgd.torch import TorchTrainer, TrainingOperator
+from tests.torch.lab import Experiment, Findings, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset
 
 pytestmark = pytest.mark.integration
@@ -97,6 +98,17 @@ def train_alone(module_cls: type[Any], num_epochs: int) -> list[float]:
         return weights(trainer.get_model())
 
 
+def train_in(lab: TorchTrainer, module_cls: type[Any], num_epochs: int) -> Findings:
+    """What comes of new replicas of a module in the workers of a running trainer, to spare a start for each."""
+    operator_cls = TrainingOperator.from_ptl(module_cls)
+    return run_together(lab, Experiment(operator_cls, {"batch_size": 4}, (("train", None),) * num_epochs))
+
+
+def weights_found(findings: Findings) -> list[list[float]]:
+    """On each rank."""
+    return [torch.cat([values.reshape(-1) for values in state.values()]).tolist() for state in findings.model]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("prepared")
@@ -173,18 +185,14 @@ def die_once(operator: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_lost_worker_is_replaced_and_the_module_gets_its_state_back(tmp_path: Path) -> None:
-    operator_cls = TrainingOperator.from_ptl(Line)
-    config = {"batch_size": 4, "folder": str(tmp_path)}
-    with TorchTrainer(training_operator_cls=operator_cls, config=config, num_workers=2) as trainer:
-        trainer.train()
-        model = trainer.get_model()
-        trainer.apply_all_operators(die_once)
-        assert weights(trainer.get_model()) == weights(model)
-        loaded = trainer.apply_all_operators(lambda operator: operator.get_model().loaded_bias)
-        assert loaded == [model.line.bias.item()] * 2
-        assert trainer.train()["epoch"] == 2
+def test_a_lost_worker_is_replaced_and_the_module_gets_its_state_back(pair: TorchTrainer) -> None:
+    pair.train()
+    model = pair.get_model()
+    pair.apply_all_operators(die_once)
+    assert weights(pair.get_model()) == weights(model)
+    loaded = pair.apply_all_operators(lambda operator: operator.get_model().loaded_bias)
+    assert loaded == [model.line.bias.item()] * 2
+    assert pair.train()["epoch"] == 2
 
 
 class Adversaries(Line):
@@ -213,15 +221,10 @@ class Adversaries(Line):
         return optimizers, [StepLR(optimizer, 1) for optimizer in optimizers]
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_manual_optimization_averages_the_gradients_of_every_backward_pass() -> None:
-    operator_cls = TrainingOperator.from_ptl(Adversaries)
-    with TorchTrainer(training_operator_cls=operator_cls, config={"batch_size": 4}, num_workers=2) as trainer:
-        for _ in range(3):
-            trainer.train()
-        on_ranks = trainer.apply_all_operators(weights_of)
-    assert on_ranks[0] == on_ranks[1]
-    assert on_ranks[0] == pytest.approx(train_alone(Adversaries, num_epochs=3), abs=1e-6)
+def test_manual_optimization_averages_the_gradients_of_every_backward_pass(pair: TorchTrainer) -> None:
+    first, second = weights_found(train_in(pair, Adversaries, num_epochs=3))
+    assert first == second
+    assert first == pytest.approx(train_alone(Adversaries, num_epochs=3), abs=1e-6)
 
 
 class AtOdds(Line):
@@ -240,16 +243,11 @@ class AtOdds(Line):
         return {"optimizer": optimizer, "lr_scheduler": plateau, "monitor": "trouble"}
 
 
-@pytest.mark.usefixtures("ray_cluster")
-def test_workers_at_odds_neither_wait_forever_nor_drift_apart() -> None:
-    operator_cls = TrainingOperator.from_ptl(AtOdds)
-    with TorchTrainer(training_operator_cls=operator_cls, config={"batch_size": 4}, num_workers=2) as trainer:
-        before = weights(trainer.get_model())
-        for epoch in (1, 2):
-            result = trainer.train()
-            assert (result["epoch"], result["batch_count"], result["num_samples"]) == (epoch, 2, 16)
-        rates = trainer.apply_all_operators(lambda operator: operator.optimizers[0].param_groups[0]["lr"])
-        on_ranks = trainer.apply_all_operators(weights_of)
-    assert rates == [LR / 2] * 2
-    assert on_ranks[0] == on_ranks[1]
-    assert on_ranks[0] != before
+def test_workers_at_odds_neither_wait_forever_nor_drift_apart(pair: TorchTrainer) -> None:
+    found = train_in(pair, AtOdds, num_epochs=2)
+    for epoch, result in enumerate(found.results, start=1):
+        assert (result["epoch"], result["batch_count"], result["num_samples"]) == (epoch, 2, 16)
+    assert found.rates == [[LR / 2]] * 2
+    first, second = weights_found(found)
+    assert first == second
+    assert first != weights(AtOdds({"batch_size": 4})), "they were trained"
