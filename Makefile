@@ -24,8 +24,9 @@ HOROVOD_PAGE := "tests/docs/test_docs.py::test_the_python_of_a_page_runs[docs/ho
 demo: $(STAMP) ## train a classifier of real digits on two workers, save, load and test it
 	$(PY) examples/quickstart.py
 
+# Three at once on two cores, because many tests wait for processes to start, to end or to be missed.
 test: $(STAMP) $(HOROVOD_STAMP) ## run all tests but the soak tests
-	$(PY) -m pytest tests -q --numprocesses 2 --dist loadfile --no-loadscope-reorder --durations 30
+	$(PY) -m pytest tests -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 30
 
 quick: lint typecheck ## style, types and every test that needs neither Ray nor Horovod: between two edits
 	$(PY) -m pytest tests -q -m "$(QUICK)" --deselect $(HOROVOD_PAGE) --numprocesses 2 --dist loadfile --no-loadscope-reorder

@@ -76,7 +76,7 @@ def run(script: str, short_folder: str, *arguments: str) -> tuple[str, dict[str,
     return "\n".join(text), json.loads(last)
 
 
-LONG = {"checkpoint", "epoch_cost", "function_api", "gpu_throughput", "recovery", "tf_throughput"}
+LONG = {"checkpoint", "epoch_cost", "function_api", "gpu_throughput", "recovery", "startup", "tf_throughput"}
 
 
 @pytest.mark.integration

@@ -185,14 +185,18 @@ def die_once(operator: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_lost_worker_is_replaced_and_the_module_gets_its_state_back(pair: TorchTrainer) -> None:
-    pair.train()
-    model = pair.get_model()
-    pair.apply_all_operators(die_once)
-    assert weights(pair.get_model()) == weights(model)
-    loaded = pair.apply_all_operators(lambda operator: operator.get_model().loaded_bias)
-    assert loaded == [model.line.bias.item()] * 2
-    assert pair.train()["epoch"] == 2
+@pytest.mark.usefixtures("ray_cluster")
+def test_a_lost_worker_is_replaced_and_the_module_gets_its_state_back(tmp_path: Path) -> None:
+    operator_cls = TrainingOperator.from_ptl(Line)
+    config = {"batch_size": 4, "folder": str(tmp_path)}
+    with TorchTrainer(training_operator_cls=operator_cls, config=config, num_workers=2) as trainer:
+        trainer.train()
+        model = trainer.get_model()
+        trainer.apply_all_operators(die_once)
+        assert weights(trainer.get_model()) == weights(model)
+        loaded = trainer.apply_all_operators(lambda operator: operator.get_model().loaded_bias)
+        assert loaded == [model.line.bias.item()] * 2
+        assert trainer.train()["epoch"] == 2
 
 
 class Adversaries(Line):
