@@ -2,7 +2,7 @@
 
 A write goes to a temporary file beside the target, which takes the target's name only when all of it is on the disk. A
 process killed in the middle leaves the earlier file intact, and a file `.raysgd-*.tmp`. Such a leftover is deleted by
-the next write into the folder that finds it old and nobody writing to it: a training that is preempted again and again
+the next write into the folder that finds it old and without a writer: a training that is preempted again and again
 would fill the disk with them.
 """
 
@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import IO
 
 _PREFIX, _SUFFIX = ".raysgd-", ".tmp"
-_LEFTOVER_S = 600.0  # nobody touched it for so long; where locks mean nothing, this has to do
+_LEFTOVER_S = 600.0  # age of a leftover; decides where file locks do not work
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ def require(holds: bool, finding: str) -> None:
 
 
 def check_progress(epoch: Any, resume: Any) -> None:
-    """Refuses an epoch, a step counter or a position in the data that are none.
+    """Refuses an invalid epoch, step counter or position in the data.
 
     Raises:
         ValueError: The message says which.
@@ -52,7 +52,7 @@ def check_count(name: str, value: Any) -> None:
     """Refuses what is no whole number from 0 on.
 
     Raises:
-        ValueError: It is none.
+        ValueError: One of them is invalid.
     """
     found = value if is_integer(value) else f"a `{type(value).__name__}`"
     require(is_integer(value) and 0 <= value < _MAX_COUNT, f"`{name}` is {found} and no count")

@@ -1,7 +1,7 @@
 """Log lines: warnings are shown by default, and those of workers are shown by the driver, with their rank.
 
 A library usually leaves logging to its user. raysgd warns of what changes the numbers of a training, and of lost
-workers, so it shows warnings where nobody has set up logging. As soon as the user has, their handlers alone decide.
+workers, so it shows warnings until the user sets up logging. From then on the user's handlers alone decide.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Notebook(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() == self._pid:
             self._notes.append(Note(record.name, record.levelno, self.format(record)))
-        elif logging.lastResort is not None:  # a loader's process, which nobody asks
+        elif logging.lastResort is not None:  # a loader's process, which sends no notes
             logging.lastResort.handle(record)
 
     def drain(self) -> tuple[Note, ...]:

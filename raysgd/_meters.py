@@ -2,7 +2,7 @@
 
 What this module promises: a mean is a float64 sum divided once by its weight, a value that is not a number
 never passes silently, and a tensor is not read on the batch that produced it, because reading it makes the
-host wait for the device. A summary is a plain dict to whoever looks at it; beside the means it carries the
+host wait for the device. A summary is a plain dict for its readers; beside the means it carries the
 sums and weights they came from.
 
 What it leaves to others: how tensors become floats and how a metric object is captured are two functions
@@ -248,7 +248,7 @@ class AverageMeterCollection:
             holder.add_captured(state)
 
     def skip_to(self, num_batches: int) -> None:
-        """Say that so many batches have gone by in all, whoever counted what was in them."""
+        """Say how many batches there were in total, including those that others counted."""
         self._num_batches = num_batches
 
     @property

@@ -1,6 +1,6 @@
 """Reads pickles of plain data and NumPy arrays from anywhere: nothing in them is run, and none is trusted.
 
-What a pickle may ask for is a table of functions of ours, each of which looks at what it is given. Nothing is made that
+What a pickle may ask for is a table of our own functions, each of which checks its arguments. Nothing is made that
 is larger than what the file has for it: no object out of a number that says how large it is to be.
 """
 
@@ -112,7 +112,7 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
         known: Mapping[str, Any] | None = None,
         trusted: Mapping[str, Any] | None = None,
     ) -> None:
-        is_in_memory = isinstance(file, io.BytesIO)  # which never gives more than it has, and is quicker as it is
+        is_in_memory = isinstance(file, io.BytesIO)  # which never gives more than it has, and is faster unwrapped
         super().__init__(file if is_in_memory else _Bounded(file, num_bytes), encoding="utf-8")
         self._known = {**_KNOWN, **(known or {})}
         self._trusted = trusted or {}
@@ -250,7 +250,7 @@ def checked_key(key: Any) -> Any:
 
 
 def plain_dtype(code: Any) -> np.dtype[Any]:
-    """The dtype of a code such as "f8" or "<U3", if its values are nothing but their bytes.
+    """The dtype of a code such as "f8" or "<U3", if its values are only their bytes.
 
     Raises:
         NotPlainError: They refer to objects.
@@ -401,7 +401,7 @@ def check_depth(value: Any, what: str = "it") -> None:
 
 
 class _Bounded:
-    """A file of which so much is read and no more, whatever is asked for."""
+    """A file of which only so much is read, however much the caller requests."""
 
     def __init__(self, file: IO[bytes], num_bytes: int) -> None:
         self._file, self._num_left = file, num_bytes

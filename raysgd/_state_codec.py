@@ -339,7 +339,7 @@ def _copy_tensor(tensor: torch.Tensor, target: torch.Tensor, part: _TensorPart) 
 
 
 def _build_tensors(parts: list[_TensorPart], encoded: EncodedState, copy: bool) -> list[torch.Tensor]:
-    """Make the tensors of their bytes. torch warns of read-only ones: that nobody writes is our promise."""
+    """Make the tensors of their bytes. torch warns about read-only ones: we promise not to write."""
     if not parts:
         return []
     import torch

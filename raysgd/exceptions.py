@@ -26,7 +26,7 @@ class InvalidCountError(ValueError, AssertionError):
 
 
 class NotRegisteredError(RuntimeError, ValueError):
-    """The operator was asked for something (a loader, a model) that its `setup` never registered."""
+    """The operator needs something (a loader, a model) that its `setup` never registered."""
 
 
 class InvalidRegistrationError(TypeError, ValueError, AssertionError):
@@ -69,15 +69,15 @@ class UnsafeCheckpointError(ValueError):
 
 
 class InactiveWorkerGroupError(RaySGDError, RuntimeError):
-    """The workers of a function-based trainer were asked for something before `start` or after `shutdown`."""
+    """The workers of a function-based trainer were used before `start` or after `shutdown`."""
 
 
 class TrainBackendError(RaySGDError, RuntimeError):
-    """A function-based run was asked for something out of turn, the results of no function for instance."""
+    """A function-based run was used out of turn, for instance for the results of no function."""
 
 
 class TrainingWorkerError(RaySGDError, RuntimeError):
-    """A worker of a function-based trainer died while it was asked for something outside of a run."""
+    """A worker of a function-based trainer died in a call outside a run."""
 
 
 class StepMismatchError(RaySGDError, RuntimeError):

@@ -60,8 +60,8 @@ class Peers:
 
     Attributes:
         selected: Those to run.
-        absent: Those that were asked for, with what to install for them.
-        left_out: Those that were not asked for.
+        absent: Requested peers that are not installed, with what to install for them.
+        left_out: Peers that were not requested.
     """
 
     selected: tuple[str, ...]
@@ -99,7 +99,7 @@ def make_parser(description: str, *, repetitions: int, peers: Mapping[str, str])
 
 
 def choose_peers(arguments: argparse.Namespace, known: Mapping[str, str]) -> Peers:
-    """Those peers that were asked for, sorted by whether they can run here."""
+    """The requested peers, sorted by whether they can run here."""
     asked = arguments.peers
     if asked is None:
         asked = () if arguments.smoke_test else tuple(known)

@@ -1,6 +1,6 @@
 """Training on bare Ray actors: what a library of this kind can reach at best.
 
-No peer, because it does nothing but train: no failures, no snapshots, no metrics of the user's own. Each worker
+No peer, because it only trains: no failures, no snapshots, no metrics of the user's own. Each worker
 is an actor with a `DistributedDataParallel` model; an epoch is one call to each and one `ray.get` for all.
 """
 

@@ -77,7 +77,7 @@ def _die_or_note(folder: Path, rank: int) -> bool:
     while not (folder / "alive_0").exists() or not (folder / "alive_1").exists():
         time.sleep(0.01)
     if rank == 1:
-        time.sleep(1)  # whoever started the functions shall know that they run
+        time.sleep(1)  # the parent must see that the functions run
         (folder / "death").write_text(str(time.time()))
         os.kill(os.getpid(), signal.SIGKILL)
     return True

@@ -57,7 +57,7 @@ class GPUWorkload:
     num_steps: int
 
     def batches(self, num_different: int = 4) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The batches of an epoch: a few that come again and again."""
+        """The batches of an epoch: a few that are used again and again."""
         torch.manual_seed(1)
         made = []
         for _ in range(num_different):

@@ -99,7 +99,7 @@ def read_stamps(folder: str) -> dict[str, float]:
     """The figures.
 
     Raises:
-        RuntimeError: Nobody died, or nobody went on, or not with as many as before.
+        RuntimeError: No worker died, or no worker went on, or not as many as before.
     """
     killed = Path(folder) / "killed"
     lines = [line for path in Path(folder).glob("steps-*") for line in path.read_text().splitlines()]

@@ -1,7 +1,7 @@
 """A board on which all ranks of a group read and write, without a place that could be lost: everybody has a copy.
 
 What is put up goes to all others over connections of the board's own. Only what depends on what was there before, such
-as counting, is done by rank 0. Needs nothing but sockets, and a thread that listens to them.
+as counting, is done by rank 0. Needs only sockets, and a thread that listens to them.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Board:
         with self._has_changed:
             is_over = self._has_changed.wait_for(lambda: is_done() or bool(self._broken_by), _bounded(timeout_s))
             if not is_over:
-                raise BoardTimeout(f"waited {timeout_s:g} s in vain {what}")
+                raise BoardTimeout(f"gave up waiting {what} after {timeout_s:g} s")
             if not is_done():
-                raise MeshBroken(f"waited in vain {what}: {self._broken_by}")
+                raise MeshBroken(f"gave up waiting {what}: {self._broken_by}")
 
     # ---------------------------------------------------------------------------------------------- writing
 

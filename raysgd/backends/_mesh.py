@@ -1,4 +1,4 @@
-"""Connections from each rank to every other, over which bytes are swapped. Needs nothing but sockets.
+"""Connections from each rank to every other, over which bytes are swapped. Needs only sockets.
 
 Every rank has to make the same swaps in the same order. What a swap finds wrong ends all connections of this rank, so
 that no other rank waits for it; so does `interrupt`, from any thread.
@@ -50,7 +50,7 @@ class Endpoint:
         self._listener.close()
 
     def connect(self, rendezvous: Rendezvous, rank: int, num_lanes: int, deadline: Deadline) -> list[Connections]:
-        """Connects to all ranks, which must all do so at this time, once for each lane. Nobody listens any more then.
+        """Connects to all ranks, which must all do so at this time, once for each lane. No rank listens after that.
 
         Args:
             rendezvous: Where all listen.
@@ -132,7 +132,7 @@ class Mesh:
         poll, ranks = select.poll(), {}
         for rank, connection in self._connections.items():
             # A rank that nothing is expected from may have ended its connection: it will not take what is sent to it,
-            # nor be there for the next swap, and those that wait for it may wait in vain.
+            # nor be there for the next swap, and those that wait for it may wait forever.
             events = select.POLLIN if rank in receiving else _IS_GONE
             try:
                 poll.register(connection, events | (select.POLLOUT if rank in sending else 0))
@@ -142,7 +142,7 @@ class Mesh:
         ready = poll.poll(min(self._timeout_s * 1000, _LONGEST_POLL_MS))
         if not ready:
             awaited = ", ".join(map(str, sorted({*sending, *receiving})))
-            raise MeshBroken(f"waited {self._timeout_s:g} s in vain for rank {awaited}")
+            raise MeshBroken(f"rank {awaited} did not answer within {self._timeout_s:g} s")
         gone = [ranks[number] for number, event in ready if ranks[number] not in receiving and event & ~select.POLLOUT]
         if len(gone) == len(ready):
             raise MeshBroken(f"rank {', '.join(map(str, sorted(gone)))} has ended its connection")

@@ -2,7 +2,7 @@
 
 Any process that reaches the port may connect. Both sides show that they belong to the group by a secret, which the
 driver made for this meeting and which travelled through Ray: each proves that it knows the secret by what it makes of a
-number that the other side has just drawn. The secret itself is never sent. Strangers are sent away, and hold nobody up.
+number that the other side has just drawn. The secret itself is never sent. Strangers are refused and delay no one.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Badge:
     secret: bytes
 
     def proof(self, role: bytes, caller: int, host: int, number: int, drawn: bytes) -> bytes:
-        """What only those can say that know the secret, to whoever drew these numbers, in this role and place."""
+        """What only a peer that knows the secret can send to the one that drew these numbers, in this role."""
         return hmac.digest(self.secret, role + struct.pack("<III", caller, host, number) + drawn, "sha256")
 
     def greet(self, connection: socket.socket, host: int, number: int) -> _Talk:
@@ -128,7 +128,7 @@ class Badge:
         other = yield from _hear(connection, _NONCE_LENGTH)
         proof = yield from _hear(connection, _PROOF_LENGTH)
         if not hmac.compare_digest(proof, self.proof(b"host", self.rank, host, number, own + other)):
-            raise MeetingFailed(f"whoever listens where rank {host} should does not belong to the group")
+            raise MeetingFailed(f"the process that listens in place of rank {host} does not belong to the group")
         connection.sendall(self.proof(b"caller", self.rank, host, number, own + other))
         return Peer(connection, host, number)
 
@@ -165,7 +165,7 @@ def call_on(address: Address, deadline: Deadline) -> socket.socket:
     """Connects to another rank.
 
     Raises:
-        OSError: Nobody is there.
+        OSError: No rank listens there.
         MeetingFailed: It took too long.
     """
     host, port = address
@@ -216,8 +216,8 @@ class PeerListener:
             deadline: How long to wait for the others.
 
         Raises:
-            OSError: Nobody is where a rank should be.
-            MeetingFailed: Another rank is gone, did not come in time, or is none.
+            OSError: No rank listens where one should be.
+            MeetingFailed: Another rank is gone or late, or does not belong to the group.
         """
         with ExitStack() as undo:
             talks = _Talks(undo, self._listener)

@@ -1,7 +1,7 @@
 """A board as a store of `torch.distributed`, in which the ranks of a process group look each other up.
 
 PyTorch's own `TCPStore` listens without asking who comes, is lost with its host, and looks the name of each client up:
-where nobody answers that, a burst of them waits for many seconds.
+without a name server, a burst of them waits for many seconds.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from raysgd.backends._board import Board, BoardTimeout
 
 
 def store_on(board: Board, longest_wait_s: float = math.inf) -> Any:
-    """The store; whoever waits there waits no longer than its `timeout`, nor than this.
+    """The store. A client waits there no longer than its `timeout`, nor than this.
 
     PyTorch sets the timeout of the store that it is given to that of the group.
     """

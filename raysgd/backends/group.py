@@ -152,7 +152,7 @@ class Votes:
         return Vote(self, self._num_asked, says_yes)
 
     def hear(self, number: int) -> bool:
-        """Whether another rank said yes when it was asked for the `number`th time, from 1.
+        """Whether another rank said yes to question `number`, counted from 1.
 
         Answers before that one were not wanted any more, as when a `fit` ends before its data does.
         """

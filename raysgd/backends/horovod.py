@@ -74,7 +74,7 @@ class HorovodBackend(Backend):
         import_horovod()
 
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Opens Horovod's rendezvous server on rank 0; nobody listens elsewhere before `hvd.init`."""
+        """Opens Horovod's rendezvous server on rank 0; no other rank listens before `hvd.init`."""
         self._is_interrupted = False
         if rank:
             return 0
@@ -264,7 +264,7 @@ def _interface_towards(address: str) -> str | None:
 
 
 class _Server:
-    """Horovod's rendezvous server in a thread of its own. Whoever reaches it may read and write what ranks tell there.
+    """Horovod's rendezvous server in its own thread. A client that reaches it may read and write what ranks tell there.
 
     Args:
         host: Under which address it listens.
@@ -284,7 +284,7 @@ class _Server:
         # Its own way to bind also looks the name of the machine up.
         kind = type("RendezvousServer", (RendezvousHTTPServer,), {"server_bind": bind})
         self._http: Any = kind((host, 0), handler, 0)
-        self._http.daemon_threads = True  # nobody waits for a client that is stuck
+        self._http.daemon_threads = True  # a stuck client holds nothing up
         self.port: int = self._http.server_address[1]
         self._thread = threading.Thread(target=self._http.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()

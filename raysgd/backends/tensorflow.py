@@ -192,7 +192,7 @@ def group_of(world: World) -> Group:
 
 def votes() -> Votes:
     """The votes of the group that this process joined as one of several ranks."""
-    assert _JOINED is not None, "a rank that is alone has nobody to ask"
+    assert _JOINED is not None, "a rank that is alone has no other rank to ask"
     return _JOINED.votes
 
 

@@ -213,7 +213,7 @@ class TorchBackend(Backend):
                 part.interrupt()
         if self.transport == "nccl" and self._has_joined and self._aborting is None:
             self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
-            self._aborting.start()  # it may take long, and who interrupts is asked for signs of life too
+            self._aborting.start()  # it may take long, and the interrupting thread also answers heartbeats
 
     @property
     def is_broken(self) -> bool:
@@ -247,7 +247,7 @@ class TorchBackend(Backend):
         return min(self.form_timeout_s, self.timeout_s)
 
     def _choose_interface(self, rendezvous: Rendezvous) -> None:
-        """Loopback for gloo on a single node, unless the user chose; waiting collectives for NCCL, likewise."""
+        """Loopback for gloo on a single node, and waiting collectives for NCCL, unless the user chose."""
         if rendezvous.on_one_node and os.path.exists("/sys/class/net/lo"):
             self._set_variable("GLOO_SOCKET_IFNAME", "lo")
         if self.transport == "nccl":
@@ -270,7 +270,7 @@ def exchanges_at_once() -> Group | None:
 def board_of_group() -> Board:
     """The board of the group that this process joined: all who write there have proved who they are."""
     assert _joined is not None, "no group was joined"
-    assert _joined._board is not None, "a rank that is alone has nobody to write to"
+    assert _joined._board is not None, "a rank that is alone has no other rank to write to"
     return _joined._board
 
 

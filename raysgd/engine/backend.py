@@ -43,7 +43,7 @@ class Backend(ABC):
         """Begins to listen for the other ranks of the next group, where this one needs to; returns the port.
 
         Args:
-            host: Under which address of this machine; nobody who cannot reach that one gets in.
+            host: Under which address of this machine; who cannot reach it does not get in.
             rank: The place in that group.
         """
 

@@ -15,14 +15,14 @@ class Call:
 
     Attributes:
         function: Runs on the worker as `function(replica, *args)`.
-        args_for: The arguments of each rank, made anew for every attempt because the world may have changed.
+        args_for: The arguments of each rank, made again for every attempt because the world may have changed.
         changes_state: Whether replicas are different afterwards, so that a snapshot is due.
         keeps_alike: Whether it brings all replicas from one state to another, so that one on which it failed by itself
             is another one than the others.
         captures: Whether to copy the state afterwards in any case.
         rank: The only rank to run on; None for all.
         on_wait: Called in the driver some ten times a second while it waits.
-        resume: Goes on with the call in a group that was formed anew, with the arguments of `function`. None for a
+        resume: Continues the call in a newly formed group, with the arguments of `function`. None for a
             call that can only be begun again; where replicas are not changed by it, that is as good.
     """
 

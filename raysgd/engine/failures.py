@@ -27,7 +27,7 @@ class Diagnosis:
     """The one cause that a failed call is put down to.
 
     Attributes:
-        kind: "died" (a process or node is gone), "disconnected" (the group lost its connection although nobody is
+        kind: "died" (a process or node is gone), "disconnected" (the group lost its connection although no rank is
             known to be dead) or "user" (an exception in user code).
         faults: The faults of that kind, in rank order.
         beside: Exceptions in user code that came with a death: perhaps because of it, so they are told, not raised.

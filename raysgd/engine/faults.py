@@ -14,14 +14,14 @@ from raysgd.exceptions import WorkerFault, portable_copy
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY_FOLDERS = (_PACKAGE, sysconfig.get_path("stdlib") + os.sep)
 _LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
-_LONGEST_TEXT = 20_000  # characters of a message or a traceback; nobody reads more
+_LONGEST_TEXT = 20_000  # characters of a message or a traceback
 _LARGEST_ERROR = 2**20  # bytes of a pickled exception; a driver gets one from each rank
 
 
 def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool) -> WorkerFault:
     """Describes `error`, which user code raised.
 
-    The traceback begins at the first line of user code: what the library called to get there helps nobody.
+    The traceback begins at the first line of user code: what the library called to get there does not help.
 
     Args:
         error: The exception.

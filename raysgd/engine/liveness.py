@@ -1,4 +1,4 @@
-"""Pure: who is asked for a sign of life, and who has given none for too long."""
+"""Pure: which worker to poll for a heartbeat, and which has been silent for too long."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class LivenessCheck(Generic[KeyT]):
     """Keeps the questions that are open.
 
     Args:
-        heartbeat_s: Whoever does not answer for so long is silent.
+        heartbeat_s: A worker that does not answer for so long is silent.
         poll: What became of a question, as of now.
         now: Time.
     """

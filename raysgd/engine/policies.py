@@ -117,8 +117,8 @@ class ScalingPolicy:
 class RetryBudget:
     """The restarts that one call may use up, or several that make up one piece of work.
 
-    Going on with survivors is free once a step was completed; anything else costs one. Survivors
-    that went on and completed no step do not go on again: whatever ended them at once may come of how they went on.
+    A rejoin is free once a step was completed; anything else costs one. Survivors
+    that went on and completed no step do not go on again: the way they went on may be what ended them.
 
     Attributes:
         num_spent: How many were used up.

@@ -76,7 +76,7 @@ class RegroupingReplica(Replica, Protocol):
         """All ranks will stop at the proposed step, or none will."""
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
-        """Does what `restore` does with a snapshot that was taken inside a call, which will be gone on with.
+        """Does what `restore` does with a snapshot that was taken inside a call, which will continue.
 
         Args:
             shared_state: As for `restore`.

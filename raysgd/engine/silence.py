@@ -23,7 +23,7 @@ def max_silence_s(answered_after_s: Sequence[float], num_missing: int, num_other
     """How long to wait, from the question on, for those who are missing.
 
     While answers come in, the wait goes on: it ends when none has come for a while, and those who are missing take many
-    times as long as the typical one. Where most are missing it is not they who are slow: nobody is silent then before
+    times as long as the typical one. Where most are missing, they are probably just slow: no rank is silent then before
     the time has passed that a frozen process gets, either.
 
     Args:

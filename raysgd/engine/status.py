@@ -68,10 +68,10 @@ class TrainerStatus:
         straggler: The rank that the others wait for; None when no one stands out or it was not measured.
         data: The samples of the present pass; None where the library does not divide the data.
         losses: What each loss meant for the work, oldest first: where survivors went on, what became of the samples;
-            where all workers were started anew, what from; where that was not possible, what is left.
+            where all workers restarted, what from; where that was not possible, what is left.
         num_failures: Losses that were recovered from.
         num_rejoins: Of these, how often the survivors went on.
-        num_rebuilds: Of these, how often all workers were started anew.
+        num_rebuilds: Of these, how often all workers restarted.
         num_resizes: How often the number of workers became another one.
         events: The history of the workers.
         snapshot: The last snapshot; None while there is none.

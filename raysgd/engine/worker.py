@@ -307,11 +307,11 @@ class WorkerProcess:
             fault = describe_fault(error, self._world.rank, _node()[1], portable=self._is_remote)
             failure = Failure(kind, fault, _logging.drain())
         if kind == "disconnected":
-            self._backend.interrupt()  # ranks that wait for this one shall know; nobody else would tell them
+            self._backend.interrupt()  # only this tells the ranks that wait for this one
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
-        """Whether the call raised it. In the driver `KeyboardInterrupt` is Ctrl-C; nobody presses that elsewhere."""
+        """Whether the call raised it. In the driver, `KeyboardInterrupt` is Ctrl-C, and not the call's."""
         return isinstance(error, (Exception, SystemExit, *((KeyboardInterrupt,) if self._is_remote else ())))
 
     def _has_lost_its_group(self, error: BaseException) -> bool:
@@ -320,7 +320,7 @@ class WorkerProcess:
 
 
 def cannot_import(module: str | None) -> ModuleNotFoundError:
-    """What to tell whoever sent a worker something out of a module that its process does not find."""
+    """The error for objects of a module that the worker's process does not find."""
     message = (
         f"No module named '{module}' in the worker process: something that was sent there, such as the operator class "
         "or a function, is defined in it. Define it in the script that you run, install the module on every node, or "

@@ -153,7 +153,7 @@ def mend_all(source: Path) -> None:
 
 
 def keep(wheel: Path, folder: Path) -> Path:
-    """Moves the wheel into the cache in one step; whoever builds the same at the same time does no harm."""
+    """Moves the wheel into the cache in one step; two builds at the same time do no harm."""
     folder.mkdir(parents=True, exist_ok=True)
     copy = folder / f"{wheel.name}.{os.getpid()}"
     shutil.copyfile(wheel, copy)

@@ -2,7 +2,7 @@
 
 The user names one batch size for the whole group; each worker gets an equal part. Everything here derives
 from the value the user *asked for*: a group that shrinks from 4 to 3 workers and grows back to 4 has lost
-nothing to rounding on the way. Pure functions: nobody's config is changed, nothing is logged.
+nothing to rounding on the way. Pure functions: no config is changed, nothing is logged.
 """
 
 from __future__ import annotations

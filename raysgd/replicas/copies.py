@@ -37,7 +37,7 @@ class PendingCopies:
             self._kept = {each: kept for each, kept in self._kept.items() if token is None or each > token}
 
     def drop_unclaimed(self) -> None:
-        """Lets go of what nobody has come for: a newer one will take its place."""
+        """Drops copies that were not fetched: a newer one will take their place."""
         with self._lock:
             self._kept = {each: kept for each, kept in self._kept.items() if each == self._claimed}
 
@@ -50,7 +50,7 @@ class PendingCopies:
             return True
 
     def fetch(self, token: int) -> Any:
-        """The copy under this token. Whoever asks for one has got what he asked for before."""
+        """The copy under this token. A request for one says that the earlier ones have arrived."""
         with self._lock:
             self._kept = {each: kept for each, kept in self._kept.items() if each >= token}
             self._claimed = token

@@ -12,7 +12,7 @@ from raysgd.replicas.epochs import EpochAnswer
 
 
 class HeldAtBoundary(BaseException):
-    """Ends an epoch between two steps, past any `except Exception` of user code; the call will be gone on with."""
+    """Ends an epoch between two steps, past any `except Exception` of user code; the call will continue."""
 
 
 class Steps(Protocol):

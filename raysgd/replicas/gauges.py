@@ -44,7 +44,7 @@ _NUMBERS = {
     ),
     "raysgd_losses": _Number("Losses of workers that a trainer recovered from", lambda status: status.num_failures),
     "raysgd_rejoins": _Number("Losses after which the survivors went on", lambda status: status.num_rejoins),
-    "raysgd_rebuilds": _Number("Losses after which all workers were started anew", lambda status: status.num_rebuilds),
+    "raysgd_rebuilds": _Number("Losses after which all workers restarted", lambda status: status.num_rebuilds),
     "raysgd_resizes": _Number("Changes of the number of workers", lambda status: status.num_resizes),
     "raysgd_snapshot_timestamp_seconds": _Number(
         "When the last snapshot reached the driver, in seconds since the epoch",

@@ -48,7 +48,7 @@ def is_divided(dataset: Any) -> bool:
 
 
 def prepare_dataset_shard(tf_dataset_shard: Any) -> Any:
-    """A `tf.data.Dataset` that is a worker's part already, marked so that nobody divides it once more."""
+    """A `tf.data.Dataset` that is a worker's part already, marked so that it is not divided again."""
     import tensorflow as tf
 
     options = tf.data.Options()
@@ -62,7 +62,7 @@ def is_shuffled(dataset: Any) -> bool:
 
 
 def unused_copy(dataset: Any) -> Any:
-    """The same dataset as if no pass over it had been begun yet, so that its shuffles begin anew; None if it has none.
+    """The same dataset as if no pass over it had been begun yet, so that its shuffles start over; None if impossible.
 
     A shuffle draws the order of each pass from a generator, which lies apart from the dataset under a name. In the copy
     the name is another one. Arrays in the dataset are copied, too.
@@ -210,7 +210,7 @@ def check_dataset(name: str, dataset: Any) -> None:
     """Refuses what is no batched `tf.data.Dataset`.
 
     Raises:
-        TypeError: It is none.
+        TypeError: It is not a dataset.
         ValueError: Its elements are not batches.
     """
     import tensorflow as tf
@@ -237,7 +237,7 @@ def check_batches_for(name: str, dataset: Any, input_shapes: Sequence[Any]) -> N
     Args:
         name: What to call it.
         dataset: The dataset.
-        input_shapes: Those of the model's inputs, with the dimension of the batch; empty where nobody knows.
+        input_shapes: Those of the model's inputs, with the dimension of the batch; empty where they are unknown.
 
     Raises:
         ValueError: All inputs are as the model takes them, but without the dimension of the batch.

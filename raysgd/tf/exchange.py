@@ -17,7 +17,7 @@ _ALIGNMENT = 64
 class Layout:
     """Where the gradients of a step lie in the buffer; the last number is the weight.
 
-    Buffers are used again once nobody looks into them any more.
+    Buffers are used again once nothing refers to them.
     """
 
     def __init__(self, gradients: Sequence[Array]) -> None:
@@ -34,7 +34,7 @@ class Layout:
         self._buffers: list[Buffer] = []
 
     def take(self) -> Array:
-        """A buffer of which nobody has a view."""
+        """A buffer without views."""
         free = next((buffer for buffer in self._buffers if buffer.is_free), None)
         if free is None:
             free = Buffer(self._num_numbers, self._dtype)

@@ -287,7 +287,7 @@ def one_part(model: Any, callbacks: Sequence[Any], measures: bool, silenced: Seq
     """
 
     def nothing() -> None:
-        vars(model).pop("reset_metrics", None)  # once: the next epoch begins anew
+        vars(model).pop("reset_metrics", None)  # once: the next epoch starts from zero
 
     if measures:
         object.__setattr__(model, "reset_metrics", nothing)

@@ -5,7 +5,7 @@ before it uses them: one exchange for each step, in one flat buffer. It works fo
 `train_on_batch` and loops with a `GradientTape`, in graphs and eagerly.
 
 The average is by samples: a rank's gradient counts by the samples that it is the mean of. So a step of N replicas is
-the step of one process on the joined batch, however unevenly the samples fall on them. A rank without samples takes
+the step of one process on the joint batch, however unevenly the samples fall on them. A rank without samples takes
 part with weight 0.
 """
 
@@ -44,8 +44,8 @@ class Synchronizer:
             its steps have to be counted.
 
     Attributes:
-        step: The step of training, where a loop of ours hands the batches out.
-        validation_step: Likewise in an evaluation, where each rank goes through its batches for itself.
+        step: The step of training, where our own loop hands the batches out.
+        validation_step: The same in an evaluation, where each rank goes through its batches for itself.
         evaluates_together: Whether a Keras loop that evaluates has all ranks at the same joint batch.
         before_exchange: Called ahead of each exchange of gradients, in one of TensorFlow's threads, if it is set. What
             it raises ends the step before it has changed a weight.
@@ -74,7 +74,7 @@ class Synchronizer:
         self._is_test = False  # whether the step that is being traced is one of evaluation
         self._counted_last: Any = None  # a variable: samples in the last batch of a Keras loop
         self._error: BaseException | None = None
-        self._of_user = _Averager(self)  # for all of a replica: which rank traces a graph anew is its own affair
+        self._of_user = _Averager(self)  # one for a replica: ranks retrace at different times
         self._averagers = [self._of_user]
 
     def rejoin(self, world: World) -> None:
@@ -128,7 +128,7 @@ class Synchronizer:
         wrapped = wrapper(optimizer, getattr(optimizer, name), self._averagers[-1])
         wrapped = tf.autograph.experimental.do_not_convert(wrapped)
         wrapped._is_of_raysgd = True
-        setattr(optimizer, name, wrapped)  # of the instance: its class, which a saved model names, stays as it is
+        setattr(optimizer, name, wrapped)  # of the instance: its class, which a saved model names, does not change
 
     def require_watched(self, optimizer: Any) -> None:
         """Refuses an optimizer that would step with this rank's gradients alone.
@@ -145,7 +145,7 @@ class Synchronizer:
             )
 
     def _refuse_strangers(self, optimizer: Any, variables: Sequence[Any]) -> None:
-        """Refuses to train what no registered model has: nobody saves it, or hands it to a worker that steps in."""
+        """Refuses to train what no registered model has: it would not be saved, or handed to a worker that steps in."""
         if self.group.size == 1 or self.registered is None:
             return
         strangers = registration.variables_outside(self.registered(), variables)
@@ -374,7 +374,7 @@ class Synchronizer:
         return float(part * joint[0] / num_samples)
 
     def num_samples_of(self, counted: int) -> float:
-        """What our own loop knows, or else what was counted in the batch; 1 where nobody knows: a plain mean."""
+        """What our own loop knows, or else what was counted in the batch; 1 where it is unknown: a plain mean."""
         known = self.step.use() if self.group.size > 1 else self.step.num_samples
         if known is not None:
             return known

@@ -12,7 +12,7 @@ from raysgd.replicas.drawn_ahead import DrawnAhead
 
 @dataclass
 class Step:
-    """The step that a replica is in, where a loop of ours hands the batches out.
+    """The step that a replica is in, where our own loop hands the batches out.
 
     Attributes:
         num_samples: This rank's samples in the step, 0 where its batch is only there to take part; None where the loop
@@ -52,7 +52,7 @@ class Step:
         """This rank's samples in the batch that is trained on.
 
         Raises:
-            RuntimeError: Batches that count differently were drawn, and nobody knows which one it is.
+            RuntimeError: Batches that count differently were drawn, and it is unknown which one it is.
         """
         waiting = self._doubtful or self._drawn.use(lambda amounts: amounts == (self.num_samples, self.num_joint))
         if waiting:

@@ -54,7 +54,7 @@ class TFMLDataset:
         self._label = _Column(label_column, label_shape, np.float32 if label_type is None else label_type)
 
     def set_num_shards(self, num_shards: int) -> None:
-        """Divides the data anew if there are not as many shards."""
+        """Divides the data again if there are not as many shards."""
         if num_shards != self._ds.num_shards():
             self._ds = self._ds.repartition(num_shards)
 

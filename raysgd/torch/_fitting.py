@@ -1,7 +1,7 @@
 """Whether a saved state fits what is registered. All of it is looked at before anything is replaced.
 
-What does not fit would be found out later in any case: with one model loaded and the next one not, or by the first
-step, or by nobody. So these functions look at kinds and sizes, not only at what loading itself would stumble over.
+What does not fit would show later in any case: with one model loaded and the next one not, or in the first
+step, or never. So these functions look at kinds and sizes, not only at what loading itself would stumble over.
 """
 
 from __future__ import annotations

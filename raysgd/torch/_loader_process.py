@@ -1,6 +1,6 @@
 """The processes of a `DataLoader` end with the one that they load for.
 
-A process that was forked holds the connections of its parent open. As long as one is left, nobody notices that the
+A process that was forked holds the connections of its parent open. As long as one is left, no one notices that the
 parent was killed: not the other ranks, and not Ray. PyTorch lets such a process look for its parent every 5 s only.
 """
 

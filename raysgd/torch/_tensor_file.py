@@ -1,4 +1,4 @@
-"""Reads the files of `torch.save` when nobody vouches for them.
+"""Reads files of `torch.save` that may come from anyone.
 
 PyTorch's own reader believes what a file says: how large a tensor's memory is, where in it the tensor lies, how many
 bytes an array needs. This one compares that with what the file has, before it makes anything of it. It reads what that

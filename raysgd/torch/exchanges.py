@@ -4,7 +4,7 @@ A `train_batch` that goes on after any exception goes on after a lost connection
 one without an exchange and perhaps without an update, and yet count as done. So this is looked at before a step counts.
 
 What is looked at: every exchange of gradients that `DistributedDataParallel` or Horovod makes says how it ended, and
-where fewer of them were made than in other steps, or where nobody can tell, whether the connections are still there. A
+where fewer of them were made than in other steps, or where that is unknown, whether the connections are still open. A
 rank that was lost *after* the step's exchanges leaves the step valid, with the gradients of all ranks.
 """
 
@@ -37,7 +37,7 @@ class Exchanges:
         self.forget()
 
     def forget(self) -> None:
-        """Begins anew, in another group."""
+        """Starts over, in another group."""
         self._error: BaseException | None = None
         self._num_made = 0
         self._num_usual = 1

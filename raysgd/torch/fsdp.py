@@ -144,7 +144,7 @@ class FSDP(NoParallel):
         model.load_state_dict(rest, strict=False)
 
     def load_optimizer(self, optimizer: Any, state: Mapping[str, Any]) -> None:
-        """Likewise. Whatever has the shape of its parameter is divided as that is."""
+        """The same for an optimizer. State with the shape of its parameter is divided like the parameter."""
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         indices = [index for group in state["param_groups"] for index in group["params"]]
         by_index = dict(zip(indices, parameters, strict=True))

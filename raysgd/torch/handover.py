@@ -37,7 +37,7 @@ def send(state: Any, ranks: Iterable[int], device: torch.device) -> None:
 
 
 def receive(source: int, device: torch.device) -> Any:
-    """What `source` sends; tensors are on the CPU and nobody else's."""
+    """What `source` sends; tensors are on the CPU and not shared."""
     reachable = _reachable(device)
     count = _receive(torch.empty(1, dtype=torch.int64, device=reachable), source)
     sizes = _receive(torch.empty(int(count), dtype=torch.int64, device=reachable), source)

@@ -1,7 +1,7 @@
 """Replicas kept equal by Horovod, with what `DistributedDataParallel` guarantees.
 
 Horovod averages gradients in the optimizer: `hvd.DistributedOptimizer` sends each one as soon as a backward pass has
-it, and waits in `step`. Here it waits at the end of the backward pass already. So whoever looks at the gradients
+it, and waits in `step`. Here it waits at the end of the backward pass already. So code that looks at the gradients
 between the two, to clip them, to unscale them, or to run a second backward pass, finds those of all ranks, as with
 `DistributedDataParallel`, and the same operator trains the same under both.
 """
@@ -21,7 +21,7 @@ from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.parallel import NoParallel, Summation, no_weights
 from raysgd.torch.step import Step
 
-_NUM_VOTE_NAMES = 8  # of a vote that nobody waits for any more, and of those that may follow it at once
+_NUM_VOTE_NAMES = 8  # of a vote that no rank waits for any more, and of those that may follow it
 
 
 class HorovodByHand(NoParallel):
@@ -109,7 +109,7 @@ class HorovodParallel(HorovodByHand):
             wrapped = self._hvd.DistributedOptimizer(plain, named_parameters=names, compression=self._outgoing)
         except TypeError as error:
             raise InvalidRegistrationError(
-                f"Horovod makes `{type(plain).__name__}` anew from its parameter groups alone, which failed: {error}. "
+                f"Horovod makes `{type(plain).__name__}` again from its parameter groups alone, which failed: {error}. "
                 "Give the other arguments of its constructor default values."
             ) from error
         wrapped.defaults, wrapped.state = plain.defaults, plain.state
@@ -147,7 +147,7 @@ class HorovodParallel(HorovodByHand):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Gives every rank rank 0's buffers once; forward passes have no collectives of ours anyway."""
+        """Gives every rank rank 0's buffers once; forward passes have none of our collectives anyway."""
         if self.synchronizes:
             self._take_from_rank_0("buffer", [buffer for model in models for buffer in model.buffers()])
         yield
@@ -227,7 +227,7 @@ def _adapt_class_of(wrapped: Any, plain_cls: type[torch.optim.Optimizer]) -> Non
 def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
     """Lets learning-rate schedulers, which hold the plain optimizer, act on the wrapped one.
 
-    Whoever steps the plain one would leave the other ranks behind unnoticed, so that is refused.
+    Stepping the plain one would leave the other ranks behind unnoticed, so that is refused.
     """
 
     def share(optimizer: Any) -> None:

@@ -42,7 +42,7 @@ _DTYPES = (torch.float32, torch.float64)
 
 COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
 
-# What a module is given from outside, and what making it anew would clear.
+# What a module is given from outside, and what making it again would clear.
 _KEPT_BY_WRAPPER = (
     "training",
     "_forward_hooks",
@@ -70,7 +70,7 @@ class _Wrapping:
     covered: tuple[torch.nn.Parameter, ...]
 
     def fits(self, parameters: Iterable[torch.nn.Parameter]) -> bool:
-        """Whether it does for what the model trains now; else it has to be made anew.
+        """Whether it does for what the model trains now; else it must be made again.
 
         It waits for gradients of parameters that were frozen since, unless it was told to look for unused ones. One
         around a model that is all frozen waits for nothing: models are frozen for a part of each batch, too.
@@ -84,7 +84,7 @@ class _Wrapping:
 
 @dataclass(frozen=True, eq=False)
 class _HookState:
-    """What a communication hook of ours is called with.
+    """What our communication hook is called with.
 
     PyTorch keeps it in the model. A copy of the model shares it, and a pickled one goes without: neither is trained.
 
@@ -189,25 +189,25 @@ class NoParallel:
             if trainable(model) and any(model is each for each in models):
                 raise ValueError(
                     f"A model that had nothing to train when it was registered (`{type(model).__name__}`) has "
-                    "parameters with `requires_grad=True` now, whose gradients nobody averages over the workers. "
+                    "parameters with `requires_grad=True` now, whose gradients are not averaged over the workers. "
                     "Freeze it after `register` instead of before: a model that is registered with something to train "
                     "may be frozen and unfrozen later."
                 )
 
     @property
     def obstacle(self) -> str | None:
-        """Why the models cannot go on in a group that is formed anew; None when they can."""
+        """Why the models cannot go on in a new group; None when they can."""
         return "the replicas are not kept equal by `DistributedDataParallel`"
 
     def reform(self) -> None:
-        """Connects the models to the group that was formed anew; they stay the same objects."""
+        """Connects the models to the new group; they stay the same objects."""
         self.exchanges.forget()
 
     def weighted(self, loss: torch.Tensor, optimizer: Any = None) -> torch.Tensor:
         """The loss to run the backward pass on, of a batch that counts by its samples.
 
         Raises:
-            RuntimeError: Nobody knows which batch it is of.
+            RuntimeError: It is unknown which batch it is of.
         """
         step = self.step
         step.own_s += time.perf_counter() - step.began_at
@@ -230,7 +230,7 @@ class NoParallel:
             parameters: What gets gradients. With weight 0 these are 0, also where the mean over nothing is NaN.
 
         Raises:
-            RuntimeError: Nobody knows which batch it is of.
+            RuntimeError: It is unknown which batch it is of.
             ValueError: This kind of replicas cannot do that.
         """
         step = self.step
@@ -313,7 +313,7 @@ class DDP(NoParallel):
             theirs = _HookState(self, _group_of_user(wrapped), function=function, state=state)
             wrapped.register_comm_hook(theirs, _weight_and_call)
         elif id(wrapped) in self._armed:
-            # Nothing but this decides, such as how many ranks there are, or what was before: all must do the same.
+            # Only this decides, not the number of ranks or what was before: all ranks must do the same.
             goes_at_once = _goes_at_once(wrapped)
             if self._weights_in_hook or goes_at_once:
                 wrapped.register_comm_hook(_HookState(self, _group_of_user(wrapped), goes_at_once), _average)
@@ -325,7 +325,7 @@ class DDP(NoParallel):
         return next(filter(None, map(_hook_obstacle, self._wrapped)), None)
 
     def reform(self) -> None:
-        """Builds each wrapper anew around the same model, as the same object: user code holds on to it."""
+        """Builds each wrapper again around the same model, as the same object: user code keeps a reference."""
         super().reform()
         for each in self._wrapped:
             self._build_anew(each, init_sync=False)
@@ -340,7 +340,7 @@ class DDP(NoParallel):
         self._register_hook(wrapped, each.options)
 
     def match(self, models: Sequence[torch.nn.Module]) -> None:
-        """Builds wrappers anew whose model trains something else than when they were made.
+        """Builds wrappers again whose model trains something else than when they were made.
 
         The ranks ask each other first: one that builds alone would wait for the others for ever.
         """
@@ -519,7 +519,7 @@ def _reachable() -> torch.device | None:
 
 
 def _hook_obstacle(each: _Wrapping) -> str | None:
-    """Why its communication hook does not go on in a wrapper that is made anew; None when it does."""
+    """Why its communication hook does not work in a new wrapper; None when it does."""
     if _has_state(each.options.get(COMM_HOOK)):
         return "a communication hook in `ddp_args` has a state, which is another one on each worker"
     if any(hook not in (_average, _weight_and_call) for hook, _ in each.model._comm_hooks):
@@ -575,8 +575,8 @@ def _group_of_user(model: DistributedDataParallel) -> Any:
 def _goes_at_once(model: DistributedDataParallel) -> bool:
     """Whether the gradients are so few that their exchange begins when the backward pass is over, but for a first MiB.
 
-    Gloo, whose threads exchange one bucket while the next is computed, has no use for them. Between nodes, where nobody
-    has measured it, only those that fit the first bucket.
+    Gloo, whose threads exchange one bucket while the next is computed, has no use for them. Between nodes this is not
+    measured: only those that fit the first bucket.
     """
     most = _FIRST_BUCKET_BYTES + (model.bucket_bytes_cap if is_on_one_node() else 0)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]

@@ -69,7 +69,7 @@ class Precision:
         """Begins a training call."""
 
     def check_use(self) -> None:
-        """Called ahead of each step of an optimizer; raises where the format that was asked for had no effect."""
+        """Called ahead of each step of an optimizer; raises where the requested format had no effect."""
 
     def has_skipped(self) -> bool:
         """Whether a step since the last time of asking was left out because of overflown gradients."""
@@ -329,7 +329,7 @@ def _apex_amp() -> Any:
 
 def _apex_missing() -> ImportError:
     return ImportError(
-        "NVIDIA Apex's `apex.amp` was asked for and cannot be imported. It installs from source only, and left Apex's "
+        "`apex.amp` of NVIDIA Apex cannot be imported. It installs from source only, and left Apex's "
         "main line in spring 2025: check out a commit of https://github.com/NVIDIA/apex from before its pull request "
         "1896 and run `pip install --no-build-isolation .` there. Or use PyTorch's own mixed precision with "
         '`precision="fp16"` or `precision="bf16"`.'

@@ -136,7 +136,7 @@ def _checked_cuda(content: Any) -> torch.Tensor | None:
 
 def _checked_python(version: Any, content: Any, gauss: Any) -> tuple[Any, ...]:
     _require(version == random.getstate()[0], "another version of Python's generator")
-    _require(gauss is None or type(gauss) is float, "a next number that is none")
+    _require(gauss is None or type(gauss) is float, "a next number that is not a float")
     state = version, _PYTHON_WORDS.unpack(content), gauss
     random.Random().setstate(state)
     return state
@@ -147,7 +147,7 @@ def _checked_numpy(content: Any, position: Any, has_gauss: Any, gauss: Any) -> t
         return None
     _require(type(content) is bytes and len(content) == 4 * _NUM_WORDS, "no words for numpy")
     _require(type(position) is int and 0 <= position <= _NUM_WORDS, "a position outside of its words")
-    _require(has_gauss in (0, 1) and type(gauss) is float, "a next number that is none")
+    _require(has_gauss in (0, 1) and type(gauss) is float, "a next number that is not a float")
     return _MERSENNE_TWISTER, struct.unpack(f"<{_NUM_WORDS}I", content), position, has_gauss, gauss
 
 

@@ -196,7 +196,7 @@ def _global_generators() -> list[Any]:
     generators: list[Any] = [torch.default_generator, random]
     if torch.cuda.is_initialized():
         generators.extend(torch.cuda.default_generators)
-    if "numpy" in sys.modules:  # not loaded: nobody has drawn from it
+    if "numpy" in sys.modules:  # not loaded: nothing has drawn from it
         generators.append(sys.modules["numpy"].random)
     return generators
 
@@ -231,8 +231,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
     `begin_pass` or `reshape` does not disturb it.
 
     Iterated by hand, before any pass was begun, it goes over all samples once, each time in another order if the
-    order is shuffled. The orders are the same on all ranks whatever their seeds are, because nobody has told the
-    ranks a common one.
+    order is shuffled. The orders are the same on all ranks whatever their seeds are, because the ranks have no
+    common one yet.
 
     Attributes:
         order: The order of the samples.
@@ -330,7 +330,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return PassPlan(num_samples, consumed, self.batch_size, self.world_size, self.drop_last, self.pad)
 
     def _draw(self, seed: int, pass_index: int) -> Indices:
-        # Resuming a pass is the common case in recovery: the order is at hand and drawing may cost seconds.
+        # Resuming a pass is the common case in recovery: the order is known and drawing may cost seconds.
         if self._drawn_for != (seed, pass_index):
             self._indices = self.order.indices(seed, pass_index)
             self._drawn_for, self._fingerprint = (seed, pass_index), None
@@ -400,7 +400,7 @@ def shard_loader(
     """Rebuild a map-style `DataLoader` so that the group divides its samples, or say why it is left alone.
 
     The loader's own order is respected: what is sequential in one process is sequential over many workers,
-    what is shuffled is shuffled anew in each pass, a user's sampler draws the joint order. `batch_size` is
+    what is shuffled is shuffled again in each pass, a user's sampler draws the joint order. `batch_size` is
     that of one worker, as written.
 
     All loading options are kept, but for `in_order=False`: batches that overtake each other would be counted
@@ -570,7 +570,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_list_of_samples(value: Any) -> bool:
-    """Whether it is a list of dicts with the same keys, which nobody joined to one dict."""
+    """Whether it is a list of dicts with the same keys, which were not joined to one dict."""
     if not isinstance(value, (tuple, list)) or not value or not isinstance(value[0], Mapping):
         return False
     return all(isinstance(item, Mapping) and item.keys() == value[0].keys() for item in value)

@@ -6,12 +6,12 @@ step is to be the mean over the amounts of all its batches, on all ranks:
     gradient = sum of (amount of this rank * gradient of this rank) / amounts of all ranks, over the batches
 
 How much there will be in a step is not known when it begins: with gradient accumulation it takes a *window* of batches,
-the last of which may be shorter, and what other ranks weight is in nobody's hands before they have said so. So each
+the last of which may be shorter, and the weights of other ranks are unknown before they have sent them. So each
 loss is divided by what is *expected*, and the gradients are corrected once at the end, if there was less or more. Equal
 batches need no correction.
 
 All this belongs to the batch that was handed out last. Who draws batches ahead of the training gets an error where they
-count differently: nobody can tell which of them a loss was computed from.
+have different weights: it is unknown which of them a loss was computed from.
 """
 
 from __future__ import annotations
@@ -123,8 +123,8 @@ class Step:
         self.is_used = False
         self._is_weighting = False
         self._tallies: dict[int, _Tally] = {}  # by identity of the optimizer whose gradients wait
-        self._usual: dict[int, float] = {}  # likewise: how much a batch of all ranks weighed last
-        self._empty: set[int] = set()  # likewise: those for which nothing counted
+        self._usual: dict[int, float] = {}  # by optimizer too: how much a batch of all ranks weighed last
+        self._empty: set[int] = set()  # optimizers, by identity, for which nothing counted
         self._index = self._num_batches = 0
         self._drawn: DrawnAhead[_Terms] = DrawnAhead()
         self._doubtful: list[_Terms] = []
@@ -196,7 +196,7 @@ class Step:
             by_samples: Whether the batch counts by its samples.
 
         Raises:
-            RuntimeError: Batches that count differently were drawn, and nobody knows which one the loss is of.
+            RuntimeError: Batches that count differently were drawn, and it is unknown which one the loss is of.
         """
         waiting = self._doubtful if by_samples else []
         waiting = waiting or self._drawn.use(lambda terms: terms.are_alike(self._terms, by_samples))
@@ -209,7 +209,7 @@ class Step:
     def is_pending(self) -> bool:
         """Whether gradients of earlier batches wait for their optimizer step.
 
-        While they do, the position in the data is none to go on from: go back to the last one at which they did not.
+        While they do, a training cannot resume from this position in the data, only from the last one without them.
         """
         return self.window > 1 and bool(self._tallies)
 
@@ -255,7 +255,7 @@ class Step:
             return self.weight
         else:
             amount = self.weight * self._terms.total if self.is_joint else self._terms.total
-            tally = tally or _Tally(False, self._guess(optimizer, None))  # of a batch for nobody
+            tally = tally or _Tally(False, self._guess(optimizer, None))  # of a batch for no optimizer
             self._count_samples(tally, self._terms.total)
         return amount / tally.expected if tally.expected else 0.0
 

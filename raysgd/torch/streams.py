@@ -103,7 +103,7 @@ class PlainSource:
 class LockstepSource(PlainSource):
     """Any iterable on ranks that step together, however many batches each of them has.
 
-    A rank that has run out repeats its last batch with weight 0 until all have run out, so no rank ever waits in vain.
+    A rank that has run out repeats its last batch with weight 0 until all have run out, so no rank hangs.
 
     Args:
         loader: This rank's batches.

@@ -58,7 +58,7 @@ def set_variables(variables: dict[str, str]) -> None:
 
 
 def free_port() -> int:
-    """A port that nobody listens on; somebody may before it is used."""
+    """A port that no one listens on; another program may take it before it is used."""
     with socket.socket() as probe:
         probe.bind(("", 0))
         port: int = probe.getsockname()[1]

@@ -35,7 +35,7 @@ def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool
         exact: Whether no sample is repeated to make the parts equal.
 
     Raises:
-        ValueError: The batches come from a batch sampler that nobody can divide.
+        ValueError: The batches come from a batch sampler that cannot be divided.
     """
     sampler = _sampler_of(loader)
     if isinstance(sampler, DistributedSampler) or isinstance(loader.dataset, IterableDataset):

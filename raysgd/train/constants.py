@@ -28,7 +28,7 @@ TRAIN_CHECKPOINT_SUBDIR = "checkpoints"
 RESULT_FILE_JSON = "results.json"
 TUNE_CHECKPOINT_FILE_NAME = "checkpoint"
 TUNE_CHECKPOINT_ID = "_current_checkpoint_id"
-RESULT_FETCH_TIMEOUT = 0.2  # the old library looked for results so often, in seconds; here nobody has to look
+RESULT_FETCH_TIMEOUT = 0.2  # the old library looked for results so often, in seconds; here results arrive by themselves
 SESSION_MISUSE_LOG_ONCE_KEY = "train_warn_session_misuse"
 
 # Environment variables of the driver, read when a trainer is made.

@@ -60,7 +60,7 @@ class HorovodConfig(BackendConfig):
 
     @property
     def start_timeout(self) -> Any:
-        """Horovod's own form of `timeout_s`; it runs from the moment at which it is asked for."""
+        """Horovod's own form of `timeout_s`; it starts to run when you get it."""
         from horovod.runner.common.util.timeout import Timeout
 
         return Timeout(self.timeout_s, message="Horovod waited for {activity} for longer than {timeout} s.")

@@ -392,8 +392,8 @@ class TrainingIterator:
 class TrainWorkerGroup:
     """Connected workers, each with an object of the user's class. `group[0].method.remote(...)` calls it.
 
-    When a worker dies, `ray.get` of a call to it raises Ray's `RayActorError`, and calls to others may wait for it in
-    vain. `restart` then brings new workers; what the objects knew is lost, unless the class keeps it elsewhere.
+    When a worker dies, `ray.get` of a call to it raises Ray's `RayActorError`, and calls to others may wait for it
+    forever. `restart` then brings new workers; what the objects knew is lost, unless the class keeps it elsewhere.
 
     Args:
         executor: Started the workers.
@@ -413,7 +413,7 @@ class TrainWorkerGroup:
         return self._executor.get_worker_group()
 
     def restart(self) -> None:
-        """Replaces all workers: new processes, connected anew, with new objects made from the same arguments.
+        """Replaces all workers: new processes, connected again, with new objects made from the same arguments.
 
         Handles taken before are of no use any more: take them again, `group[0]`.
 

@@ -34,7 +34,7 @@ def without_arguments(train_func: Callable[..., Any], config: Any) -> Callable[[
     num_parameters = len(parameters)
     if num_parameters > 1:
         raise ValueError(
-            f"`train_func` takes {num_parameters} parameters: allowed are none, or one, the `config` dict. Put "
+            f"`train_func` takes {num_parameters} parameters: allowed is one, the `config` dict, or no parameter. Put "
             "everything into `config`, or bind it beforehand with `functools.partial`."
         )
     if num_parameters == 0:

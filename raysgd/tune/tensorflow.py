@@ -30,7 +30,7 @@ def DistributedTrainableCreator(
 
     `TF_CONFIG` is set in each of them before `func` runs, so it may make a `MultiWorkerMirroredStrategy`. It reports
     with `raysgd.train.report`; what rank 0 reports counts. It saves with `distributed_checkpoint_dir`, and finds what
-    was saved last in the folder `checkpoint_dir`, also after a worker was lost and the function started anew.
+    was saved last in the folder `checkpoint_dir`, also after a worker was lost and the function restarted.
 
     Args:
         func: The function.

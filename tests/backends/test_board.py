@@ -59,7 +59,7 @@ def test_who_reads_what_is_not_there_yet_waits_for_it(boards: list[Board]) -> No
     threading.Timer(0.1, boards[2].put, ("late", b"!")).start()
     assert not boards[1].has(["late"])
     assert boards[1].get("late", 20) == b"!"
-    with pytest.raises(BoardTimeout, match=r"waited 0\.1 s in vain for never"):
+    with pytest.raises(BoardTimeout, match=r"gave up waiting for never after 0\.1 s"):
         boards[1].get("never", 0.1)
 
 
@@ -109,7 +109,7 @@ def test_who_waits_for_a_rank_that_went_away_is_told_and_what_was_written_can_st
 def test_waiting_ends_at_once_when_it_is_interrupted_from_another_thread(boards: list[Board]) -> None:
     threading.Timer(0.1, boards[1].interrupt).start()
     for waits in (boards[1], boards[2]):
-        with pytest.raises(MeshBroken, match="waited in vain for never"):
+        with pytest.raises(MeshBroken, match="gave up waiting for never"):
             waits.get("never", 60)
     with pytest.raises(MeshBroken, match=r"the connection to rank [02] ended"):
         boards[1].put("more", b"")
@@ -152,5 +152,5 @@ def test_a_store_says_as_pytorch_does_that_nobody_wrote_in_time(boards: list[Boa
         store.get("never")
     with pytest.raises(dist.DistStoreError, match="wait timeout"):
         store.wait(["never"], datetime.timedelta(seconds=0.1))
-    with pytest.raises(dist.DistStoreError, match=r"waited 0\.1 s in vain"):
+    with pytest.raises(dist.DistStoreError, match=r"gave up waiting .* after 0\.1 s"):
         bounded.get("never")

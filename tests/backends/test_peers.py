@@ -128,7 +128,7 @@ def test_a_rank_of_another_group_is_a_stranger_to_both_sides(stack: ExitStack) -
     failed = at_once(lambda: host.meet([], 1, 1, Deadline(0.5)), lambda: peer.meet([host], 0, 1, Deadline(20)))
     assert [type(error) for error in failed] == [MeetingFailed, MeetingFailed]
     assert "took too long" in str(failed[0])
-    assert "whoever listens where rank 0 should does not belong to the group" in str(failed[1])
+    assert "the process that listens in place of rank 0 does not belong to the group" in str(failed[1])
 
 
 def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stack: ExitStack) -> None:

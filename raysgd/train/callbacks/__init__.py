@@ -1,7 +1,7 @@
 """What a run tells the driver: base class and ready-made callbacks.
 
 Each callback sees the reports of all workers, or of those that its preprocessor chooses. An exception in a callback
-ends the run; all callbacks are told of the end.
+ends the run; all callbacks get `finish_training`.
 """
 
 from __future__ import annotations
