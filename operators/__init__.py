@@ -14,8 +14,9 @@ Import it as `raysgd.operators`; the folder at the top of the repository is only
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from raysgd._lazy import lazy_names
 
 if TYPE_CHECKING:
     from raysgd.operators.classification import ClassificationOperator
@@ -23,21 +24,10 @@ if TYPE_CHECKING:
 
 __all__ = ["ClassificationOperator", "GANOperator"]
 
-_LAZY_MODULES = {
-    "ClassificationOperator": "raysgd.operators.classification",
-    "GANOperator": "raysgd.operators.gan",
-}
-
-
-def __getattr__(name: str) -> Any:
-    """Import an operator, and with it its framework, when its name is first used."""
-    if name not in _LAZY_MODULES:
-        raise AttributeError(f"module `{__name__}` has no attribute `{name}`")
-    value = getattr(importlib.import_module(_LAZY_MODULES[name]), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    """List the lazy names too, so that completion shows them before their first use."""
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "ClassificationOperator": "raysgd.operators.classification",
+        "GANOperator": "raysgd.operators.gan",
+    },
+)

@@ -18,9 +18,9 @@ def lazy_names(
 
     Args:
         package: Its `__name__`.
-        modules: For each name the module that defines it.
+        modules: For each name the module that defines it; `module:name` where that has another name there.
         not_here: For names that users of the old library look for here, what to use instead.
-        submodules: Modules of the package that are imported when somebody writes their names behind its own.
+        submodules: Modules of the package that are imported when they are first used as its attributes.
     """
     instead = not_here or {}
 
@@ -31,7 +31,8 @@ def lazy_names(
             return importlib.import_module(f"{package}.{name}")
         if name not in modules:
             raise AttributeError(f"module `{package}` has no attribute `{name}`")
-        value = getattr(importlib.import_module(modules[name]), name)
+        module, _, name_there = modules[name].partition(":")
+        value = getattr(importlib.import_module(module), name_there or name)
         setattr(sys.modules[package], name, value)
         return value
 

@@ -110,11 +110,30 @@ def test_completion_shows_the_lazy_names() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["raysgd.train.Trainer", "raysgd.torch.TorchTrainer", "raysgd.utils.BATCH_SIZE", "raysgd.exceptions.WorkerError"],
+    [
+        "raysgd.train.Trainer",
+        "raysgd.torch.TorchTrainer",
+        "raysgd.tf.TFTrainer",
+        "raysgd.v2.Trainer",
+        "raysgd.v2.SGDCallback",
+        "raysgd.operators.GANOperator",
+        "raysgd.tune",
+        "raysgd.utils.BATCH_SIZE",
+        "raysgd.exceptions.WorkerError",
+    ],
 )
 def test_modules_can_be_written_behind_the_name_of_the_package(name: str) -> None:
     result = run_fresh(f"import raysgd; print({name}); assert 'operators' in dir(raysgd)")
     assert result.returncode == 0, result.stderr
+
+
+def test_the_packages_behind_its_name_load_no_framework() -> None:
+    names = "data, raysgd.operators, raysgd.tf, raysgd.torch, raysgd.train, raysgd.tune, raysgd.v2"
+    loaded = run_fresh(
+        f"import sys, raysgd; raysgd.{names}; print(*{{name.partition('.')[0] for name in sys.modules}})"
+    )
+    loaded.check_returncode()
+    assert {"torch", "tensorflow", "keras", "ray"} & set(loaded.stdout.split()) == set()
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:

@@ -17,9 +17,9 @@ from typing import Any
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
-from raysgd._lazy import lazy_names
 from raysgd._paths import check_path
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend, keras_of_driver
+from raysgd.compat.names import former_names
 from raysgd.engine.backend import Backend
 from raysgd.engine.call import Call
 from raysgd.engine.snapshots import Snapshot, own_states
@@ -427,5 +427,4 @@ def _variables_for_workers() -> dict[str, str]:
     return {**keras_of_driver(), "TF_CPP_MIN_LOG_LEVEL": os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2")}
 
 
-# The old library had it in this module; it is imported with Ray Tune when it is asked for.
-__getattr__, __dir__ = lazy_names(__name__, {"TFTrainable": "raysgd.tf.tf_trainable"})
+__getattr__, __dir__ = former_names(__name__)

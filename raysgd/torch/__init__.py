@@ -14,9 +14,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from raysgd._lazy import lazy_names
-from raysgd._optional import require
+from raysgd._optional import require_installed
+from raysgd.compat.names import NOT_HERE
 
-require("torch", extra="torch", purpose="`raysgd.torch`")
+require_installed("torch", extra="torch", purpose="`raysgd.torch`")
 
 if TYPE_CHECKING:
     from raysgd.torch.torch_trainer import TorchTrainer
@@ -31,10 +32,5 @@ __getattr__, __dir__ = lazy_names(
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.training_operator",
     },
-    not_here={
-        "BaseTorchTrainable": (
-            "`BaseTorchTrainable` is not available yet. Create the `TorchTrainer` inside a function of your own, and "
-            "give that function to Ray Tune; or use `raysgd.train.Trainer.to_tune_trainable`."
-        )
-    },
+    not_here=NOT_HERE[__name__],
 )

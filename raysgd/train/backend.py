@@ -13,32 +13,27 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from raysgd._lazy import lazy_names
+from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.backend import Backend as Connection
 from raysgd.engine.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
-from raysgd.train.checkpoint import CheckpointManager
 
 if TYPE_CHECKING:
-    from raysgd.train.executor import BackendExecutor
     from raysgd.train.worker_group import WorkerGroup
 
 __all__ = [
     "Backend",
     "BackendConfig",
-    "BackendExecutor",
-    "CheckpointManager",
     "Connection",
     "EncodedData",
     "InactiveWorkerGroupError",
-    "SGDBackendError",
     "TrainBackendError",
     "TrainingWorkerError",
     "resolve",
+    *MOVED[__name__],
 ]
 
 EncodedData = Any
-SGDBackendError = TrainBackendError  # its first name
 _NAMED = {
     "torch": ("raysgd.train.torch", "TorchConfig"),
     "tensorflow": ("raysgd.train.tensorflow", "TensorflowConfig"),
@@ -218,5 +213,4 @@ def backend_of(config: BackendConfig) -> Backend:
     return backend
 
 
-# The executor stands on this module, and is also found here.
-__getattr__, __dir__ = lazy_names(__name__, {"BackendExecutor": "raysgd.train.executor"})
+__getattr__, __dir__ = former_names(__name__)

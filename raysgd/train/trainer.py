@@ -16,6 +16,7 @@ from typing import Any
 
 from raysgd._checks import check_amount, is_integer, refuse_text
 from raysgd._paths import check_path
+from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.history import History
 from raysgd.engine.resources import cluster_view
 from raysgd.exceptions import InactiveWorkerGroupError
@@ -493,8 +494,6 @@ def _checked_callbacks(callbacks: Any) -> list[TrainingCallback]:
     return found
 
 
-# Their first names.
-SGDIterator = TrainingIterator
-SGDWorkerGroup = TrainWorkerGroup
+__getattr__, __dir__ = former_names(__name__)
 
-__all__ = ["SGDIterator", "SGDWorkerGroup", "Trainer", "TrainWorkerGroup", "TrainingIterator"]
+__all__ = ["Trainer", "TrainWorkerGroup", "TrainingIterator", *MOVED[__name__]]

@@ -31,7 +31,6 @@ from raysgd.train.session import FunctionSession
 logger = logging.getLogger(__name__)
 
 _RELEASE_S = 30.0
-_MIXIN_NAMES = ("_BaseWorkerMixin__execute", "_RayTrainWorker__execute")
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class RemoteMethod:
                 f"The worker of rank {self.rank} that this handle stands for was ended: take a new handle, "
                 f"`group[{self.rank}]`."
             )
-        if self.name in _MIXIN_NAMES:
+        if self.name.endswith("__execute"):  # as classes that the old library mixed in called it
             return self.group.submit(self.rank, "execute", *args, **kwargs)
         return self.group.submit(self.rank, "host", call_method, self.name, *args, **kwargs)
 

@@ -11,7 +11,7 @@ from raysgd.exceptions import MissingFrameworkError
 from raysgd.exceptions import TrainBackendError as SGDBackendError
 from raysgd.train import BackendConfig, CheckpointStrategy, TrainingCallback, TrainingIterator
 from raysgd.train import TrainingCallback as SGDCallback
-from raysgd.train._strict import (
+from raysgd.v2._strict import (
     get_dataset_shard,
     load_checkpoint,
     local_rank,

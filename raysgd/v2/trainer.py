@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from raysgd import train
-from raysgd.train import CheckpointStrategy, TrainingCallback
-from raysgd.train.trainer import SGDIterator, SGDWorkerGroup
+from raysgd.train import CheckpointStrategy, TrainingCallback, TrainingIterator
+from raysgd.train.trainer import TrainingIterator as SGDIterator
+from raysgd.train.trainer import TrainWorkerGroup as SGDWorkerGroup
 
 __all__ = ["SGDIterator", "SGDWorkerGroup", "Trainer"]
 
@@ -37,6 +38,6 @@ class Trainer(train.Trainer):
         checkpoint_strategy: CheckpointStrategy | None = None,
         *,
         dataset: Any = None,
-    ) -> SGDIterator:
+    ) -> TrainingIterator:
         """Starts a function on all workers and returns an iterator over what it reports; arguments as in `run`."""
         return super().run_iterator(train_func, config, dataset, checkpoint, checkpoint_strategy)

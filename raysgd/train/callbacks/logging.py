@@ -14,6 +14,7 @@ import numpy as np
 
 from raysgd._optional import require
 from raysgd._paths import check_local
+from raysgd.compat.names import former_names
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import (
@@ -71,9 +72,6 @@ class LogdirManager:
         if path is None:
             raise RuntimeError("The folder is not known before `start_training`: pass `logdir`, or ask later.")
         return path
-
-
-TrainCallbackLogdirManager = LogdirManager  # its old name
 
 
 class SafeFallbackEncoder(json.JSONEncoder):
@@ -320,3 +318,6 @@ class MLflowLoggerCallback(TrainingCallback):
         if self._save_artifact and checkpoints.is_dir():
             self._mlflow.log_artifacts(str(checkpoints), artifact_path=TRAIN_CHECKPOINT_SUBDIR)
         self._mlflow.end_run(status="FAILED" if error else "FINISHED")
+
+
+__getattr__, __dir__ = former_names(__name__)

@@ -1,0 +1,48 @@
+"""Names that programs for the old library import from where they no longer are, or under which they no longer go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from raysgd._lazy import lazy_names
+
+MOVED = {
+    "raysgd.tf.tf_trainer": {"TFTrainable": "raysgd.tf.tf_trainable"},
+    "raysgd.train.backend": {
+        "BackendExecutor": "raysgd.train.executor",
+        "CheckpointManager": "raysgd.train.checkpoint",
+        "SGDBackendError": "raysgd.exceptions:TrainBackendError",
+    },
+    "raysgd.train.callbacks.logging": {"TrainCallbackLogdirManager": "raysgd.train.callbacks.logging:LogdirManager"},
+    "raysgd.train.trainer": {
+        "SGDIterator": "raysgd.train.trainer:TrainingIterator",
+        "SGDWorkerGroup": "raysgd.train.trainer:TrainWorkerGroup",
+    },
+}
+"""For each module the names that are found there too, and where they are: `module`, or `module:name` if renamed."""
+
+NOT_HERE = {
+    "raysgd.data": {
+        "Dataset": (
+            "`raysgd.data.Dataset` is not available yet. `TorchTrainer.train(dataset=...)` takes any object with "
+            "`set_num_shards(n)` and `get_shard(i)`; or register a loader in `setup`, which raysgd divides for you."
+        )
+    },
+    "raysgd.torch": {
+        "BaseTorchTrainable": (
+            "`BaseTorchTrainable` is not available yet. Create the `TorchTrainer` inside a function of your own, and "
+            "give that function to Ray Tune; or use `raysgd.train.Trainer.to_tune_trainable`."
+        )
+    },
+}
+"""For each module the names that are looked for there in vain, and what to use instead."""
+
+
+def former_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """The `__getattr__` and the `__dir__` of a module that some of these names are looked for in.
+
+    Args:
+        module: Its `__name__`.
+    """
+    return lazy_names(module, MOVED.get(module, {}), NOT_HERE.get(module, {}))
