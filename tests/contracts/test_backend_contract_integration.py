@@ -1,4 +1,7 @@
-"""What holds for every backend: it connects any number of processes, leaves no trace, and knows a broken group."""
+"""What holds for every backend: it connects any number of processes, leaves no trace, and knows a broken group.
+
+Covers `raysgd.backends.tensorflow` and `raysgd.backends.torch`: what counts is that all backends keep one contract.
+"""
 
 from __future__ import annotations
 

@@ -1,3 +1,8 @@
+"""The controller with a scripted group, without Ray.
+
+Covers `raysgd.engine.lifecycle`: the controller is its only caller, and a scripted group shows what it does.
+"""
+
 from __future__ import annotations
 
 import logging

@@ -1,4 +1,7 @@
-"""The trainer's arguments: what is refused before anything starts."""
+"""The trainer's arguments: what is refused before anything starts.
+
+Covers `raysgd.tf.arguments`: what counts is what a user of the trainer is told.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""`TFTrainer` on real workers: results, state, models, losses of workers, and errors in user code."""
+"""`TFTrainer` on real workers: results, state, models, losses of workers, and errors in user code.
+
+Covers `raysgd.tf.creator_operator` and `raysgd.tf.registration`: the state of a trainer is what they registered.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Lightning modules on one worker in this process, without Ray."""
+"""Lightning modules on one worker in this process, without Ray.
+
+Covers `raysgd.torch._lightning_module` and `raysgd.torch._lightning_values`: a module calls them, never a user.
+"""
 
 from __future__ import annotations
 

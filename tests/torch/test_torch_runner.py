@@ -1,4 +1,7 @@
-"""The replica that hosts one operator, alone and without workers."""
+"""The replica that hosts one operator, alone and without workers.
+
+Covers `raysgd.replicas.runner` and `raysgd.torch.replica_state`: a runner is one object for whoever calls it.
+"""
 
 from __future__ import annotations
 

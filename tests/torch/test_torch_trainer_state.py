@@ -1,4 +1,7 @@
-"""Saving and loading the state of one worker in this process."""
+"""Saving and loading the state of one worker in this process.
+
+Covers `raysgd.torch._fitting`: whether a state fits is decided before anything of it is loaded.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Files of whoever: none ends the process, takes more memory than it has, or changes a trainer that refuses it."""
+"""Files of whoever: none ends the process, takes more memory than it has, or changes a trainer that refuses it.
+
+Covers `raysgd._plain_pickle`, `raysgd._stored_archive` and `raysgd.torch._tensor_file`: whole files show what parts
+of them do not. That good files are read as they were written is shown by `test_checkpoint_file.py`.
+"""
 
 from __future__ import annotations
 

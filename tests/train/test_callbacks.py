@@ -1,3 +1,8 @@
+"""Callbacks of runs: what they are told, and what they write.
+
+Covers `raysgd.train.callbacks.logging`: what holds for all callbacks is tested with those that write logs.
+"""
+
 from __future__ import annotations
 
 import json

@@ -1,4 +1,7 @@
-"""The executor and the worker group, driven as their developers do."""
+"""The executor and the worker group, driven as their developers do.
+
+Covers `raysgd.train.worker_group`: it is a view of the workers that an executor starts.
+"""
 
 from __future__ import annotations
 

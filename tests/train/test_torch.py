@@ -1,3 +1,8 @@
+"""What a function for several workers uses of PyTorch.
+
+Covers `raysgd.train._torch_data`: users reach it through the functions tested here.
+"""
+
 from __future__ import annotations
 
 import copy
