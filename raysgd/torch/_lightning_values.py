@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from raysgd._meters import AverageMeterCollection, MetricSummary
-from raysgd.torch.sampling import count_samples
+from raysgd.torch.batches import count_samples
 from raysgd.utils import NUM_SAMPLES
 
 _AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}

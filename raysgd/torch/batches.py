@@ -92,3 +92,52 @@ def _named(output: Any, name: str) -> Any:
     if isinstance(output, Mapping):
         return output.get(name)
     return None if isinstance(output, torch.Tensor | tuple | list) else getattr(output, name, None)
+
+
+def count_samples(batch: Any) -> int:
+    """Return the number of samples in a batch of any shape, at the cost of looking at sizes only.
+
+    The last array in a tuple or list is usually the target, whose first dimension counts samples more
+    reliably than that of an input. Where the target is a list of dicts, as in detection, each is one sample.
+    Failing that the first array anywhere inside counts, then the length of a list; anything else is one sample.
+
+    Example:
+        >>> count_samples((torch.zeros(3, 8, 8), torch.zeros(4)))
+        4
+        >>> count_samples({"text": torch.zeros(2, 16)})
+        2
+        >>> count_samples([{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(0, 4)}, {"boxes": torch.zeros(1, 4)}])
+        3
+    """
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    if len(parts) > 1 and _is_list_of_samples(parts):
+        return len(parts)
+    target = next((part for part in reversed(parts) if _is_array(part) or _is_list_of_samples(part)), None)
+    counted = _first_counted(parts) if target is None else target
+    if counted is not None:
+        return len(counted)
+    return len(batch) if isinstance(batch, (tuple, list)) else 1
+
+
+def _is_array(value: Any) -> bool:
+    shape = getattr(value, "shape", None)
+    return isinstance(shape, tuple) and len(shape) > 0  # torch.Size is a tuple; numpy arrays count too
+
+
+def _is_list_of_samples(value: Any) -> bool:
+    """Whether it is a list of dicts with the same keys, which were not joined to one dict."""
+    if not isinstance(value, (tuple, list)) or not value or not isinstance(value[0], Mapping):
+        return False
+    return all(isinstance(item, Mapping) and item.keys() == value[0].keys() for item in value)
+
+
+def _first_counted(parts: Iterable[Any]) -> Any:
+    """The first array or list of samples anywhere in them."""
+    for part in parts:
+        if _is_array(part) or _is_list_of_samples(part):
+            return part
+        inner = part.values() if isinstance(part, Mapping) else part if isinstance(part, (tuple, list)) else ()
+        found = _first_counted(inner)
+        if found is not None:
+            return found
+    return None

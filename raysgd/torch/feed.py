@@ -13,8 +13,10 @@ from raysgd.engine.types import DataLedger
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.streams import Remainder
+from raysgd.torch.batch_sampler import ElasticBatchSampler
 from raysgd.torch.parallel import NoParallel, Summation
-from raysgd.torch.sampling import ElasticBatchSampler, SamplerOrder, ShardedLoader, Unsharded
+from raysgd.torch.sample_order import SamplerOrder
+from raysgd.torch.sampling import ShardedLoader, Unsharded
 from raysgd.torch.step import Step
 from raysgd.torch.streams import Agreement, BatchStream, DividedSource, LockstepSource, PlainSource, Source
 

@@ -15,8 +15,9 @@ import torch
 
 from raysgd.replicas import streams
 from raysgd.replicas.streams import NO_BATCH
+from raysgd.torch.batches import count_samples
 from raysgd.torch.parallel import Summation
-from raysgd.torch.sampling import ShardedLoader, count_samples
+from raysgd.torch.sampling import ShardedLoader
 from raysgd.torch.step import Step
 
 _END = object()

@@ -44,7 +44,7 @@ from raysgd.torch.metric_objects import capture
 from raysgd.torch.modes import begin_training
 from raysgd.torch.parallel import COMM_HOOK, DDP, NoParallel, unwrap
 from raysgd.torch.precision import Precision
-from raysgd.torch.sampling import ShardedLoader, Unsharded, count_samples, shard_loader
+from raysgd.torch.sampling import ShardedLoader, Unsharded, shard_loader
 from raysgd.torch.settings import TorchSettings
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 
@@ -1045,7 +1045,7 @@ class CreatorOperator(TrainingOperator):
 
 
 def _num_samples(features: Sequence[Any], target: Any) -> int:
-    return count_samples(features if target is None else (target,))
+    return batches.count_samples(features if target is None else (target,))
 
 
 def _weight_entry(weight: Any) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from collections import UserDict
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -111,3 +112,42 @@ def test_forward_may_return_what_the_model_did() -> None:
 def test_anything_else_is_refused_with_what_it_may_return(returned: Any) -> None:
     with pytest.raises(TypeError, match=r"return the loss, `\(output, loss\)`, or `\(output, loss, weight\)`"):
         batches.parts_of_forward(returned)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        (torch.zeros(5, 3), 5),
+        (torch.zeros(0, 3), 0),
+        ((torch.zeros(2, 3), torch.zeros(4)), 4),
+        ([torch.zeros(2, 3), torch.zeros(4)], 4),
+        ((torch.zeros(6, 3), torch.tensor(1.0)), 6),
+        ((torch.zeros(6, 3), ["a", "b"]), 6),
+        (([torch.zeros(7, 2), torch.zeros(7)], torch.zeros(3)), 3),
+        ({"input_ids": torch.zeros(8, 16), "labels": torch.zeros(8)}, 8),
+        ({"meta": "x", "nested": {"image": [torch.zeros(9, 3)]}}, 9),
+        (({"a": torch.zeros(3)}, {"b": torch.zeros(5)}), 3),
+        ((numpy.zeros((4, 2)), numpy.zeros(4)), 4),
+        (["some", "raw", "texts"], 3),
+        (
+            (
+                (torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)),
+                ({"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}),
+            ),
+            2,
+        ),
+        ((torch.zeros(1, 3, 8, 8), [{"boxes": torch.zeros(5, 4)}]), 1),
+        (([{"boxes": torch.zeros(5, 4)}],), 1),
+        ([{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}], 2),
+        ({"labels": [{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(1, 4)}], "pixels": torch.zeros(2, 3)}, 2),
+        ([{"input_ids": torch.zeros(8, 16)}], 8),
+        ([], 0),
+        ({}, 1),
+        (torch.tensor(3.0), 1),
+        ("text", 1),
+        (None, 1),
+        (17, 1),
+    ],
+)
+def test_samples_are_counted_in_batches_of_any_structure(batch: Any, expected: int) -> None:
+    assert batches.count_samples(batch) == expected

@@ -1,0 +1,151 @@
+"""The position in the data: which samples of a pass come next, for a group of any size.
+
+All ranks step together. A *pass* is one order of all samples, the same on every rank. One *step* takes the
+next `world_size * batch_size` samples of that order and divides them over the ranks, contiguously and as
+evenly as possible. So what has been used is always a prefix of the order, and a position is just (pass index,
+samples consumed): it stays valid when the group shrinks or grows, and each sample of a pass is used exactly
+once whatever happens to the group.
+
+It also means that N workers see in a step exactly what one process with an N times larger batch would see, in
+the same order, down to the short last step. There the ranks' shares may differ; `Share.weight` is what makes
+the mean of the ranks' gradients the mean over the samples.
+
+Nothing here counts what was consumed: a `DataLoader` reads ahead, so only the training loop knows. It passes
+the number back in when a pass is resumed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Iterator
+from itertools import islice
+
+import torch
+from torch.utils.data import Sampler
+
+from raysgd.torch.pass_plan import PassPlan, check_range
+from raysgd.torch.sample_order import Indices, SampleOrder, SamplerOrder
+
+_SEED_BY_HAND = 0
+
+
+class ElasticBatchSampler(Sampler[list[int]]):
+    """The batches of one rank, from any position in a pass and for any size of the group.
+
+    Pass it to a `DataLoader` as `batch_sampler`. Before each iteration say where it starts with `begin_pass`.
+    An iterator belongs to the plan it was started with: it may run ahead of training, and a later
+    `begin_pass` or `reshape` does not disturb it.
+
+    Iterated by hand, before any pass was begun, it goes over all samples once, each time in another order if the
+    order is shuffled. The orders are the same on all ranks whatever their seeds are, because the ranks have no
+    common one yet.
+
+    Attributes:
+        order: The order of the samples.
+        batch_size: Samples per rank in a full step.
+        drop_last: Leave out a last joint step that is not full.
+        pad: Give a rank without samples in the last step some to repeat, see `PassPlan`.
+        rank: This worker's place in the group.
+        world_size: Size of the group.
+        plan: The pass begun last, or None before the first and after `reshape`.
+
+    Raises:
+        ValueError: A number is out of range.
+
+    Example:
+        >>> from raysgd.torch.sample_order import SequentialOrder
+        >>> order = SequentialOrder(10)
+        >>> sampler = ElasticBatchSampler(order, 2, drop_last=False, pad=True, rank=1, world_size=2)
+        >>> plan = sampler.begin_pass(0, seed=1)
+        >>> list(sampler)
+        [[2, 3], [6, 7], [9]]
+        >>> sampler.reshape(rank=0, world_size=1)
+        >>> plan = sampler.begin_pass(0, seed=1, consumed=plan.consumed_after(2))
+        >>> list(sampler)
+        [[8, 9]]
+    """
+
+    plan: PassPlan | None
+
+    def __init__(
+        self, order: SampleOrder, batch_size: int, drop_last: bool, pad: bool, rank: int, world_size: int
+    ) -> None:
+        self.order = order
+        self.drop_last = drop_last
+        self.pad = pad
+        self._indices: Indices = ()
+        self._drawn_for: tuple[int, int] | None = None
+        self._fingerprint: int | None = None
+        self._num_by_hand = 0
+        self.reshape(rank, world_size, batch_size)
+
+    def begin_pass(self, pass_index: int, seed: int, consumed: int = 0) -> PassPlan:
+        """Start a pass, or resume it after `consumed` samples, and return the plan for the rest of it.
+
+        Args:
+            pass_index: Number of the pass, from 0.
+            seed: Decides the order together with `pass_index`. Must be the same on every rank.
+            consumed: Samples of this pass that were used already, by a group of whatever size.
+
+        Raises:
+            ValueError: `consumed` is outside the pass, or the user's sampler cannot be used.
+        """
+        indices = self._draw(seed, pass_index)
+        self.plan = self._plan(len(indices), consumed)
+        return self.plan
+
+    def fingerprint(self) -> int | None:
+        """A number for the order of the pass begun last, where a user's sampler drew it; None where it cannot vary."""
+        if self._fingerprint is None and isinstance(self.order, SamplerOrder):
+            drawn = self._indices
+            content = memoryview(drawn) if isinstance(drawn, array) else repr(drawn).encode()
+            digest = hashlib.blake2b(content, digest_size=5).digest()  # so short that sums over all ranks fit 63 bits
+            self._fingerprint = int.from_bytes(digest, "big")
+        return self._fingerprint
+
+    def reshape(self, rank: int, world_size: int, batch_size: int | None = None) -> None:
+        """Take another place in another group; `batch_size=None` keeps the samples per rank.
+
+        The pass in progress ends here: call `begin_pass` with the position to go on from.
+
+        Raises:
+            ValueError: A number is out of range.
+        """
+        check_range("world_size", world_size, minimum=1)
+        check_range("rank", rank, minimum=0, maximum=world_size - 1)
+        if batch_size is not None:
+            check_range("batch_size", batch_size, minimum=1)
+            self.batch_size = batch_size
+        self.rank = rank
+        self.world_size = world_size
+        self.plan = None
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Iterate over this rank's batches in the rest of the pass; with no pass begun, in one by hand."""
+        if self.plan is not None:
+            return _batches(self._indices, self.plan, self.rank)
+        indices = self._draw(_SEED_BY_HAND, self._num_by_hand)
+        self._num_by_hand += 1
+        return _batches(indices, self._plan(len(indices), consumed=0), self.rank)
+
+    def __len__(self) -> int:
+        """Return this rank's batches in the pass as begun; with no pass begun, in a whole one."""
+        plan = self.plan or self._plan(self.order.num_samples, consumed=0)
+        return plan.num_batches(self.rank)
+
+    def _plan(self, num_samples: int, consumed: int) -> PassPlan:
+        return PassPlan(num_samples, consumed, self.batch_size, self.world_size, self.drop_last, self.pad)
+
+    def _draw(self, seed: int, pass_index: int) -> Indices:
+        # Resuming a pass is the common case in recovery: the order is known and drawing may cost seconds.
+        if self._drawn_for != (seed, pass_index):
+            self._indices = self.order.indices(seed, pass_index)
+            self._drawn_for, self._fingerprint = (seed, pass_index), None
+        return self._indices
+
+
+def _batches(indices: Indices, plan: PassPlan, rank: int) -> Iterator[list[int]]:
+    for share in islice(plan.shares(rank), plan.num_batches(rank)):
+        batch = indices[share.start : share.stop]
+        yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
