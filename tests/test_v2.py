@@ -14,9 +14,10 @@ from raysgd import train
 from raysgd.engine.types import World
 from raysgd.exceptions import MissingFrameworkError
 from raysgd.train import CheckpointStrategy
+from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._mailbox import Ended
+from raysgd.train._messages import FunctionSpec
 from raysgd.train.backend import BackendConfig
-from raysgd.train.session import FunctionSession, FunctionSpec
 from raysgd.train.torch import TorchConfig
 
 
@@ -117,7 +118,7 @@ def test_a_function_inside_of_a_run_is_that_of_today() -> None:
         raysgd.v2.report(loss=1)
         return raysgd.v2.world_rank(), raysgd.v2.load_checkpoint()
 
-    replica = FunctionSession(World(rank=1, size=2))
+    replica = FunctionReplica(World(rank=1, size=2))
     replica.begin(FunctionSpec(function, dict, "_timestamp"), {"epoch": 2}, None)
     replica.next()
     assert replica.next() == Ended((1, {"epoch": 2}))

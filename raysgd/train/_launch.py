@@ -8,10 +8,10 @@ from typing import Any
 
 from raysgd._state_codec import lend
 from raysgd.engine.types import World
+from raysgd.train._messages import FunctionSpec
 from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._shards import DividedData
 from raysgd.train.checkpoint import CheckpointManager
-from raysgd.train.session import FunctionSpec
 
 
 class Launch:

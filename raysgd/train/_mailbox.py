@@ -1,4 +1,4 @@
-"""How the user's function and the driver meet: one message at a time, and nobody runs ahead of an unread one."""
+"""Passes messages from the user's function to the driver, one at a time."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any
 
 
 class RunCancelled(BaseException):
-    """Ends the user's function from inside `report` or `save_checkpoint`, because nobody listens any more.
+    """Ends the user's function from inside `report` or `save_checkpoint`, because its messages are not read any more.
 
-    Not an `Exception`, so that code which catches those does not hold it up.
+    Not an `Exception`, so that user code which catches those does not stop it.
     """
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The function came to its end, with this value."""
+    """The function returned this value."""
 
     value: Any = None
 
 
 class Mailbox:
-    """Runs a function in a thread of its own, and passes on what it offers.
+    """Runs a function in its own thread, and holds the message that it offers until the driver takes it.
 
     Args:
         function: Runs in the thread.
@@ -58,7 +58,7 @@ class Mailbox:
         """From the function: leaves a message and waits until it is taken.
 
         Raises:
-            RunCancelled: Nobody will take it.
+            RunCancelled: It will not be taken.
         """
         with self._changed:
             self._message, self._has_message = message, True
@@ -68,7 +68,7 @@ class Mailbox:
                 raise RunCancelled
 
     def take(self) -> Any:
-        """The next message, waiting for it; an `Ended` when the function has returned.
+        """Waits for the next message and returns it; an `Ended` if the function has returned.
 
         Raises:
             BaseException: What the function raised.
@@ -88,9 +88,9 @@ class Mailbox:
         """Whether the function has returned or raised."""
         return self._ended is not None or self._error is not None
 
-    def cancel(self, patience_s: float) -> bool:
-        """Ends the function at its next message, if not there already; returns whether it ended within `patience_s`."""
+    def cancel(self, timeout_s: float) -> bool:
+        """Ends the function at its next message; returns whether it ended in time."""
         with self._changed:
             self._is_cancelled = True
             self._changed.notify_all()
-            return self._changed.wait_for(lambda: self.is_over, timeout=patience_s)
+            return self._changed.wait_for(lambda: self.is_over, timeout=timeout_s)

@@ -18,11 +18,11 @@ from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.policies import RetryBudget
 from raysgd.exceptions import StepMismatchError, WorkerError
-from raysgd.train import session
+from raysgd.train import _function_replica as replica
 from raysgd.train._launch import Launch
 from raysgd.train._mailbox import Ended
+from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
 from raysgd.train.checkpoint import CheckpointLostError, CheckpointManager
-from raysgd.train.session import CheckpointRef, Message, TrainingResultType
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class FunctionRun:
             WorkersLostError: They were lost, again and again.
         """
         with self._aborted_on_error():
-            self._call(session.start_function)
+            self._call(replica.start_function)
 
     def next_step(self) -> Step:
         """The next step of all workers; its checkpoint, if any, is taken over.
@@ -142,7 +142,7 @@ class FunctionRun:
             ValueError: A checkpoint lacks its score.
         """
         with self._aborted_on_error():
-            step = check_step(self._call(session.take_step))
+            step = check_step(self._call(replica.take_step))
             if step.checkpoint_ref is not None:
                 self._take(step, step.checkpoint_ref)
             self.may_restart = step.checkpoint_ref is not None
@@ -185,7 +185,7 @@ class FunctionRun:
         """From here on reports are not waited for; checkpoints are."""
         self._launch.is_muted = True
         with self._aborted_on_error():
-            self._call(session.mute)
+            self._call(replica.mute)
 
     def abort(self, error: BaseException | None = None) -> None:
         """Ends the functions, wherever they are, so that the workers are free for another run."""
@@ -207,7 +207,7 @@ class FunctionRun:
         if size > 1 or self._controller.num_workers != size:
             return False
         try:
-            return all(self._controller.run(Call(session.end_function), max_retries=0))
+            return all(self._controller.run(Call(replica.end_function), max_retries=0))
         except Exception as failed:
             logger.debug("ending the function failed: %s", failed)
             return False
@@ -229,14 +229,14 @@ class FunctionRun:
 
     def _take(self, step: Step, checkpoint_ref: CheckpointRef) -> None:
         for rank, token in step.refused:
-            self._controller.group.submit_beside(rank, session.refuse_checkpoint, token)
+            self._controller.group.submit_beside(rank, replica.refuse_checkpoint, token)
         self._checkpoints.add(checkpoint_ref.score, self._receiver(checkpoint_ref, step.source))
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
         """Gets a checkpoint: out of the message, or from the worker that holds it."""
         if checkpoint_ref.token is None:
             return lambda: self._unpacked(checkpoint_ref.data)
-        transfer = self._controller.group.fetch(source, session.fetch_checkpoint, checkpoint_ref.token)
+        transfer = self._controller.group.fetch(source, replica.fetch_checkpoint, checkpoint_ref.token)
         return lambda: self._unpacked(_arrived(transfer))
 
     def _unpacked(self, data: Any) -> dict[str, Any]:

@@ -26,14 +26,15 @@ from raysgd.exceptions import (
     WorkersLostError,
 )
 from raysgd.train import constants
+from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._launch import Launch
+from raysgd.train._messages import FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._plan import RunPlan
 from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._run import FunctionRun, Step, restarts_allowed
 from raysgd.train._shards import DividedData
 from raysgd.train.backend import BackendConfig, Placed, backend_of
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
-from raysgd.train.session import FunctionSession, FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, WorkerObject, check_group, gather
 
 logger = logging.getLogger(__name__)
@@ -158,7 +159,7 @@ class BackendExecutor:
             connection = Placed(connection, shares_gpus=True)
         spec = GroupSpec(
             backend=connection,
-            make_replica=FunctionSession,
+            make_replica=FunctionReplica,
             resources=self._resources,
             initialization_hook=initialization_hook,
             reservation_timeout_s=self._timeout_s,

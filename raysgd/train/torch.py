@@ -34,10 +34,10 @@ from raysgd.exceptions import SessionMisuseError  # noqa: E402
 from raysgd.torch.options import FSDPOptions  # noqa: E402
 from raysgd.torch.parallel import DDP, NoParallel  # noqa: E402
 from raysgd.torch.precision import NativeAmp, Precision  # noqa: E402
+from raysgd.train._session import Session, current_session  # noqa: E402
 from raysgd.train._torch_data import DeviceLoader, divided  # noqa: E402
 from raysgd.train.backend import Backend, BackendConfig, EncodedData, Placed  # noqa: E402
 from raysgd.train.constants import PYTORCH_PROFILER_KEY  # noqa: E402
-from raysgd.train.session import Session, current_session  # noqa: E402
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader

@@ -25,8 +25,8 @@ from raysgd.exceptions import (
     WorkersLostError,
     worker_error,
 )
+from raysgd.train._function_replica import FunctionReplica
 from raysgd.train.backend import Unconnected
-from raysgd.train.session import FunctionSession
 
 logger = logging.getLogger(__name__)
 
@@ -137,12 +137,12 @@ class WorkerObject:
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
 
-def make_worker_object(replica: FunctionSession, worker_object: WorkerObject) -> None:
+def make_worker_object(replica: FunctionReplica, worker_object: WorkerObject) -> None:
     """Makes the object of this worker."""
     replica.worker_object = worker_object.made_by(*worker_object.args, **worker_object.kwargs)
 
 
-def call_method(replica: FunctionSession, name: str, /, *args: Any, **kwargs: Any) -> Any:
+def call_method(replica: FunctionReplica, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of that object.
 
     Raises:
@@ -285,7 +285,7 @@ class WorkerGroup:
             self.num_cpus_per_worker, self.num_gpus_per_worker, dict(self.additional_resources_per_worker or {})
         )
         self._check_room(resources, len(self) + num_workers)
-        spec = GroupSpec(Unconnected(), FunctionSession, resources, captures=False, within=self._placement_group)
+        spec = GroupSpec(Unconnected(), FunctionReplica, resources, captures=False, within=self._placement_group)
         group = EngineGroup(spec, num_workers)
         report = group.start()
         if not report.ok:

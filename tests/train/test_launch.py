@@ -7,10 +7,10 @@ import pytest
 from raysgd._state_codec import decode
 from raysgd.engine.types import World
 from raysgd.train._launch import Launch
+from raysgd.train._messages import FunctionSpec
 from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._shards import DividedData
 from raysgd.train.checkpoint import CheckpointManager
-from raysgd.train.session import FunctionSpec
 
 
 class FakeGroup:

@@ -79,13 +79,13 @@ def test_a_cancelled_function_ends_at_its_message_although_it_catches_exceptions
 
     mailbox = start(function)
     assert mailbox.take() == "again"
-    assert mailbox.cancel(patience_s=5)
+    assert mailbox.cancel(timeout_s=5)
     assert cleaned_up == [True]
 
 
 def test_a_function_that_comes_to_no_message_cannot_be_cancelled() -> None:
     go_on = threading.Event()
     mailbox = start(lambda mailbox: go_on.wait(5))
-    assert not mailbox.cancel(patience_s=0.01)
+    assert not mailbox.cancel(timeout_s=0.01)
     go_on.set()
-    assert mailbox.cancel(patience_s=5)
+    assert mailbox.cancel(timeout_s=5)

@@ -4,8 +4,8 @@ import pytest
 
 from raysgd.exceptions import StepMismatchError
 from raysgd.train._mailbox import Ended
+from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
 from raysgd.train._run import check_step, restarts_allowed
-from raysgd.train.session import CheckpointRef, Message, TrainingResultType
 
 REPORT, CHECKPOINT = TrainingResultType.REPORT, TrainingResultType.CHECKPOINT
 

@@ -30,13 +30,15 @@ from raysgd.engine.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.torch.precision import NativeAmp, Precision
 from raysgd.train import torch as helpers
+from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._mailbox import Ended
-from raysgd.train.session import FunctionSession, FunctionSpec, current_session
+from raysgd.train._messages import FunctionSpec
+from raysgd.train.session import current_session
 
 
 def inside(function: Callable[[], Any], rank: int = 0, size: int = 1) -> Any:
     """What a function returns that runs as if a trainer ran it."""
-    replica = FunctionSession(World(rank, size))
+    replica = FunctionReplica(World(rank, size))
     replica.begin(FunctionSpec(function, dict, "_timestamp"), None, None)
     ended = replica.next()
     assert isinstance(ended, Ended)
@@ -413,7 +415,7 @@ def test_the_first_example_of_the_guide_goes_on_with_one_worker() -> None:
     [example, *_] = guide.read_text(encoding="utf-8").split("```python no-run\n")[1:]
     found: dict[str, Any] = {}
     exec(example.partition("\ntrainer = ")[0], found)
-    replica = FunctionSession(World(rank=0, size=1))
+    replica = FunctionReplica(World(rank=0, size=1))
     config = {"batch_size": 16, "num_epochs": 2}
     replica.begin(FunctionSpec(partial(found["train_func"], config), dict, "_timestamp"), None, None)
     messages = [replica.next() for _ in range(5)]

@@ -1,0 +1,175 @@
+"""The replica in a worker that runs functions, and what the driver calls on it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+from raysgd._state_codec import decode
+from raysgd.engine.replica import Capture
+from raysgd.engine.types import Heartbeat, World
+from raysgd.exceptions import TrainBackendError
+from raysgd.train._mailbox import Ended
+from raysgd.train._messages import FunctionSpec, Message, TrainingResultType
+from raysgd.train._pending_checkpoints import PendingCheckpoints
+from raysgd.train._session import Session, close_session, open_session
+
+_NEXT_MESSAGE_S = 1.0  # how long a function may take to its next message when it is ended
+
+
+class FunctionReplica:
+    """Runs one function after the other; each gives the driver one message at a time.
+
+    Args:
+        world: This worker's place.
+
+    Attributes:
+        worker_object: The object of the user's class in this worker; None without one.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._session: Session | None = None
+        self._pending_checkpoints = PendingCheckpoints()
+        self._num_messages = 0
+        self.worker_object: Any = None
+
+    def setup(self) -> None:
+        """Nothing: there is nothing to build before there is a function."""
+
+    def begin(self, spec: FunctionSpec, checkpoint: dict[str, Any] | None, shard: Any) -> None:
+        """Starts a function.
+
+        Raises:
+            TrainBackendError: A function is running already.
+        """
+        if self._session is not None:
+            raise TrainBackendError("a function is running in this worker already")
+        self._pending_checkpoints.clear()
+        self._session = Session(self.world, spec, checkpoint, shard, self._pending_checkpoints)
+        open_session(self._session)
+
+    def next(self) -> Message | Ended:
+        """The function's next message, waiting for it.
+
+        Raises:
+            TrainBackendError: No function was started.
+            Exception: What the function raised.
+        """
+        session = self._running()
+        try:
+            message = session.mailbox.take()
+            while session.is_muted and _is_mere_report(message):
+                message = session.mailbox.take()
+        except SystemExit:
+            _leave_process()
+            raise
+        except BaseException:
+            self._close()
+            raise
+        self._num_messages += 1
+        if isinstance(message, Ended):
+            self._close()
+        assert isinstance(message, Message | Ended)
+        return message
+
+    def mute(self) -> None:
+        """Lets the function continue without waiting for its reports to be read."""
+        self._running().is_muted = True
+
+    def end(self) -> bool:
+        """Ends the function at its next message; returns False if it sent none in time."""
+        if self._session is None:
+            return True
+        self._pending_checkpoints.clear()  # a function that waits for the driver continues to its next message
+        is_over = self._session.mailbox.cancel(_NEXT_MESSAGE_S)
+        self._close()
+        return is_over
+
+    def _running(self) -> Session:
+        if self._session is None:
+            raise TrainBackendError("no function is running in this worker: call `start_training` first")
+        return self._session
+
+    def _close(self) -> None:
+        close_session(self._session)
+        self._session = None
+
+    def capture(self, landed_token: int | None) -> Capture:
+        """Nothing: a function restarts from its checkpoint, which the driver has."""
+        return Capture()
+
+    def fetch(self, token: int) -> Any:
+        """A checkpoint that was too large to travel with its message."""
+        return self._pending_checkpoints.fetch(token)
+
+    def refuse(self, token: int) -> None:
+        """Takes note that the driver will not fetch a checkpoint."""
+        self._pending_checkpoints.refuse(token)
+
+    def restore(self, shared_state: Any, own_state: Any) -> None:
+        """Nothing: the next call starts the function from the newest checkpoint."""
+
+    def heartbeat(self) -> Heartbeat:
+        """A sign of life."""
+        session = self._session
+        if session is None:
+            return Heartbeat()
+        return Heartbeat(epoch=session.iteration, step=self._num_messages, phase="in the function")
+
+    def shutdown(self) -> None:
+        """Abandons the function; its thread ends with the process."""
+        self._close()
+
+
+def _is_mere_report(message: Any) -> bool:
+    return isinstance(message, Message) and message.kind is TrainingResultType.REPORT and message.checkpoint_ref is None
+
+
+def _leave_process() -> None:
+    """Ends the worker of a function that called `sys.exit`, which would end its process without a worker too."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def start_function(replica: FunctionReplica, *start: Any) -> None:
+    """Starts the function, without waiting for its first message."""
+    _start(replica, start)
+
+
+def take_step(replica: FunctionReplica, *start: Any) -> Message | Ended:
+    """The function's next message. Starts the function first where it does not run yet."""
+    _start(replica, start)
+    return replica.next()
+
+
+def mute(replica: FunctionReplica, *start: Any) -> None:
+    """See `FunctionReplica.mute`."""
+    _start(replica, start)
+    replica.mute()
+
+
+def _start(replica: FunctionReplica, start: Sequence[Any]) -> None:
+    """Starts the function if `start` has what that takes: its spec, its encoded checkpoint, its shard of the data."""
+    if not start:
+        return
+    spec, checkpoint, shard = start
+    replica.begin(spec, decode(checkpoint, copy=True) if checkpoint is not None else None, shard)
+
+
+def end_function(replica: FunctionReplica) -> bool:
+    """See `FunctionReplica.end`."""
+    return replica.end()
+
+
+def fetch_checkpoint(replica: FunctionReplica, token: int) -> Any:
+    """See `FunctionReplica.fetch`."""
+    return replica.fetch(token)
+
+
+def refuse_checkpoint(replica: FunctionReplica, token: int) -> None:
+    """See `FunctionReplica.refuse`."""
+    replica.refuse(token)

@@ -1,0 +1,78 @@
+"""What travels between the driver and the functions in the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any
+
+
+class TrainingResultType(Enum):
+    """What a message is."""
+
+    REPORT = auto()
+    CHECKPOINT = auto()
+
+
+@dataclass(frozen=True)
+class TrainingResult:
+    """A message as code sees it that drives a `BackendExecutor` itself."""
+
+    type: TrainingResultType
+    data: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class CheckpointRef:
+    """A checkpoint on its way to the driver.
+
+    Attributes:
+        score: The value by which it is judged; None if the checkpoint has none.
+        data: The encoded checkpoint, if it is small and certainly kept.
+        token: Otherwise, what to fetch it with.
+    """
+
+    score: Any = None
+    data: Any = None
+    token: int | None = None
+
+
+@dataclass(frozen=True)
+class Message:
+    """What a function sends: metrics, a checkpoint, or metrics with a checkpoint."""
+
+    kind: TrainingResultType
+    data: Any = None
+    checkpoint_ref: CheckpointRef | None = None
+
+
+@dataclass(frozen=True)
+class FunctionSpec:
+    """What a worker needs to run a function.
+
+    Attributes:
+        function: The user's function, its argument bound.
+        encode: Prepares everything that leaves the worker.
+        score_attribute: The key in a checkpoint by which it is judged.
+        is_detailed: Whether each report also says where and when it was made.
+        is_muted: Whether the function does not wait for its reports to be read.
+        explain: Turns an exception of the function into the one to raise.
+    """
+
+    function: Callable[[], Any]
+    encode: Callable[[dict[str, Any]], Any]
+    score_attribute: str
+    is_detailed: bool = False
+    is_muted: bool = False
+    explain: Callable[[Exception], Exception] | None = None
+
+    def run(self) -> Any:
+        """Runs the function."""
+        try:
+            return self.function()
+        except Exception as error:
+            explained = self.explain(error) if self.explain is not None else error
+            if explained is error:
+                raise
+            raise explained.with_traceback(error.__traceback__) from error

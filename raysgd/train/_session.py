@@ -1,0 +1,155 @@
+"""One run of a function in a worker, as the function sees it, and which one runs in this process."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd._state_codec import StateEncoder
+from raysgd.engine.types import World
+from raysgd.train._mailbox import Mailbox
+from raysgd.train._messages import CheckpointRef, FunctionSpec, Message, TrainingResultType
+from raysgd.train._pending_checkpoints import PendingCheckpoints
+from raysgd.train._shards import with_to_torch
+from raysgd.train.constants import (
+    DATE,
+    HOSTNAME,
+    NODE_IP,
+    PID,
+    TIME_THIS_ITER_S,
+    TIME_TOTAL_S,
+    TIMESTAMP,
+    TRAINING_ITERATION,
+)
+
+_INLINE_BYTES = 1 << 20  # smaller states travel with the message; larger ones are fetched while training continues
+_PLAIN = (type(None), bool, int, float, str)
+
+
+class Session:
+    """One run of a function in this worker, as the function sees it.
+
+    Args:
+        world: This worker's place.
+        spec: What to run.
+        checkpoint: What the function starts from.
+        shard: This worker's part of the data, or a dict of such parts.
+        pending: Where large checkpoints wait.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        spec: FunctionSpec,
+        checkpoint: dict[str, Any] | None = None,
+        shard: Any = None,
+        pending: PendingCheckpoints | None = None,
+    ) -> None:
+        self.world = world
+        self.checkpoint = checkpoint
+        self.shard = with_to_torch(shard)
+        self.accelerator: Any = None
+        self.is_muted = spec.is_muted
+        self.iteration = 0
+        self._spec = spec
+        self._began = self._last_report = time.monotonic()
+        self._pending_checkpoints = pending or PendingCheckpoints()
+        # The thread of the function encodes what leaves the worker, with one copy. Tensors and arrays are apart in it,
+        # so that no later step touches gigabytes in Python. Two encoders: each keeps its buffer, and reports are small.
+        self._checkpoints, self._reports = StateEncoder(), StateEncoder()
+        self.mailbox = Mailbox(spec.run)
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> None:
+        """Sends metrics, and perhaps a checkpoint with them."""
+        if checkpoint is not None:
+            self.checkpoint = dict(checkpoint)
+        if self.is_muted and checkpoint is None:
+            return
+        data = self._packed(self._spec.encode(self._filled(dict(metrics))))
+        if checkpoint is None:
+            self.mailbox.offer(Message(TrainingResultType.REPORT, data))
+        elif self.world.rank == 0:
+            self.mailbox.offer(Message(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
+        else:
+            self._offer(data, checkpoint)
+
+    def _offer(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Sends metrics, and offers a checkpoint that the driver takes only if no lower rank has one."""
+        content = self._content(checkpoint)
+        token = self._pending_checkpoints.announce()
+        checkpoint_ref = CheckpointRef(content.get(self._spec.score_attribute), token=token)
+        self.mailbox.offer(Message(TrainingResultType.REPORT, data, checkpoint_ref))
+        self._pending_checkpoints.settle(token, lambda: self._checkpoints.encode(self._spec.encode(content)))
+
+    def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Sends a checkpoint. Only that of rank 0 is kept, but all ranks take part in the step."""
+        self.checkpoint = checkpoint
+        checkpoint_ref = self._checkpoint_ref(checkpoint) if self.world.rank == 0 else None
+        self.mailbox.offer(Message(TrainingResultType.CHECKPOINT, None, checkpoint_ref))
+
+    def _checkpoint_ref(self, checkpoint: Mapping[str, Any]) -> CheckpointRef:
+        content = self._content(checkpoint)
+        score = content.get(self._spec.score_attribute)
+        encoded = self._checkpoints.encode(self._spec.encode(content))
+        if len(encoded.skeleton) + encoded.num_bytes < _INLINE_BYTES:
+            return CheckpointRef(score, encoded)
+        return CheckpointRef(score, token=self._pending_checkpoints.keep(encoded))
+
+    def _content(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        return {**checkpoint, TIMESTAMP: int(time.time())}
+
+    def _packed(self, data: Any) -> Any:
+        """Metrics as the backend prepared them; encoded, unless they are plain."""
+        if isinstance(data, dict) and all(type(value) in _PLAIN for value in data.values()):
+            return data
+        return self._reports.encode(data)
+
+    def _filled(self, metrics: dict[str, Any]) -> dict[str, Any]:
+        """The metrics, with the values that every report has."""
+        now = time.monotonic()
+        self.iteration += 1
+        metrics.setdefault(TIME_THIS_ITER_S, now - self._last_report)
+        self._last_report = now
+        metrics[TIMESTAMP] = int(time.time())
+        metrics[TRAINING_ITERATION] = self.iteration
+        if self._spec.is_detailed:
+            metrics[DATE] = time.strftime("%Y-%m-%d_%H-%M-%S")
+            metrics[HOSTNAME] = socket.gethostname()
+            metrics[NODE_IP] = _node_ip()
+            metrics[PID] = os.getpid()
+            metrics[TIME_TOTAL_S] = now - self._began
+        return metrics
+
+
+def _node_ip() -> str:
+    ray = sys.modules.get("ray")
+    if ray is not None and ray.is_initialized():
+        return str(ray.util.get_node_ip_address())
+    return "127.0.0.1"
+
+
+# One function runs at a time in a worker process; threads that it starts see the same session.
+_current: Session | None = None
+
+
+def current_session() -> Session | None:
+    """The session of the function that runs in this process; None outside a run."""
+    return _current
+
+
+def open_session(session: Session) -> None:
+    """Makes a session the one of this process, and starts its function."""
+    global _current
+    _current = session
+    session.mailbox.start()
+
+
+def close_session(session: Session | None) -> None:
+    """From now on no function runs in this process, if it was this one."""
+    global _current
+    if _current is session:
+        _current = None

@@ -1,0 +1,23 @@
+"""Replicas that run functions, for tests without workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raysgd.train._function_replica import FunctionReplica
+from raysgd.train._mailbox import Ended
+from raysgd.train._messages import FunctionSpec, Message
+from raysgd.train.constants import TIMESTAMP
+
+
+def spec(function: Any, **options: Any) -> FunctionSpec:
+    return FunctionSpec(function, options.pop("encode", dict), options.pop("score_attribute", TIMESTAMP), **options)
+
+
+def begin(replica: FunctionReplica, function: Any, checkpoint: Any = None, shard: Any = None, **options: Any) -> None:
+    replica.begin(spec(function, **options), checkpoint, shard)
+
+
+def user_keys(message: Message | Ended) -> dict[str, Any]:
+    assert isinstance(message, Message)
+    return {key: value for key, value in message.data.items() if not key.startswith("_")}
