@@ -91,8 +91,21 @@ class Table:
     def __init__(self, cluster: Cluster, folder: str) -> None:
         self.cluster = cluster
         self.folder = folder
-        self.trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=NUM_WORKERS)
         self.num_beckoned = 0
+        self._trainer: TorchTrainer | None = None
+
+    @property
+    def trainer(self) -> TorchTrainer:
+        """The one for all cells but those of its start-up, begun when it is needed."""
+        if self._trainer is None:
+            self._trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=NUM_WORKERS)
+        return self._trainer
+
+    def end(self) -> None:
+        """Gives its room back."""
+        if self._trainer is not None:
+            self._trainer.shutdown()
+            self._trainer = None
 
     def fill(self, phase: str, victim: str) -> dict[str, Any]:
         """What came of `victim` being lost in `phase`."""
@@ -155,18 +168,17 @@ class Table:
         return {"result": sorted(uses(self.trainer))}
 
     def _start(self, victim: str) -> dict[str, Any]:
-        self.trainer.shutdown()
+        self.end()
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
             config = {"folder": folder, "victims": VICTIMS[victim], "act": testing._Signal(9)}
             if victim == NODE:
                 add_node(self.cluster)  # beforehand: a trainer does not start with fewer workers than it was asked for
             with self._node_loss(gives_back=False) if victim == NODE else _nothing() as beckon:
                 config["act"] = beckon or config["act"]
-                self.trainer = TorchTrainer(training_operator_cls=EndsInSetup, num_workers=NUM_WORKERS, config=config)
-            self.trainer.train()
-            seen = {**self._state_of(self.trainer), "result": sorted(uses(self.trainer)), "failures": 0, "events": []}
-            self.trainer.shutdown()
-        self.trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=NUM_WORKERS)
+                trainer = TorchTrainer(training_operator_cls=EndsInSetup, num_workers=NUM_WORKERS, config=config)
+            trainer.train()
+            seen = {**self._state_of(trainer), "result": sorted(uses(trainer)), "failures": 0, "events": []}
+            trainer.shutdown()
         return seen
 
     def _state_of(self, trainer: TorchTrainer) -> dict[str, Any]:
@@ -232,7 +244,7 @@ def main() -> None:
             began = time.monotonic()
             seen = table.fill(phase, victim)
             tell({"phase": phase, "victim": victim, **seen, "seconds": round(time.monotonic() - began, 1)})
-        table.trainer.shutdown()
+        table.end()
         if not named:
             tell({"phase": "going away", "victim": "a node", **drained()})
 

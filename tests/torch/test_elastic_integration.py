@@ -139,7 +139,7 @@ def test_a_rank_that_the_others_waited_for_too_long_is_told_of_and_replaced(
     ("operator_cls", "parallel", "dies", "is_large", "recovery"),
     [
         (GoesOn, "ddp", True, True, "rejoined"),
-        (GoesOn, "ddp", True, False, "rejoined"),
+        pytest.param(GoesOn, "ddp", True, False, "rejoined", marks=pytest.mark.soak),
         (GoesOn, "ddp", False, False, "rejoined"),
         (GoesOnByHand, "none", False, False, "rebuilt"),
     ],
