@@ -126,7 +126,7 @@ def plan(tmp_path: Path) -> FailurePlan:
 # -------------------------------------------------------------------------------------------- deaths
 
 
-@pytest.mark.parametrize("is_large", [False, True])
+@pytest.mark.parametrize("is_large", [False, pytest.param(True, marks=pytest.mark.soak)])
 def test_each_rank_may_die_in_the_middle_of_a_call_and_all_at_once(
     make: Make, plan: FailurePlan, is_large: bool
 ) -> None:

@@ -41,7 +41,7 @@ PHASES = ("start-up", "between calls", *STEPS, "validate", "save", "get_model", 
 
 CHOSEN = (
     ("start-up", "another"),
-    ("between calls", "two at once"),
+    ("between calls", "another"),
     ("first step", "rank 0"),
     ("mid-epoch", "another"),
     ("mid-epoch", "all"),
@@ -49,7 +49,7 @@ CHOSEN = (
     ("last step", "two at once"),
     ("validate", "rank 0"),
     ("save", "rank 0"),
-    ("get_model", "all"),
+    ("get_model", "another"),
     ("state_dict", "another"),
     ("rejoin", "rank 0"),
 )

@@ -1,4 +1,9 @@
-"""What befalls trainers on a cluster of four nodes: `python -m tests.torch.node_stories` prints it as JSON."""
+"""What befalls trainers on a cluster of some nodes, as JSON.
+
+    python -m tests.torch.node_stories [two]
+
+tells of a spare and of a wait for nodes; with `two`, only of two trainers at once.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import json
 import logging
 import os
 import signal
+import sys
 import threading
 import time
 from typing import Any
@@ -82,9 +88,9 @@ def a_wait_for_nodes_is_interrupted(cluster: Cluster) -> dict[str, Any]:
     """Later there is a node again."""
     handler = _InterruptsTheWait()
     logging.getLogger("raysgd").addHandler(handler)
-    with TorchTrainer(training_operator_cls=Ledger, num_workers=4, min_workers=4, config=SLOW) as trainer:
+    with TorchTrainer(training_operator_cls=Ledger, num_workers=3, min_workers=3, config=SLOW) as trainer:
         trainer.train()
-        threading.Timer(0.5, testing.remove_node, [cluster], {"trainer": trainer, "rank": 3}).start()
+        threading.Timer(0.5, testing.remove_node, [cluster], {"trainer": trainer, "rank": 2}).start()
         try:
             trainer.train()
             seconds = None
@@ -102,15 +108,19 @@ def _kinds(trainer: TorchTrainer) -> list[str]:
     return [event.kind for event in trainer.status().events if event.kind != "started"]
 
 
-def main() -> None:
-    with cluster_of(4) as cluster:
+def tell_of_two() -> dict[str, Any]:
+    with cluster_of(4):
         before = RaySurroundings.now()
-        found = {"two": two_trainers_lose_a_worker_each(), "spare": a_spare_steps_in_for_a_node(cluster)}
+        return {"two": two_trainers_lose_a_worker_each(), "left over": before.leaks()}
+
+
+def tell_of_nodes() -> dict[str, Any]:
+    with cluster_of(3) as cluster:
+        before = RaySurroundings.now()
+        found = {"spare": a_spare_steps_in_for_a_node(cluster)}
         add_node(cluster)
-        found["wait"] = a_wait_for_nodes_is_interrupted(cluster)
-        found["left over"] = before.leaks()
-    print(json.dumps(found))
+        return {**found, "wait": a_wait_for_nodes_is_interrupted(cluster), "left over": before.leaks()}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(tell_of_two() if sys.argv[1:] == ["two"] else tell_of_nodes()))
