@@ -39,6 +39,15 @@ def kinds(trainer: TorchTrainer) -> list[str]:
     return [event.kind for event in trainer._controller.history.events[1:]]
 
 
+def train_until_whole(trainer: TorchTrainer) -> int:
+    """Trains for an epoch, and for more where a new worker is late, as on a busy machine; returns how many it took."""
+    num_epochs = 0
+    while num_epochs == 0 or trainer.num_workers < 2:
+        trainer.train()
+        num_epochs += 1
+    return num_epochs
+
+
 def assert_alike(trainer: TorchTrainer) -> None:
     first, *others = trainer.apply_all_operators(parameters_of)
     assert all(equal(other, first) for other in others)
@@ -181,15 +190,15 @@ def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(
         operator = trainer.get_local_operator()
         model = operator.model  # type: ignore[attr-defined]
         testing.kill_worker(trainer, 1, at="step:7")
-        trainer.train()
+        num_epochs = train_until_whole(trainer)
         testing.kill_worker(trainer, 1)
-        trainer.train()
+        num_epochs += train_until_whole(trainer)
         testing.kill_worker(trainer, 1, at="validate")
         assert trainer.validate()["num_samples"] == 60
-        assert kinds(trainer) == ["rejoined"] * 3
+        assert [kind for kind in kinds(trainer) if kind != "grown"] == ["rejoined"] * 3
         assert trainer.get_local_operator() is operator
         assert operator.model is model  # type: ignore[attr-defined]
-        assert uses(trainer) == {2}
+        assert uses(trainer) == {num_epochs}
         assert_alike(trainer)
 
 
