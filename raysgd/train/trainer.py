@@ -1,15 +1,12 @@
-"""`Trainer`: runs a training function on N workers, and hands on what it reports.
+"""`Trainer`: runs a training function on N workers, and passes on what it reports.
 
-A front end: it checks arguments, keeps the folders, and calls the callbacks. Workers and their losses are the business
-of the executor and the engine below it.
+A front end: the executor below it runs the workers, and the engine replaces those that are lost.
 """
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,16 +16,17 @@ from raysgd._paths import check_path
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.history import History
 from raysgd.engine.resources import cluster_view
-from raysgd.exceptions import InactiveWorkerGroupError
-from raysgd.train import constants
+from raysgd.train._iterator import TrainingIterator
+from raysgd.train._object_group import TrainWorkerGroup
 from raysgd.train._plan import RunPlan
+from raysgd.train._run_callbacks import RunCallbacks
+from raysgd.train._run_folders import RunFolders, make_logdir
 from raysgd.train._shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
-from raysgd.train.callbacks.callback import TrainingCallback, call_with_known
+from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
 from raysgd.train.executor import BackendExecutor, Flag, as_range
-from raysgd.train.utils import construct_path, without_arguments
-from raysgd.train.worker_group import WorkerGroup, WorkerHandle
+from raysgd.train.utils import without_arguments
 
 logger = logging.getLogger(__name__)
 
@@ -98,10 +96,7 @@ class Trainer:
             max_retries,
             **self._pace,
         )
-        self._run_id = 0
-        self.logdir = self.create_logdir(logdir)
-
-    # ---------------------------------------------------------------------------------------------- start and end
+        self._folders = RunFolders(self.create_logdir(logdir))
 
     def start(self, initialization_hook: Callable[[], Any] | None = None) -> None:
         """Starts the workers and connects them.
@@ -139,8 +134,6 @@ class Trainer:
         """
         return self._executor.history
 
-    # ---------------------------------------------------------------------------------------------- runs
-
     def run(
         self,
         train_func: Callable[..., Any],
@@ -171,18 +164,15 @@ class Trainer:
             StepMismatchError: The functions were out of step; a `RuntimeError`.
             WorkersLostError: Workers were lost too often; a `RuntimeError`.
         """
-        callbacks = _checked_callbacks(callbacks)
+        told = RunCallbacks(callbacks)
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self._executor.check_free()
         run_dir = self.create_run_dir()
-        with _told(callbacks):
-            for callback in callbacks:
-                call_with_known(callback.start_training, logdir=str(run_dir), config={} if config is None else config)
+        with told.around(run_dir, config):
             iterator = self._iterate(plan, run_dir)
             try:
                 for results in iterator:
-                    for callback in callbacks:
-                        callback.process_results(results)
+                    told.process(results)
             except BaseException:
                 self._executor.abort_training()
                 raise
@@ -251,40 +241,32 @@ class Trainer:
         bundles = [{"CPU": 1.0}] + [bundle] * as_range(self._num_workers)[1]
         return make_trainable(TrialPlan(make_trainer, train_func, dataset, bundles))
 
-    # ---------------------------------------------------------------------------------------------- folders
+    @property
+    def logdir(self) -> Path:
+        """The folder of this trainer, in which each run has its own."""
+        return self._folders.logdir
+
+    @logdir.setter
+    def logdir(self, logdir: Path) -> None:
+        self._folders.logdir = logdir
 
     def create_logdir(self, log_dir: str | Path | None) -> Path:
-        """Makes the folder for the runs and returns it."""
-        if log_dir is not None:
-            check_path("logdir", log_dir)
-        name = log_dir or time.strftime("train_%Y-%m-%d_%H-%M-%S")
-        path = construct_path(name, constants.DEFAULT_RESULTS_DIR)
-        path.mkdir(parents=True, exist_ok=True)
-        logger.info("the results of this trainer go to %s", path)
-        return path
+        """Makes the folder for the runs and returns it; without a name, a new one with the time."""
+        return make_logdir(log_dir)
 
     def create_run_dir(self) -> Path:
         """Makes the folder of the next run and returns it: the next number that no other trainer has taken."""
-        while True:
-            self._run_id += 1
-            run_dir = self.latest_run_dir
-            assert run_dir is not None
-            with suppress(FileExistsError):
-                run_dir.mkdir(parents=True)
-                return run_dir
+        return self._folders.make_next()
 
     @property
     def latest_run_dir(self) -> Path | None:
         """The folder of the latest run; None before the first one."""
-        return self.logdir / f"run_{self._run_id:03d}" if self._run_id else None
+        return self._folders.latest
 
     @property
     def latest_checkpoint_dir(self) -> Path | None:
         """Where the checkpoints of the latest run are, or would be; None before the first one."""
-        run_dir = self.latest_run_dir
-        return run_dir / constants.TRAIN_CHECKPOINT_SUBDIR if run_dir is not None else None
-
-    # ---------------------------------------------------------------------------------------------- checkpoints
+        return self._folders.latest_checkpoints
 
     @property
     def checkpoint_manager(self) -> CheckpointManager:
@@ -324,136 +306,6 @@ class Trainer:
         return found
 
 
-class TrainingIterator:
-    """Goes over what a running function reports. The function waits for it, one report ahead at most.
-
-    Args:
-        executor: Runs the function.
-    """
-
-    def __init__(self, executor: BackendExecutor) -> None:
-        self._executor = executor
-        self._run = executor.current_run
-        self._is_finished = False
-        self._final: list[Any] | None = None
-
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        """Itself."""
-        return self
-
-    def __next__(self) -> list[dict[str, Any]]:
-        """The metrics of all workers at their next report, by rank."""
-        if self._is_finished:
-            raise StopIteration
-        with self._finished_unless_fine():
-            self._check_current()
-            results = self._executor.fetch_next_result()
-            if results is not None:
-                return results
-            self._final = self._executor.finish_training()
-        self._is_finished = True
-        raise StopIteration
-
-    def is_finished(self) -> bool:
-        """Whether the function has ended everywhere, or the run was given up."""
-        return self._is_finished
-
-    def get_final_results(self, force: bool = False) -> list[Any] | None:
-        """What the function returned, by rank; None when the run was given up.
-
-        Args:
-            force: Whether to let a function that still runs come to its end, without its reports. Otherwise the result
-                is None.
-        """
-        if not self._is_finished and not force:
-            logger.info("the function still runs: iterate to its end first, or use `get_final_results(force=True)`")
-            return None
-        if not self._is_finished:
-            with self._finished_unless_fine():
-                self._check_current()
-                self._final = self._executor.finish_training()
-            self._is_finished = True
-        return self._final
-
-    def _check_current(self) -> None:
-        if not self._executor.is_started or self._executor.current_run is not self._run:
-            raise InactiveWorkerGroupError(
-                "Since this iterator was made the trainer was shut down or began another run."
-            )
-
-    @contextmanager
-    def _finished_unless_fine(self) -> Iterator[None]:
-        try:
-            yield
-        except BaseException:
-            self._is_finished = True
-            raise
-
-
-class TrainWorkerGroup:
-    """Connected workers, each with an object of the user's class. `group[0].method.remote(...)` calls it.
-
-    When a worker dies, `ray.get` of a call to it raises Ray's `RayActorError`, and calls to others may wait for it
-    forever. `restart` then brings new workers; what the objects knew is lost, unless the class keeps it elsewhere.
-
-    Args:
-        executor: Started the workers.
-    """
-
-    def __init__(self, executor: BackendExecutor) -> None:
-        self._executor = executor
-
-    def __getitem__(self, index: int) -> WorkerHandle:
-        return self._group.workers[index].actor
-
-    def __len__(self) -> int:
-        return len(self._group)
-
-    @property
-    def _group(self) -> WorkerGroup:
-        return self._executor.get_worker_group()
-
-    def restart(self) -> None:
-        """Replaces all workers: new processes, connected again, with new objects made from the same arguments.
-
-        Handles taken before are of no use any more: take them again, `group[0]`.
-
-        Raises:
-            InactiveWorkerGroupError: The group was shut down.
-            WorkerError: The class or the initialization hook raised; of that class too.
-            WorkersLostError: New workers died too, again and again.
-        """
-        self._executor.replace_workers()
-
-    def shutdown(self, patience_s: float = 5) -> None:
-        """Ends the workers; with `patience_s` above 0 they may close what they have first."""
-        self._executor.shutdown(patience_s)
-
-
-@contextmanager
-def _told(callbacks: Sequence[TrainingCallback]) -> Iterator[None]:
-    """Tells the callbacks of the end, all of them, whatever it is."""
-    has_failed = True
-    try:
-        yield
-        has_failed = False
-    finally:
-        _tell_end(callbacks, has_failed)
-
-
-def _tell_end(callbacks: Sequence[TrainingCallback], has_failed: bool) -> None:
-    errors: list[Exception] = []
-    for callback in callbacks:
-        try:
-            callback.finish_training(error=has_failed)
-        except Exception as error:
-            errors.append(error)
-    for hidden in errors[1:] if not has_failed else errors:
-        logger.error("a callback failed in `finish_training`: %r", hidden)
-    if errors and not has_failed:
-        raise errors[0]
-
-
 def amounts_for_each(
     use_gpu: bool, resources_per_worker: Mapping[str, float] | None
 ) -> tuple[float, float, dict[str, float]]:
@@ -482,16 +334,6 @@ def amounts_for_each(
     if use_gpu and num_gpus == 0:
         raise ValueError('`use_gpu=True`, but `resources_per_worker` asks for 0 "GPU": leave one of them out.')
     return num_cpus, num_gpus, rest
-
-
-def _checked_callbacks(callbacks: Any) -> list[TrainingCallback]:
-    if callbacks is not None and (isinstance(callbacks, str | bytes) or not isinstance(callbacks, Iterable)):
-        raise TypeError(f"`callbacks={callbacks!r}`: need a list of callbacks, or None.")
-    found = list(callbacks or ())
-    for callback in found:
-        if isinstance(callback, type) or not hasattr(callback, "start_training"):
-            raise TypeError(f"`callbacks` has {callback!r}: need objects of subclasses of `TrainingCallback`.")
-    return found
 
 
 __getattr__, __dir__ = former_names(__name__)

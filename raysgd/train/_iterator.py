@@ -1,0 +1,79 @@
+"""Goes over what a running function reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from raysgd.exceptions import InactiveWorkerGroupError
+from raysgd.train.executor import BackendExecutor
+
+logger = logging.getLogger(__name__)
+
+
+class TrainingIterator:
+    """Goes over what a running function reports. The function waits for it, one report ahead at most.
+
+    Args:
+        executor: Runs the function.
+    """
+
+    def __init__(self, executor: BackendExecutor) -> None:
+        self._executor = executor
+        self._run = executor.current_run
+        self._is_finished = False
+        self._final: list[Any] | None = None
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        """Itself."""
+        return self
+
+    def __next__(self) -> list[dict[str, Any]]:
+        """The metrics of all workers at their next report, by rank."""
+        if self._is_finished:
+            raise StopIteration
+        with self._finished_unless_fine():
+            self._check_current()
+            results = self._executor.fetch_next_result()
+            if results is not None:
+                return results
+            self._final = self._executor.finish_training()
+        self._is_finished = True
+        raise StopIteration
+
+    def is_finished(self) -> bool:
+        """Whether the function has ended everywhere, or the run was given up."""
+        return self._is_finished
+
+    def get_final_results(self, force: bool = False) -> list[Any] | None:
+        """What the function returned, by rank; None when the run was given up.
+
+        Args:
+            force: Whether to let a function that still runs come to its end, without its reports. Otherwise the result
+                is None.
+        """
+        if not self._is_finished and not force:
+            logger.info("the function still runs: iterate to its end first, or use `get_final_results(force=True)`")
+            return None
+        if not self._is_finished:
+            with self._finished_unless_fine():
+                self._check_current()
+                self._final = self._executor.finish_training()
+            self._is_finished = True
+        return self._final
+
+    def _check_current(self) -> None:
+        if not self._executor.is_started or self._executor.current_run is not self._run:
+            raise InactiveWorkerGroupError(
+                "Since this iterator was made the trainer was shut down or began another run."
+            )
+
+    @contextmanager
+    def _finished_unless_fine(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            self._is_finished = True
+            raise

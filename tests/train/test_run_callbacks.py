@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.train._run_callbacks import RunCallbacks
+from raysgd.train.callbacks import TrainingCallback
+
+
+class Noting(TrainingCallback):
+    """Notes its calls, and raises at the end if it is to."""
+
+    def __init__(self, calls: list[tuple[Any, ...]], name: str, error: Exception | None = None) -> None:
+        self.calls, self.name, self.error = calls, name, error
+
+    def start_training(self, logdir: str, config: Any, **info: Any) -> None:
+        self.calls.append((self.name, "start", logdir, config))
+
+    def process_results(self, results: list[dict[str, Any]], **info: Any) -> None:
+        self.calls.append((self.name, "results", results))
+
+    def finish_training(self, error: bool = False, **info: Any) -> None:
+        self.calls.append((self.name, "finish", error))
+        if self.error is not None:
+            raise self.error
+
+
+def test_all_are_called_in_their_order() -> None:
+    calls: list[tuple[Any, ...]] = []
+    callbacks = RunCallbacks([Noting(calls, "a"), Noting(calls, "b")])
+    with callbacks.around(Path("run"), None):
+        callbacks.process([{"loss": 1}])
+    assert calls == [
+        ("a", "start", "run", {}),
+        ("b", "start", "run", {}),
+        ("a", "results", [{"loss": 1}]),
+        ("b", "results", [{"loss": 1}]),
+        ("a", "finish", False),
+        ("b", "finish", False),
+    ]
+
+
+def test_all_hear_of_a_failed_run_and_none_of_them_hides_it(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[tuple[Any, ...]] = []
+    callbacks = RunCallbacks([Noting(calls, "a", OSError("disk full")), Noting(calls, "b")])
+    with pytest.raises(KeyError), callbacks.around(Path("run"), {"lr": 1}):
+        raise KeyError("bad sample")
+    assert calls[2:] == [("a", "finish", True), ("b", "finish", True)]
+    assert "a callback failed in `finish_training`: OSError('disk full')" in caplog.text
+
+
+def test_the_first_that_fails_at_the_end_is_raised_after_all_were_called(caplog: pytest.LogCaptureFixture) -> None:
+    calls: list[tuple[Any, ...]] = []
+    callbacks = RunCallbacks([Noting(calls, "a", OSError("first")), Noting(calls, "b", OSError("second"))])
+    with pytest.raises(OSError, match="first"), callbacks.around(Path("run"), None):
+        pass
+    assert [call[:2] for call in calls[2:]] == [("a", "finish"), ("b", "finish")]
+    assert "second" in caplog.text
+
+
+@pytest.mark.parametrize("callbacks", ["json", 3, [Noting], [print]])
+def test_what_is_no_callback_is_refused(callbacks: Any) -> None:
+    with pytest.raises(TypeError, match="`callbacks"):
+        RunCallbacks(callbacks)
