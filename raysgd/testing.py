@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from raysgd.exceptions import TrainerShutdownError
+
 if TYPE_CHECKING:
     from raysgd.engine.group_spec import GroupSpec
     from raysgd.engine.types import World
@@ -171,12 +173,11 @@ def _controller(trainer: Any) -> Any:
 
 
 def _group(trainer: Any) -> WorkerGroup:
-    """The workers as they are; to ask the controller itself would start new ones where there are none."""
-    controller = _controller(trainer)
-    group: WorkerGroup | None = controller._lifecycle.group
-    if group is None and not controller._lifecycle.is_stopped:
+    """The workers as they are."""
+    group: WorkerGroup | None = _controller(trainer).group
+    if group is None:
         raise RuntimeError("The trainer has no workers at this moment, they are being replaced: try again later.")
-    return controller.group if group is None else group
+    return group
 
 
 # ------------------------------------------------------------------------------------------------------ signals
@@ -330,9 +331,10 @@ def _arm(trainer: Any, ranks: Sequence[int], trap: _Trap) -> None:
 
 
 def _disarm_everywhere(trainer: Any, key: str | None) -> None:
-    group = trainer._controller._lifecycle.group
-    if group is not None:
-        group.ask_beside("beside", _unset, key)
+    with contextlib.suppress(TrainerShutdownError):
+        group = _controller(trainer).group
+        if group is not None:
+            group.ask_beside("beside", _unset, key)
 
 
 # ------------------------------------------------------------------------------------------------------ in the driver
@@ -370,8 +372,8 @@ def _arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
 def _arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
     """Lets the next group that is started, and has these ranks, lose them over its set-up."""
     _take_back(trainer, "setup")
-    lifecycle = trainer._controller._lifecycle
-    original = lifecycle._make_group
+    starter = _controller(trainer).starter
+    original = starter.make_group
 
     def make_group(spec: GroupSpec, num_workers: int) -> WorkerGroup:
         if num_workers <= max(ranks):
@@ -383,10 +385,10 @@ def _arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
         return doomed
 
     def undo() -> None:
-        lifecycle._make_group = original
+        starter.make_group = original
         _armed_in_driver[trainer].pop("setup", None)
 
-    lifecycle._make_group = make_group
+    starter.make_group = make_group
     _armed_in_driver.setdefault(trainer, {})["setup"] = undo
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 from raysgd.engine import ranks
 from raysgd.engine.backend import Backend
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import Clock
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import (
@@ -44,6 +44,18 @@ from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, Wor
 def meeting(*ports: int, host: str = "127.0.0.1", on_one_node: bool = True) -> Rendezvous:
     """Ranks that listen at these ports of one host."""
     return Rendezvous(tuple((host, port) for port in ports), on_one_node)
+
+
+WORDS = Words(
+    when_shut_down="(words for a trainer that was shut down)",
+    when_interrupted="(words for an interrupted call)",
+    when_starved="(words for too few workers)",
+    when_spent="(words for spent retries)",
+    when_not_granted="(words for resources not granted)",
+    after_end="(what is left)",
+    restart_point="from the last completed call",
+)
+"""What a front end would tell its users."""
 
 
 class NullBackend(Backend):
@@ -274,11 +286,16 @@ Event = Lost | Raised | Interrupted | Denied | ShutDown | None
 
 
 class FakeClock:
-    """Time that passes only while somebody sleeps."""
+    """Time that passes only while somebody sleeps.
+
+    Attributes:
+        at_sleep: What happens whenever somebody has slept, for so many seconds.
+    """
 
     def __init__(self) -> None:
         self.now_s = 1000.0
         self.sleeps: list[float] = []
+        self.at_sleep: Callable[[float], object] = lambda seconds: None
 
     def monotonic(self) -> float:
         return self.now_s
@@ -286,6 +303,7 @@ class FakeClock:
     def sleep(self, seconds: float) -> None:
         self.sleeps.append(seconds)
         self.now_s += seconds
+        self.at_sleep(seconds)
 
     def as_clock(self) -> Clock:
         return Clock(self.monotonic, self.sleep)
@@ -362,7 +380,7 @@ class FakeGroup:
         self.standby = FakeStandbyWorkers(self)
         self.is_alive = False
         self.ended_by: str | None = None
-        self.is_abandoned = False
+        self.is_killed_beside = False
         self.silent: set[int] = set()
         self.gone: set[int] = set()
         self.functions: list[str] = []
@@ -425,7 +443,7 @@ class FakeGroup:
     ) -> GroupReport:
         if isinstance(event, Interrupted):
             raise KeyboardInterrupt
-        if self.is_abandoned and not self.is_driver_only:
+        if self.is_killed_beside and not self.is_driver_only:
             event = Lost(tuple(range(self.num_workers)))
         called = sorted(args_by_rank) if args_by_rank else range(self.num_workers)
         outcomes = []
@@ -487,7 +505,7 @@ class FakeGroup:
         event = _next(self.cluster.stands)
         if isinstance(event, Interrupted):
             raise KeyboardInterrupt
-        if self.is_abandoned:
+        if self.is_killed_beside:
             event = Lost(tuple(survivors))
         outcomes = []
         for rank in survivors:
@@ -502,10 +520,10 @@ class FakeGroup:
         self.silent |= self.cluster.silent & set(ranks)
         return [rank for rank in ranks if rank not in dead and rank not in self.silent]
 
-    def let_go(self, leaving: Sequence[int]) -> None:
-        assert not (self.spec.use_local and 0 in leaving), "the driver cannot leave"
-        self.num_seated -= len(leaving)
-        self.gone |= set(leaving)
+    def remove_workers(self, ranks: Sequence[int]) -> None:
+        assert not (self.spec.use_local and 0 in ranks), "the driver cannot leave"
+        self.num_seated -= len(ranks)
+        self.gone |= set(ranks)
 
     def regroup(
         self,
@@ -532,7 +550,7 @@ class FakeGroup:
         return next(world for world, other in zip(self.worlds, self.replicas, strict=True) if other is replica)
 
     def start_standby(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
-        self.standby.avoid(avoid)
+        self.standby.kill_on(avoid)
         count = max(0, min(count, min(self.num_slots, self.cluster.num_slots) - self.num_seated))
         self.num_seated += count
         self.standby.num_coming += count
@@ -551,8 +569,8 @@ class FakeGroup:
     def was_started(self) -> bool:
         return bool(self.replicas)
 
-    def abandon(self) -> None:
-        self.is_abandoned = True
+    def kill_workers(self) -> None:
+        self.is_killed_beside = True
 
     def kill(self, timeout_s: float = 5.0) -> None:
         self.is_alive, self.ended_by = False, "kill"
@@ -598,7 +616,7 @@ class FakeStandbyWorkers:
         self.killed_standby.append(standby_worker)
         self._group.num_seated -= 1
 
-    def avoid(self, node_ids: frozenset[str]) -> None: ...
+    def kill_on(self, node_ids: frozenset[str]) -> None: ...
 
 
 @dataclass
@@ -663,7 +681,7 @@ class Stopper:
     def stop(self) -> None:
         """Returns when the thread has done all that it can do by itself."""
         self._thread.start()
-        while not self._has_begun or not all(g.ended_by or g.is_abandoned for g in self._cluster.groups):
+        while not self._has_begun or not all(g.ended_by or g.is_killed_beside for g in self._cluster.groups):
             time.sleep(0.001)
 
     @property

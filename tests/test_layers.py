@@ -30,7 +30,7 @@ UTILITIES = {
     "raysgd._version",
     "raysgd.compat.names",
 }
-ENGINE_MODULES_WITH_RAY = {"resources", "worker", "local_worker", "worker_group", "gathering", "standby"}
+ENGINE_MODULES_WITH_RAY = {"gathering", "group_start", "members", "resources", "standby", "transfers", "worker"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "lightning", "pytorch_lightning"}
 FRONT_ENDS = {"torch", "tf", "train", "data"}
 LEAVES = {"raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}

@@ -1,4 +1,4 @@
-"""Looks after a group while a call runs: signs of life, snapshots taken inside the call, and when to stop for a change.
+"""Watches a call while it runs: heartbeats, snapshots taken inside the call, and when to stop for a change.
 
 The driver calls `on_wait` some ten times a second while it waits for the call. All questions go to the second thread of
 each worker; between two rounds nothing is asked, so a call that takes less than a round costs nothing.
@@ -7,70 +7,70 @@ each worker; between two rounds nothing is asked, so a call that takes less than
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from raysgd import _logging
 from raysgd.engine.failures import listed
+from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.history import History
 from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.replica import Capture
+from raysgd.engine.step_hold import StepHold
 from raysgd.engine.types import Heartbeat, Outcome
-
-if TYPE_CHECKING:
-    from raysgd.engine.lifecycle import Lifecycle
-    from raysgd.engine.worker_group import WorkerGroup
+from raysgd.engine.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
 _FIRST_ROUND_S = 0.2
 _FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast, or workers are about to step in
-_NODES_S = 2.0
-_HOLD_AHEAD_S = 0.05
-_MIN_MARGIN = 2
 _MOST_STACKS = 8
+
+
+class Monitored(Protocol):
+    """What a monitor needs of the lifecycle of a group."""
+
+    spec: GroupSpec
+    history: History
+    group: WorkerGroup | None
+
+    def now(self) -> float:
+        """Seconds on the clock that all waiting goes by."""
 
 
 class CallMonitor:
     """Watches one call.
 
     Args:
-        lifecycle: Owns the group.
-        can_hold: Whether the call can be stopped at a step boundary and gone on with.
+        lifecycle: Holds the group.
         take_inside: Takes over the parts of a snapshot that the ranks took inside the call.
+        hold: Stops the call at a step boundary; None for a call that cannot be stopped and gone on with.
         at_round: Called behind each round of questions.
 
     Attributes:
-        heartbeats: The last sign of life of each rank.
-        reason: Why the ranks were asked to stop.
+        heartbeats: The last heartbeat of each rank.
     """
 
     def __init__(
         self,
-        lifecycle: Lifecycle,
-        can_hold: bool,
+        lifecycle: Monitored,
         take_inside: Callable[[list[Capture]], bool],
+        hold: StepHold | None = None,
         at_round: Callable[[], None] = lambda: None,
     ) -> None:
         self._lifecycle = lifecycle
-        self._can_hold = can_hold
         self._take_inside = take_inside
+        self._hold = hold
         self._at_round = at_round
         self._liveness: LivenessCheck[int] = LivenessCheck(lifecycle.spec.heartbeat_s, self._poll_rank, lifecycle.now)
         self._round_s = self._liveness.round_s(self._num_asked)
-        now = lifecycle.now()
-        self._next_round = now + min(_FIRST_ROUND_S, self._round_s)
-        self._next_nodes = now + _NODES_S
-        self._next_growth = now + (lifecycle.rules.resize_check_s or 0.0)
+        self._next_round = lifecycle.now() + min(_FIRST_ROUND_S, self._round_s)
         self._snapshot = 0
         self._has_collected = False
-        self._margin = _MIN_MARGIN
-        self._is_holding = False
-        self._rate = 0.0
+        self._steps_per_s = 0.0
         self._first: dict[int, Heartbeat] = {}
         self.heartbeats: dict[int, Heartbeat] = {}
-        self.reason = ""
 
     def poll(self) -> None:
         """Does what is due."""
@@ -80,10 +80,15 @@ class CallMonitor:
             self._round_s = self._next_round_s()
             self._next_round = now + self._round_s
             self._ask()
-            if self._can_hold and not self._is_holding and self._should_hold(now):
-                self._hold()
+            if self._hold is not None:
+                self._hold.poll(self._steps_per_s)
             self._at_round()
         self._liveness.rest()
+
+    @property
+    def reason(self) -> str:
+        """Why the ranks were asked to stop."""
+        return self._hold.reason if self._hold is not None else ""
 
     @property
     def samples_per_s(self) -> float | None:
@@ -93,8 +98,6 @@ class CallMonitor:
         if group is None or len(spans) < len(group) or not all(last.at > first.at for first, last in spans):
             return None
         return sum((last.num_samples - first.num_samples) / (last.at - first.at) for first, last in spans) or None
-
-    # ---------------------------------------------------------------------------------------------- signs of life
 
     def _ask(self) -> None:
         group = self._lifecycle.group
@@ -118,7 +121,7 @@ class CallMonitor:
             if found.ok and found.value is not None:
                 self._note(rank, found.value)
         if polled.silent:
-            self._end_hung(dict(polled.silent))
+            self._kill_hung(dict(polled.silent))
         if polled.answers:
             self._look_for_snapshot()
 
@@ -126,12 +129,12 @@ class CallMonitor:
         self._lifecycle.spec.relay.tell({str(rank): heartbeat.notes})
         before = self.heartbeats.get(rank)
         if before is not None and heartbeat.step > before.step >= 0 and heartbeat.at > before.at:
-            self._rate = (heartbeat.step - before.step) / (heartbeat.at - before.at)
+            self._steps_per_s = (heartbeat.step - before.step) / (heartbeat.at - before.at)
         self.heartbeats[rank] = heartbeat
         if heartbeat.is_training:
             self._first.setdefault(rank, heartbeat)
 
-    def _end_hung(self, silent: Mapping[int, float]) -> None:
+    def _kill_hung(self, silent: Mapping[int, float]) -> None:
         """Processes that are stopped or frozen are lost; the failure of their call then takes the usual way.
 
         Args:
@@ -162,8 +165,6 @@ class CallMonitor:
             alike.setdefault(f"{_place(heartbeats.get(rank))}\n{stacks.get(rank, '  no answer')}", []).append(rank)
         return _reported(alike)
 
-    # ---------------------------------------------------------------------------------------------- snapshots
-
     def _look_for_snapshot(self) -> None:
         group = self._lifecycle.group
         if group is None or len(self.heartbeats) < len(group):
@@ -175,9 +176,8 @@ class CallMonitor:
     def _next_round_s(self) -> float:
         """Half the time where a snapshot was there for the taking, twice the time where none was."""
         factor, self._has_collected = 0.5 if self._has_collected else 2.0, False
-        is_awaited = (
-            self._lifecycle.group is not None and self._can_hold and self._lifecycle.group.standby.num_coming > 0
-        )
+        group = self._lifecycle.group
+        is_awaited = self._hold is not None and group is not None and group.standby.num_coming > 0
         slowest_s = self._liveness.round_s(self._num_asked)
         wanted_s = _FASTEST_ROUND_S if is_awaited else min(slowest_s, max(_FASTEST_ROUND_S, self._round_s * factor))
         return self._liveness.round_s(self._num_asked, wanted_s)
@@ -195,47 +195,6 @@ class CallMonitor:
         if any(capture is None for capture in captures):
             return False
         return self._take_inside([capture for capture in captures if capture is not None])
-
-    # ---------------------------------------------------------------------------------------------- stopping
-
-    def _should_hold(self, now: float) -> bool:
-        lifecycle, group = self._lifecycle, self._lifecycle.group
-        if group is None:
-            return False
-        if now >= self._next_nodes:
-            self._next_nodes = now + _NODES_S
-            if lifecycle.leaving_nodes_in_use():
-                self.reason = "a node is going away"
-                return True
-        check_s = lifecycle.rules.resize_check_s
-        if check_s is None or len(group) >= lifecycle.scaling.max_workers:
-            return False
-        if now >= self._next_growth:
-            self._next_growth = now + check_s
-            if not lifecycle.spec.regroups:
-                self.reason = "there is room for more workers"
-                return lifecycle.find_room() > 0
-            lifecycle.start_growth()
-        if lifecycle.spec.regroups and group.standby.num_ready and not group.standby.num_coming:
-            group.standby.kill_unresponsive()
-            self.reason = "there is room for more workers"
-            return group.standby.num_ready > 0
-        return False
-
-    def _hold(self) -> None:
-        """Agrees with all ranks on a step to stop at; if one of them is past it, the next round looks further ahead."""
-        group = self._lifecycle.group
-        assert group is not None
-        margin = max(self._margin, math.ceil(self._rate * _HOLD_AHEAD_S))
-        first = group.ask_beside("beside", _propose_hold, margin, None, ranks=[0])
-        at = first.get(0)
-        answers = {0: at}
-        if at is not None:
-            answers |= group.ask_beside("beside", _propose_hold, margin, at, ranks=range(1, len(group)))
-        is_agreed = len(answers) == len(group) and all(answer == at for answer in answers.values()) and at is not None
-        group.ask_beside("beside", _settle_hold, is_agreed)
-        self._is_holding = is_agreed
-        self._margin = _MIN_MARGIN if is_agreed else self._margin * 2
 
 
 def _place(heartbeat: Heartbeat | None) -> str:
@@ -271,12 +230,3 @@ def _heartbeat(replica: Any) -> Heartbeat | None:
 def _part_of_snapshot(replica: Any, number: int) -> Capture | None:
     capture: Capture | None = replica.part_of_snapshot(number)
     return capture
-
-
-def _propose_hold(replica: Any, margin: int, at: int | None) -> int | None:
-    step: int | None = replica.propose_hold(margin, at)
-    return step
-
-
-def _settle_hold(replica: Any, is_agreed: bool) -> None:
-    replica.settle_hold(is_agreed)

@@ -34,11 +34,11 @@ class Listener:
     def __init__(self, references: Mapping[int, Any], asks_survivors: bool = False) -> None:
         self._references = references
         self._asks_survivors = asks_survivors
-        self._abandoned = threading.Event()
+        self._is_stopped = threading.Event()
 
-    def abandon(self) -> None:
+    def stop(self) -> None:
         """The local rank failed: the others get the usual grace, no more."""
-        self._abandoned.set()
+        self._is_stopped.set()
 
     def listen(self, on_wait: Callable[[], None] | None = None) -> dict[int, Outcome]:
         """The outcomes by rank. Blocks until all have answered or a failure has been understood."""
@@ -55,7 +55,7 @@ class Listener:
         pause_s = _POLL_S if on_wait or self._is_beside_local() else None
         waiting = {reference: rank for rank, reference in self._references.items()}
         values: dict[int, Any] = {}
-        while waiting and not self._abandoned.is_set():
+        while waiting and not self._is_stopped.is_set():
             # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
             done, rest = ray.wait(list(waiting), num_returns=1, timeout=pause_s)
             if not done and on_wait is not None:

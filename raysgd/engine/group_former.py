@@ -138,7 +138,7 @@ class GroupFormer:
             obstacle = self.budget.rejoin_obstacle(progress) if self.budget is not None else None
             if obstacle is not None:
                 raise CannotForm(obstacle, next_group.staying)
-            group.let_go([r for r in range(len(group)) if r not in next_group.staying and r not in group.gone])
+            group.remove_workers([r for r in range(len(group)) if r not in next_group.staying and r not in group.gone])
             has_waited = self._fill_from_standby(next_group, max(0.0, deadline - self.now()) if self.can_wait else 0.0)
             if not has_waited:
                 return next_group
@@ -155,7 +155,7 @@ class GroupFormer:
         if missing <= 0:
             return False
         avoided = self.nodes_to_avoid()
-        standby.avoid(avoided)
+        standby.kill_on(avoided)
         self.group.start_standby(missing - standby.num_coming - standby.num_ready, most, avoided)
         found = standby.take(missing, 0.0)
         next_group.joining += found

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from raysgd.engine.types import GroupReport
-    from raysgd.engine.worker_group import WorkerGroup
+from raysgd.engine.types import GroupReport
+from raysgd.engine.worker_group import WorkerGroup
 
 
 class GroupHooks:

@@ -8,9 +8,31 @@ from typing import Any
 
 from raysgd._logging import Relay
 from raysgd.engine.backend import Backend
-from raysgd.engine.group_hooks import GroupHooks
 from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.types import Resources
+
+
+@dataclass(frozen=True)
+class Words:
+    """What a front end tells its users behind the facts that the engine raises and logs. Each is a sentence or two.
+
+    Attributes:
+        when_shut_down: After a call to a trainer that was shut down.
+        when_interrupted: After a shutdown in the middle of a call.
+        when_starved: Where too few workers could be had.
+        when_spent: After a loss, where no retry is left.
+        when_not_granted: Where the resources were not granted in time.
+        after_end: What is left when there are no workers any more, for the history.
+        restart_point: Where new workers go on, for the history.
+    """
+
+    when_shut_down: str = ""
+    when_interrupted: str = ""
+    when_starved: str = ""
+    when_spent: str = ""
+    when_not_granted: str = ""
+    after_end: str = ""
+    restart_point: str = "from the last snapshot"
 
 
 @dataclass(frozen=True)
@@ -32,7 +54,7 @@ class GroupSpec:
         heartbeat_s: A worker that gives no sign of life for so long is lost.
         settle_timeout_s: How long a survivor of a loss may take to come to an end with the step it is in.
         relay: Logs what workers logged.
-        hooks: What the front end does when a group starts and ends.
+        words: What the front end tells its users behind the engine's facts.
     """
 
     backend: Backend
@@ -49,7 +71,7 @@ class GroupSpec:
     heartbeat_s: float = 30.0
     settle_timeout_s: float = 120.0
     relay: Relay = field(default_factory=Relay, repr=False, compare=False)
-    hooks: GroupHooks = field(default_factory=GroupHooks, repr=False, compare=False)
+    words: Words = field(default_factory=Words, repr=False)
 
     @property
     def num_threads(self) -> int:

@@ -166,7 +166,7 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView) -> str |
 class Reservation:
     """Resources for all workers at once, all or none.
 
-    Inside an existing placement group (a Tune trial, say) that one is used, and left alone on release.
+    Inside an existing placement group (a Tune trial, say) that one is used, and left alone on `close`.
 
     Args:
         need: What one worker needs.
@@ -175,13 +175,20 @@ class Reservation:
         packs: Whether workers go to as few nodes as they can, rather than to as many.
         within: Whose placement group to use: "default" for that of this process if it captures child tasks, a group for
             that one, None for none.
+        when_not_granted: What to do where the cluster does not grant them, for the error.
     """
 
     def __init__(
-        self, need: Resources, num_workers: int, has_driver: bool = False, packs: bool = False, within: Any = "default"
+        self,
+        need: Resources,
+        num_workers: int,
+        has_driver: bool = False,
+        packs: bool = False,
+        within: Any = "default",
+        when_not_granted: str = "",
     ) -> None:
         ray = _ray()
-        self._need, self._num_workers = need, num_workers
+        self._need, self._num_workers, self._when_not_granted = need, num_workers, when_not_granted
         self._holder: Any = None
         self._outer = outer_group() if within == "default" else within
         self._own: Any = None
@@ -217,7 +224,7 @@ class Reservation:
         try:
             self._await(group, timeout_s, check)
         except BaseException:
-            self.release(timeout_s=5.0)
+            self.close(timeout_s=5.0)
             raise
 
     def _await(self, group: Any, timeout_s: float, check: Callable[[], None]) -> None:
@@ -249,12 +256,11 @@ class Reservation:
         )
 
     def _timeout(self, timeout_s: float) -> ReservationTimeoutError:
-        return ReservationTimeoutError(
+        message = (
             f"The cluster did not grant {self._num_workers} workers within {timeout_s:g} s.\n"
-            f"{explain(self._need, self._num_workers, cluster_view())}\n"
-            "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
-            "environment variable SGD_PLACEMENT_GROUP_TIMEOUT_S (TRAIN_PLACEMENT_GROUP_TIMEOUT_S for functions)."
+            f"{explain(self._need, self._num_workers, cluster_view())}\n{self._when_not_granted}"
         )
+        return ReservationTimeoutError(message.rstrip())
 
     def actor_options(self, index: int) -> dict[str, Any]:
         """Options that place the actor number `index` into this reservation.
@@ -287,7 +293,7 @@ class Reservation:
     def gpus_of_driver(self) -> list[str]:
         """Takes the GPUs of the first worker for this very process, and returns their ids.
 
-        Ray hands out GPUs to actors only, so an actor that does nothing holds them until `release`. Inside a worker or
+        Ray hands out GPUs to actors only, so an actor that does nothing holds them until `close`. Inside a worker or
         somebody else's placement group nothing is taken: what this process may use was decided there.
         """
         if self._own is None or not self._need.num_gpus:
@@ -298,7 +304,7 @@ class Reservation:
         ids: list[str] = ray.get(self._holder.gpu_ids.remote())
         return ids
 
-    def release(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         """Gives the resources back and waits until Ray says so; after `timeout_s` only a warning is logged."""
         if self._own is None:
             return

@@ -30,10 +30,13 @@ class Slots:
         need: What one worker needs.
         packs: Whether workers go to as few nodes as they can, rather than to as many.
         within: Whose placement group to use, see `Reservation`.
+        when_not_granted: What to do where the cluster does not grant them, for the error.
     """
 
-    def __init__(self, need: Resources, packs: bool = False, within: Any = "default") -> None:
-        self._need, self._packs, self._within = need, packs, within
+    def __init__(
+        self, need: Resources, packs: bool = False, within: Any = "default", when_not_granted: str = ""
+    ) -> None:
+        self._need, self._packs, self._within, self._when_not_granted = need, packs, within, when_not_granted
         self._reservations: list[Reservation] = []
         self._free: list[Slot] = []
 
@@ -59,7 +62,7 @@ class Slots:
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """
-        reservation = Reservation(self._need, count, has_driver, self._packs, self._within)
+        reservation = Reservation(self._need, count, has_driver, self._packs, self._within, self._when_not_granted)
         reservation.wait(timeout_s, check)
         self._reservations.append(reservation)
         self._free += [Slot(reservation, index) for index in range(count)]
@@ -84,8 +87,8 @@ class Slots:
         """Says that nobody is on `slot` any more."""
         self._free.append(slot)
 
-    def release(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> None:
         """Gives everything back to the cluster."""
         reservations, self._reservations, self._free = self._reservations, [], []
         for reservation in reservations:
-            reservation.release(timeout_s)
+            reservation.close(timeout_s)

@@ -154,8 +154,8 @@ class SnapshotKeeper(Generic[CallT]):
         coming = self._coming
         self._land(Snapshot(state, coming.rank_states, coming.progress), coming.token, self._num_covered)
 
-    def leave_group(self) -> None:
-        """Notes that the workers are gone: what they were sending will not come, and new workers count tokens anew."""
+    def drop_incoming(self) -> None:
+        """Notes that the workers are gone: what they were sending will not come, and new ones count tokens from 1."""
         if self._coming is not None and not self._coming.needs_worker:
             self.poll(timeout_s=None)
         if self._coming is not None:
@@ -179,8 +179,8 @@ class SnapshotKeeper(Generic[CallT]):
         self._coming = _OnItsWay(transfer, self.landed_token, rank_states, None, needs_worker=False)
         self._num_covered, self._is_stale = len(self._calls), False
 
-    def forget(self) -> None:
-        """Lets go of everything, once nothing in the driver works on it any more."""
+    def clear(self) -> None:
+        """Drops everything, once nothing in the driver works on it any more."""
         if self._coming is not None and not self._coming.needs_worker:
             self.poll(timeout_s=None)
         self.landed, self._coming = None, None

@@ -167,8 +167,8 @@ class StandbyWorkers:
         """Ends a worker that was taken and is not needed after all."""
         self._kill(standby_worker.worker)
 
-    def avoid(self, node_ids: frozenset[str]) -> None:
-        """Ends those on nodes that are going away."""
+    def kill_on(self, node_ids: frozenset[str]) -> None:
+        """Kills those on nodes that are going away."""
         for each in [each for each in self._ready if each.info.node_id in node_ids]:
             self._ready.remove(each)
             self._kill(each.worker)

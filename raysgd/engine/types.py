@@ -187,8 +187,7 @@ class DataLedger:
         due: How many samples steps will use, or have used, in this pass; None where only its end will tell.
         used: How many have been used, each once, by all workers together.
         in_flight: How many are in a step that is not done; if it breaks off, they are repeated.
-        unit: What is counted: "samples"; or "batches" of an epoch of Keras's `fit`, which draws them by itself. The
-            pass is that epoch then.
+        unit: What is counted: "samples", or "batches" where a framework draws them by itself.
     """
 
     pass_index: int

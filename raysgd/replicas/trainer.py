@@ -17,7 +17,7 @@ from raysgd._background_writer import BackgroundWriter
 from raysgd.engine.backend import Backend
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.replica import Replica
@@ -34,6 +34,22 @@ from raysgd.replicas.settings import GroupSettings, ReplicaSettings
 from raysgd.utils import BATCH_SIZE
 
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
+
+WORDS = Words(
+    when_shut_down="Create a new one; `save` before `shutdown` keeps the state.",
+    when_interrupted="What was not saved before is lost.",
+    when_starved="The last completed state is kept: it can be saved, and the next call looks for resources again.",
+    when_spent=(
+        "The last completed state is kept: call again to go on from it with new workers, or use `shutdown(force=True)`."
+    ),
+    when_not_granted=(
+        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
+        "environment variable SGD_PLACEMENT_GROUP_TIMEOUT_S."
+    ),
+    after_end="the last completed state is kept",
+    restart_point="from the last completed call",
+)
+"""What users of a class-based trainer are told behind the engine's facts."""
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +145,7 @@ class ClassTrainer(ABC):
             num_spares=settings.spare_workers,
             heartbeat_s=settings.heartbeat_s,
             settle_timeout_s=settings.settle_timeout_s,
+            words=WORDS,
         )
         scaling = ScalingPolicy(
             max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)
@@ -152,7 +169,7 @@ class ClassTrainer(ABC):
             controller.start()
         except UnpicklableError as error:
             raise self._naming_config_entry(error) from error.__cause__
-        controller.observer = _Observer(self)
+        controller.observe_with(_Observer(self))
 
     def _naming_config_entry(self, error: UnpicklableError) -> UnpicklableError:
         """The error of a start whose parts cannot be sent to workers; by name where it is an entry of the config."""
@@ -193,7 +210,7 @@ class ClassTrainer(ABC):
         Raises:
             NotImplementedError: All workers are remote.
         """
-        runner = self._controller.group.local_replica
+        runner = self._controller.ensure_group().local_replica
         if runner is None:
             raise NotImplementedError(
                 "The operators live in other processes: use `apply_all_operators(fn)`, or create the trainer with "
@@ -270,7 +287,7 @@ class ClassTrainer(ABC):
     def _snapshot(self) -> Snapshot:
         """The state as it is now. What lives in the driver may have been changed there, in ways that no call shows."""
         if self.use_local:
-            self._controller.touch()
+            self._controller.snapshots.touch()
         return self._controller.snapshot()
 
     @property
@@ -293,8 +310,8 @@ class ClassTrainer(ABC):
 
     @property
     def worker_group(self) -> Any:
-        """The running group; `RuntimeError` after `shutdown`."""
-        return self._controller.group
+        """The running group, started again if it was ended; `RuntimeError` after `shutdown`."""
+        return self._controller.ensure_group()
 
     @property
     def _facts(self) -> Any:

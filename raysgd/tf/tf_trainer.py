@@ -390,7 +390,7 @@ class TFTrainer(ClassTrainer):
         arguments.check_parts(state, {"models": self._facts.num_models})
         call = Call(
             TFRunner.restore_former,
-            lambda worlds: [(shared,) for shared in self._controller.group.share(state)],
+            lambda worlds: [(shared,) for shared in self._controller.ensure_group().share(state)],
             changes_state=True,
             keeps_alike=True,
         )
@@ -412,14 +412,14 @@ class TFTrainer(ClassTrainer):
         call = Call(
             TFRunner.restore,
             lambda worlds: list(
-                zip(self._controller.group.share(whole), own_states(rank_states, len(worlds)), strict=True)
+                zip(self._controller.ensure_group().share(whole), own_states(rank_states, len(worlds)), strict=True)
             ),
             changes_state=not is_complete,
             keeps_alike=True,
         )
         self._controller.run(call)
         if is_complete:
-            self._controller.adopt(Snapshot(whole, rank_states))
+            self._controller.snapshots.adopt(Snapshot(whole, rank_states))
 
 
 def _variables_for_workers() -> dict[str, str]:

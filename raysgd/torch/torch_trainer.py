@@ -24,8 +24,8 @@ from raysgd.backends.torch import TorchBackend
 from raysgd.engine.backend import Backend
 from raysgd.engine.call import Call
 from raysgd.engine.snapshots import Snapshot, own_states
+from raysgd.engine.transfers import Storing
 from raysgd.engine.types import World
-from raysgd.engine.worker_group import Storing
 from raysgd.exceptions import UnevenStepsError
 from raysgd.replicas import results
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, merged
@@ -294,7 +294,7 @@ class TorchTrainer(ClassTrainer):
         requests = partial(self._requests, num_steps, profile, info, None, None)
         call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
         answers = self._run_validation(call)
-        self._controller.touch()  # it may have drawn random numbers, which `save` keeps
+        self._controller.snapshots.touch()  # it may have drawn random numbers, which `save` keeps
         _warn_of_nothing("validation", answers, num_steps)
         return merged(answers, reduce_results)
 
@@ -318,7 +318,7 @@ class TorchTrainer(ClassTrainer):
         return requests
 
     def _progress(self) -> Any:
-        transfer = self._controller.group.beside(0, TorchRunner.progress)
+        transfer = self._controller.ensure_group().beside(0, TorchRunner.progress)
         try:
             return transfer.result(1.0)
         except Exception as error:  # a bar is not worth a failure; the call itself reports the loss of the worker
@@ -364,7 +364,7 @@ class TorchTrainer(ClassTrainer):
         From remote workers it is a copy; with `use_local=True` it is the live model, unless `to_cpu` asks for a copy
         or the model is sharded.
         """
-        is_local = self._controller.group.local_replica is not None
+        is_local = self._controller.ensure_group().local_replica is not None
         rank = None if self._facts.is_sharded else 0
         call = Call(TorchRunner.models, lambda worlds: [(to_cpu or not is_local,)] * len(worlds), rank=rank)
         models = self._controller.run(call)[0]
@@ -482,7 +482,7 @@ class TorchTrainer(ClassTrainer):
         Returns:
             Whether that was possible: not if a worker is on another machine. Then some may have loaded it.
         """
-        group = self._controller.group
+        group = self._controller.ensure_group()
         if group.is_driver_only or not (file.is_mapped and content.is_complete and group.is_on_one_node):
             return False
         call = Call(
@@ -497,28 +497,28 @@ class TorchTrainer(ClassTrainer):
             return False
         file.check_unchanged()
         kept = held.pop_all()
-        storing = Storing(self._controller.group, partial(_lent, content.shared, kept))
-        self._controller.expect(storing, content.rank_states, call)
+        storing = Storing(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
+        self._controller.snapshots.expect(storing, content.rank_states, call)
         return True
 
     def _load(self, content: _Content) -> None:
         """Loads into all workers; nothing of `content` is kept."""
         whole, rank_states = content.shared, content.rank_states
-        if self._controller.group.is_driver_only:
+        if self._controller.ensure_group().is_driver_only:
             self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
             return
-        stored = self._controller.group.store(lend(whole))
+        stored = self._controller.ensure_group().store(lend(whole))
         call = Call(
             TorchRunner.restore,
             lambda worlds: list(
-                zip(self._controller.group.share(stored), own_states(rank_states, len(worlds)), strict=True)
+                zip(self._controller.ensure_group().share(stored), own_states(rank_states, len(worlds)), strict=True)
             ),
             changes_state=not content.is_complete,
             keeps_alike=True,
         )
         self._controller.run(call)
         if content.is_complete:
-            self._controller.adopt(Snapshot(stored.value, rank_states))
+            self._controller.snapshots.adopt(Snapshot(stored.value, rank_states))
 
 
 @dataclass(frozen=True)

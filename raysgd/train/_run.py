@@ -193,7 +193,7 @@ class FunctionRun:
             return
         self.is_over = True
         if self._launch.started_on is not None and not self._can_be_kept(error):
-            self._controller.give_up()
+            self._controller.kill_group()
 
     def _can_be_kept(self, error: BaseException | None) -> bool:
         """Whether the workers are as good as new: all functions ended alike, or the only one there was has ended.
@@ -229,14 +229,14 @@ class FunctionRun:
 
     def _take(self, step: Step, checkpoint_ref: CheckpointRef) -> None:
         for rank, token in step.refused:
-            self._controller.group.submit_beside(rank, replica.refuse_checkpoint, token)
+            self._controller.ensure_group().submit_beside(rank, replica.refuse_checkpoint, token)
         self._checkpoints.add(checkpoint_ref.score, self._receiver(checkpoint_ref, step.source))
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
         """Gets a checkpoint: out of the message, or from the worker that holds it."""
         if checkpoint_ref.token is None:
             return lambda: self._unpacked(checkpoint_ref.data)
-        transfer = self._controller.group.fetch(source, replica.fetch_checkpoint, checkpoint_ref.token)
+        transfer = self._controller.ensure_group().fetch(source, replica.fetch_checkpoint, checkpoint_ref.token)
         return lambda: self._unpacked(_arrived(transfer))
 
     def _unpacked(self, data: Any) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from raysgd._checks import MAX_WORKERS, MIN_HEARTBEAT_S, check_seconds
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.history import History
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
@@ -38,6 +38,20 @@ from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
 from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, WorkerObject, check_group, gather
 
 logger = logging.getLogger(__name__)
+
+WORDS = Words(
+    when_shut_down="Call `start` again for new workers.",
+    when_interrupted="Checkpoints that the functions saved are kept.",
+    when_starved="Ask for fewer workers or less per worker, or free what is held. Saved checkpoints are kept.",
+    when_spent="Saved checkpoints are kept: pass `latest_checkpoint` to the next run as `checkpoint` to go on from it.",
+    when_not_granted=(
+        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
+        "environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
+    ),
+    after_end="saved checkpoints are kept",
+    restart_point="from the newest checkpoint, or from the beginning without one",
+)
+"""What users of functions are told behind the engine's facts."""
 
 _RELEASE_S = 30.0
 
@@ -166,7 +180,7 @@ class BackendExecutor:
             captures=False,
             packs=self._packs,
             heartbeat_s=self._heartbeat_s,
-            hooks=self._hooks,
+            words=WORDS,
         )
         return ElasticController(
             spec,
@@ -175,6 +189,7 @@ class BackendExecutor:
             release_timeout_s=_RELEASE_S,
             rules=ElasticRules(leaving_nodes=self._leaving_nodes),
             start_budget=self._budget,
+            hooks=self._hooks,
         )
 
     def _leaving_nodes(self) -> frozenset[str]:
@@ -360,7 +375,7 @@ class BackendExecutor:
         """
         controller = self._active()
         with self._naming_max_retries():
-            _ = controller.group  # one that was given up is replaced here
+            controller.ensure_group()
         return self._hooks.workers
 
     def replace_workers(self) -> WorkerGroup:
@@ -372,7 +387,7 @@ class BackendExecutor:
         """
         controller = self._active()
         self.check_free()
-        controller.give_up()
+        controller.kill_group()
         self._budget.renew()
         return self.get_worker_group()
 
@@ -399,7 +414,7 @@ class BackendExecutor:
         try:
             return gather(references)
         except LostDuringCallError as lost:
-            controller.give_up()
+            controller.kill_group()
             if self._budget.is_spent:
                 self._budget.refuse()
                 raise WorkersLostError(f"{lost}. {self._allowance}") from lost

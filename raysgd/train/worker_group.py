@@ -329,7 +329,7 @@ class WorkerGroup:
         """Ends the workers at these indexes; those behind them move up."""
         leaving = [self.workers[index] for index in worker_indexes]
         for worker in leaving:
-            worker.actor.group.let_go([worker.actor.rank])
+            worker.actor.group.remove_workers([worker.actor.rank])
         self.workers = [worker for worker in self.workers if worker not in leaving]
 
     def shutdown(self, patience_s: float = 5) -> None:

@@ -89,7 +89,7 @@ class Rig:
 
     def on(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Starts `function(replica, *args)` in one process; `ray.get` has the answer."""
-        return self.group._workers[rank].submit("on_replica", function, False, None, *args)
+        return self.group.submit(rank, "on_replica", function, False, None, *args)
 
     def on_each(self, num_ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         answers = ray.get([self.on(rank, function, *args) for rank in range(num_ranks)])

@@ -90,7 +90,7 @@ class Rig:
         progress_reports = report.values
         source = choose_source(progress_reports)
         assert source is not None
-        self.group.let_go([rank for rank in range(len(self.group)) if rank not in survivors])
+        self.group.remove_workers([rank for rank in range(len(self.group)) if rank not in survivors])
         assert self.group.start_standby(num_new, 3) == num_new
         joining = self.group.standby.take(num_new, PATIENCE_S)
         assert len(joining) == num_new

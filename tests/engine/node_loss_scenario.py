@@ -66,7 +66,7 @@ class Story:
         return self.controller.run(call, max_retries=1)
 
     def node_of(self, rank: int) -> Any:
-        node_id = self.controller.group.infos[rank].node_id
+        node_id = self.controller.ensure_group().infos[rank].node_id
         return next(node for node in self.nodes if node.node_id == node_id)
 
     def tell(self) -> dict[str, Any]:
@@ -90,14 +90,14 @@ class Story:
 
     def begin(self) -> None:
         self.controller.start()
-        group = self.controller.group
+        group = self.controller.ensure_group()
         self.seen["nodes"] = len({info.node_id for info in group.infos})
         self.seen["node ranks"] = [(world.node_rank, world.num_nodes) for world in group.worlds]
         self.seen["first"] = self.train(1.0)
 
     def lose_the_node_of_rank_0(self) -> None:
         self.controller.snapshot()  # else there would be nothing to lose but what is run again
-        lost, pid = self.node_of(0), self.controller.group.infos[0].pid
+        lost, pid = self.node_of(0), self.controller.ensure_group().infos[0].pid
         self.cluster.remove_node(lost, allow_graceful=False)
         self.nodes.remove(lost)
         wait_for_end_of(pid)

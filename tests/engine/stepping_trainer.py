@@ -12,7 +12,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from tests.fakes import Event, FakeClock, FakeCluster, FakeGroup, NullBackend, SteppingReplica, walk, walk_on
+from tests.fakes import WORDS, Event, FakeClock, FakeCluster, FakeGroup, NullBackend, SteppingReplica, walk, walk_on
 
 
 class Trainer:
@@ -43,6 +43,7 @@ class Trainer:
                 regroups=True,
                 num_spares=num_spares,
                 heartbeat_s=heartbeat_s,
+                words=WORDS,
             ),
             ScalingPolicy(max_workers, min_workers, num_local=int(use_local), draw=lambda: 0.0),
             FailurePolicy(rejoins),

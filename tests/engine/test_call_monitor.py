@@ -208,7 +208,7 @@ def test_while_a_call_runs_its_own_throughput_is_told_and_the_last_ones_after_it
     trainer = Trainer()
     training(trainer, 10)
     told: list[float | None] = []
-    trainer.controller.observer = lambda: told.append(trainer.controller.glance({}, 7.0).samples_per_s)
+    trainer.controller.observe_with(lambda: told.append(trainer.controller.glance({}, 7.0).samples_per_s))
     trainer.during_calls(4)
     trainer.walk(5)
     assert told == [7.0, 7.0, 30.0, 30.0], "two moments are needed, and each is polled of a round later"
@@ -220,7 +220,7 @@ def test_where_no_samples_are_counted_the_last_throughput_stays(samples_per_s: i
     trainer = Trainer()
     training(trainer, samples_per_s, phase)
     told: list[float | None] = []
-    trainer.controller.observer = lambda: told.append(trainer.controller.glance({}, 7.0).samples_per_s)
+    trainer.controller.observe_with(lambda: told.append(trainer.controller.glance({}, 7.0).samples_per_s))
     trainer.during_calls(4)
     trainer.walk(5)
     assert told == [7.0] * 4
@@ -232,7 +232,7 @@ def test_a_glance_shows_what_was_heard_last_in_a_training_call() -> None:
     assert trainer.controller.glance(last, None).workers[0].own_s == 9.0
     training(trainer, 10)
     seen: list[Any] = []
-    trainer.controller.observer = lambda: seen.append(trainer.controller.glance(last, None).workers[0].heartbeat)
+    trainer.controller.observe_with(lambda: seen.append(trainer.controller.glance(last, None).workers[0].heartbeat))
     trainer.during_calls(3)
     trainer.walk(5)
     assert seen[0] == last[0]
@@ -242,7 +242,7 @@ def test_a_glance_shows_what_was_heard_last_in_a_training_call() -> None:
 def test_whoever_looks_hears_of_a_call_that_failed_for_good() -> None:
     trainer = Trainer()
     kinds: list[str] = []
-    trainer.controller.observer = lambda: kinds.append(trainer.controller.history.events[-1].kind)
+    trainer.controller.observe_with(lambda: kinds.append(trainer.controller.history.events[-1].kind))
     with pytest.raises(WorkersLostError):
         trainer.walk(5, Lost((1,), after={0: 2, 2: 2}), max_retries=0)
     assert kinds == ["lost"]

@@ -17,11 +17,11 @@ import pytest
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.lifecycle import Clock
 from raysgd.engine.policies import RetryBudget, ScalingPolicy
 from raysgd.engine.types import ClusterView, World
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
 from tests.fakes import (
+    WORDS,
     CountingReplica,
     Denied,
     Event,
@@ -63,10 +63,11 @@ class Trainer:
                 partial(CountingReplica, is_large=is_large),
                 use_local=use_local,
                 captures=captures,
+                words=WORDS,
             ),
             ScalingPolicy(max_workers, num_local=int(use_local), **{"draw": lambda: 0.0, **scaling}),  # no jitter
             make_group=self.cluster.make_group,
-            view=self.cluster.view,
+            view=lambda: self.cluster.view(),
             clock=self.clock.as_clock(),
             start_budget=start_budget,
         )
@@ -190,13 +191,14 @@ def test_the_budget_is_the_number_of_new_starts_of_one_call(max_retries: int) ->
     trainer = started()
     trainer.add(1)
     trainer.next_calls(*[Lost((1,))] * (max_retries + 1))
-    with pytest.raises(WorkersLostError, match=f"lost rank 1.*the {max_retries} allowed retries"):
+    words = r".*\(words for spent retries\)$"
+    with pytest.raises(WorkersLostError, match=f"lost rank 1.*the {max_retries} allowed retries{words}"):
         trainer.add(1, max_retries)
     assert trainer.controller.history.num_failures == max_retries
     assert len(trainer.cluster.groups) == 1 + max_retries
     assert not trainer.group.is_alive
     last = trainer.controller.history.events[-1]
-    assert (last.kind, last.old_size, last.new_size) == ("lost", 3, 0)
+    assert (last.kind, last.old_size, last.new_size, last.detail) == ("lost", 3, 0, "(what is left)")
     assert last.cause.startswith("lost rank 1")
 
 
@@ -240,7 +242,7 @@ def test_the_last_state_can_be_had_without_workers_also_if_something_was_done_to
     """As by an evaluation, which draws random numbers: they are lost with the workers, the state is not."""
     trainer = started()
     trainer.add(1)
-    trainer.controller.touch()
+    trainer.controller.snapshots.touch()
     trainer.cluster.num_slots = 0
     trainer.next_calls(Lost((0, 1, 2)))
     with pytest.raises(WorkersLostError, match="Too few workers can be had"):
@@ -423,12 +425,12 @@ def test_an_interruption_while_waiting_for_resources_loses_nothing() -> None:
     def interrupt(seconds: float) -> None:
         raise KeyboardInterrupt
 
-    trainer.controller._lifecycle._clock = Clock(trainer.clock.monotonic, interrupt)
+    trainer.clock.at_sleep = interrupt
     with pytest.raises(KeyboardInterrupt):
         trainer.add(10)
     assert trainer.last_event[0] == "ended"
     assert "lost rank 0" in trainer.last_event[3]
-    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
+    trainer.clock.at_sleep = lambda seconds: None
     trainer.cluster.num_taken = 0
     assert trainer.add(100) == [101, 101, 101]
 
@@ -551,7 +553,7 @@ def test_giving_up_says_what_was_asked_for_and_what_there_is() -> None:
     assert "0 of at least 1 workers fit after 2 attempts" in message
     assert "asked for:  3 x {'CPU': 1.0}" in message
     assert "node 10.0.0.1:  free {'CPU': 0.0} of {'CPU': 0.0}" in message
-    assert "The last completed state is kept" in message
+    assert message.endswith("\n(words for too few workers)")
 
 
 def test_after_giving_up_the_state_is_there_and_the_next_call_looks_again() -> None:
@@ -571,22 +573,18 @@ def test_after_giving_up_the_state_is_there_and_the_next_call_looks_again() -> N
 def test_resources_that_come_back_while_waiting_are_taken() -> None:
     trainer = starved(started())
 
-    class Returning(FakeClock):
-        def sleep(self, seconds: float) -> None:
-            super().sleep(seconds)
-            if len(self.sleeps) == 3:
-                trainer.cluster.num_slots = 2
+    def come_back(seconds: float) -> None:
+        if len(trainer.clock.sleeps) == 3:
+            trainer.cluster.num_slots = 2
 
-    trainer.clock = Returning()
-    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
+    trainer.clock.at_sleep = come_back
     assert trainer.add(1) == [1, 1]
     assert trainer.clock.sleeps == [1, 2, 4]
 
 
 def test_waiting_spends_no_more_of_the_budget_than_the_loss_itself() -> None:
     trainer = starved(started())
-    trainer.clock.sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)  # type: ignore[method-assign]
-    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
+    trainer.clock.at_sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)
     trainer.add(1, max_retries=1)
     assert trainer.controller.history.num_failures == 1
 
@@ -594,14 +592,15 @@ def test_waiting_spends_no_more_of_the_budget_than_the_loss_itself() -> None:
 def test_the_view_gets_a_moment_to_catch_up_with_what_was_given_back() -> None:
     trainer = started()
     late: list[ClusterView] = []
+    view_now = trainer.cluster.view
 
     def view() -> ClusterView:
-        late.append(trainer.cluster.view())
+        late.append(view_now())
         trainer.cluster.num_taken = 0 if len(late) >= 3 else 2  # Ray still counts the dead as holders
         return late[-1]
 
     trainer.next_calls(Lost((1,)))
-    trainer.controller._lifecycle._view = view
+    trainer.cluster.view = view  # type: ignore[method-assign]
     trainer.cluster.num_taken = 2
     assert trainer.add(1) == [1, 1, 1]
     assert 0 < sum(trainer.clock.sleeps) <= 1
@@ -698,7 +697,7 @@ def test_the_state_of_a_group_that_grows_is_not_lost_when_a_transfer_was_still_o
 
 def test_a_loss_while_the_state_is_copied_for_growing_uses_the_room_and_does_not_grow_again() -> None:
     trainer = shrunk(started())
-    trainer.controller.touch()
+    trainer.controller.snapshots.touch()
     trainer.cluster.num_slots = 3
     trainer.cluster.restores = deque([Lost((0,))])  # the copy
     trainer.add(1)
@@ -741,7 +740,7 @@ def test_touching_makes_the_next_snapshot_look_again_once() -> None:
     for replica in trainer.group.replicas:
         replica.total = 42
     assert trainer.controller.snapshot().shared_state == 0
-    trainer.controller.touch()
+    trainer.controller.snapshots.touch()
     assert trainer.controller.snapshot().shared_state == 42
     trainer.controller.snapshot()
     assert trainer.group.functions == ["_nothing"]
@@ -759,7 +758,7 @@ def test_without_captures_a_snapshot_is_taken_when_it_is_asked_for() -> None:
 def test_a_loss_while_a_snapshot_is_taken_is_recovered() -> None:
     trainer = started()
     trainer.add(2)
-    trainer.controller.touch()
+    trainer.controller.snapshots.touch()
     trainer.cluster.restores = deque([Lost((0,))])
     assert trainer.controller.snapshot().shared_state == 2
     assert trainer.cluster.sizes == [3, 3]
@@ -814,7 +813,7 @@ def test_a_slow_transfer_is_not_overtaken_by_the_next_ones() -> None:
         trainer.add(amount)
     trainer.cluster.transfer_s = 0
     trainer.read()  # looks whether something arrived
-    assert len(trainer.controller._snapshots.calls_since) == 2
+    assert len(trainer.controller.snapshots.calls_since) == 2
     assert trainer.controller.snapshot().shared_state == 111
 
 
@@ -889,15 +888,12 @@ def test_a_call_that_another_thread_shuts_down_says_so_and_leaves_no_group(momen
 
 
 def test_nobody_waits_for_room_or_starts_a_group_after_the_trainer_was_shut_down() -> None:
-    class ShutDownWhileWaiting(FakeClock):
-        def sleep(self, seconds: float) -> None:
-            super().sleep(seconds)
-            if seconds == 2:
-                stopper.stop()
+    def shut_down(seconds: float) -> None:
+        if seconds == 2:
+            stopper.stop()
 
     trainer = Trainer()
-    trainer.clock = ShutDownWhileWaiting()
-    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
+    trainer.clock.at_sleep = shut_down
     trainer.start()
     stopper = Stopper(trainer.controller, trainer.cluster)
     trainer.cluster.num_slots = 0
@@ -970,6 +966,7 @@ USES: list[Callable[[Trainer], Any]] = [
     lambda trainer: trainer.read(),
     lambda trainer: trainer.controller.snapshot(),
     lambda trainer: trainer.controller.group,
+    lambda trainer: trainer.controller.ensure_group(),
 ]
 
 
@@ -980,15 +977,19 @@ def test_a_stopped_trainer_says_so_when_it_is_used(use: Callable[[Trainer], Any]
     with pytest.raises(TrainerShutdownError, match="not active any more") as caught:
         use(trainer)
     assert isinstance(caught.value, RuntimeError)
+    assert str(caught.value).endswith("it was shut down. (words for a trainer that was shut down)")
     assert len(trainer.cluster.groups) == 1
 
 
-def test_a_group_is_always_there_while_the_trainer_is_active() -> None:
+def test_a_group_that_was_killed_is_replaced_for_whoever_needs_one_and_not_by_a_look() -> None:
     trainer = started()
     assert cast(Any, trainer.controller.group) is trainer.group
     trainer.next_calls(Interrupted())
     with pytest.raises(KeyboardInterrupt):
         trainer.add(1)
+    assert trainer.controller.group is None
+    assert len(trainer.cluster.groups) == 1
+    assert cast(Any, trainer.controller.ensure_group()) is trainer.cluster.groups[1]
     assert cast(Any, trainer.controller.group) is trainer.cluster.groups[1]
 
 

@@ -337,8 +337,7 @@ def test_a_survivor_that_answers_to_nothing_is_no_survivor() -> None:
 def test_fewer_than_the_smallest_number_do_not_go_on() -> None:
     trainer = Trainer(min_workers=3)
     trainer.cluster.num_slots = 2
-    trainer.clock.sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)  # type: ignore[method-assign]
-    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
+    trainer.clock.at_sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
     assert trainer.kinds == ["rebuilt"]
 
@@ -347,8 +346,7 @@ def test_whoever_came_in_vain_is_sent_away_where_too_few_go_on() -> None:
     trainer = Trainer(min_workers=3)
     trainer.cluster.num_slots = 2
     group = trainer.group
-    trainer.clock.sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)  # type: ignore[method-assign]
-    trainer.controller._lifecycle._clock = trainer.clock.as_clock()
+    trainer.clock.at_sleep = lambda seconds: setattr(trainer.cluster, "num_slots", 3)
     assert trainer.walk(5, Lost((1, 2), after={0: 2})) == [5, 5, 5]
     assert len(group.standby.killed_standby) == 1
     assert trainer.kinds == ["rebuilt"]

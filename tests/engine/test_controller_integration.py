@@ -325,7 +325,7 @@ def test_with_the_driver_as_a_worker_a_lost_process_is_replaced_and_the_state_ke
     for step, total in ((1, 1), (2, 3), (3, 6)):
         assert trainer.train(step, max_retries=1, function=train_together) == [(total, step)] * 2
     assert trainer.controller.history.num_failures == 1
-    assert trainer.controller.group.local_replica.total == 6
+    assert trainer.controller.ensure_group().local_replica.total == 6
 
 
 # -------------------------------------------------------------------------------------------- the end

@@ -11,8 +11,8 @@ from raysgd.engine.group_hooks import GroupHooks
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.types import Failure, GroupReport, Outcome
-from raysgd.exceptions import WorkerFault
-from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullBackend, read
+from raysgd.exceptions import TrainerShutdownError, WorkerFault
+from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullBackend, ShutDown, Stopper, read
 
 FAULT = WorkerFault(0, "node", RuntimeError(), "ActorDiedError", "gone", "", "")
 LOST = GroupReport((Outcome(0, failure=Failure("died", FAULT)),))
@@ -50,11 +50,12 @@ class Trainer:
         self.cluster = FakeCluster()
         self.hooks = NotingHooks(self.cluster)
         self.controller = ElasticController(
-            GroupSpec(NullBackend(), CountingReplica, hooks=self.hooks),
+            GroupSpec(NullBackend(), CountingReplica),
             ScalingPolicy(2, draw=lambda: 0.0),
             make_group=self.cluster.make_group,
             view=self.cluster.view,
             clock=FakeClock().as_clock(),
+            hooks=self.hooks,
         )
 
 
@@ -104,9 +105,13 @@ def test_an_exception_in_the_hook_is_raised_and_leaves_nothing() -> None:
     assert trainer.cluster.groups[0].ended_by == "kill"
 
 
-def test_a_group_that_is_abandoned_is_told_of_too() -> None:
+def test_a_group_that_is_killed_from_another_thread_is_told_of_too() -> None:
     trainer = Trainer()
     trainer.controller.start()
-    trainer.controller._lifecycle.abandon()
-    assert trainer.hooks.told[-1] == ("end", 0, None)
-    assert trainer.cluster.groups[0].is_abandoned
+    stopper = Stopper(trainer.controller, trainer.cluster)
+    trainer.cluster.calls = deque([ShutDown(stopper.stop)])
+    with pytest.raises(TrainerShutdownError):
+        trainer.controller.run(Call(read))
+    stopper.join()
+    assert trainer.hooks.told[1] == ("end", 0, None)
+    assert trainer.cluster.groups[0].is_killed_beside

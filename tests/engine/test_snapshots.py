@@ -143,7 +143,7 @@ def test_leaving_a_group_forgets_its_tokens_but_not_what_landed() -> None:
     keeper.take([Capture(token=7)], wire.fetch)
     wire.transfers[0].outcome = "state"
     keeper.poll()
-    keeper.leave_group()
+    keeper.drop_incoming()
     assert keeper.landed_token is None
     assert keeper.landed == Snapshot("state", (None,))
     assert keeper.is_current
@@ -153,7 +153,7 @@ def test_leaving_a_group_gives_up_what_is_on_its_way() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")
     keeper.take([Capture(token=1)], wire.fetch)
-    keeper.leave_group()
+    keeper.drop_incoming()
     wire.transfers[0].outcome = "too late"
     keeper.poll(None)
     assert keeper.landed == Snapshot("start", ("own 0",))
@@ -167,7 +167,7 @@ def test_what_the_driver_is_storing_is_waited_for_when_a_group_is_left() -> None
     keeper.expect(transfer, ("own 0",), "load")
     assert keeper.is_current
     assert keeper.is_coming
-    keeper.leave_group()
+    keeper.drop_incoming()
     assert transfer.waits == [None]
     assert keeper.landed == Snapshot("loaded", ("own 0",))
     assert keeper.calls_since == ()
@@ -178,7 +178,7 @@ def test_a_load_that_could_not_be_stored_is_run_again_like_any_call() -> None:
     keeper = keeper_with_landed_state()
     keeper.completed("call")
     keeper.expect(Transfer(0, OSError("the store is full")), ("own 0",), "load")
-    keeper.leave_group()
+    keeper.drop_incoming()
     assert keeper.landed == Snapshot("start", ("own 0",))
     assert keeper.calls_since == ("call", "load")
     assert not keeper.is_current
@@ -187,7 +187,7 @@ def test_a_load_that_could_not_be_stored_is_run_again_like_any_call() -> None:
 def test_forgetting_waits_for_what_the_driver_is_storing() -> None:
     keeper, transfer = keeper_with_landed_state(), Transfer(0, "loaded")
     keeper.expect(transfer, ("own 0",), "load")
-    keeper.forget()
+    keeper.clear()
     assert transfer.waits == [None]
     assert not keeper.has_any
 
@@ -196,7 +196,7 @@ def test_forgetting_lets_go_of_everything() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.completed("call")
     keeper.take([Capture(token=1)], wire.fetch)
-    keeper.forget()
+    keeper.clear()
     assert (keeper.landed, keeper.has_any, keeper.is_current, keeper.calls_since) == (None, False, False, ())
 
 

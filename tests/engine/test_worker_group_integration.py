@@ -19,9 +19,10 @@ import ray
 from ray.util import placement_group_table
 
 from raysgd.backends.torch import TorchBackend
-from raysgd.engine import gathering, standby, worker_group
+from raysgd.engine import gathering, members, standby
 from raysgd.engine.failures import classify
 from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.group_start import GroupStart
 from raysgd.engine.types import GroupReport, Resources, World
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import worker_error
@@ -210,7 +211,7 @@ def test_a_hook_that_raises_is_told_with_its_ranks_and_leaves_nothing(ray_cluste
     report = group.start()
     assert kinds(report) == ["user", "user"]
     assert classify(report).ranks == [0, 1]
-    assert group._workers == []
+    assert group.is_ended
 
 
 @pytest.mark.parametrize("verb", ["die", "fail"])
@@ -219,7 +220,7 @@ def test_a_set_up_that_fails_is_reported_and_leaves_nothing(verb: str, ray_clust
     group = make_group(make_replica=partial(PlannedReplica, plan))
     report = group.start()
     assert kinds(report)[1] == {"die": "died", "fail": "user"}[verb]
-    assert group._workers == []
+    assert group.is_ended
 
 
 class PlannedReplica(CountingReplica):
@@ -252,7 +253,7 @@ def test_a_worker_that_freezes_while_it_is_set_up_is_ended_like_one_that_dies(
     group = make_group(make_replica=FreezingReplica, heartbeat_s=3.0)
     report = group.start()
     assert kinds(report)[1] == "died"
-    assert group._workers == []
+    assert group.is_ended
     assert "did not respond" in caplog.text
     wait_until(lambda: not is_alive(group.infos[1].pid))
 
@@ -262,10 +263,10 @@ def test_an_interrupted_start_leaves_nothing(ray_cluster: None, monkeypatch: pyt
         raise KeyboardInterrupt
 
     group = make_group()
-    monkeypatch.setattr(group, "_prepare", interrupt)
+    monkeypatch.setattr(GroupStart, "_prepare", interrupt)
     with pytest.raises(KeyboardInterrupt):
         group.start()
-    assert group._workers == []
+    assert group.is_ended
 
 
 # -------------------------------------------------------------------------------------------- stopping
@@ -274,8 +275,8 @@ def test_an_interrupted_start_leaves_nothing(ray_cluster: None, monkeypatch: pyt
 def test_a_worker_that_is_busy_is_given_a_moment_to_close_and_then_ended(
     group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_group, "_CLOSE_TIMEOUT_S", 0.2)
-    group._workers[0].submit("on_replica", follow, False, None, FailurePlan(Path()), FOR_EVER_S)
+    monkeypatch.setattr(members, "_CLOSE_TIMEOUT_S", 0.2)
+    group.submit(0, "on_replica", follow, False, None, FailurePlan(Path()), FOR_EVER_S)
     pids = [info.pid for info in group.infos]
     group.stop(10)
     wait_until(lambda: not any(is_alive(pid) for pid in pids))

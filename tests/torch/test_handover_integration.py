@@ -93,14 +93,14 @@ def test_an_interruption_frees_a_rank_whose_peer_is_stopped(ray_cluster: None) -
     assert group.start().ok
     try:
         os.kill(group.infos[1].pid, signal.SIGSTOP)
-        stuck = group._workers[0].submit("on_replica", wait_for_the_other, False, None)
+        stuck = group.submit(0, "on_replica", wait_for_the_other, False, None)
         with pytest.raises(ray.exceptions.GetTimeoutError):
             ray.get(stuck, timeout=0.5)
-        ray.get(group._workers[0].submit("interrupt"), timeout=20)
+        ray.get(group.submit(0, "interrupt"), timeout=20)
         with pytest.raises(WorkerFailed) as caught:
             ray.get(stuck, timeout=20)
         assert caught.value.cause.failure.kind == "disconnected"  # type: ignore[attr-defined]
-        ray.get(group._workers[0].submit("interrupt"), timeout=20)  # a second time it has nothing to cut
+        ray.get(group.submit(0, "interrupt"), timeout=20)  # a second time it has nothing to cut
     finally:
         os.kill(group.infos[1].pid, signal.SIGKILL)
         group.kill(10)

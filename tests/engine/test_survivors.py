@@ -10,8 +10,9 @@ import pytest
 
 from raysgd.engine.gathering import roll_call
 from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.members import Members
+from raysgd.engine.survivors import Survivors
 from raysgd.engine.types import GroupReport, Outcome, WorkerInfo
-from raysgd.engine.worker_group import WorkerGroup
 from tests.fakes import CountingReplica, FakeClock, NullBackend, failure
 
 NEVER = float("inf")
@@ -132,19 +133,20 @@ class Scene:
     def __init__(self, size: int, interrupted_after_s: Callable[[int], float]) -> None:
         self.poller = ScriptedPoller()
         self.told_stuck_at: list[float] = []
-        self.group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica), size, self.poller)
+        members = Members()
+        self.survivors = Survivors(GroupSpec(NullBackend(), CountingReplica), members, self.poller)
         self.workers = [LightWorker(rank, self.poller, interrupted_after_s(rank), rank == 1) for rank in range(size)]
-        self.group._workers = list(self.workers)  # type: ignore[arg-type]
-        self.group.infos = [WorkerInfo("node", "10.0.0.1", rank) for rank in range(size)]
+        infos = [WorkerInfo("node", "10.0.0.1", rank) for rank in range(size)]
+        members.give_ranks(self.workers, infos)  # type: ignore[arg-type]
 
     def settle(self, num_disconnected: int = 0, stuck: Collection[int] = ()) -> list[int]:
         """Who is counted on; the first ranks had seen that the connection broke."""
         told = {1: failure("died", 1)} | {rank: failure("disconnected", rank) for rank in range(2, num_disconnected)}
         found = [Outcome(worker.rank, failure=told.get(worker.rank)) for worker in self.workers]
         calls = {rank: Call(rank, NEVER if rank in stuck else self.poller.now()) for rank in range(len(self.workers))}
-        self.group._unanswered = {rank: call for rank, call in calls.items() if rank not in told}
+        unanswered = {rank: call for rank, call in calls.items() if rank not in told}
         report = GroupReport(tuple(replace(one, answered=one.rank in told) for one in found))
-        return self.group.settle(report, lambda: self.told_stuck_at.append(self.poller.waited_s))
+        return self.survivors.settle(report, unanswered, lambda: self.told_stuck_at.append(self.poller.waited_s))
 
 
 @pytest.mark.parametrize("size", [2, 1500, 2500])
@@ -152,14 +154,14 @@ class Scene:
 def test_no_live_worker_is_counted_as_lost_after_a_death_also_where_they_stall(size: int, num_stalled: int) -> None:
     scene = Scene(size, lambda rank: 5.0 if rank < num_stalled else rank / 200)
     assert scene.settle() == [rank for rank in range(size) if rank != 1]
-    assert scene.group.silent == set()
+    assert scene.survivors.silent == set()
     assert {tuple(worker.asked) for worker in scene.workers if worker.rank != 1} == {("interrupt",)}
 
 
 def test_silent_ranks_are_told_from_dead_ones() -> None:
     scene = Scene(50, lambda rank: NEVER if rank == 40 else 0.01)
     assert scene.settle(num_disconnected=10) == [rank for rank in range(50) if rank not in (1, 40)]
-    assert scene.group.silent == {40}
+    assert scene.survivors.silent == {40}
 
 
 def test_a_survivor_may_finish_its_step_for_as_long_as_it_is_allowed_to() -> None:
@@ -168,4 +170,4 @@ def test_a_survivor_may_finish_its_step_for_as_long_as_it_is_allowed_to() -> Non
     assert 120 <= scene.poller.waited_s < 122
     assert len(scene.told_stuck_at) == 1
     assert 5 <= scene.told_stuck_at[0] < 6
-    assert scene.group.silent == set(), "it lives, and answers"
+    assert scene.survivors.silent == set(), "it lives, and answers"

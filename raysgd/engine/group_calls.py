@@ -1,0 +1,116 @@
+"""Calls to several ranks at once, remote ones and the driver's own, and their answers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from raysgd.engine.gathering import Listener, grace_s
+from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.local_worker import LocalCall
+from raysgd.engine.members import Members, split
+from raysgd.engine.types import GroupReport, Outcome, Rendezvous, hosts_of
+from raysgd.engine.worker import notes_of
+
+
+class GroupCalls:
+    """Gathers what the members of a group answer.
+
+    Args:
+        spec: What the group is started from.
+        members: Its workers.
+
+    Attributes:
+        unanswered: Of the calls that were gathered last, those without an answer, by rank.
+    """
+
+    def __init__(self, spec: GroupSpec, members: Members) -> None:
+        self._spec, self._members = spec, members
+        self.unanswered: dict[int, Any] = {}
+
+    def gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
+        """Waits for all answers; after the first failure, only as long as it takes to see what belongs to it."""
+        local, remote = split(dict(calls))
+        if local:
+            outcomes = self._gather_both(local, remote, on_wait)
+        else:
+            outcomes = Listener(remote, self._spec.regroups).listen(on_wait)
+        self.unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
+        self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
+        return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
+
+    def connect(
+        self, join: Callable[[Rendezvous], Mapping[int, Any]], on_wait: Callable[[], None] | None = None
+    ) -> GroupReport:
+        """Lets every rank listen for the others, and then join them where they listen.
+
+        Args:
+            join: Starts the calls in which the ranks join.
+            on_wait: Called now and then while it waits.
+
+        Returns:
+            The answers of `join`; or the report of the step that failed.
+        """
+        members = self._members
+        hosts = hosts_of(members.infos)
+        opening = {rank: members.workers[rank].submit("open_endpoint", host, rank) for rank, host in enumerate(hosts)}
+        opened = self.gather(opening, on_wait)
+        if not opened.ok:
+            return opened
+        addresses = tuple(zip(hosts, opened.values, strict=True))
+        return self.gather(join(Rendezvous(addresses, members.is_on_one_node)), on_wait)
+
+    def _gather_both(
+        self, local: Mapping[int, LocalCall], remote: Mapping[int, Any], on_wait: Callable[[], None] | None
+    ) -> dict[int, Outcome]:
+        """The local call runs here while a thread listens to the remote ones.
+
+        The local rank may be waiting for a remote one that failed. Only the end of the others frees it.
+        """
+        listener = Listener(remote, self._spec.regroups)
+        answers: dict[int, Outcome] = {}
+        is_local_done = threading.Event()
+
+        def listen() -> None:
+            answers.update(listener.listen(on_wait))
+            if self._must_kill(answers, is_local_done):
+                self._members.kill_remote()  # whatever they answered before, they can no longer be counted on
+                answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
+
+        thread = threading.Thread(target=listen, name="raysgd-listener", daemon=True)
+        if remote:
+            thread.start()
+        outcomes = {}
+        try:
+            for rank, call in local.items():
+                value, failure = call.run()
+                outcomes[rank] = Outcome(rank, value, failure)
+        finally:
+            is_local_done.set()
+            if not all(rank in outcomes and outcomes[rank].ok for rank in local):
+                listener.stop()
+        if remote:
+            thread.join()
+        return {**outcomes, **answers}
+
+    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event) -> bool:
+        """Whether the remote processes have to end, because after their failure the local call does not come back."""
+        if all(found.ok for found in answers.values()):
+            return False
+        kinds: set[str] = {found.failure.kind for found in answers.values() if found.failure}
+        if is_local_done.wait(grace_s(kinds)):
+            return False
+        if self._spec.regroups and "user" not in kinds:
+            self._members.interrupt(range(len(self._members)))
+            return not is_local_done.wait(self._spec.settle_timeout_s)
+        return True
+
+
+def _ranked(found: Outcome) -> Outcome:
+    """With the rank filled in where the worker did not know its own yet."""
+    failure = found.failure
+    if failure is None or failure.fault.rank >= 0:
+        return found
+    return replace(found, failure=replace(failure, fault=replace(failure.fault, rank=found.rank)))

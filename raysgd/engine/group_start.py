@@ -1,0 +1,107 @@
+"""The start of a group: reserve, create, connect and build."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.engine import ranks, resources
+from raysgd.engine.group_calls import GroupCalls
+from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.local_worker import LocalWorker
+from raysgd.engine.members import Members
+from raysgd.engine.slots import Slots
+from raysgd.engine.standby import StartupCheck
+from raysgd.engine.types import GroupReport, Rendezvous
+from raysgd.engine.worker import RemoteWorker, packed_bytes
+from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
+
+
+class GroupStart:
+    """Starts the workers of a group, once.
+
+    Args:
+        spec: What the group is started from.
+        slots: Where workers find a place.
+        members: Takes the workers.
+        calls: Gathers what they answer.
+    """
+
+    def __init__(self, spec: GroupSpec, slots: Slots, members: Members, calls: GroupCalls) -> None:
+        self._spec, self._slots, self._members, self._calls = spec, slots, members, calls
+        self._startup = StartupCheck(spec.heartbeat_s)
+        self._is_cancelled = False
+
+    def run(self, num_workers: int, num_spares: int, timeout_s: float) -> GroupReport:
+        """Starts so many workers, and holds room for so many spares.
+
+        Returns:
+            The replicas' set-up answers; or the report of the step that failed.
+
+        Raises:
+            ReservationTimeoutError: The resources were not granted in time.
+            TrainerShutdownError: After `cancel`.
+        """
+        self._create(num_workers, num_spares, timeout_s)
+        report = self._prepare(timeout_s)
+        if not report.ok:
+            return report
+        # Now that all are there, it is known where they are, and so which rank each gets.
+        order = ranks.in_order(report.values, first_stays=self._spec.use_local)
+        workers = self._members.workers
+        self._members.give_ranks([workers[index] for index in order], [report.values[index] for index in order])
+        return self._calls.connect(self._build, self._startup.poll)
+
+    def cancel(self) -> None:
+        """From another thread: the start raises as soon as it can."""
+        self._is_cancelled = True
+
+    def check_wanted(self) -> None:
+        """Raises `TrainerShutdownError` after `cancel`."""
+        if self._is_cancelled:
+            raise TrainerShutdownError("The trainer was shut down while its workers were started.")
+
+    def _create(self, num_workers: int, num_spares: int, timeout_s: float) -> None:
+        spec, workers = self._spec, self._members.workers
+        if spec.use_local:
+            workers.append(LocalWorker(copy.deepcopy(spec.backend)))  # the one of the spec is sent to others
+        if num_workers == len(workers):
+            return
+        packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
+        resources.ensure_ray()
+        # The driver's share is held too.
+        self._slots.reserve(num_workers + num_spares, timeout_s, has_driver=spec.use_local, check=self.check_wanted)
+        slot_of_driver = self._slots.take() if spec.use_local else None
+        for _ in range(len(workers), num_workers):
+            worker = RemoteWorker(self._slots.take(), spec.backend, spec.num_threads)
+            workers.append(worker)
+            self._startup.add(worker)
+        self.check_wanted()
+        if slot_of_driver is not None:
+            spec.backend.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
+
+    def _prepare(self, timeout_s: float) -> GroupReport:
+        placed = self._members.submit("describe", ranks=self._members.remote_ranks)  # answered beside the user's hook
+        calls = self._members.submit("prepare", self._spec.initialization_hook)
+        if placed and not self._slots.are_own:
+            self._await_placement(list(placed.values()), timeout_s)
+        return self._calls.gather(calls, self._startup.poll)
+
+    def _await_placement(self, references: list[Any], timeout_s: float) -> None:
+        """Inside another placement group the actors themselves may have to wait for room: not forever."""
+        import ray
+
+        _, waiting = ray.wait(references, num_returns=len(references), timeout=timeout_s)
+        if waiting:
+            raise ReservationTimeoutError(
+                f"{len(waiting)} of {len(references)} workers were not placed within {timeout_s:g} s.\n"
+                + resources.explain(self._spec.resources, len(references), resources.cluster_view())
+            )
+
+    def _build(self, rendezvous: Rendezvous) -> Mapping[int, Any]:
+        make_replica, captures = self._spec.make_replica, self._spec.captures
+        return {
+            rank: worker.submit("build", self._members.worlds[rank], rendezvous, make_replica, captures)
+            for rank, worker in enumerate(self._members.workers)
+        }

@@ -1,0 +1,250 @@
+"""Starts groups: the first one, and after a loss another one that goes on from the last snapshot."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from raysgd.engine.call_monitor import CallMonitor
+from raysgd.engine.failures import classify, words
+from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.history import EventKind
+from raysgd.engine.lifecycle import Lifecycle
+from raysgd.engine.policies import GiveUp, RetryBudget, Wait, capacity
+from raysgd.engine.replica import Replica
+from raysgd.engine.resources import explain
+from raysgd.engine.types import ClusterView, GroupReport
+from raysgd.engine.worker_group import WorkerGroup
+from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_error
+
+logger = logging.getLogger(__name__)
+
+START_ATTEMPTS = 4
+_SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
+_REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or another program took it
+
+
+class GroupStarter:
+    """Starts the group of a lifecycle, or another one in its place.
+
+    Args:
+        lifecycle: Holds the group.
+        make_group: Makes a group that is not started yet.
+        view: Reads the cluster.
+        start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
+            costs nothing.
+    """
+
+    def __init__(
+        self,
+        lifecycle: Lifecycle,
+        make_group: Callable[[GroupSpec, int], WorkerGroup],
+        view: Callable[[], ClusterView],
+        start_budget: RetryBudget | None = None,
+    ) -> None:
+        self._lifecycle, self._spec, self._scaling = lifecycle, lifecycle.spec, lifecycle.scaling
+        self._snapshots = lifecycle.snapshots
+        self.make_group = make_group
+        self._view = view
+        self._start_budget = start_budget
+
+    def start(self, *, as_fits: bool = False) -> None:
+        """Starts the full number of workers, for the first time; with `as_fits`, as many as there is room for.
+
+        A worker that dies while starting is tried again, a few times or as often as it is paid for; an exception in the
+        user's set-up is raised at once.
+
+        Raises:
+            WorkersLostError: Workers died too often.
+            WorkerError: The user's set-up failed.
+            ReservationTimeoutError: The resources were not granted in time.
+        """
+        if as_fits:
+            self.rebuild("a new trainer", "started")
+            return
+        began = self._lifecycle.now()
+        budget = self._start_budget or RetryBudget(START_ATTEMPTS - 1)
+        while not self._try_start(self._scaling.max_workers, self._spec.num_spares, self._spec.reservation_timeout_s):
+            _pay_for_start(budget)
+        self._lifecycle.record("started", 0, began, "a new trainer")
+
+    def rebuild(self, cause: str, kind: EventKind = "rebuilt") -> None:
+        """Kills what is left, sizes a new group by what is free, starts it, and restores the last snapshot.
+
+        Raises:
+            WorkersLostError: Too few workers could be had.
+            WorkerError: The user's set-up failed.
+        """
+        self._lifecycle.check_active()
+        began, old_size = self._lifecycle.now(), self._lifecycle.num_workers
+        try:
+            self._try_rebuild(cause, kind, began, old_size)
+        except BaseException as error:  # Ctrl-C too
+            if kind != "started":
+                is_loss = isinstance(error, WorkersLostError)
+                why = "no other group could be had" if is_loss else type(error).__name__
+                self._lifecycle.record_end("lost" if is_loss else "ended", old_size, began, f"{cause}; {why}")
+            raise
+
+    def _try_rebuild(self, cause: str, kind: EventKind, began: float, old_size: int) -> None:
+        self._snapshots.poll(timeout_s=_SETTLE_S)
+        self._snapshots.drop_incoming()
+        self._lifecycle.kill_group()
+        attempt = 0
+        while attempt < self._scaling.num_attempts:
+            view = self._settled_view()
+            decision = self._scaling.decide(view, self._spec.resources, attempt)
+            if isinstance(decision, GiveUp):
+                raise self._starved(decision, view)
+            attempt += 1
+            if isinstance(decision, Wait):
+                logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
+                self._lifecycle.sleep(decision.delay_s)
+                continue
+            num_spares = min(self._spec.num_spares, capacity(view, self._spec.resources) - decision.num_workers)
+            try:
+                is_restarted = self._try_restart(decision.num_workers, max(0, num_spares))
+            except ReservationTimeoutError:
+                logger.warning("another program took the resources for %s workers", decision.num_workers)
+                continue
+            if is_restarted:
+                self._lifecycle.record(kind, old_size, began, cause, self._lifecycle.restored_from())
+                return
+            if self._start_budget is not None:
+                _pay_for_start(self._start_budget)
+                attempt -= 1  # this one was paid for
+        raise WorkersLostError(f"No group could be started in {self._scaling.num_attempts} attempts after: {cause}.")
+
+    def _settled_view(self) -> ClusterView:
+        """The cluster, once its view of what is free has caught up with what we just gave back."""
+        lifecycle, need = self._lifecycle, self._spec.resources
+        deadline = lifecycle.now() + _SETTLE_S
+        while True:
+            view = self._view()
+            wanted = min(self._scaling.max_workers, capacity(view, need, free_only=False))
+            if capacity(view, need) >= wanted or lifecycle.now() >= deadline:
+                return view
+            lifecycle.sleep(0.05)
+
+    def _try_start(self, num_workers: int, num_spares: int, timeout_s: float) -> bool:
+        """Starts a group; False when a worker died.
+
+        Raises:
+            WorkerError: The user's set-up failed.
+            ReservationTimeoutError: The resources were not granted in time.
+        """
+        group = self.make_group(self._spec, num_workers)
+        group.num_spares = num_spares
+        report = self._start_group(group, timeout_s)
+        if not report.ok:
+            diagnosis = classify(report)
+            if diagnosis.kind == "user":
+                raise worker_error(diagnosis.faults)
+            logger.warning("could not start %s workers: %s", num_workers, words(diagnosis))
+            return False
+        self._lifecycle.group = group
+        self._lifecycle.facts = [answer.value for answer in report.values]
+        if not self._snapshots.has_any:
+            self._lifecycle.take_snapshot(report, is_first=True)
+        if num_spares:
+            group.start_standby(num_spares, num_workers)
+        return True
+
+    def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
+        self._lifecycle.starting = group
+        try:
+            self._lifecycle.check_active()  # a stop that comes later than this finds the group
+            report = group.start(timeout_s)
+            failed = self._call_start_hook(group) if report.ok else None
+            return report if failed is None else failed
+        finally:
+            self._lifecycle.starting = None
+
+    def _call_start_hook(self, group: WorkerGroup) -> GroupReport | None:
+        """Lets the front end see a new group; returns the report of a failure, after which nothing is left."""
+        try:
+            failed = self._lifecycle.hooks.on_start(group)
+        except BaseException:
+            self._lifecycle.end_group(group)
+            raise
+        if failed is not None:
+            self._lifecycle.end_group(group)
+        return failed
+
+    def _try_restart(self, num_workers: int, num_spares: int) -> bool:
+        """Starts a group and restores it; False when a worker died over it.
+
+        Raises:
+            WorkerError: The user's set-up failed.
+            ReservationTimeoutError: Another program took the resources meanwhile.
+        """
+        try:
+            return self._try_start(num_workers, num_spares, _REBUILD_RESERVATION_S) and self._restore()
+        except BaseException:  # Ctrl-C too: a group that is restored half-way must never be used
+            self._lifecycle.kill_group()
+            raise
+
+    def _restore(self) -> bool:
+        """Brings the new group to the state of the last snapshot, and on to the last completed call.
+
+        Returns:
+            False when a worker died over it.
+        """
+        group, snapshot = self._lifecycle.running, self._snapshots.landed
+        # Calls that are repeated take long, too. No snapshots: one taken now would seem to cover all of them.
+        monitor = CallMonitor(self._lifecycle, take_inside=lambda parts: False)
+        if snapshot is not None:
+            function: Callable[..., Any] = _restore if snapshot.progress is None else _restore_inside
+            rests = snapshot.for_ranks(len(group))
+            shared = group.share(snapshot.shared_state)
+            args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}
+            if not self._is_fine(group.on_replica(function, args, on_wait=monitor.poll)):
+                return False
+        is_inside = self._snapshots.is_inside
+        for call in self._snapshots.calls_since:
+            logger.info("repeating a completed call: its snapshot was lost with a worker")
+            function = call.resume if is_inside and call.resume is not None else call.function
+            is_inside = False
+            args = call.on_its_ranks(call.args_for(group.worlds))
+            if not self._is_fine(group.on_replica(function, args, on_wait=monitor.poll)):
+                return False
+        return True
+
+    def _is_fine(self, report: GroupReport) -> bool:
+        if report.ok:
+            return True
+        diagnosis = classify(report)
+        self._lifecycle.kill_group()
+        if diagnosis.kind == "user":
+            raise worker_error(diagnosis.faults)
+        logger.warning("could not restore the state: %s", words(diagnosis))
+        return False
+
+    def _starved(self, decision: GiveUp, view: ClusterView) -> WorkersLostError:
+        table = explain(self._spec.resources, self._scaling.max_workers, view)
+        advice = self._spec.words.when_starved
+        return WorkersLostError(f"Too few workers can be had: {decision.reason}.\n{table}\n{advice}".rstrip())
+
+
+def _pay_for_start(budget: RetryBudget) -> None:
+    """After the death of a worker that was being started.
+
+    Raises:
+        WorkersLostError: There is nothing to pay with.
+    """
+    if budget.is_spent:
+        budget.refuse()
+        raise WorkersLostError(
+            f"Worker start-up failed: a worker process died over it, and the {budget.num_restarts} allowed retries "
+            "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
+        )
+    budget.pay_for_rebuild()
+
+
+def _restore(replica: Replica, shared_state: Any, own_state: Any) -> None:
+    replica.restore(shared_state, own_state)
+
+
+def _restore_inside(replica: Any, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
+    replica.restore_inside(shared_state, own_state, first, parts)

@@ -1,0 +1,62 @@
+"""Room for more workers, and standby workers that are started there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from raysgd.engine.lifecycle import Lifecycle
+from raysgd.engine.policies import Resize, capacity
+from raysgd.engine.types import ClusterView
+from raysgd.exceptions import ReservationTimeoutError
+
+logger = logging.getLogger(__name__)
+
+_RESERVATION_S = 1.0  # what the view calls free is granted at once, or another program took it
+
+
+class Growth:
+    """Looks for room beside the group of a lifecycle.
+
+    Args:
+        lifecycle: Holds the group.
+        view: Reads the cluster.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, view: Callable[[], ClusterView]) -> None:
+        self._lifecycle, self._view = lifecycle, view
+        self._spec, self._scaling = lifecycle.spec, lifecycle.scaling
+
+    def find_room(self) -> int:
+        """How many workers more a new group could have, with all that this one gives back; 0 when none."""
+        group = self._lifecycle.running
+        if len(group) >= self._scaling.max_workers:
+            return 0
+        decision = self._scaling.grow(self._view(), self._spec.resources, len(group), group.num_slots)
+        return decision.num_workers - len(group) if isinstance(decision, Resize) else 0
+
+    def start_standby(self) -> None:
+        """Begins to start the workers that the group lacks, as far as there is room; does not wait for them."""
+        group, most = self._lifecycle.running, self._scaling.max_workers
+        missing = most - len(group) - group.standby.num_coming - group.standby.num_ready
+        if missing <= 0:
+            return
+        missing -= group.start_standby(missing, most, self._lifecycle.nodes_to_avoid)
+        num_free = min(missing, capacity(self._view(), self._spec.resources))
+        if num_free <= 0:
+            return
+        try:
+            group.reserve(num_free, _RESERVATION_S)
+        except ReservationTimeoutError:
+            logger.info("another program took the resources for %s more workers", num_free)
+            return
+        group.start_standby(num_free, most, self._lifecycle.nodes_to_avoid)
+
+    def start_spares(self) -> None:
+        """Begins to start as many workers as are to wait as spares, and were used up or lost."""
+        group = self._lifecycle.group
+        if group is None or not self._spec.num_spares:
+            return
+        missing = self._spec.num_spares - group.standby.num_coming - group.standby.num_ready
+        if missing > 0:
+            group.start_standby(missing, len(group), self._lifecycle.nodes_to_avoid)

@@ -1,0 +1,201 @@
+"""Changes of a group whose workers keep their processes: after a loss, or because workers leave or step in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd.engine.failures import classify, listed, words
+from raysgd.engine.group_former import STANDBY_WAIT_S, CannotForm, GroupFormer
+from raysgd.engine.growth import Growth
+from raysgd.engine.history import EventKind
+from raysgd.engine.lifecycle import Lifecycle
+from raysgd.engine.policies import RetryBudget, are_alike, takers
+from raysgd.engine.replica import Capture
+from raysgd.engine.types import GroupReport, Handover, ReplicaProgress
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Change:
+    """A change of the group in place.
+
+    Attributes:
+        kind: What it is called in the history, unless ranks are lost over it.
+        cause: Why, given the ranks that are lost.
+        staying: Ranks that are to stay.
+        began: When it began.
+        can_wait: Whether to wait for workers that are still starting.
+        budget: What pays for it; None for what costs nothing.
+        leaving: Ranks that leave in good order.
+        orphans: How far those are.
+    """
+
+    kind: EventKind
+    cause: Callable[[Collection[int]], str]
+    staying: Sequence[int]
+    began: float
+    can_wait: bool
+    budget: RetryBudget | None = None
+    leaving: frozenset[int] = frozenset()
+    orphans: tuple[Any, ...] = ()
+
+    def to_rebuild(self, failed: CannotForm, gone: Collection[int]) -> CannotForm:
+        """What became of it where the ranks cannot form a new group, with the words for the rebuild."""
+        cause = self.cause(gone)
+        is_loss = self.kind == "rejoined" or bool(gone) or failed.is_loss
+        return CannotForm(
+            failed.reason,
+            failed.staying,
+            is_loss,
+            kind="rebuilt" if is_loss else self.kind,
+            cause=f"{cause}; {failed.reason}" if failed.reason else cause,
+        )
+
+
+class InPlaceChanges:
+    """Changes the group of a lifecycle in place.
+
+    Args:
+        lifecycle: Holds the group.
+        growth: Starts workers that step in.
+        on_wait: Called now and then while it waits.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, growth: Growth, on_wait: Callable[[], None]) -> None:
+        self._lifecycle, self._growth, self._on_wait = lifecycle, growth, on_wait
+
+    def rejoin(self, report: GroupReport, budget: RetryBudget, tell_stuck: Callable[[], None]) -> CannotForm | None:
+        """After a loss: lets the survivors form a new group, with spares and new workers as far as there are any.
+
+        Args:
+            report: The failed call.
+            budget: What pays for it.
+            tell_stuck: Called if a survivor takes long to finish what it does.
+
+        Returns:
+            Why only a rebuild is left; None when it worked.
+        """
+        lifecycle, group = self._lifecycle, self._lifecycle.running
+        began = lifecycle.now()
+        survivors = group.settle(report, tell_stuck)
+        silent = f"; rank {listed(group.silent)} does not answer any more" if group.silent else ""
+        lifecycle.suspect(survivors)
+
+        def cause(gone: Collection[int]) -> str:
+            return words(classify(report), gone) + silent
+
+        can_wait = lifecycle.rules.resize_check_s is None
+        return self._change(_Change("rejoined", cause, survivors, began, can_wait, budget))
+
+    def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> CannotForm | None:
+        """Between two steps or calls: lets the workers on the nodes `leaving` go, and those that are ready step in.
+
+        Args:
+            leaving: Nodes that are going away.
+            cause: Why.
+            parts: What each rank copied of its progress when it was held inside a call.
+
+        Returns:
+            Why only a rebuild is left; None when it worked.
+        """
+        lifecycle, group = self._lifecycle, self._lifecycle.running
+        staying = [rank for rank, info in enumerate(group.infos) if info.node_id not in leaving]
+        kind: EventKind = "left" if len(staying) < len(group) else "grown"
+        if not lifecycle.spec.regroups:
+            return CannotForm("", staying, kind=kind, cause=cause)
+        change = _Change(
+            kind,
+            cause=lambda gone: f"lost rank {listed(gone)}; {cause}" if gone else cause,
+            staying=staying,
+            began=lifecycle.now(),
+            can_wait=kind == "left",
+            leaving=frozenset(range(len(group))) - frozenset(staying),
+            orphans=tuple(part.progress for rank, part in enumerate(parts) if rank not in staying),
+        )
+        return self._change(change)
+
+    def grow(self) -> CannotForm | None:
+        """Between two calls: lets as many workers step in as there is room for.
+
+        Returns:
+            Why only a rebuild is left; None when it worked, or there was no one to step in.
+        """
+        lifecycle, standby = self._lifecycle, self._lifecycle.running.standby
+        self._growth.start_standby()
+        deadline = lifecycle.now() + STANDBY_WAIT_S
+        while standby.num_coming and lifecycle.now() < deadline:
+            lifecycle.sleep(0.005)
+            self._on_wait()
+        standby.kill_unresponsive()
+        return self.change(frozenset(), "there is room for more workers") if standby.num_ready else None
+
+    def are_possible(self) -> bool | None:
+        """Between two calls: whether the replicas could go on in another group; None if some of them are lost."""
+        report = self._ask_progress()
+        if not report.ok:
+            return False if classify(report).kind == "user" else None
+        return not any(answer.value.obstacle for answer in report.values)
+
+    def are_replicas_alike(self) -> bool:
+        """After a call that failed on all of them, which wait for the next one: whether they are in one state."""
+        report = self._ask_progress()
+        return report.ok and are_alike([answer.value for answer in report.values])
+
+    def _ask_progress(self) -> GroupReport:
+        group = self._lifecycle.running
+        return group.on_replica(_replica_progress, dict.fromkeys(range(len(group)), ()), on_wait=self._on_wait)
+
+    def _change(self, change: _Change) -> CannotForm | None:
+        ranks = frozenset(range(len(self._lifecycle.running))) - change.leaving
+        try:
+            self._try_change(change, ranks)
+        except CannotForm as failed:
+            return change.to_rebuild(failed, ranks - frozenset(failed.staying))
+        except BaseException as error:  # Ctrl-C too: a group that is formed half-way must never be used
+            self._lifecycle.end_call(type(error).__name__)
+            raise
+        return None
+
+    def _try_change(self, change: _Change, ranks: frozenset[int]) -> None:
+        lifecycle, group = self._lifecycle, self._lifecycle.running
+        old_size = len(group)
+        former = GroupFormer(
+            group,
+            lifecycle.scaling,
+            change.budget,
+            can_wait=change.can_wait,
+            nodes_to_avoid=lambda: lifecycle.nodes_to_avoid,
+            suspect=lifecycle.suspect,
+            now=lifecycle.now,
+            on_wait=self._on_wait,
+        )
+        next_group = former.form(change.staying)
+        staying, joining, source = next_group.staying, next_group.joining, next_group.source
+        reports = next_group.progress_reports
+        new_ranks = range(len(staying), len(staying) + len(joining))
+        handover = Handover(source, (*takers(reports, source), *new_ranks), change.orphans)
+        report = group.regroup(staying, joining, handover, self._on_wait)
+        if not report.ok:
+            diagnosis = classify(report)
+            logger.warning("could not form a new group: %s", words(diagnosis))
+            is_loss = diagnosis.kind != "user"
+            raise CannotForm(f"could not form a new group: {words(diagnosis)}", staying, is_loss)
+        if staying[0] != 0:
+            lifecycle.snapshots.drop_incoming()
+        lifecycle.facts = list(report.values)
+        if change.budget is not None:
+            change.budget.pay_for_rejoin(reports[source].progress)
+        gone = ranks - frozenset(staying)
+        kind: EventKind = "rejoined" if gone else change.kind
+        if kind != "grown" or joining:  # else all that were to join are dead, and nothing has changed
+            lifecycle.record(kind, old_size, change.began, change.cause(gone), reports[source].words)
+        self._growth.start_spares()
+
+
+def _replica_progress(replica: Any) -> ReplicaProgress:
+    replica_progress: ReplicaProgress = replica.replica_progress()
+    return replica_progress

@@ -1,0 +1,91 @@
+"""The monitor of the call that is running, and what it is used for while the driver waits."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+from raysgd.engine.call_monitor import CallMonitor
+from raysgd.engine.growth import Growth
+from raysgd.engine.lifecycle import Lifecycle
+from raysgd.engine.replica import Capture
+from raysgd.engine.step_hold import StepHold
+
+logger = logging.getLogger(__name__)
+
+_POLL_S = 0.2
+
+
+class Monitoring:
+    """Holds the monitor of one call after the other.
+
+    Args:
+        lifecycle: Holds the group.
+        growth: Looks for room while a call runs.
+
+    Attributes:
+        monitor: Watches the call that is running; None between calls.
+        observer: Called about once a second while a call runs, and when one failed for good; if it is set.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, growth: Growth) -> None:
+        self._lifecycle, self._growth, self._snapshots = lifecycle, growth, lifecycle.snapshots
+        self.monitor: CallMonitor | None = None
+        self.observer: Callable[[], None] | None = None
+
+    def begin(self, can_hold: bool = False) -> None:
+        """Monitors what comes now; with `can_hold`, the call can be stopped at a step boundary and gone on with."""
+        hold = StepHold(self._lifecycle, self._growth) if can_hold else None
+        self.monitor = CallMonitor(self._lifecycle, self._take_inside, hold, self.observe)
+
+    def renew(self) -> CallMonitor | None:
+        """Drops what the ranks were asked before they change: what a lost one owes, its successor does not.
+
+        Returns:
+            The monitor until now, which knows how far the ranks were.
+        """
+        before = self.monitor
+        if before is not None:
+            self.begin()
+        return before
+
+    def end(self) -> None:
+        """Nothing runs any more."""
+        self.monitor = None
+
+    def poll(self) -> None:
+        """Does what is due. To be called now and then while the driver waits."""
+        if self.monitor is not None:
+            self.monitor.poll()
+
+    def observe(self) -> None:
+        """Tells the observer."""
+        if self.observer is not None and not self._lifecycle.is_stopped:
+            self.observer()
+
+    def await_snapshot(self) -> None:
+        """Waits until no snapshot is on its way any more, for whatever reason."""
+        if self.monitor is None:
+            self.begin()
+        self._snapshots.poll()
+        while self._snapshots.is_coming:
+            self._snapshots.poll(timeout_s=_POLL_S)
+            self.poll()
+
+    def _take_inside(self, parts: Sequence[Capture]) -> bool:
+        """Takes a snapshot from inside the running call; not while another one is on its way."""
+        self._snapshots.poll()
+        if self._snapshots.is_coming:
+            return False
+        self._lifecycle.take_parts(parts)
+        return True
+
+
+def tell_stuck(monitor: CallMonitor | None) -> None:
+    """Logs what every rank is doing, so that you can find out why one of them holds the others up.
+
+    Args:
+        monitor: The one of the call that failed.
+    """
+    if monitor is not None:
+        logger.warning("workers are not stopping:\n%s", monitor.report())
