@@ -1,6 +1,6 @@
 """The controller with a scripted group, without Ray.
 
-Covers `raysgd.engine.lifecycle`: the controller is its only caller, and a scripted group shows what it does.
+Covers `raysgd.engine.lifecycle` and `raysgd.engine.group_starter`: a scripted group shows what they do.
 """
 
 from __future__ import annotations

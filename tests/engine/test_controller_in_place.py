@@ -1,4 +1,7 @@
-"""What a controller does with replicas that can go on in another group."""
+"""What a controller does with replicas that can go on in another group.
+
+Covers `raysgd.engine.in_place`: only the controller says when a group changes.
+"""
 
 from __future__ import annotations
 
