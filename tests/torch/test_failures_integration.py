@@ -189,12 +189,14 @@ class DiesInSetup(LinearOperator):
         super().setup(config)
 
 
+@pytest.mark.soak  # see "start-up" in the table of `chaos_table.py`
 def test_a_worker_that_dies_in_setup_is_replaced(ray_cluster: None, tmp_path: Path) -> None:
     config = {"once": str(tmp_path / "once")}
     with TorchTrainer(training_operator_cls=DiesInSetup, num_workers=2, config=config) as trainer:
         assert trainer.train()["num_samples"] == 20
 
 
+@pytest.mark.soak  # the tests of the engine have the same without PyTorch
 def test_a_worker_that_always_dies_in_setup_is_given_up(ray_cluster: None) -> None:
     class Stillborn(LinearOperator):
         def setup(self, config: dict[str, Any]) -> None:
@@ -339,16 +341,16 @@ def test_replicas_that_an_exception_left_different_are_not_gone_on_with(ray_clus
         assert trained[0] == trained[1]
 
 
-@pytest.mark.parametrize("rank", [0, 1])
 def test_an_exception_beside_or_in_the_driver_is_raised_all_the_same(
-    rank: int, ray_cluster: None, mishap: Callable[..., dict[str, Any]]
+    ray_cluster: None, mishap: Callable[..., dict[str, Any]]
 ) -> None:
     with trainer_of_two(use_local=True) as trainer:
         trainer.train()
-        with pytest.raises(ZeroDivisionError) as caught:
-            trainer.train(info=mishap(divide_by_zero, rank=rank))
-        assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', f"rank {rank}")
-        assert trainer.train()["epoch"] == 2
+        for rank in (0, 1):
+            with pytest.raises(ZeroDivisionError) as caught:
+                trainer.train(info=mishap(divide_by_zero, rank=rank))
+            assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', f"rank {rank}")
+            assert trainer.train()["epoch"] == rank + 2
 
 
 class FailsInSetup(LinearOperator):
