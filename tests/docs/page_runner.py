@@ -59,7 +59,7 @@ def become(script: str, environment: Mapping[str, str], output: str) -> None:
 
 
 def main() -> None:
-    import torch  # noqa: F401
+    import torch._dynamo  # noqa: F401, because the first optimizer does
 
     while line := sys.stdin.readline():
         child = os.fork()
