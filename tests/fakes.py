@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Thread
-from typing import Any, cast
+from typing import Any
 
 from raysgd.engine import ranks
 from raysgd.engine.backend import Backend
@@ -21,6 +21,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import Clock
 from raysgd.engine.replica import Capture
+from raysgd.engine.standby import StandbyWorkers
 from raysgd.engine.types import (
     ClusterView,
     Failure,
@@ -348,7 +349,7 @@ class FakeCluster:
     def make_group(self, spec: GroupSpec, num_workers: int) -> WorkerGroup:
         group = FakeGroup(self, spec, num_workers)
         self.groups.append(group)
-        return cast(WorkerGroup, group)
+        return group
 
     @property
     def num_free(self) -> int:
@@ -365,8 +366,18 @@ class FakeCluster:
         return [group.first_size for group in self.groups]
 
 
-class FakeGroup:
-    """What the controller uses of a worker group, with replicas in this process."""
+class FakeGroup(WorkerGroup):
+    """A worker group with replicas in this process.
+
+    It is a `WorkerGroup` for type checkers only, so that it cannot drift from what it imitates: nothing of that class
+    runs here, and `tests/engine/test_worker_group.py` checks that each of its public methods has a stand-in.
+    """
+
+    infos: list[WorkerInfo] = []  # noqa: RUF012 - here and below: instead of properties of the class that it imitates
+    worlds: list[World] = []  # noqa: RUF012
+    silent: set[int] = set()  # noqa: RUF012
+    num_slots: int = 0
+    standby: FakeStandbyWorkers
 
     def __init__(self, cluster: FakeCluster, spec: GroupSpec, num_workers: int) -> None:
         self.cluster, self.spec, self.num_workers = cluster, spec, num_workers
@@ -579,8 +590,10 @@ class FakeGroup:
         self.is_alive, self.ended_by = False, "stop"
 
 
-class FakeStandbyWorkers:
-    """Replicas that are made ready beside a group."""
+class FakeStandbyWorkers(StandbyWorkers):
+    """Replicas that are made ready beside a group; as with `FakeGroup`, nothing of the real class runs here."""
+
+    num_coming: int = 0
 
     def __init__(self, group: FakeGroup) -> None:
         self._group = group

@@ -15,6 +15,7 @@ from ray.cluster_utils import Cluster
 
 from raysgd import testing
 from raysgd.torch import TorchTrainer
+from tests.doors import controller_of
 from tests.torch import ledger, operators_for_tests
 from tests.torch.ledger import Ledger
 
@@ -38,7 +39,7 @@ def pair(ray_cluster: None) -> Iterator[TorchTrainer]:
 
 
 def count(trainer: TorchTrainer) -> int:
-    return trainer._controller.history.num_failures
+    return controller_of(trainer).history.num_failures
 
 
 @pytest.mark.parametrize("rank", [2, -1, True, "1", None, [], [1, 7]])

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from raysgd.engine.group_former import CannotForm, GroupFormer, NextGroup
 from raysgd.engine.policies import RetryBudget, ScalingPolicy
-from raysgd.engine.worker_group import WorkerGroup
 from tests.engine.stepping_trainer import Trainer
 from tests.fakes import Interrupted, Lost
 
@@ -26,7 +25,7 @@ class Scene:
 
     def former(self, *, can_wait: bool = True, budget: RetryBudget | None = None) -> NextGroup:
         former = GroupFormer(
-            cast(WorkerGroup, self.trainer.group),
+            self.trainer.group,
             self.scaling,
             budget,
             can_wait=can_wait,

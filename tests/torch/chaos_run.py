@@ -23,6 +23,7 @@ from ray.cluster_utils import Cluster
 
 from raysgd import testing
 from raysgd.torch import TorchTrainer
+from tests.doors import controller_of
 from tests.hygiene import RaySurroundings
 from tests.processes import is_alive
 from tests.torch.ledger import BATCH_SIZE_OF_ONE, Ledger, parameters_of, uses
@@ -74,7 +75,7 @@ class Chaos(threading.Thread):
 
     @property
     def is_enough(self) -> bool:
-        history = self.trainer._controller.history
+        history = controller_of(self.trainer).history
         return (
             len(self.killed) >= self.num_kills
             and history.count("rejoined") >= self.num_rejoins
@@ -98,10 +99,10 @@ class Chaos(threading.Thread):
         deadline = time.monotonic() + _PATIENCE_S
         is_hasty = self._chance.random() < 0.1
         while True:
-            controller = self.trainer._controller
+            controller = controller_of(self.trainer)
             num_events = len(controller.history.events)
             has_recovered = is_hasty or num_events > self._events_before
-            if has_recovered and controller.watch is not None and controller.num_workers >= NUM_WORKERS - 1:
+            if has_recovered and controller.monitor is not None and controller.num_workers >= NUM_WORKERS - 1:
                 self._events_before = num_events
                 return
             if time.monotonic() > deadline:
@@ -110,7 +111,7 @@ class Chaos(threading.Thread):
 
     def _choose(self) -> Callable[[], None]:
         self._num_faults += 1
-        history = self.trainer._controller.history
+        history = controller_of(self.trainer).history
         if self._num_faults % 7 == 0 and history.count("rebuilt") < self.num_rebuilds + self._num_faults // 30:
             return self._kill_all
         if self._num_faults % 5 == 3 and self._nodes_lost < self.num_nodes:
@@ -139,7 +140,7 @@ class Chaos(threading.Thread):
         self.killed |= {pid for pid in alive if not is_alive(pid)}
 
     def _pids(self) -> list[int]:
-        group = self.trainer._controller._lifecycle.group
+        group = controller_of(self.trainer).group
         return [] if group is None else [info.pid for info in group.infos]
 
     def _lose_node(self) -> None:
@@ -168,7 +169,7 @@ def train_disturbed(cluster: Cluster, faults: int, seed: int, nodes: int) -> dic
             trainer.train(max_retries=MANY)
             books.append(sorted(uses(trainer)))
             chaos.give_back_nodes()
-        history = trainer._controller.history
+        history = controller_of(trainer).history
         states = trainer.apply_all_operators(parameters_of)
         return {
             "seed": seed,

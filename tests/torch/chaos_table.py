@@ -27,6 +27,7 @@ from ray.cluster_utils import Cluster
 from raysgd import testing
 from raysgd.testing import _arm, _Trap
 from raysgd.torch import TorchTrainer
+from tests.doors import controller_of
 from tests.torch.draining import drained
 from tests.torch.ledger import BATCH_SIZE_OF_ONE, NUM_SAMPLES, Ledger, parameters_of, uses
 from tests.torch.nodes import add_node, cluster_of
@@ -111,7 +112,7 @@ class Table:
         """What came of `victim` being lost in `phase`."""
         if phase == "start-up":
             return self._start(victim)
-        history, trainer = self.trainer._controller.history, self.trainer
+        history, trainer = controller_of(self.trainer).history, self.trainer
         failures_before, events_before = history.num_failures, len(history.events)
         with self._node_loss() if victim == NODE else _nothing() as beckon:
             seen = self._go_through(phase, victim, beckon)

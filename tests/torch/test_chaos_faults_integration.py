@@ -18,6 +18,7 @@ from raysgd.engine import group_former
 from raysgd.operators import GANOperator
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
+from tests.doors import controller_of
 from tests.hygiene import RaySurroundings
 from tests.torch import ledger
 from tests.torch.ledger import Ledger, parameters_of, uses
@@ -36,7 +37,7 @@ def ships_the_ledger() -> Iterator[None]:
 
 def kinds(trainer: TorchTrainer) -> list[str]:
     """What happened since it was started."""
-    return [event.kind for event in trainer._controller.history.events[1:]]
+    return [event.kind for event in controller_of(trainer).history.events[1:]]
 
 
 def train_until_whole(trainer: TorchTrainer) -> int:

@@ -18,6 +18,7 @@ import torch
 
 from raysgd.torch import TorchTrainer, checkpoint_file
 from raysgd.torch.checkpoint_file import CheckpointCorruptedError, UnsafeCheckpointError
+from tests.doors import controller_of
 from tests.torch.operators_for_tests import (
     NUM_FEATURES,
     BatchNormOperator,
@@ -543,7 +544,7 @@ def test_snapshots_in_the_driver_take_turns_in_two_buffers(make_local: MakeTrain
     addresses = []
     for _ in range(4):
         trainer.train()
-        addresses.append(trainer._controller.snapshot().shared_state.buffer.ctypes.data)
+        addresses.append(controller_of(trainer).snapshot().shared_state.buffer.ctypes.data)
     assert addresses[:2] == addresses[2:]
 
 

@@ -16,6 +16,8 @@ from typing import Any
 
 import ray
 
+from tests.doors import controller_of
+
 HEARTBEAT_S = 4.0
 NUM_STATES = 3
 _GIB = 2**30
@@ -92,7 +94,7 @@ def with_operators(gib: float, folder: str) -> dict[str, Any]:
         trainer.train()
     trainer.save(str(Path(folder) / "state.pt"))
     [of_worker] = trainer.apply_all_operators(lambda operator: operator.peak.gib)
-    kinds = [event.kind for event in trainer._controller.history.events]
+    kinds = [event.kind for event in controller_of(trainer).history.events]
     epoch = trainer.train()["epoch"] - 1
     trainer.shutdown()
     return {"epoch": epoch, "worker_gib": of_worker, "driver_gib": peak.gib, "kinds": kinds}
