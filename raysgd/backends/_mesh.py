@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
 
-from raysgd.backends._peers import Badge, Deadline, MeetingFailed, PeerListener
+from raysgd.backends._handshake import ConnectFailed, Credentials
+from raysgd.backends._peers import Deadline, PeerListener
 from raysgd.engine.types import Rendezvous
 
 _HEAD = struct.Struct("<QI")  # how many bytes follow, and of what kind they are
@@ -59,19 +60,20 @@ class Endpoint:
             deadline: How long to wait for another rank.
 
         Raises:
-            MeetingFailed: Another rank is gone, or did not come in time.
+            ConnectFailed: Another rank is gone, or did not come in time.
         """
-        hosts = list(enumerate(rendezvous.addresses[:rank]))
-        num_peers = len(rendezvous.addresses) - 1 - rank
+        credentials = Credentials(rank, rendezvous.secret)
+        before = list(enumerate(rendezvous.addresses[:rank]))
+        num_after = len(rendezvous.addresses) - 1 - rank
         try:
-            met = self._listener.meet(Badge(rank, rendezvous.secret), hosts, num_peers, num_lanes, deadline)
+            peers = self._listener.connect_all(credentials, before, num_after, num_lanes, deadline)
         except OSError as error:
-            if isinstance(error, MeetingFailed):
+            if isinstance(error, ConnectFailed):
                 raise
-            raise MeetingFailed(f"rank {rank} could not connect to the others: {error}") from error
+            raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
         finally:
             self.close()
-        return [{one.rank: one.connection for one in met if one.number == lane} for lane in range(num_lanes)]
+        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(num_lanes)]
 
 
 class Mesh:

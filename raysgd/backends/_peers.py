@@ -1,50 +1,40 @@
-"""How ranks find each other over sockets: who comes in, whom one calls on, and for how long one waits.
+"""How ranks connect to each other: each listens, connects to the ranks before it, and accepts those after it.
 
-Any process that reaches the port may connect. Both sides show that they belong to the group by a secret, which the
-driver made for this meeting and which travelled through Ray: each proves that it knows the secret by what it makes of a
-number that the other side has just drawn. The secret itself is never sent. Strangers are refused and delay no one.
+A process that does not belong to the group is refused, see `_handshake.py`, and delays no one.
 """
 
 from __future__ import annotations
 
 import errno
-import hmac
 import logging
 import math
-import secrets
 import select
 import socket
-import struct
 import time
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from raysgd.backends._handshake import ConnectFailed, Credentials, Handshake, Peer
+
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
-_GREETING_S = 30.0  # who has not shown by then that it belongs here is sent away
+_HANDSHAKE_S = 30.0  # a process that has proved nothing by then is disconnected
 _BACKLOG = 4096
-_HELLO = struct.Struct("<II16s")  # the rank that calls, a number of its own, and a number to make something of
-_NONCE_LENGTH = 16
-_PROOF_LENGTH = 32
-_UNDER_WAY = (errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY)
+_IN_PROGRESS = (errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY)
 
 Address: TypeAlias = tuple[str, int]
 """Host, as a number, and port."""
-
-
-class MeetingFailed(ConnectionError):
-    """Another rank failed, did not come in time, or cannot be reached, before the group was formed."""
 
 
 class Deadline:
     """How long to wait for other ranks, from now on.
 
     Args:
-        timeout_s: At most so long.
-        is_interrupted: Asked again and again; once it says so, the wait is over.
+        timeout_s: At most this long.
+        is_interrupted: Asked again and again; once it returns True, the wait is over.
     """
 
     def __init__(self, timeout_s: float, is_interrupted: Callable[[], bool] = lambda: False) -> None:
@@ -53,19 +43,19 @@ class Deadline:
         self._deadline = time.monotonic() + timeout_s
 
     def check(self) -> None:
-        """Raises when it is at its end.
+        """Does nothing before the deadline.
 
         Raises:
-            MeetingFailed: It is.
+            ConnectFailed: It has passed, or the wait was interrupted.
         """
         if self._is_interrupted() or time.monotonic() > self._deadline:
-            raise MeetingFailed("another rank failed, or took too long, before it joined the group")
+            raise ConnectFailed("another rank failed, or took too long, before it joined the group")
 
     def wait(self, connection: socket.socket, events: int) -> None:
-        """Until something can be done with the connection.
+        """Waits until the connection is ready for one of these events.
 
         Raises:
-            MeetingFailed: That took too long.
+            ConnectFailed: That took too long.
         """
         poll = select.poll()
         poll.register(connection, events)
@@ -90,90 +80,19 @@ def listen_at(host: str) -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
 
 
-@dataclass(frozen=True)
-class Peer:
-    """A rank that was met.
-
-    Attributes:
-        connection: To it; does not block.
-        rank: Who it is.
-        number: What it said beside, or was told.
-    """
-
-    connection: socket.socket
-    rank: int
-    number: int
-
-
-@dataclass(frozen=True)
-class Badge:
-    """What a rank shows of itself.
-
-    Attributes:
-        rank: Who it is.
-        secret: What ranks of the group know.
-    """
-
-    rank: int
-    secret: bytes
-
-    def proof(self, role: bytes, caller: int, host: int, number: int, drawn: bytes) -> bytes:
-        """What only a peer that knows the secret can send to the one that drew these numbers, in this role."""
-        return hmac.digest(self.secret, role + struct.pack("<III", caller, host, number) + drawn, "sha256")
-
-    def greet(self, connection: socket.socket, host: int, number: int) -> _Talk:
-        """As the one that calls on rank `host`."""
-        own = secrets.token_bytes(_NONCE_LENGTH)
-        connection.sendall(_HELLO.pack(self.rank, number, own))
-        other = yield from _hear(connection, _NONCE_LENGTH)
-        proof = yield from _hear(connection, _PROOF_LENGTH)
-        if not hmac.compare_digest(proof, self.proof(b"host", self.rank, host, number, own + other)):
-            raise MeetingFailed(f"the process that listens in place of rank {host} does not belong to the group")
-        connection.sendall(self.proof(b"caller", self.rank, host, number, own + other))
-        return Peer(connection, host, number)
-
-    def receive(self, connection: socket.socket) -> _Talk:
-        """As the one that is called on."""
-        caller, number, other = _HELLO.unpack((yield from _hear(connection, _HELLO.size)))
-        own = secrets.token_bytes(_NONCE_LENGTH)
-        connection.sendall(own + self.proof(b"host", caller, self.rank, number, other + own))
-        proof = yield from _hear(connection, _PROOF_LENGTH)
-        if not hmac.compare_digest(proof, self.proof(b"caller", caller, self.rank, number, other + own)):
-            raise MeetingFailed("a stranger called")
-        return Peer(connection, caller, number)
-
-
-_Talk: TypeAlias = Generator[None, None, Peer]
-"""What two ranks say to each other until they know each other; yields where it waits for the other side."""
-
-
-def _hear(connection: socket.socket, length: int) -> Generator[None, None, bytes]:
-    heard = b""
-    while len(heard) < length:
-        try:
-            part = connection.recv(length - len(heard))
-        except BlockingIOError:
-            yield
-            continue
-        if not part:
-            raise MeetingFailed("another rank left before the group was formed")
-        heard += part
-    return heard
-
-
-def call_on(address: Address, deadline: Deadline) -> socket.socket:
+def connect_to(address: Address, deadline: Deadline) -> socket.socket:
     """Connects to another rank.
 
     Raises:
         OSError: No rank listens there.
-        MeetingFailed: It took too long.
+        ConnectFailed: It took too long.
     """
     host, port = address
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     try:
         connection.setblocking(False)
         code = connection.connect_ex((host, port))
-        if code in _UNDER_WAY:
+        if code in _IN_PROGRESS:
             deadline.wait(connection, select.POLLOUT)
             code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if code:
@@ -185,10 +104,10 @@ def call_on(address: Address, deadline: Deadline) -> socket.socket:
 
 
 class PeerListener:
-    """Listens at a port.
+    """Listens at a port, and connects this rank to all others.
 
     Args:
-        host: Under which address.
+        host: The address to listen at.
     """
 
     def __init__(self, host: str) -> None:
@@ -203,107 +122,112 @@ class PeerListener:
         """Stops listening."""
         self._listener.close()
 
-    def meet(
-        self, badge: Badge, hosts: Collection[tuple[int, Address]], num_peers: int, num_lanes: int, deadline: Deadline
+    def connect_all(
+        self,
+        credentials: Credentials,
+        addresses: Collection[tuple[int, Address]],
+        num_accepted: int,
+        num_lanes: int,
+        deadline: Deadline,
     ) -> list[Peer]:
-        """Calls on some ranks and receives others, each as often as there are lanes; returns when all were met.
+        """Connects to some ranks and accepts others, each once for each lane; returns when all are connected.
 
         Args:
-            badge: Who this is.
-            hosts: Whom to call on: their ranks and where they listen.
-            num_peers: How many come, of whom each knows the secret.
-            num_lanes: How often.
+            credentials: Those of this rank.
+            addresses: The ranks to connect to, and where they listen.
+            num_accepted: How many other ranks connect to this one.
+            num_lanes: The number of connections to each rank.
             deadline: How long to wait for the others.
 
         Raises:
-            OSError: No rank listens where one should be.
-            MeetingFailed: Another rank is gone or late, or does not belong to the group.
+            OSError: No rank listens where one should.
+            ConnectFailed: Another rank is gone or late, or does not belong to the group.
         """
         with ExitStack() as undo:
-            talks = _Talks(undo, self._listener)
-            for rank, address in hosts:
+            handshakes = _Handshakes(undo, self._listener)
+            for rank, address in addresses:
                 for lane in range(num_lanes):
-                    connection = undo.enter_context(call_on(address, deadline))
-                    talks.begin(connection, badge.greet(connection, rank, lane))
-            while len(talks.known) < (len(hosts) + num_peers) * num_lanes:
+                    connection = undo.enter_context(connect_to(address, deadline))
+                    handshakes.start(connection, credentials.initiate(connection, rank, lane))
+            while len(handshakes.peers) < (len(addresses) + num_accepted) * num_lanes:
                 deadline.check()
-                if talks.go_on():
-                    self._let_in(badge, talks)
-            talks.send_away(talks.open)
+                if handshakes.poll():
+                    self._accept(credentials, handshakes)
+            handshakes.drop(handshakes.pending)
             undo.pop_all()
-        return talks.known
+        return handshakes.peers
 
-    def _let_in(self, badge: Badge, talks: _Talks) -> None:
+    def _accept(self, credentials: Credentials, handshakes: _Handshakes) -> None:
         for _ in range(_BACKLOG):
             try:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
             connection.setblocking(False)
-            talks.undo.enter_context(connection)
-            talks.begin(connection, badge.receive(connection), time.monotonic() + _GREETING_S)
+            handshakes.undo.enter_context(connection)
+            handshakes.start(connection, credentials.respond(connection), time.monotonic() + _HANDSHAKE_S)
 
 
-class _Talks:
-    """Those that go on at the same time.
+@dataclass(frozen=True)
+class _Pending:
+    """A handshake in progress."""
+
+    connection: socket.socket
+    handshake: Handshake
+    until: float
+
+
+class _Handshakes:
+    """Many at the same time, so that none waits for another.
 
     Args:
-        undo: Closes all connections where it comes to nothing.
-        listener: Where others call.
+        undo: Closes all connections if this rank cannot connect to all others.
+        listener: Where others connect.
 
     Attributes:
-        known: Who was met.
-        open: Whom one talks to, by the number of the connection.
+        peers: Those that have succeeded.
+        pending: Those in progress, by file descriptor.
     """
 
     def __init__(self, undo: ExitStack, listener: socket.socket) -> None:
         self.undo = undo
-        self.known: list[Peer] = []
-        self.open: dict[int, _Open] = {}
+        self.peers: list[Peer] = []
+        self.pending: dict[int, _Pending] = {}
         self._listener = listener
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
 
-    def begin(self, connection: socket.socket, talk: _Talk, until: float = math.inf) -> None:
-        """Begins one; with somebody who may be a stranger, it ends at a time."""
+    def start(self, connection: socket.socket, handshake: Handshake, until: float = math.inf) -> None:
+        """Starts one. With a time limit, its failure is not this rank's: any process may have connected."""
         number = connection.fileno()
-        self.open[number] = _Open(connection, talk, until)
+        self.pending[number] = _Pending(connection, handshake, until)
         self._poll.register(connection, select.POLLIN)
-        self._go_on_with(number)
+        self._advance(number)
 
-    def go_on(self) -> bool:
-        """Waits for a moment until somebody speaks, and goes on with those; returns whether anybody calls."""
+    def poll(self) -> bool:
+        """Waits a moment for data and advances what got some; returns whether a process is waiting to be accepted."""
         ready = {number for number, _ in self._poll.poll(_POLL_S * 1000)}
-        for number in ready & self.open.keys():
-            self._go_on_with(number)
+        for number in ready & self.pending.keys():
+            self._advance(number)
         now = time.monotonic()
-        self.send_away([number for number, one in self.open.items() if now > one.until])
+        self.drop([number for number, one in self.pending.items() if now > one.until])
         return self._listener.fileno() in ready
 
-    def _go_on_with(self, number: int) -> None:
-        one = self.open[number]
+    def _advance(self, number: int) -> None:
+        one = self.pending[number]
         try:
-            next(one.talk)
+            next(one.handshake)
         except StopIteration as end:
-            del self.open[number]
+            del self.pending[number]
             self._poll.unregister(number)
-            self.known.append(end.value)
+            self.peers.append(end.value)
         except OSError:
             if one.until == math.inf:
                 raise
-            self.send_away([number])
+            self.drop([number])
 
-    def send_away(self, numbers: Iterable[int]) -> None:
-        """Those who have not shown that they belong here."""
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Disconnects processes that have proved nothing."""
         for number in list(numbers):
             self._poll.unregister(number)
-            self.open.pop(number).connection.close()
-
-
-@dataclass(frozen=True)
-class _Open:
-    """A talk that has not come to its end."""
-
-    connection: socket.socket
-    talk: _Talk
-    until: float
+            self.pending.pop(number).connection.close()

@@ -104,8 +104,7 @@ class HorovodBackend(Backend):
 
     def _meet(self, client: _Client, world: World) -> tuple[int, int]:
         """Waits until all ranks are here: what follows cannot be interrupted. Returns this rank's crossing."""
-        patience_s = self.timeout_s if self.start_timeout_s is None else self.start_timeout_s
-        deadline = time.monotonic() + patience_s
+        deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
         client.put(f"place-{world.rank}", [world.node_rank, world.local_rank])
         if world.rank == 0:
             places = [self._wait_for(client, f"place-{rank}", deadline) for rank in range(world.size)]

@@ -12,9 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd.backends._handshake import ConnectFailed
 from raysgd.backends._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.backends._origins import is_of, with_causes
-from raysgd.backends._peers import Deadline, MeetingFailed, listen_at
+from raysgd.backends._peers import Deadline, listen_at
 from raysgd.backends.group import Group, Votes
 from raysgd.engine.backend import FORM_TIMEOUT_S, Backend
 from raysgd.engine.types import Rendezvous, World
@@ -125,7 +126,7 @@ class TensorFlowBackend(_LoadingBackend):
         super().leave()
 
     def is_connection_error(self, error: BaseException) -> bool:
-        return any(isinstance(link, MeshBroken | MeetingFailed) for link in with_causes(error))
+        return any(isinstance(link, MeshBroken | ConnectFailed) for link in with_causes(error))
 
 
 @dataclass

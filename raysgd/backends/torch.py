@@ -15,11 +15,11 @@ from typing import Any
 
 from raysgd.backends._board import Board
 from raysgd.backends._compiler import defer_compiler
+from raysgd.backends._handshake import ConnectFailed
 from raysgd.backends._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.backends._origins import is_of, with_causes
-from raysgd.backends._peers import Deadline, MeetingFailed, listen_at
+from raysgd.backends._peers import Deadline, listen_at
 from raysgd.backends._sockets import Connection, between_ranks, listening_since, open_sockets, opened_since
-from raysgd.backends._store import store_on
 from raysgd.backends.gpus import ordinal_of, visible_to_all
 from raysgd.backends.group import Group
 from raysgd.engine.backend import FORM_TIMEOUT_S, Backend
@@ -116,7 +116,7 @@ class TorchBackend(Backend):
                 "down."
             )
         self._choose_interface(rendezvous)
-        deadline = self._patience()
+        deadline = self._deadline()
         self._store = store = self._meet(rendezvous, world, deadline)
         self._has_joined, self._is_cut, self._is_on_one_node = True, False, rendezvous.on_one_node
         sockets_before = open_sockets()
@@ -131,9 +131,9 @@ class TorchBackend(Backend):
 
     def meet(self, rendezvous: Rendezvous, world: World) -> Any:
         """Connects to the other ranks; returns the store that all share, once all have come."""
-        return self._meet(rendezvous, world, self._patience())
+        return self._meet(rendezvous, world, self._deadline())
 
-    def _patience(self) -> Deadline:
+    def _deadline(self) -> Deadline:
         return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
 
     def _meet(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
@@ -146,7 +146,9 @@ class TorchBackend(Backend):
             self._mesh = Mesh(lane, self.timeout_s)
             self._group = Group(world, self._mesh)
         if self.transport == "gloo":
-            return store_on(self._board, self._form_timeout_s)
+            from raysgd.backends._store import BoardStore
+
+            return BoardStore(self._board, self._form_timeout_s)
         self._see_gpus_of_node(world)
         return self._store_of_rank_0(rendezvous, world, self._board)
 
@@ -289,7 +291,7 @@ def is_connection_error(error: BaseException) -> bool:
     import torch.distributed as dist
 
     for link in with_causes(error):  # user code may have put its own words before PyTorch's
-        if isinstance(link, dist.DistError | MeetingFailed | MeshBroken):
+        if isinstance(link, dist.DistError | ConnectFailed | MeshBroken):
             return True
         text = str(link).lower()
         if not (isinstance(link, RuntimeError) and any(phrase in text for phrase in _BROKEN)):

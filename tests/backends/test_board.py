@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +12,6 @@ import pytest
 from raysgd.backends._board import Board, BoardTimeout
 from raysgd.backends._mesh import Endpoint, MeshBroken
 from raysgd.backends._peers import Deadline
-from raysgd.backends._store import store_on
 from tests.fakes import meeting
 
 HERE = "127.0.0.1"
@@ -84,11 +82,11 @@ def test_only_one_of_several_takes_what_is_free(boards: list[Board]) -> None:
     assert boards[2].swap("nobody", b"expected", b"me", 20) == b"expected"
 
 
-def test_what_is_taken_down_is_gone_for_all(boards: list[Board]) -> None:
+def test_what_is_deleted_is_gone_for_all(boards: list[Board]) -> None:
     boards[1].put("note", b"1")
     boards[2].wait(["note"], 20)
-    assert boards[2].take_down("note")
-    assert not boards[2].take_down("note")
+    assert boards[2].delete("note")
+    assert not boards[2].delete("note")
     boards[2].put("behind it", b"")
     boards[1].wait(["behind it"], 20)
     assert not boards[1].has(["note"])
@@ -120,37 +118,3 @@ def test_closing_twice_is_harmless_and_leaves_no_thread() -> None:
     for board in [*boards, *boards]:
         board.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "raysgd-board"]
-
-
-# ------------------------------------------------------------------------------------------------ as a store
-
-
-def test_pytorch_finds_a_store_with_all_that_a_store_can_do(boards: list[Board]) -> None:
-    import torch.distributed as dist
-
-    kept = [store_on(board) for board in boards]
-    stores = [dist.PrefixStore("part", store) for store in kept]  # type: ignore[attr-defined]
-    stores[0].set("word", "text")
-    assert stores[1].get("word") == b"text"
-    assert [store.add("number", 2) for store in stores] == [2, 4, 6]
-    stores[2].wait(["word", "number"], datetime.timedelta(seconds=20))
-    assert stores[2].check(["word"])
-    assert not stores[2].check(["word", "other"])
-    assert stores[1].compare_set("word", "text", "new") == b"new"
-    assert stores[0].multi_get(["word", "number"]) == [b"new", b"6"]
-    assert {store.num_keys() for store in (stores[0], kept[0])} == {2}
-    assert stores[0].delete_key("word")
-
-
-def test_a_store_says_as_pytorch_does_that_nobody_wrote_in_time(boards: list[Board]) -> None:
-    import torch.distributed as dist
-
-    store, bounded = store_on(boards[0]), store_on(boards[0], longest_wait_s=0.1)
-    store.set_timeout(datetime.timedelta(seconds=0.1))
-    bounded.set_timeout(datetime.timedelta(seconds=1800))
-    with pytest.raises(dist.DistStoreError, match="wait timeout"):
-        store.get("never")
-    with pytest.raises(dist.DistStoreError, match="wait timeout"):
-        store.wait(["never"], datetime.timedelta(seconds=0.1))
-    with pytest.raises(dist.DistStoreError, match=r"gave up waiting .* after 0\.1 s"):
-        bounded.get("never")

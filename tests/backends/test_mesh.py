@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from raysgd.backends._handshake import ConnectFailed
 from raysgd.backends._mesh import Endpoint, Mesh, MeshBroken
-from raysgd.backends._peers import Deadline, MeetingFailed
+from raysgd.backends._peers import Deadline
 from tests.fakes import meeting
 
 HERE = "127.0.0.1"
@@ -159,13 +160,13 @@ def test_a_rank_that_is_gone_already_is_said_to_be() -> None:
     gone, endpoint = Endpoint(HERE), Endpoint(HERE)
     place = meeting(gone.port, endpoint.port)
     gone.close()
-    with pytest.raises(MeetingFailed, match="rank 1 could not connect"):
+    with pytest.raises(ConnectFailed, match="rank 1 could not connect"):
         endpoint.connect(place, 1, 1, Deadline(5))
 
 
 def test_others_that_nobody_hears_of_are_waited_for_no_longer_than_that() -> None:
     endpoint = Endpoint(HERE)
-    with pytest.raises(MeetingFailed, match="took too long"):
+    with pytest.raises(ConnectFailed, match="took too long"):
         endpoint.connect(meeting(endpoint.port, 1), 0, 1, Deadline(0.2))
 
 

@@ -1,4 +1,4 @@
-"""Who is let in, and for how long one waits."""
+"""Which processes are connected, and how long a rank waits for them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from raysgd.backends._peers import Address, Badge, Deadline, MeetingFailed, Peer, PeerListener, listen_at
+from raysgd.backends._handshake import ConnectFailed, Credentials, Peer
+from raysgd.backends._peers import Address, Deadline, PeerListener, listen_at
 
 HERE = "127.0.0.1"
 SECRET = secrets.token_bytes(32)
@@ -41,7 +42,7 @@ def stack() -> Iterator[ExitStack]:
 
 
 class Rank:
-    """One that meets others, in a thread of its own.
+    """One that connects to others, in a thread of its own.
 
     Args:
         stack: Closes what it opens.
@@ -50,7 +51,7 @@ class Rank:
     """
 
     def __init__(self, stack: ExitStack, number: int, secret: bytes = SECRET) -> None:
-        self.badge = Badge(number, secret)
+        self.credentials = Credentials(number, secret)
         self.listener = PeerListener(HERE)
         self._stack = stack
         stack.callback(self.listener.close)
@@ -59,15 +60,15 @@ class Rank:
     def address(self) -> Address:
         return HERE, self.listener.port
 
-    def meet(self, hosts: list[Rank], num_peers: int, num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
-        """Who was met, on which lane."""
-        found = self.connect([(host.badge.rank, host.address) for host in hosts], num_peers, num_lanes, deadline)
-        return sorted((one.rank, one.number) for one in found)
+    def lanes(self, hosts: list[Rank], num_peers: int, num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
+        """Which ranks are connected, on which lane."""
+        found = self.connect([(host.credentials.rank, host.address) for host in hosts], num_peers, num_lanes, deadline)
+        return sorted((one.rank, one.lane) for one in found)
 
     def connect(
         self, hosts: list[tuple[int, Address]], num_peers: int, num_lanes: int, deadline: Deadline
     ) -> list[Peer]:
-        found = self.listener.meet(self.badge, hosts, num_peers, num_lanes, deadline)
+        found = self.listener.connect_all(self.credentials, hosts, num_peers, num_lanes, deadline)
         for one in found:
             self._stack.enter_context(one.connection)
         return found
@@ -82,11 +83,13 @@ def at_once(*doings: Callable[[], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_every_rank_meets_every_other_on_every_lane(stack: ExitStack, size: int, num_lanes: int) -> None:
+def test_every_rank_connects_to_every_other_on_every_lane(stack: ExitStack, size: int, num_lanes: int) -> None:
     ranks = [Rank(stack, number) for number in range(size)]
     met = at_once(
         *(
-            lambda rank=rank: rank.meet(ranks[: rank.badge.rank], size - 1 - rank.badge.rank, num_lanes, Deadline(20))
+            lambda rank=rank: rank.lanes(
+                ranks[: rank.credentials.rank], size - 1 - rank.credentials.rank, num_lanes, Deadline(20)
+            )
             for rank in ranks
         )
     )
@@ -95,10 +98,10 @@ def test_every_rank_meets_every_other_on_every_lane(stack: ExitStack, size: int,
 
 
 def test_who_expects_nobody_does_not_wait(stack: ExitStack) -> None:
-    assert Rank(stack, 0).meet([], 0, 1, Deadline(0.0)) == []
+    assert Rank(stack, 0).lanes([], 0, 1, Deadline(0.0)) == []
 
 
-def test_strangers_are_sent_away_and_hold_nobody_up(stack: ExitStack) -> None:
+def test_strangers_are_refused_and_delay_no_one(stack: ExitStack) -> None:
     host, peer = Rank(stack, 0), Rank(stack, 1)
     strangers = [stack.enter_context(socket.create_connection(host.address)) for _ in range(5)]
     says = (b"", b"GET / HTTP/1.0\r\n\r\n", HELLO + b"x" * 32, HELLO, b"silent")
@@ -107,13 +110,13 @@ def test_strangers_are_sent_away_and_hold_nobody_up(stack: ExitStack) -> None:
     for stranger in strangers[:2]:
         stranger.shutdown(socket.SHUT_WR)
     began = time.monotonic()
-    met = at_once(lambda: host.meet([], 1, 1, Deadline(20)), lambda: peer.meet([host], 0, 1, Deadline(20)))
+    met = at_once(lambda: host.lanes([], 1, 1, Deadline(20)), lambda: peer.lanes([host], 0, 1, Deadline(20)))
     assert met == [[(1, 0)], [(0, 0)]]
     assert time.monotonic() - began < 5
     for stranger in strangers:
         stranger.settimeout(20)
         with suppress(ConnectionResetError):
-            assert SECRET not in heard_by(stranger), "it is sent away when all are there"
+            assert SECRET not in heard_by(stranger), "it is disconnected when all are there"
 
 
 def heard_by(stranger: socket.socket) -> bytes:
@@ -125,8 +128,8 @@ def heard_by(stranger: socket.socket) -> bytes:
 
 def test_a_rank_of_another_group_is_a_stranger_to_both_sides(stack: ExitStack) -> None:
     host, peer = Rank(stack, 0), Rank(stack, 1, secrets.token_bytes(32))
-    failed = at_once(lambda: host.meet([], 1, 1, Deadline(0.5)), lambda: peer.meet([host], 0, 1, Deadline(20)))
-    assert [type(error) for error in failed] == [MeetingFailed, MeetingFailed]
+    failed = at_once(lambda: host.lanes([], 1, 1, Deadline(0.5)), lambda: peer.lanes([host], 0, 1, Deadline(20)))
+    assert [type(error) for error in failed] == [ConnectFailed, ConnectFailed]
     assert "took too long" in str(failed[0])
     assert "the process that listens in place of rank 0 does not belong to the group" in str(failed[1])
 
@@ -143,32 +146,20 @@ def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stac
 
     address = impostor.getsockname()
     failed, _ = at_once(lambda: peer.connect([(0, address)], 0, 1, Deadline(20)), pretend)
-    assert isinstance(failed, MeetingFailed)
+    assert isinstance(failed, ConnectFailed)
     assert len(heard) == 24, "only who it says it is, and a number that it drew"
     assert SECRET not in heard
 
 
-def test_what_one_rank_proves_to_another_cannot_be_used_at_a_third_or_in_the_other_role() -> None:
-    badge, drawn = Badge(1, SECRET), secrets.token_bytes(32)
-    proofs = {
-        badge.proof(role, caller, host, number, drawn)
-        for role in (b"host", b"caller")
-        for caller, host in ((1, 0), (0, 1), (1, 2))
-        for number in (0, 1)
-    }
-    assert len(proofs) == 12
-    assert badge.proof(b"host", 1, 0, 0, drawn) not in {Badge(1, SECRET).proof(b"host", 1, 0, 0, bytes(32))}
-
-
-@pytest.mark.parametrize("stranger_says", [None, b"", b"half a greeting", HELLO])
-def test_waiting_for_guests_ends_at_once_when_it_is_interrupted(stack: ExitStack, stranger_says: bytes | None) -> None:
+@pytest.mark.parametrize("stranger_says", [None, b"", b"half a hello", HELLO])
+def test_waiting_for_peers_ends_at_once_when_it_is_interrupted(stack: ExitStack, stranger_says: bytes | None) -> None:
     switch, host = Switch(), Rank(stack, 0)
     switch.flip_in(0.2)
     began = time.monotonic()
     if stranger_says is not None:
         stack.enter_context(socket.create_connection(host.address)).sendall(stranger_says)
-    with pytest.raises(MeetingFailed, match="another rank failed"):
-        host.meet([], 1, 1, Deadline(60, switch))
+    with pytest.raises(ConnectFailed, match="another rank failed"):
+        host.lanes([], 1, 1, Deadline(60, switch))
     assert time.monotonic() - began < 5
 
 
@@ -188,7 +179,7 @@ def hole(stack: ExitStack) -> Address:
 
 
 @pytest.mark.parametrize("is_interrupted", [True, False])
-def test_calling_on_a_host_that_does_not_answer_ends_in_time(
+def test_connecting_to_a_host_that_does_not_answer_ends_in_time(
     stack: ExitStack, hole: Address, is_interrupted: bool
 ) -> None:
     switch = Switch()
@@ -196,12 +187,12 @@ def test_calling_on_a_host_that_does_not_answer_ends_in_time(
     if is_interrupted:
         switch.flip_in(0.3)
     began = time.monotonic()
-    with pytest.raises(MeetingFailed):
+    with pytest.raises(ConnectFailed):
         Rank(stack, 1).connect([(0, hole)], 0, 1, deadline)
     assert time.monotonic() - began < 5
 
 
-def test_calling_on_nobody_says_why(stack: ExitStack) -> None:
+def test_connecting_where_no_one_listens_says_why(stack: ExitStack) -> None:
     with socket.create_server((HERE, 0)) as closed:
         address = closed.getsockname()
     with pytest.raises(ConnectionRefusedError, match="ECONNREFUSED"):

@@ -1,0 +1,95 @@
+"""How two ranks prove to each other that they belong to one group.
+
+Any process that reaches the port may connect. Both sides know a secret that the driver made for this group and sent
+through Ray. Each proves that it knows the secret with an HMAC over a nonce that the other side has just drawn; it never
+sends the secret. See docs/adr/0055-ranks-find-each-other-through-ray.md.
+"""
+
+from __future__ import annotations
+
+import hmac
+import secrets
+import socket
+import struct
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import TypeAlias
+
+_HELLO = struct.Struct("<II16s")  # the rank that connects, the lane, and a nonce
+_NONCE_LENGTH = 16
+_PROOF_LENGTH = 32
+
+
+class ConnectFailed(ConnectionError):
+    """Another rank failed, was too late, or cannot be reached, before the group was formed."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A connected rank that has proved that it belongs to the group.
+
+    Attributes:
+        connection: To it; does not block.
+        rank: Its rank.
+        lane: Which of several connections to it this is.
+    """
+
+    connection: socket.socket
+    rank: int
+    lane: int
+
+
+Handshake: TypeAlias = Generator[None, None, Peer]
+"""One in progress; yields where it waits for the other side."""
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """What a rank proves itself with.
+
+    Attributes:
+        rank: Its rank.
+        secret: What only ranks of the group know.
+    """
+
+    rank: int
+    secret: bytes
+
+    def proof(self, role: bytes, initiator: int, responder: int, lane: int, nonces: bytes) -> bytes:
+        """What only a rank that knows the secret can answer to these nonces, in this role and between these ranks."""
+        return hmac.digest(self.secret, role + struct.pack("<III", initiator, responder, lane) + nonces, "sha256")
+
+    def initiate(self, connection: socket.socket, responder: int, lane: int) -> Handshake:
+        """The side that has connected to rank `responder`."""
+        own = secrets.token_bytes(_NONCE_LENGTH)
+        connection.sendall(_HELLO.pack(self.rank, lane, own))
+        other = yield from _received(connection, _NONCE_LENGTH)
+        proof = yield from _received(connection, _PROOF_LENGTH)
+        if not hmac.compare_digest(proof, self.proof(b"responder", self.rank, responder, lane, own + other)):
+            raise ConnectFailed(f"the process that listens in place of rank {responder} does not belong to the group")
+        connection.sendall(self.proof(b"initiator", self.rank, responder, lane, own + other))
+        return Peer(connection, responder, lane)
+
+    def respond(self, connection: socket.socket) -> Handshake:
+        """The side that has accepted a connection."""
+        initiator, lane, other = _HELLO.unpack((yield from _received(connection, _HELLO.size)))
+        own = secrets.token_bytes(_NONCE_LENGTH)
+        connection.sendall(own + self.proof(b"responder", initiator, self.rank, lane, other + own))
+        proof = yield from _received(connection, _PROOF_LENGTH)
+        if not hmac.compare_digest(proof, self.proof(b"initiator", initiator, self.rank, lane, other + own)):
+            raise ConnectFailed("a process that connected does not belong to the group")
+        return Peer(connection, initiator, lane)
+
+
+def _received(connection: socket.socket, length: int) -> Generator[None, None, bytes]:
+    received = b""
+    while len(received) < length:
+        try:
+            part = connection.recv(length - len(received))
+        except BlockingIOError:
+            yield
+            continue
+        if not part:
+            raise ConnectFailed("another rank left before the group was formed")
+        received += part
+    return received
