@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from raysgd import testing
-from raysgd.testing import _check_moment, _FullFile, _Trap
+from raysgd.testing.files import _FullFile
+from raysgd.testing.processes import _check_moment
+from raysgd.testing.traps import Trap
 
 
 @pytest.mark.parametrize("at", ["", "step", "step:", "step:-1", "step:1.5", "step: 3", "later", "Step:1", None, 3])
@@ -40,7 +42,7 @@ class Loop:
 
 def test_a_trap_lets_so_many_pass_and_springs_once() -> None:
     loop, sprung = Loop(), []
-    _Trap(lambda: sprung.append(list(loop.calls)), "step", num_before=2).before(loop, "step")
+    Trap(lambda: sprung.append(list(loop.calls)), "step", num_before=2).before(loop, "step")
     assert [loop.step(number) for number in range(5)] == [0, -1, -2, -3, -4]
     assert sprung == [[0, 1]]
     assert loop.step.__doc__ == Loop.step.__doc__
@@ -48,7 +50,7 @@ def test_a_trap_lets_so_many_pass_and_springs_once() -> None:
 
 def test_a_trap_may_spring_every_time_until_it_is_taken_back() -> None:
     loop, sprung = Loop(), []
-    trap = _Trap(lambda: sprung.append(1), "step", once=False)
+    trap = Trap(lambda: sprung.append(1), "step", once=False)
     trap.before(loop, "step")
     loop.step(0), loop.step(1)
     trap.is_armed = False
@@ -59,7 +61,7 @@ def test_a_trap_may_spring_every_time_until_it_is_taken_back() -> None:
 def test_two_traps_at_one_place_both_spring() -> None:
     loop, sprung = Loop(), []
     for name in ("first", "second"):
-        _Trap(lambda name=name: sprung.append(name), "step").before(loop, "step")  # type: ignore[misc]
+        Trap(lambda name=name: sprung.append(name), "step").before(loop, "step")  # type: ignore[misc]
     loop.step(0)
     assert sorted(sprung) == ["first", "second"]
 

@@ -53,8 +53,8 @@ def test_a_slow_rank_is_slow_as_long_as_it_is_meant_to(pair: TorchTrainer) -> No
     with testing.slow_rank(pair, 1, 0.2), testing.slow_rank(pair, 0, 0.01):
         pair.train(num_steps=3)
     assert time.monotonic() - began >= 0.6
-    traps = pair.apply_all_workers(lambda: [trap.is_armed for trap in testing._traps])
-    assert traps == [[False], [False]]
+    are_armed = pair.apply_all_workers(lambda: [trap.is_armed for trap in traps._traps])
+    assert are_armed == [[False], [False]]
     assert count(pair) == 0
 
 

@@ -25,7 +25,7 @@ import torch
 from ray.cluster_utils import Cluster
 
 from raysgd import testing
-from raysgd.testing import _arm, _Trap
+from raysgd.testing import traps
 from raysgd.torch import TorchTrainer
 from tests.doors import controller_of
 from tests.torch.draining import drained
@@ -145,8 +145,8 @@ class Table:
         return {"result": sorted(_uses_in(torch.load(path, weights_only=False)))}
 
     def _set(self, place: str, ranks: tuple[int, ...], beckon: Beckon | None, num_before: int = 0) -> None:
-        act: Any = testing._Signal(9) if beckon is None else beckon
-        _arm(self.trainer, ranks, _Trap(act, place, num_before))
+        act: Any = traps.Signal(9) if beckon is None else beckon
+        traps.arm(self.trainer, ranks, traps.Trap(act, place, num_before))
 
     def _between_calls(self, phase: str, ranks: tuple[int, ...], beckon: Beckon | None) -> dict[str, Any]:
         trainer = self.trainer
@@ -171,7 +171,7 @@ class Table:
     def _start(self, victim: str) -> dict[str, Any]:
         self.end()
         with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            config = {"folder": folder, "victims": VICTIMS[victim], "act": testing._Signal(9)}
+            config = {"folder": folder, "victims": VICTIMS[victim], "act": traps.Signal(9)}
             if victim == NODE:
                 add_node(self.cluster)  # beforehand: a trainer does not start with fewer workers than it was asked for
             with self._node_loss(gives_back=False) if victim == NODE else _nothing() as beckon:

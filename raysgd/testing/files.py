@@ -1,0 +1,81 @@
+"""Lets writes of checkpoint files fail."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import importlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from raysgd.testing.targets import controller_of
+
+
+@contextlib.contextmanager
+def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) -> Iterator[None]:
+    """Lets the writes of `trainer.save` fail, as on a full disk, as long as the block lasts.
+
+    Writes in the background (`blocking=False`) that were begun inside the block fail too; its end waits for them.
+
+    Args:
+        trainer: A running trainer.
+        error: What is raised; "no space left on device" unless said otherwise.
+        after_bytes: How much of each file is really written before.
+
+    Raises:
+        ValueError: `after_bytes` is negative or no whole number, or `error` is no `OSError`.
+    """
+    if isinstance(after_bytes, bool) or not isinstance(after_bytes, int) or after_bytes < 0:
+        raise ValueError(f"`after_bytes={after_bytes!r}`: need a whole number of bytes, 0 or more.")
+    if error is not None and not isinstance(error, OSError):
+        raise ValueError(f"`error={error!r}`: need an `OSError`, which is what a write that fails raises.")
+    controller_of(trainer)
+    front_end = next(cls.__module__ for cls in type(trainer).__mro__ if cls.__module__.startswith("raysgd."))
+    writing: Any = importlib.import_module(f"{front_end.rpartition('.')[0]}.checkpoint_file")
+    number = errno.ENOSPC
+    failure = error or OSError(number, os.strerror(number))
+    targets: set[str] = set()
+    replacing = writing.replacing
+    save = trainer.save
+
+    @functools.wraps(save)
+    def noting(checkpoint: Any, *args: Any, **keywords: Any) -> Any:
+        targets.add(os.path.realpath(checkpoint))
+        return save(checkpoint, *args, **keywords)
+
+    @contextlib.contextmanager
+    def failing(target: str) -> Iterator[Any]:
+        with replacing(target) as file:
+            yield _FullFile(file, after_bytes, failure) if target in targets else file
+
+    writing.replacing = failing
+    trainer.save = noting
+    try:
+        yield
+    finally:
+        thread = trainer._writer._thread
+        if thread is not None:
+            thread.join()
+        del trainer.save
+        writing.replacing = replacing
+
+
+class _FullFile:
+    """A file that takes so many bytes and no more."""
+
+    def __init__(self, file: Any, num_left: int, failure: OSError) -> None:
+        self._file, self._num_left, self._failure = file, num_left, failure
+
+    def write(self, content: Any) -> int:
+        view = memoryview(content).cast("B")
+        if len(view) > self._num_left:
+            self._file.write(view[: self._num_left])
+            self._num_left = 0
+            raise self._failure
+        self._num_left -= len(view)
+        return int(self._file.write(view))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)

@@ -1,0 +1,89 @@
+"""Faults that wait in the driver, until it makes a call of the trainer or starts workers."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from raysgd.testing.targets import controller_of
+
+if TYPE_CHECKING:
+    from raysgd.engine.group_spec import GroupSpec
+    from raysgd.engine.types import World
+    from raysgd.engine.worker_group import WorkerGroup
+
+_undo: weakref.WeakKeyDictionary[Any, dict[str, Callable[[], None]]] = weakref.WeakKeyDictionary()
+"""For each trainer and armed moment what disarms it."""
+
+
+def disarm_all(trainer: Any) -> None:
+    """Takes back all faults of this trainer that wait in the driver."""
+    for undo in list(_undo.get(trainer, {}).values()):
+        undo()
+
+
+def _disarm(trainer: Any, name: str) -> None:
+    """Takes back a fault at this moment, so that only one happens there."""
+    undo = _undo.get(trainer, {}).get(name)
+    if undo is not None:
+        undo()
+
+
+def arm_call(trainer: Any, name: str, act: Callable[[], None]) -> None:
+    """Lets `act` happen when the method `name` of this trainer is called the next time."""
+    _disarm(trainer, name)
+    original = getattr(trainer, name)
+
+    @functools.wraps(original)
+    def trapped(*args: Any, **keywords: Any) -> Any:
+        undo()
+        act()
+        return original(*args, **keywords)
+
+    def undo() -> None:
+        trainer.__dict__.pop(name, None)
+        _undo[trainer].pop(name, None)
+
+    setattr(trainer, name, trapped)
+    _undo.setdefault(trainer, {})[name] = undo
+
+
+def arm_setup(trainer: Any, ranks: Sequence[int]) -> None:
+    """Lets the next group that is started, and has these ranks, lose them over its set-up."""
+    _disarm(trainer, "setup")
+    starter = controller_of(trainer).starter
+    original = starter.make_group
+
+    def make_group(spec: GroupSpec, num_workers: int) -> WorkerGroup:
+        if num_workers <= max(ranks):
+            group: WorkerGroup = original(spec, num_workers)
+            return group
+        undo()
+        doomed_spec = replace(spec, make_replica=_Doomed(spec.make_replica, tuple(ranks)))
+        doomed: WorkerGroup = original(doomed_spec, num_workers)
+        return doomed
+
+    def undo() -> None:
+        starter.make_group = original
+        _undo[trainer].pop("setup", None)
+
+    starter.make_group = make_group
+    _undo.setdefault(trainer, {})["setup"] = undo
+
+
+@dataclass(frozen=True)
+class _Doomed:
+    """Makes replicas, but on some ranks ends the process instead."""
+
+    make_replica: Callable[[World], Any]
+    ranks: tuple[int, ...]
+
+    def __call__(self, world: World) -> Any:
+        if world.rank in self.ranks:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return self.make_replica(world)

@@ -1,0 +1,49 @@
+"""Ends nodes of a test cluster."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raysgd.testing.targets import check_ranks, group_of
+
+
+def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: int | None = None) -> Any:
+    """Ends all processes of a node of a local test cluster, without a word to anybody.
+
+    Args:
+        cluster: A `ray.cluster_utils.Cluster`.
+        node: What its `add_node` returned; or leave it out and say whose node it is:
+        trainer: A running trainer.
+        rank: The node is the one of this rank's worker.
+
+    Returns:
+        The node.
+
+    Raises:
+        ValueError: It is no node of the cluster, or the one of the driver or of Ray's own head; or nothing says which.
+        RuntimeError: The trainer was shut down, or its workers are being replaced at this moment.
+    """
+    node = _find_node(cluster, node, trainer, rank)
+    cluster.remove_node(node, allow_graceful=False)
+    return node
+
+
+def _find_node(cluster: Any, node: Any, trainer: Any, rank: int | None) -> Any:
+    if (node is None) == (trainer is None) or (trainer is None) != (rank is None):
+        raise ValueError("`remove_node` needs either `node`, or both `trainer` and `rank`, to know which node to end.")
+    if node is None:
+        [rank] = check_ranks(trainer, rank if rank is not None else 0, may_be_driver=False)
+        node_id = group_of(trainer).infos[rank].node_id
+        nodes = [cluster.head_node, *cluster.worker_nodes]
+        node = next((found for found in nodes if found is not None and found.node_id == node_id), None)
+        if node is None:
+            raise ValueError(f"`rank={rank}`: its worker is on node {node_id}, which is none of this cluster.")
+    if node is cluster.head_node:
+        raise ValueError("This is the head node, without which the cluster ends: put workers on nodes that you added.")
+    if node not in cluster.worker_nodes:
+        raise ValueError(f"`node={node!r}` is no node of this cluster, or was removed before.")
+    import ray
+
+    if ray.is_initialized() and node.node_id == ray.get_runtime_context().get_node_id():
+        raise ValueError("The driver is connected through this node, so it would end with it: take another one.")
+    return node

@@ -1,0 +1,155 @@
+"""Kills, freezes and slows down the processes of workers."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import re
+import signal
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from raysgd.testing import in_driver
+from raysgd.testing.targets import check_ranks, controller_of, group_of
+from raysgd.testing.traps import Pause, Signal, Trap, arm, disarm_everywhere
+
+IN_WORKERS = ("validate", "snapshot", "rejoin")
+"""Moments that come up in the worker itself; `step:N` is another one."""
+
+IN_DRIVER = ("save", "load", "state_dict", "get_model", "setup")
+"""Moments that come up in the driver."""
+
+_STEP = re.compile(r"step:(\d+)")
+_GONE_S = 30.0
+_ANSWER_S = 5.0
+
+
+def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
+    """Ends the process of a rank, or of several at once, with SIGKILL.
+
+    Args:
+        trainer: A running trainer with workers beside the driver.
+        rank: Which one, or several.
+        at: When.
+
+            * "now": at once. Returns when Ray knows that the process is gone.
+            * "step:N": as it begins its training step number N from now on, counted from 0.
+            * "validate": as it begins to evaluate.
+            * "snapshot": as it copies its state, right behind a call or, with `snapshot_every_n_steps`, inside one.
+            * "rejoin": as it is to go on in a new group, after another rank was lost.
+            * "setup": as whoever gets this rank is set up, the next time that all workers are started anew.
+            * "save", "load", "state_dict", "get_model": as the driver begins this call of the trainer.
+
+    Raises:
+        ValueError: There is no such rank or moment, or the rank is the driver itself.
+        RuntimeError: The trainer was shut down, or its workers are being replaced at this moment.
+    """
+    _end_with(signal.SIGKILL, trainer, rank, at)
+
+
+def hang_rank(trainer: Any, rank: int | Sequence[int], at: str = "now") -> None:
+    """Stops the process of a rank with SIGSTOP, as if its machine had frozen. It never goes on.
+
+    The trainer notices during a call, after `heartbeat_s`, and ends the process.
+
+    Args:
+        trainer: A running trainer with workers beside the driver.
+        rank: Which one, or several.
+        at: When, as for `kill_worker` but "setup". With "now" it returns at once; the signal arrives moments later.
+
+    Raises:
+        ValueError: There is no such rank or moment, or the rank is the driver itself.
+        RuntimeError: The trainer was shut down, or its workers are being replaced at this moment.
+    """
+    _end_with(signal.SIGSTOP, trainer, rank, at)
+
+
+@contextlib.contextmanager
+def slow_rank(trainer: Any, rank: int | Sequence[int], seconds: float) -> Iterator[None]:
+    """Lets one rank, or several, pause before each training step, as long as the block lasts.
+
+    Args:
+        trainer: A running trainer.
+        rank: Which one, or a list; the driver itself, too.
+        seconds: How long it pauses.
+
+    Raises:
+        ValueError: There is no such rank, or `seconds` is not a positive number.
+        RuntimeError: The trainer was shut down, or its workers are being replaced at this moment.
+    """
+    if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 < seconds < float("inf"):
+        raise ValueError(f"`seconds={seconds!r}`: need a positive number of seconds to pause before each step.")
+    ranks = check_ranks(trainer, rank, may_be_driver=True)
+    trap = Trap(Pause(float(seconds)), "step", once=False)
+    arm(trainer, ranks, trap)
+    try:
+        yield
+    finally:
+        disarm_everywhere(trainer, trap.key)
+
+
+def disarm(trainer: Any) -> None:
+    """Takes back all that was armed with this trainer and has not happened yet.
+
+    Raises:
+        TypeError: It is no trainer.
+    """
+    controller_of(trainer)
+    in_driver.disarm_all(trainer)
+    disarm_everywhere(trainer, None)
+
+
+def _end_with(number: signal.Signals, trainer: Any, rank: int | Sequence[int], at: str) -> None:
+    step = _check_moment(at, allow_setup=number == signal.SIGKILL)
+    ranks = check_ranks(trainer, rank, may_be_driver=False)
+    if at == "now":
+        _signal_now(trainer, ranks, number)
+    elif at == "setup":
+        in_driver.arm_setup(trainer, ranks)
+    elif at in IN_DRIVER:
+        in_driver.arm_call(trainer, at, functools.partial(_signal_soon, trainer, ranks, number))
+    else:
+        place, _, _ = at.partition(":")
+        arm(trainer, ranks, Trap(Signal(number), place, step or 0))
+
+
+def _check_moment(at: str, allow_setup: bool) -> int | None:
+    """The number of the step, for `step:N`.
+
+    Raises:
+        ValueError: There is no such moment.
+    """
+    names = [name for name in (*IN_WORKERS, *IN_DRIVER) if allow_setup or name != "setup"]
+    if at == "now" or at in names:
+        return None
+    found = _STEP.fullmatch(at) if isinstance(at, str) else None
+    if found is None:
+        words = ", ".join(f'"{name}"' for name in names)
+        raise ValueError(f'`at={at!r}`: allowed are "now", "step:N" with a number N of 0 or more, {words}.')
+    return int(found[1])
+
+
+def _signal_now(trainer: Any, ranks: Sequence[int], number: int) -> None:
+    group = group_of(trainer)
+    calls = {rank: group.submit_beside(rank, _send_to_self, number) for rank in ranks}
+    if number != signal.SIGKILL:
+        return
+    import ray
+
+    _, deaf = ray.wait(list(calls.values()), num_returns=len(calls), timeout=_ANSWER_S)
+    for rank in [rank for rank, call in calls.items() if call in deaf]:  # stopped, say
+        group.kill_rank(rank)
+    ray.wait(list(calls.values()), num_returns=len(calls), timeout=_GONE_S)
+
+
+def _signal_soon(trainer: Any, ranks: Sequence[int], number: int) -> None:
+    """Without waiting for what comes of it; ranks that are no more are left out."""
+    group = group_of(trainer)
+    for rank in ranks:
+        if rank in group.remote_ranks:
+            group.submit_beside(rank, _send_to_self, number)
+
+
+def _send_to_self(replica: Any, number: int) -> None:
+    os.kill(os.getpid(), number)

@@ -1,0 +1,53 @@
+"""The workers that a fault is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from raysgd.engine.worker_group import WorkerGroup
+
+
+def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) -> list[int]:
+    """The ranks, sorted.
+
+    Raises:
+        ValueError: The trainer has no such rank, or it is the driver and may not be.
+    """
+    group = group_of(trainer)
+    ranks: list[Any] = list(rank) if isinstance(rank, list | tuple | range | set | frozenset) else [rank]
+    if not ranks:
+        raise ValueError(f"`rank={rank!r}`: name at least one rank.")
+    for found in ranks:
+        if isinstance(found, bool) or not isinstance(found, int) or not 0 <= found < len(group):
+            raise ValueError(f"`rank={rank!r}`: the trainer has the ranks 0 to {len(group) - 1} at this moment.")
+        if not may_be_driver and found not in group.remote_ranks:
+            raise ValueError(
+                f"`rank={rank!r}`: rank {found} is this very process (`use_local=True`), which would end your test. "
+                f"Take one of {group.remote_ranks or 'the ranks of a trainer with remote workers'}."
+            )
+    return sorted(set(ranks))
+
+
+def controller_of(trainer: Any) -> Any:
+    """The trainer's controller.
+
+    Raises:
+        TypeError: It is no trainer.
+    """
+    if not hasattr(trainer, "_controller"):
+        raise TypeError(f"`trainer={trainer!r}`: need a `TorchTrainer` or a `TFTrainer` that is running.")
+    return trainer._controller
+
+
+def group_of(trainer: Any) -> WorkerGroup:
+    """The workers that there are.
+
+    Raises:
+        RuntimeError: The trainer was shut down, or its workers are being replaced.
+    """
+    group: WorkerGroup | None = controller_of(trainer).group
+    if group is None:
+        raise RuntimeError("The trainer has no workers at this moment, they are being replaced: try again later.")
+    return group

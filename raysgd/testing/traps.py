@@ -1,0 +1,151 @@
+"""Faults that wait in a worker until it comes to a place in its work."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.exceptions import TrainerShutdownError
+from raysgd.testing.targets import controller_of, group_of
+
+_LATE_S = 1.0
+_ANSWER_S = 30.0
+_keys = itertools.count()
+
+
+@dataclass(frozen=True)
+class Signal:
+    """Sends this very process a signal that kills or stops it, and waits for that."""
+
+    number: int
+
+    def __call__(self) -> None:
+        os.kill(os.getpid(), self.number)
+        time.sleep(_LATE_S)  # another thread may take the signal, on a busy machine some milliseconds later
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Sleeps."""
+
+    seconds: float
+
+    def __call__(self) -> None:
+        time.sleep(self.seconds)
+
+
+_LATE_S = 1.0
+_keys = itertools.count()
+
+
+@dataclass
+class Trap:
+    """Does something when a place is come to.
+
+    Attributes:
+        act: What.
+        place: Where: "step", "validate", "snapshot" or "rejoin".
+        num_before: How many times the place is passed unharmed before.
+        once: Whether it happens a single time.
+        key: Names it, over all processes.
+    """
+
+    act: Callable[[], None]
+    place: str
+    num_before: int = 0
+    once: bool = True
+    key: str = field(default_factory=lambda: f"{os.getpid()}-{next(_keys)}")
+    is_armed: bool = True
+
+    def spring(self) -> None:
+        """The place is come to."""
+        if not self.is_armed:
+            return
+        if self.num_before > 0:
+            self.num_before -= 1
+            return
+        self.is_armed = not self.once
+        self.act()
+
+    def before(self, owner: Any, name: str) -> None:
+        """Springs whenever the method `name` of this very object is called."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def trapped(*args: Any, **keywords: Any) -> Any:
+            self.spring()
+            return original(*args, **keywords)
+
+        setattr(owner, name, trapped)
+
+    def before_each_step(self, runner: Any) -> None:
+        """Springs whenever a batch is handed to the user's loop, of whatever generation that is.
+
+        Keras's `fit` draws its batches itself: there it springs before the exchange of gradients.
+        """
+        streams: list[Any] = []  # of the running call, and of calls to come
+
+        def watched(stream: Any) -> Any:
+            if stream not in streams:
+                streams[:] = [stream]
+                self.before(stream, "_hand_out" if hasattr(stream, "_hand_out") else "before_exchange")
+            return stream
+
+        if runner._train_stream is not None:
+            watched(runner._train_stream)
+        original = runner._training_stream
+        runner._training_stream = lambda *request: watched(original(*request))
+
+
+_traps: list[Trap] = []  # of this process
+
+
+def _set(replica: Any, trap: Trap) -> str | None:
+    """In the worker, beside its work: sets the trap. Returns why it cannot."""
+    needed = {"step": "_training_stream", "validate": "operator", "snapshot": "capture", "rejoin": "regroup"}
+    if not hasattr(replica, needed[trap.place]):
+        return f"its `{type(replica).__name__}` has no `{needed[trap.place]}`"
+    _traps.append(trap)
+    if trap.place == "step":
+        trap.before_each_step(replica)
+    elif trap.place == "validate":
+        trap.before(replica.operator, "validate")
+    elif trap.place == "snapshot":
+        trap.before(replica, "capture")
+        if hasattr(replica, "_capture_inside"):
+            trap.before(replica, "_capture_inside")
+    else:
+        trap.before(replica, "regroup")
+    return None
+
+
+def _unset(replica: Any, key: str | None) -> None:
+    for trap in _traps:
+        trap.is_armed = trap.is_armed and key is not None and trap.key != key
+
+
+def arm(trainer: Any, ranks: Sequence[int], trap: Trap) -> None:
+    """Sets the trap in the workers of these ranks.
+
+    Raises:
+        ValueError: The trainer's workers never come to its place.
+    """
+    group = group_of(trainer)
+    for transfer in [group.beside(rank, _set, trap) for rank in ranks]:
+        reason = transfer.result(_ANSWER_S)
+        if reason is not None:
+            raise ValueError(f"`at={trap.place!r}` is not for this trainer: {reason}.")
+
+
+def disarm_everywhere(trainer: Any, key: str | None) -> None:
+    """Takes back the trap with this key in all workers, or all traps."""
+    with contextlib.suppress(TrainerShutdownError):
+        group = controller_of(trainer).group
+        if group is not None:
+            group.ask_beside("beside", _unset, key)
