@@ -1,4 +1,4 @@
-"""Pure: whose an exception is, a library's or somebody else's, as far as its traceback tells."""
+"""Pure: whether a library raised an exception or other code did, as far as its traceback tells."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ def visible_to_all(own: str, of_node: Sequence[str]) -> tuple[str, int]:
         ('0,2', 1)
     """
     if not own or not all(of_node):
-        return own, 0  # somebody sees all of the machine, or nothing: there is nothing to add up
+        return own, 0  # a process sees all GPUs of the machine, or none: there is nothing to add up
     union = list(dict.fromkeys(identity for listed in of_node for identity in _ids(listed)))
     return ",".join(union), union.index(_ids(own)[0])
 

@@ -51,7 +51,7 @@ class Group:
                 self._add_up_in_parts(flat)
 
     def _add_up_whole(self, flat: Array) -> None:
-        """Everybody sends everything to everybody: one wait for others, which is what small arrays cost."""
+        """Every rank sends everything to every other: one wait for others, which is what small arrays cost."""
         received = self._room(flat.dtype, len(flat))
         own, rooms = _bytes(flat), {rank: _bytes(room) for rank, room in received.items()}
         self._mesh.swap(dict.fromkeys(self._others, own), rooms, _kind(_SUM, flat))

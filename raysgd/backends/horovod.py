@@ -1,4 +1,4 @@
-"""Horovod with Gloo. The workers meet at Horovod's own rendezvous server, which rank 0 opens; there is no `mpirun`."""
+"""Horovod with Gloo: the workers connect through Horovod's rendezvous server, which rank 0 opens, without `mpirun`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class HorovodBackend(Backend):
                 "Horovod is initialized in this process already. A trainer with `use_local=True` needs Horovod in the "
                 "driver for itself: call `hvd.shutdown()`, or shut the other trainer down, first."
             )
-        crossing = self._meet(_Client(rendezvous.address, rendezvous.port), world)
+        crossing = self._wait_for_all(_Client(rendezvous.address, rendezvous.port), world)
         self._set_variables(rendezvous, world, crossing)
         self._has_joined = True
         try:
@@ -102,7 +102,7 @@ class HorovodBackend(Backend):
         except ValueError as error:
             raise RendezvousFailed(f"Horovod could not connect {world.size} ranks: see its message above.") from error
 
-    def _meet(self, client: _Client, world: World) -> tuple[int, int]:
+    def _wait_for_all(self, client: _Client, world: World) -> tuple[int, int]:
         """Waits until all ranks are here: what follows cannot be interrupted. Returns this rank's crossing."""
         deadline = time.monotonic() + (self.timeout_s if self.start_timeout_s is None else self.start_timeout_s)
         client.put(f"place-{world.rank}", [world.node_rank, world.local_rank])
@@ -131,7 +131,7 @@ class HorovodBackend(Backend):
         self._close_server()  # an `hvd.init` that is still looking for ranks gives up when the server is gone
 
     def leave(self) -> None:
-        if self._has_joined:  # somebody else's Horovod is not ours to end
+        if self._has_joined:  # Horovod that other code initialized is not ours to end
             import_horovod().shutdown()
         self._has_joined = False
         self._close_server()

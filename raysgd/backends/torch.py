@@ -117,7 +117,7 @@ class TorchBackend(Backend):
             )
         self._choose_interface(rendezvous)
         deadline = self._deadline()
-        self._store = store = self._meet(rendezvous, world, deadline)
+        self._store = store = self._connect(rendezvous, world, deadline)
         self._has_joined, self._is_cut, self._is_on_one_node = True, False, rendezvous.on_one_node
         sockets_before = open_sockets()
         timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
@@ -129,14 +129,11 @@ class TorchBackend(Backend):
         global _joined
         _joined = self
 
-    def meet(self, rendezvous: Rendezvous, world: World) -> Any:
-        """Connects to the other ranks; returns the store that all share, once all have come."""
-        return self._meet(rendezvous, world, self._deadline())
-
     def _deadline(self) -> Deadline:
         return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
 
-    def _meet(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
+    def _connect(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
+        """Connects to the other ranks; returns the store that all share."""
         if not world.is_distributed:
             return _c10d("HashStore")()
         assert self._endpoint is not None, "a rank of several listens before it joins the others"

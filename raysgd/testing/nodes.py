@@ -37,7 +37,7 @@ def _find_node(cluster: Any, node: Any, trainer: Any, rank: int | None) -> Any:
         nodes = [cluster.head_node, *cluster.worker_nodes]
         node = next((found for found in nodes if found is not None and found.node_id == node_id), None)
         if node is None:
-            raise ValueError(f"`rank={rank}`: its worker is on node {node_id}, which is none of this cluster.")
+            raise ValueError(f"`rank={rank}`: its worker is on node {node_id}, which is not in this cluster.")
     if node is cluster.head_node:
         raise ValueError("This is the head node, without which the cluster ends: put workers on nodes that you added.")
     if node not in cluster.worker_nodes:

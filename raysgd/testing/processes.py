@@ -38,7 +38,7 @@ def kill_worker(trainer: Any, rank: int | Sequence[int], at: str = "now") -> Non
             * "validate": as it begins to evaluate.
             * "snapshot": as it copies its state, right behind a call or, with `snapshot_every_n_steps`, inside one.
             * "rejoin": as it is to go on in a new group, after another rank was lost.
-            * "setup": as whoever gets this rank is set up, the next time that all workers are started anew.
+            * "setup": as the worker with this rank is set up, the next time that all workers are started.
             * "save", "load", "state_dict", "get_model": as the driver begins this call of the trainer.
 
     Raises:

@@ -14,8 +14,8 @@ The checksum is compared before torch sees the file; 200 MiB take about 10 ms. T
 `read` copies it into memory of its own. `mapped` gives out tensors that lie in the file, for as long as it
 takes to copy them to where they belong: fresh memory for a large state costs more than all the rest. Other processes
 of the machine can be told which file it is, and map the same one, which they know is intact. All this relies on
-nobody writing into the file meanwhile. raysgd itself never does (it replaces files); whoever else does is
-found out afterwards, and one who cuts the file short may end the process.
+no one writing into the file meanwhile. raysgd itself never does: it replaces files. A write by another program is
+detected afterwards; a program that cuts the file short may crash this process.
 """
 
 from __future__ import annotations
@@ -179,10 +179,10 @@ class OpenedFile:
     file: IO[bytes]
 
     def check_unchanged(self) -> None:
-        """Makes sure that nobody wrote to it since it was opened.
+        """Makes sure that no one has written to it since it was opened.
 
         Raises:
-            CheckpointCorruptedError: Somebody did.
+            CheckpointCorruptedError: It was written to.
         """
         if FileIdentity.of(self.file, self.identity.path) != self.identity:
             raise _corrupted(self.identity.path, "it was written to while it was read")
@@ -293,7 +293,7 @@ def _recognise(file: IO[bytes], size: int, name: str) -> _FileKind:
     """Tell what kind of file this is by its first and last bytes.
 
     Raises:
-        CheckpointCorruptedError: It is none that is known, or its end is missing.
+        CheckpointCorruptedError: It is of no known kind, or its end is missing.
     """
     start = file.read(len(_OLD_TORCH_START))
     file.seek(max(0, size - _seal.MAX_BYTES))
