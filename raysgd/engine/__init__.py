@@ -8,5 +8,5 @@ What it guarantees:
 
 What it leaves to others: frameworks (a `Replica` brings its own), communication (a `Backend`), words for users (a
 front end). Nothing in here imports a training framework, and the modules that only decide (`types`, `replica`,
-`ranks`, `policies`, `failures`, `results`) do not import Ray either.
+`ranks`, `policies`, `failures`) do not import Ray either.
 """

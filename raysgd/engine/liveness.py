@@ -75,8 +75,8 @@ class LivenessCheck(Generic[KeyT]):
         """Says that until now this process was here to poll."""
         self._left_at = self._now()
 
-    def forget(self, key: KeyT) -> None:
-        """Waits for nothing any more from `key`."""
+    def remove(self, key: KeyT) -> None:
+        """Expects no answer from `key` any more."""
         self._asked.pop(key, None)
 
     def _forgive(self, away_s: float) -> None:

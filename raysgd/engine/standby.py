@@ -64,7 +64,7 @@ class StartupCheck:
         if worker in self._workers:
             self._workers.remove(worker)
             self._infos.pop(worker, None)
-            self._liveness.forget(worker)
+            self._liveness.remove(worker)
 
     def poll(self) -> None:
         """Reads the answers, kills silent workers, and asks again when that is due. Call it now and then."""
