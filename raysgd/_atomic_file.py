@@ -33,7 +33,7 @@ def replacing(target: str) -> Iterator[IO[bytes]]:
     if os.path.lexists(target) and not os.path.isfile(target):
         raise FileExistsError(
             errno.EEXIST,
-            "the checkpoint's path is no regular file, and only such a file is replaced: name another",
+            "the checkpoint's path is not a regular file: pass another path",
             target,
         )
     _remove_leftovers(folder)

@@ -68,15 +68,13 @@ def refuse_text(**switches: Any) -> None:
     """Refuses texts where True or False belongs: also "no" would count as true. Other values keep their truth."""
     for name, value in switches.items():
         if isinstance(value, str | bytes):
-            raise ValueError(f"`{name}={value!r}`: need True or False; any text would count as True.")
+            raise ValueError(f"`{name}={value!r}`: need True or False; any string would count as True.")
 
 
 def check_config(config: Any) -> dict[str, Any]:
     """Refuses anything but None or a dict, and returns a copy."""
     if config is not None and not isinstance(config, Mapping):
-        raise TypeError(
-            f"`config={config!r}`: need a dict, which the operator's `setup`, or creator functions, are given."
-        )
+        raise TypeError(f"`config={config!r}`: need a dict, which the operator's `setup` or the creator functions get.")
     return dict(config or {})
 
 
@@ -94,12 +92,12 @@ def check_num_steps(num_steps: Any) -> int | None:
 def check_info(info: Any) -> dict[str, Any]:
     """Refuses anything but None or a dict, and returns a copy."""
     if info is not None and not isinstance(info, Mapping):
-        raise TypeError(f"`info={info!r}`: need a dict, whose entries the operator is given with each batch.")
+        raise TypeError(f"`info={info!r}`: need a dict; the operator gets its entries with each batch.")
     return dict(info or {})
 
 
 def refuse_unknown(trainer: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuses keywords that nobody knows, with a guess at what was meant."""
+    """Refuses unknown keywords, with a guess at what was meant."""
     for name in unknown:
         close = difflib.get_close_matches(name, [*known], n=1)
         hint = f" Did you mean `{close[0]}`?" if close else ""

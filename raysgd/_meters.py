@@ -242,7 +242,7 @@ class AverageMeterCollection:
             meter.add_total(total, count, summary.get(f"last_{name}", float("nan")))
         for name, state in summary.objects.items():
             if self._capture_object is None:
-                raise TypeError(f"metric `{name}` is a metric object, which this collection cannot go on with.")
+                raise TypeError(f"metric `{name}` is a metric object, which this collection cannot continue.")
             holder = self._meters.setdefault(name, _ObjectMeter(name, self._capture_object))
             assert isinstance(holder, _ObjectMeter)
             holder.add_captured(state)
@@ -352,7 +352,7 @@ class _ObjectMeter:
         if not _is_metric_object(type(value)):
             raise TypeError(
                 f"metric `{self._name}` was a metric object in an earlier batch and is a "
-                f"`{type(value).__name__}` now: give the object in every batch, or use two names."
+                f"`{type(value).__name__}` now: report the object in every batch, or use two names."
             )
         self._live = value
 
@@ -411,7 +411,7 @@ def _as_float(name: str, value: Any) -> float:
         raise TypeError(
             f"metric `{name}` is a `{type(value).__name__}`: allowed are numbers, tensors with one element, "
             "and metric objects of torchmetrics where the operator supports them. Reduce it to one number, "
-            "or leave it out."
+            "or omit it."
         )
     try:
         return float(value.item() if hasattr(value, "item") else value)

@@ -46,7 +46,7 @@ class Member:
         file.seek(self.start)
         content = file.read(self.num_bytes)
         if len(content) != self.num_bytes:
-            raise ArchiveError("it ends inside of a member")
+            raise ArchiveError("it ends inside a member")
         return content
 
     def read_checked(self, file: IO[bytes]) -> bytes:
@@ -111,7 +111,7 @@ def _directory(file: IO[bytes], end: int) -> tuple[list[_Entry], int]:
         raise ArchiveError("its directory is not where it should be")
     entries = list(_entries(_read_at(file, start, size)))
     if len(entries) != count:
-        raise ArchiveError("its directory has another length than its end says")
+        raise ArchiveError("its directory has the wrong length")
     return entries, start
 
 

@@ -91,7 +91,7 @@ class HorovodBackend(Backend):
         hvd = import_horovod()
         if hvd.is_initialized():
             raise RuntimeError(
-                "Horovod is initialized in this process already. A trainer with `use_local=True` needs Horovod in the "
+                "Horovod is already initialized in this process. A trainer with `use_local=True` needs Horovod in the "
                 "driver for itself: call `hvd.shutdown()`, or shut the other trainer down, first."
             )
         crossing = self._wait_for_all(_Client(rendezvous.address, rendezvous.port), world)
@@ -115,7 +115,7 @@ class HorovodBackend(Backend):
     def _wait_for(self, client: _Client, key: str, deadline: float) -> Any:
         while (value := client.get(key)) is None:
             if self._is_interrupted or time.monotonic() > deadline:
-                raise RendezvousFailed("another rank failed, or took too long, before it joined the group")
+                raise RendezvousFailed("another rank failed, or was too slow to join the group")
             time.sleep(_POLL_S)
         return value
 

@@ -111,7 +111,7 @@ class TorchBackend(Backend):
 
         if dist.is_initialized():
             raise RuntimeError(
-                "`torch.distributed` is initialized in this process already. A trainer with `use_local=True` needs the "
+                "`torch.distributed` is already initialized in this process. A trainer with `use_local=True` needs the "
                 "default process group of the driver for itself: destroy the other group or shut the other trainer "
                 "down."
             )

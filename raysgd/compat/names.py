@@ -36,7 +36,7 @@ NOT_HERE = {
         )
     },
 }
-"""For each module the names that are looked for there in vain, and what to use instead."""
+"""For each module the names that are not there, and what to use instead."""
 
 
 def former_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:

@@ -1,4 +1,4 @@
-"""Who is to form the next group: those who stay, and others who fill it up. Whoever dies meanwhile is left out."""
+"""Who is to form the next group: those who stay, and others who fill it up. Workers that die meanwhile are left out."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class GroupFormer:
         scaling: Says how many are wanted, and how many needed.
         budget: What pays for going on; None for what costs nothing.
         can_wait: Whether to wait for workers that are still being made ready.
-        nodes_to_avoid: Asks for the nodes that nobody new should be placed on.
+        nodes_to_avoid: Asks for the nodes that get no new worker.
         suspect: Told, with those who answer, that others of the group have gone silent.
         now: The time.
         on_wait: Called now and then while it waits.
@@ -127,10 +127,10 @@ class GroupFormer:
         raise CannotForm("", ())
 
     def _fill_up(self, next_group: NextGroup) -> NextGroup:
-        """Lets others join, and waits for them where that is asked for; returns who is still there then.
+        """Lets others join, and waits for them if `can_wait`; returns who is still there then.
 
         Raises:
-            CannotForm: Nobody of those who stay is left, or nothing pays for going on.
+            CannotForm: None of those who stay is left, or nothing pays for going on.
         """
         group, deadline = self.group, self.now() + STANDBY_WAIT_S
         while True:
@@ -142,7 +142,7 @@ class GroupFormer:
             has_waited = self._fill_from_standby(next_group, max(0.0, deadline - self.now()) if self.can_wait else 0.0)
             if not has_waited:
                 return next_group
-            answering = group.answering(next_group.staying)  # nobody looked after them while they waited
+            answering = group.answering(next_group.staying)  # they were not polled while they waited
             if answering == next_group.staying:
                 return next_group
             self.suspect(answering)

@@ -52,7 +52,7 @@ class GroupSpec:
         packs: Whether workers go to as few nodes as they can, rather than to as many.
         within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
         heartbeat_s: A worker that gives no sign of life for so long is lost.
-        settle_timeout_s: How long a survivor of a loss may take to come to an end with the step it is in.
+        settle_timeout_s: How long a survivor of a loss may take to finish its step.
         relay: Logs what workers logged.
         words: What the front end tells its users behind the engine's facts.
     """

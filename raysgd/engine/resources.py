@@ -108,7 +108,7 @@ def draining_nodes() -> frozenset[str]:
 def find_process(actor: Any) -> WorkerInfo | None:
     """Where an actor's process is that has not answered yet; None while there is none.
 
-    Ray keeps this query private; where it is missing, nobody is found.
+    Ray keeps this query private; where it is missing, no node is found.
     """
     try:
         entry = importlib.import_module("ray._private.state").actors(actor._actor_id.hex())
@@ -141,7 +141,7 @@ def _sigkill(pid: int) -> None:
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
     """The table for error messages: what was asked, what the cluster has, and what holds it."""
-    lines = [f"  asked for:  {num_workers} x {need.bundle()}"]
+    lines = [f"  requested:  {num_workers} x {need.bundle()}"]
     for node in view.nodes:
         lines.append(f"  node {node.address}:  free {dict(node.available)} of {dict(node.total)}")
     for holder in view.holders:
@@ -327,7 +327,7 @@ class Reservation:
 
 
 class _GPUHolder:
-    """An actor that holds GPUs for a process that is none."""
+    """An actor that holds GPUs for a process that is not an actor."""
 
     def gpu_ids(self) -> list[str]:
         """Which GPUs Ray gave it."""

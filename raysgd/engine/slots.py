@@ -84,7 +84,7 @@ class Slots:
         return taken
 
     def give_back(self, slot: Slot) -> None:
-        """Says that nobody is on `slot` any more."""
+        """Says that `slot` is free again."""
         self._free.append(slot)
 
     def close(self, timeout_s: float) -> None:

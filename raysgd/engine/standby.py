@@ -109,7 +109,7 @@ class StandbyWorker:
 
 
 class StandbyWorkers:
-    """Makes workers ready beside a running group. Their faults are logged, never raised: nobody depends on them yet.
+    """Makes workers ready beside a running group. Their faults are logged, never raised: nothing depends on them yet.
 
     Args:
         spec: What the group is started from.
@@ -199,7 +199,7 @@ class StandbyWorkers:
         self._coming = still_coming
 
     def kill_unresponsive(self) -> None:
-        """Ends those that were ready and do not answer any more: nobody looks after them while they wait."""
+        """Ends those that were ready and do not answer any more: they are not polled while they wait."""
         self._poll()
         if not self._ready:
             return

@@ -52,7 +52,7 @@ class Rendezvous:
 def hosts_of(infos: Sequence[WorkerInfo]) -> list[str]:
     """Under which address each of these workers is to listen for the others.
 
-    On a single node that is the loopback address: nobody from outside needs to come in, and the node's public address
+    On a single node that is the loopback address: no one from outside needs to connect, and the node's public address
     may be unreachable from itself.
     """
     on_one_node = len({info.node_id for info in infos}) == 1
@@ -165,7 +165,7 @@ class ReplicaProgress:
 
 @dataclass(frozen=True)
 class Handover:
-    """Who takes over whose state when a group is formed anew.
+    """Who takes over whose state when a new group is formed.
 
     Attributes:
         source: Rank, in the new group, whose state is the one to go on from.

@@ -93,7 +93,7 @@ def packed_bytes(what: str, value: Any) -> bytes:
     except Exception as error:
         raise UnpicklableError(
             f"{what} cannot be sent to the workers, because something in it cannot be pickled: {_in_short(error)}. "
-            "Leave out what belongs to this process (locks, open files, connections, generators), and make it there."
+            "Omit what belongs to this process (locks, open files, connections, generators), and make it there."
         ) from error
     return packed
 

@@ -149,7 +149,7 @@ def mend_all(source: Path) -> None:
         try:
             path.write_text(mend.applied_to(path.read_text(encoding="utf-8")), encoding="utf-8")
         except (OSError, ValueError) as error:
-            raise InstallError(f"The source cannot be mended: {error}.") from error
+            raise InstallError(f"The source cannot be patched: {error}.") from error
 
 
 def keep(wheel: Path, folder: Path) -> Path:

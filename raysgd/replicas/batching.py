@@ -51,8 +51,8 @@ def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
     per_worker = num_samples // size
     if per_worker == 0:
         raise ValueError(
-            f"`config[{BATCH_SIZE!r}]={num_samples}` with `num_workers={size}`: this batch size is that of "
-            f"all workers together, so at least their number. Raise it to {size} or more, or take fewer."
+            f"`config[{BATCH_SIZE!r}]={num_samples}` with `num_workers={size}`: this batch size is that of all "
+            f"workers together, so it must be at least their number. Raise it to {size} or more, or use fewer workers."
         )
     return BatchSplit(requested=num_samples, effective=per_worker * size, per_worker=per_worker)
 

@@ -110,7 +110,7 @@ class ClassRunner(ABC):
 
     @abstractmethod
     def _can_resume(self, stream: Any) -> bool:
-        """Whether a call with these batches can be gone on with from inside."""
+        """Whether a call with these batches can continue from inside."""
 
     @abstractmethod
     def _training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:
@@ -153,7 +153,7 @@ class ClassRunner(ABC):
         return self._with_copy(part)
 
     def _capture_inside(self, run: EpochRun) -> Capture:
-        """The same inside a call; a copy that nobody came for gives way to this one."""
+        """The same inside a call; a copy that was not fetched gives way to this one."""
         part = replace(self._own_capture(), progress=run.state(with_metrics=True))
         if self._world.rank:
             self._help_copy()

@@ -48,7 +48,7 @@ class GroupSettings:
         if self.recovery not in ("rejoin", "rebuild"):
             raise ValueError(
                 f'`recovery={self.recovery!r}`: allowed are "rejoin" (the survivors of a loss go on) and "rebuild" '
-                "(all workers are started again)."
+                "(all workers restart)."
             )
         self._check_counts()
         for name in ("timeout_s", "form_timeout_s", "settle_timeout_s"):
@@ -63,8 +63,8 @@ class GroupSettings:
         )
         if self.min_workers > self.num_workers:
             raise InvalidCountError(
-                f"`min_workers={self.min_workers}` with `num_workers={self.num_workers}`: there are never more than "
-                "`num_workers`. Lower the one or raise the other."
+                f"`min_workers={self.min_workers}` with `num_workers={self.num_workers}`: it cannot exceed "
+                "`num_workers`. Lower one or raise the other."
             )
         _checks.check_num_workers(
             "spare_workers", self.spare_workers, hint="They wait to step in for lost ones.", least=0
@@ -86,8 +86,8 @@ class GroupSettings:
         for applies, what in (*own, *obstacles):
             if self.spare_workers and applies:
                 raise ValueError(
-                    f"`spare_workers={self.spare_workers}` with {what} cannot work: spares step in beside survivors, "
-                    f"which are not kept then. Use {way_out}, or no spares."
+                    f"`spare_workers={self.spare_workers}` with {what} cannot work: spares join survivors, and a loss "
+                    f"leaves none here. Use {way_out}, or no spares."
                 )
 
 

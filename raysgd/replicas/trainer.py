@@ -159,7 +159,7 @@ class ClassTrainer(ABC):
         )
 
     def _begin(self, controller: ElasticController) -> None:
-        """Starts the workers; they end with the trainer, also with one that nobody shut down."""
+        """Starts the workers; they end with the trainer, also without a `shutdown`."""
         self._controller = controller
         self._gauges = Gauges(f"{type(self).__name__}-{id(self):x}")
         self._samples_per_s: float | None = None
@@ -198,8 +198,8 @@ class ClassTrainer(ABC):
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order.
 
-        Where it raises on some workers only, or not at the same line, all are replaced: nobody knows then which of them
-        it has changed.
+        Where it raises on some workers only, or not at the same line, all are replaced: some may have
+        changed and others not.
         """
         call = Call(_apply, lambda worlds: [(fn,)] * len(worlds), changes_state=True, keeps_alike=True)
         return self._controller.run(call)
@@ -334,7 +334,7 @@ class ClassTrainer(ABC):
                 self.shutdown(force=True)
                 raise ValueError(
                     f"The workers registered different {name.replace('_', ' ')}: {found}. The library divides one "
-                    "dataset that all workers have alike. If each worker loads a part of its own, "
+                    "dataset that all workers have alike. If each worker loads its own part, "
                     f"{self._divide_by_hand}."
                 )
 
@@ -345,8 +345,8 @@ class ReadOnlyConfig(dict[str, Any]):
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise TypeError(
             "`trainer.config` is a copy, so a change to it would not reach the workers. Make a new trainer with the "
-            "new config; or change the running operators: "
-            "`trainer.apply_all_operators(lambda operator: operator.config.update(lr=0.1))`, and what they made of it."
+            "new config; or change the running operators, and anything that they computed from it: "
+            "`trainer.apply_all_operators(lambda operator: operator.config.update(lr=0.1))`."
         )
 
     __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse

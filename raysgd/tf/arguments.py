@@ -20,7 +20,7 @@ def resolve_num_workers(num_workers: Any, num_replicas: Any) -> int:
     """The number of workers, under whichever name it was given."""
     if num_workers is not None and num_replicas is not None and num_workers != num_replicas:
         raise ValueError(
-            f"`num_workers={num_workers!r}` and `num_replicas={num_replicas!r}` are two names of one number: pass one."
+            f"`num_workers={num_workers!r}` and `num_replicas={num_replicas!r}` are two names for one number: pass one."
         )
     name, value = ("num_replicas", num_replicas) if num_workers is None else ("num_workers", num_workers)
     if value is None:
@@ -43,7 +43,7 @@ def resolve_operator(operator_cls: Any, model_creator: Any, data_creator: Any) -
             )
         return make_operator(model_creator, data_creator)
     if model_creator is not None or data_creator is not None:
-        raise ValueError("`training_operator_cls` and creator functions: pass the one or the others.")
+        raise ValueError("got both `training_operator_cls` and creator functions: pass one of the two.")
     if isinstance(operator_cls, type) and issubclass(operator_cls, TrainingOperator):
         return operator_cls
     is_instance = isinstance(operator_cls, TrainingOperator)
@@ -104,8 +104,8 @@ def _check_callbacks(config: Mapping[str, Any], num_workers: int, backend: str) 
     if is_there and num_workers > 1 and backend == "gloo":
         raise ValueError(
             f"`BackupAndRestore` in `config['fit_config']['callbacks']` with `num_workers={num_workers}` cannot work: "
-            "it would give weights and the epoch back on rank 0 only. Leave it out: after the loss of a worker the "
-            "call goes on by itself (`recovery`), and a new trainer goes on from a file (`save` and `load`)."
+            "it would restore weights and epoch on rank 0 only. Leave it out: after the loss of a worker the "
+            "call goes on by itself (`recovery`), and a new trainer continues from a file (`save` and `load`)."
         )
 
 
@@ -129,11 +129,11 @@ def check_spares(group: GroupSettings) -> None:
 
 
 def check_snapshots_inside(snapshot_every_n_steps: int | None, backend: str) -> None:
-    """Refuses snapshots where nobody could go on from them."""
+    """Refuses snapshots that no group could go on from."""
     if snapshot_every_n_steps is not None and backend == "mwms":
         raise ValueError(
             f'`snapshot_every_n_steps={snapshot_every_n_steps}` with `backend="mwms"` cannot work: a `fit` under a '
-            'strategy can only be begun again. Use `backend="gloo"`, or shorter calls: `train(num_steps=...)`.'
+            'strategy can only start over. Use `backend="gloo"`, or shorter calls: `train(num_steps=...)`.'
         )
 
 
@@ -149,7 +149,9 @@ def check_parts(state: Mapping[str, Any], expected: Mapping[str, int]) -> None:
         raise KeyError(f"The state has no {', '.join(map(repr, missing))}; it has {sorted(map(str, state))}.")
     for key, count in expected.items():
         if not isinstance(state[key], list | tuple):
-            raise ValueError(f"The state's {key!r} is a `{type(state[key]).__name__}` and no list. Nothing was loaded.")
+            raise ValueError(
+                f"The state's {key!r} is a `{type(state[key]).__name__}` instead of a list. Nothing was loaded."
+            )
         if len(state[key]) != count:
             raise ValueError(
                 f"The state holds {len(state[key])} {key}, but {count} are registered. Nothing was loaded; load it "

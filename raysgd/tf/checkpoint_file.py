@@ -200,7 +200,7 @@ def _array(content: bytes, dtype_name: str, shape: list[int]) -> Any:
     header_at = _NPY_START.match(content)
     header = _NPY_HEADER.match(content, header_at.end()) if header_at is not None else None
     if header is None:
-        raise ValueError("an array does not begin as one does")
+        raise ValueError("an array has no valid header")
     begin = content.index(b"\n", header.end()) + 1
     array = array_of(plain_dtype(header["descr"].decode()), tuple(shape), content[begin:])
     return array if array.dtype.name == dtype_name else array.view(_small_float(dtype_name))
@@ -212,7 +212,7 @@ def _small_float(name: str) -> np.dtype[Any]:
 
     dtype = np.dtype(name)
     if dtype.hasobject or dtype.names is not None:
-        raise ValueError("an array is of another kind than it was stored as")
+        raise ValueError("an array has another type than the file says")
     return dtype
 
 
@@ -245,7 +245,7 @@ def _read_legacy(file: IO[bytes], num_bytes: int, name: str) -> dict[str, Any]:
         state = PlainUnpickler(file, num_bytes).load()
     except NotPlainError as error:
         raise UnsafeCheckpointError(
-            f"`{name}` is not read: it needs `{error.needed}` to be loaded, which might run code."
+            f"`{name}` is not read: it needs `{error.needed}` to be loaded, which can run code."
         ) from None
     except OSError:
         raise

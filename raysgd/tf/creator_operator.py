@@ -100,7 +100,7 @@ class CreatorOperator(TrainingOperator):
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
         """A `fit` together with other ranks, from its beginning or from where it broke off."""
         synchronizer, stream, model = self._context.synchronizer, self._fit, self.model
-        synchronizer.watch_model(model, may_be_idle=True)  # compiled anew perhaps, hence each time
+        synchronizer.watch_model(model, may_be_idle=True)  # each time, because it may have been compiled again
         self._optimizers = registration.optimizers_in(model)
         if synchronizer.group.size > 1:
             registration.refuse_unreduced_loss(model)
@@ -182,7 +182,7 @@ class CreatorOperator(TrainingOperator):
         """One `evaluate` with the options under `evaluate_config`; every sample counts once."""
         dataset = self._validation_dataset
         if dataset is None:
-            raise NotRegisteredError("`validate` needs a test dataset, but `data_creator` returned None in its place.")
+            raise NotRegisteredError("`validate` needs a test dataset, but `data_creator` returned None instead.")
         options = dict(self.config.get(_EVALUATE_CONFIG) or {})
         options["verbose"], options["return_dict"] = self._verbosity(options), True
         if num_steps is not None:

@@ -217,17 +217,17 @@ def check_dataset(name: str, dataset: Any) -> None:
 
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
-            f"`{name}` is a `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches. Make one with "
+            f"`{name}` is a `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches. Create one with "
             "`tf.data.Dataset.from_tensor_slices(...).batch(...)`, or with `from_generator`."
         )
     scalars = [spec for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank == 0]
     if scalars:
-        raise ValueError(f"`{name}` yields {scalars[0]}, which is no batch: call `.batch(batch_size)` on it.")
+        raise ValueError(f"`{name}` yields {scalars[0]}, which is not a batch: call `.batch(batch_size)` on it.")
     sizes = {spec.shape[0] for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank} - {None}
     if len(sizes) > 1:
         raise ValueError(
             f"`{name}` yields {dataset.element_spec}, whose parts begin with different sizes {sorted(sizes)}, so it is "
-            "no batch: call `.batch(batch_size)` on it."
+            "not a batch: call `.batch(batch_size)` on it."
         )
 
 

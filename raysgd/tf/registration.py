@@ -136,7 +136,7 @@ def require_compiled(model: Any, where: str) -> None:
 
 
 def with_loss_scale(optimizer: Any, models: Sequence[Any]) -> Any:
-    """The optimizer, in a `LossScaleOptimizer` if a model computes in float16 and it is none yet."""
+    """The optimizer, in a `LossScaleOptimizer` if a model computes in float16 and it is not one yet."""
     policies = {_policy_of(model) for model in models}
     if "mixed_float16" not in policies or "LossScale" in type(optimizer).__name__:
         return optimizer
@@ -208,7 +208,7 @@ def has_own_train_step(model: Any) -> bool:
 
 
 def refuse_unreduced_loss(model: Any) -> None:
-    """Refuses a compiled loss that stays a number for each sample, of which nobody can say how ranks join it.
+    """Refuses a compiled loss that stays a number for each sample: there is no rule for joining it across ranks.
 
     Raises:
         IncompatibleModelError: Keras's own step would add such a loss up.

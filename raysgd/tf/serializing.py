@@ -23,7 +23,7 @@ def model_to_json(model: Any, optimizer: Any = None, loss: Any = None, metrics: 
         return json.dumps(parts)
     try:
         if getattr(loss, "__name__", "") == "<lambda>":  # Keras would hand out code
-            raise ValueError("the loss is a lambda, which has no name to find it by")
+            raise ValueError("the loss is a lambda, which has no name to look it up by")
         options = {
             "optimizer": keras.optimizers.serialize(optimizer),
             "loss": keras.losses.serialize(loss),

@@ -50,9 +50,9 @@ class RunnerFacts:
         num_models: How many models are registered.
         num_optimizers: How many optimizers.
         train_data: What all ranks must agree on; None for a dataset that is not divided.
-        validation_data: Likewise.
+        validation_data: The same for validation.
         keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
-        epoch_obstacle: Why an epoch can only be begun again, whatever is done; None when it can be gone on with.
+        epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
     """
 
     num_models: int
@@ -328,11 +328,11 @@ class TFRunner(ClassRunner):
         operator = self.operator
         if not operator.warms_up_standby or self._epoch_obstacle is not None or operator.train_dataset is None:
             return
-        self._synchronizer.rejoin(World(0, 1))  # nobody else is here yet
+        self._synchronizer.rejoin(World(0, 1))  # no other rank is here yet
         try:
             with self._synchronizer.surfacing_errors(), self._scaling_losses():
                 operator.warm_up()
-        except Exception as error:  # it is only practice; in earnest it would be the user's to know
+        except Exception as error:  # in a real step the user would get the exception
             logger.warning("warm-up of a standby worker failed: %r", error)
 
     def regroup(self, world: World, handover: Handover) -> RunnerFacts:
@@ -367,7 +367,7 @@ class TFRunner(ClassRunner):
     def train_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
         """Runs the operator's `train_epoch` once."""
         if self._fit is not None:
-            self._fit.end()  # one that an exception in user code broke off is not gone on with
+            self._fit.end()  # one that an exception in user code broke off does not continue
         self._synchronizer.forget_call()
         self.operator._forget_stale_steps()
         return super().train_epoch(request)
@@ -494,7 +494,7 @@ class TFRunner(ClassRunner):
         return redo
 
     def _position(self) -> dict[str, Any] | None:
-        """Where in the data the next batch is, for a dataset that is divided; of others that nobody can say."""
+        """Where in the data the next batch is, for a dataset that is divided; of others it is unknown."""
         stream = self._train_stream
         if stream is None:
             return dict(self._resume["position"]) if self._resume and self._resume.get("position") else None
@@ -513,8 +513,8 @@ class TFRunner(ClassRunner):
         position = (resume or {}).get("position")
         if position and position.get("is_unknown"):
             logger.warning(
-                "pass %s over the train dataset was left half-way, and it is not divided by the library, so nobody "
-                "knows where: it is read from its beginning",
+                "epoch %s stopped in the middle, and the library does not divide this train dataset, so its position "
+                "is unknown: reading it from the beginning",
                 position["pass_index"],
             )
             return
@@ -644,7 +644,7 @@ def _plain(value: Any) -> Any:
 
 def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> None:
     if not isinstance(values, Sequence) or not all(isinstance(value, np.ndarray | np.generic) for value in values):
-        raise ValueError(f"The state of {what} is no list of arrays. Nothing was loaded.")
+        raise ValueError(f"The state of {what} is not a list of arrays. Nothing was loaded.")
     if len(variables) != len(values):
         raise ValueError(
             f"The state of {what} has {len(values)} arrays, and what is registered has {len(variables)} variables. "
@@ -657,6 +657,8 @@ def _check_fit(variables: Sequence[Any], values: Sequence[Any], what: str) -> No
     ]
     strangers = [np.asarray(value).dtype.name for value in values if np.asarray(value).dtype.kind in "SUMmO"]
     if strangers:
-        raise ValueError(f"The state of {what} has arrays of {strangers[0]}, which are no numbers. Nothing was loaded.")
+        raise ValueError(
+            f"The state of {what} has arrays of {strangers[0]}, which are not numbers. Nothing was loaded."
+        )
     if shapes:
         raise ValueError(f"The state of {what} does not fit what is registered, nothing was loaded. Shapes: {shapes}.")

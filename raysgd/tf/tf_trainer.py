@@ -1,7 +1,7 @@
 """`TFTrainer`: the driver's handle on N replicas of Keras models.
 
 A front end: it checks arguments, turns calls into requests for the engine, and merges what comes back. It loads no
-TensorFlow before a model is asked for.
+TensorFlow before you request a model.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ class TFTrainer(ClassTrainer):
         seed: What initial weights and the order of shuffled datasets come from; by default another one each time.
         use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
         recovery: What follows a loss of workers. "rejoin": the others keep their processes and go on where they are,
-            if that can be done, see `docs/tensorflow.md`; else, and with "rebuild" or "mwms": all workers are started
-            anew from the last snapshot.
+            if that can be done, see `docs/tensorflow.md`; else, and with "rebuild" or "mwms": all workers restart
+            from the last snapshot.
         min_workers: With fewer than these, wait for resources.
         spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
         resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then goes on
@@ -76,7 +76,7 @@ class TFTrainer(ClassTrainer):
             while it is made ready it gets at least 10 s.
         form_timeout_s: How long workers may take to form a group; never longer than `timeout_s`. All are there already,
             and ready.
-        settle_timeout_s: How long a survivor of a loss may take to come to an end with the step that it is in; then it
+        settle_timeout_s: How long a survivor of a loss may take to finish the step that it is in; then it
             is replaced.
         **unknown: Refused, with a guess at what was meant.
 
@@ -175,7 +175,7 @@ class TFTrainer(ClassTrainer):
 
     @property
     def _goes_on(self) -> bool:
-        """Whether a call can be gone on with in another group, or from a snapshot inside it."""
+        """Whether a call can continue in another group, or from a snapshot inside it."""
         return self.backend == "gloo"
 
     @property
@@ -279,7 +279,7 @@ class TFTrainer(ClassTrainer):
         says so.
 
         Args:
-            custom_objects: Classes and functions of yours that Keras needs to make a model from its configuration.
+            custom_objects: Your own classes and functions that Keras needs to make a model from its configuration.
         """
         state = self.state_dict()
         if self._trains_with_fit:
@@ -381,7 +381,7 @@ class TFTrainer(ClassTrainer):
         else:
             rank_states = state.pop(_RANKS, ())
             if not isinstance(rank_states, list | tuple):
-                raise ValueError(f"`{checkpoint}`: the random states are no list. Nothing was loaded.")
+                raise ValueError(f"`{checkpoint}`: the random states are not a list. Nothing was loaded.")
             self._load(state, tuple(rank_states))
 
     restore = load

@@ -72,7 +72,7 @@ class TrainingOperator:
         timers: Timers of the running call; `with self.timers.record("name"):` adds one to `profile=True`.
         global_step: Batches trained on by the stock `train_epoch`.
         run_eagerly: Set it in `setup` to run `train_step` and `test_step` line by line, for a debugger.
-        resumes_epochs: Whether an epoch may be gone on with after workers were lost or added, by calling `train_epoch`
+        resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch`
             again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator with a
             `train_epoch` of its own may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
@@ -113,7 +113,7 @@ class TrainingOperator:
         Args:
             config: The trainer's `config`, with the batch size under `BATCH_SIZE` already divided by the workers.
         """
-        raise NotImplementedError("Override `setup` to create and register what is to be trained.")
+        raise NotImplementedError("Override `setup` to create and register models and optimizers.")
 
     def train_epoch(
         self,
@@ -315,8 +315,8 @@ class TrainingOperator:
         """Hands the datasets to the library, which divides them over the workers.
 
         Args:
-            train_dataset: A `tf.data.Dataset` of batches, made alike by every worker.
-            validation_dataset: Likewise.
+            train_dataset: A `tf.data.Dataset` of batches, the same on every worker.
+            validation_dataset: The same for validation.
             sharding: `"worker"`: a batch is that of one worker. `"global"`: a batch is that of all workers together, as
                 with TensorFlow's strategies. A dataset whose auto-shard policy is OFF is used as it is.
 
@@ -361,7 +361,7 @@ class TrainingOperator:
 
     @property
     def use_gpu(self) -> bool:
-        """Whether a GPU was asked for."""
+        """Whether the trainer requested a GPU."""
         return self._context.settings.use_gpu
 
     @property
@@ -430,7 +430,7 @@ class TrainingOperator:
         return method if self.run_eagerly else tf.function(method, reduce_retracing=True)
 
     def _forget_stale_steps(self) -> None:
-        """Lets the steps be traced anew if other variables are to be trained, or by another optimizer, than before."""
+        """Lets the steps be traced again if variables or optimizers have changed since."""
         trained = [id(variable) for model in self._models if model.built for variable in model.trainable_variables]
         kind = (id(getattr(self, "optimizer", None)), tuple(trained))
         if kind != self._trained and self._trained is not None:

@@ -96,8 +96,8 @@ def _check_settings(optimizer: Any, own: Mapping[str, Any], saved: Mapping[str, 
     }  # others come and go with the versions of PyTorch, which sets those that are missing
     if missing := sorted(needed - saved.keys()):
         raise ValueError(
-            "The state of an optimizer does not fit, nothing was loaded: it is that of another kind, without "
-            f"{', '.join(missing)}, which `{type(optimizer).__name__}` needs."
+            "The state of an optimizer does not fit, nothing was loaded: it belongs to another kind of optimizer, "
+            f"without {', '.join(missing)}, which `{type(optimizer).__name__}` needs."
         )
     rest = {name: value for name, value in own.items() if name != "params"}
     _check_kinds({**rest, **getattr(optimizer, "defaults", {})}, saved, "the optimizer's")

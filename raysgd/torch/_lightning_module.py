@@ -124,7 +124,7 @@ class TrainerStandIn(SimpleNamespace):
 
     def __getattr__(self, name: str) -> Any:
         known = ", ".join(sorted(each for each in vars(self) if not each.startswith("_")))
-        raise AttributeError(f"no `{name}`: a `LightningOperator` has no Lightning `Trainer` but its {known}.")
+        raise AttributeError(f"no `{name}`: a `LightningOperator` has no Lightning `Trainer`, only its {known}.")
 
 
 class SteppingOptimizer:
@@ -228,7 +228,7 @@ def optimizers_and_schedulers(returned: Any) -> tuple[list[Any], list[dict[str, 
         return list(parts[0]), [_entry_of({"lr_scheduler": scheduler}) for scheduler in schedulers]
     raise TypeError(
         f"`configure_optimizers` returned `{returned!r}`: allowed are an optimizer, several, a list of optimizers and "
-        'one of schedulers, a dict with "optimizer" and maybe "lr_scheduler", several such dicts, and None.'
+        'one of schedulers, a dict with "optimizer" and optionally "lr_scheduler", several such dicts, and None.'
     )
 
 
@@ -251,7 +251,7 @@ def _entry_of(part: Mapping[str, Any]) -> dict[str, Any]:
     if entry["interval"] not in PER_BATCH + PER_EPOCH:
         raise ValueError(f'`"interval": {entry["interval"]!r}` of a scheduler: allowed are "step", "batch", "epoch".')
     if not isinstance(entry["frequency"], int) or entry["frequency"] < 1:
-        raise ValueError(f'`"frequency": {entry["frequency"]!r}` of a scheduler: need a whole number from 1.')
+        raise ValueError(f'`"frequency": {entry["frequency"]!r}` of a scheduler: need a whole number, 1 or more.')
     return entry
 
 

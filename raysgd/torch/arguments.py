@@ -103,8 +103,8 @@ def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> 
         )
     if num_gpus_per_worker < 1 and backend == "nccl" and num_workers > 1:
         raise ValueError(
-            f'`num_gpus_per_worker={num_gpus_per_worker}` with `backend="nccl"` cannot work: NCCL wants a GPU for each '
-            'worker. Pass `backend="gloo"`, or leave it out.'
+            f'`num_gpus_per_worker={num_gpus_per_worker}` with `backend="nccl"` cannot work: NCCL needs a GPU for each '
+            'worker. Pass `backend="gloo"`, or omit it.'
         )
 
 
@@ -158,7 +158,7 @@ def check_spares(group: GroupSettings, parallel: str) -> None:
 
 
 def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
-    """Refuses a batch size that is none; warns of one that cannot be divided evenly."""
+    """Refuses an invalid batch size; warns about one that cannot be divided evenly."""
     if BATCH_SIZE not in config:
         return
     split = split_batch_size(config[BATCH_SIZE], num_workers)
@@ -199,7 +199,7 @@ def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
     if not isinstance(fsdp_args, Mapping):
         raise ValueError(f"`fsdp_args={fsdp_args!r}`: need a dict of options, or None.")
     if parallel != "fsdp":
-        raise ValueError(f'`fsdp_args` is given with `parallel="{parallel}"`: pass `parallel="fsdp"`, or leave it out.')
+        raise ValueError(f'`fsdp_args` is given with `parallel="{parallel}"`: pass `parallel="fsdp"`, or omit it.')
     known = [option.name for option in fields(FSDPOptions)]
     for name in fsdp_args:
         if name not in known:
@@ -209,7 +209,9 @@ def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
     options = FSDPOptions(**fsdp_args)
     smallest = options.min_block_parameters
     if isinstance(smallest, bool) or not isinstance(smallest, int) or smallest < 1:
-        raise ValueError(f"`fsdp_args={{'min_block_parameters': {smallest!r}}}`: need a number of parameters from 1.")
+        raise ValueError(
+            f"`fsdp_args={{'min_block_parameters': {smallest!r}}}`: need a number of parameters, 1 or more."
+        )
     if not isinstance(options.reshard_after_forward, bool):
         raise ValueError(
             f"`fsdp_args={{'reshard_after_forward': {options.reshard_after_forward!r}}}`: allowed are True and False."

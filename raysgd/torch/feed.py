@@ -112,7 +112,7 @@ class Feed:
     def _check_order(self, sampler: ElasticBatchSampler, start_sum: Summation | None) -> None:
         own, before = sampler.fingerprint(), self._order_before
         self._order_before = None
-        assert own is not None, "nobody else's order is checked"
+        assert own is not None, "only a rank's own order is checked"
         if start_sum is not None:
             numbers = torch.tensor([own])
             start_sum(numbers)()
@@ -131,12 +131,12 @@ class Feed:
             )
 
     def take_place(self, rank: int, size: int, batch_size: int | None, instead_of: int | None) -> None:
-        """Divides the data anew, for a place in a group of another size.
+        """Divides the data again, for a place in a group of another size.
 
         Args:
             rank: The place.
             size: The size.
-            batch_size: How many samples of a joint batch are this worker's share from now on; None if nobody said.
+            batch_size: How many samples of a joint batch are this worker's share from now on; None if unknown.
             instead_of: How many were; loaders with another batch size keep theirs.
         """
         self._world_size = size
@@ -155,7 +155,7 @@ class Feed:
     # ------------------------------------------------------------------------------------------------ position
 
     def obstacle(self, name: str) -> str | None:
-        """Why nobody knows where in these data the next batch is."""
+        """Why it is unknown where in these data the next batch is."""
         data = self._data_of(name)
         if data is None or isinstance(data, ShardedLoader):
             return None
@@ -177,7 +177,7 @@ class Feed:
     def position(self) -> dict[str, Any] | None:
         """Where in the data the next batch is, for loaders whose position means the same on any number of workers.
 
-        Of others, inside a pass, only that nobody can say.
+        Of others, inside a pass, only that it is unknown.
         """
         stream, data = self.train_stream, self._data_of("train")
         if stream is None:

@@ -98,7 +98,7 @@ class FSDP(NoParallel):
         for part in _sharded_parts(models):
             if not hasattr(part, "set_custom_reduce_scatter"):
                 raise RuntimeError(
-                    f'`parallel="fsdp"` with a `train_batch` or `train_epoch` of your own needs a later PyTorch than '
+                    f'`parallel="fsdp"` with your own `train_batch` or `train_epoch` needs a later PyTorch than '
                     f"{torch.__version__}: install one with `FSDPModule.set_custom_reduce_scatter`, or override a "
                     "lower rung."
                 )

@@ -238,7 +238,7 @@ def _keep_in_touch(plain: torch.optim.Optimizer, wrapped: Any) -> None:
 
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise RuntimeError(
-            "This optimizer was handed to `register`, which returned another one for the same parameters, whose "
+            "This optimizer was passed to `register`, which returned another one for the same parameters, whose "
             "gradients are averaged over the workers. Step that one."
         )
 

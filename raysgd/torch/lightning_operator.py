@@ -5,7 +5,7 @@ are this library's, and so is the averaging: what a step returns or logs is aver
 
 Hooks have the signatures of Lightning 2. Those that it dropped (`training_epoch_end`, `validation_epoch_end`,
 `training_step_end`, `validation_step_end`, `on_pretrain_routine_start`, `configure_apex`) are called where a module has
-them. Never called are those of testing and predicting, those of the end of a training, which nobody announces here, and
+them. Never called are those of testing and predicting, those of the end of a training, which is not announced here, and
 `configure_callbacks`.
 """
 
@@ -99,7 +99,7 @@ class LightningOperator(TrainingOperator):
         per_node = getattr(self._module, "prepare_data_per_node", True)
         if (self.local_rank if per_node else self.world_rank) == 0:
             self._hooks.call("prepare_data")
-        self._sum_over_workers(0.0)  # nobody goes on before the data is there
+        self._sum_over_workers(0.0)  # all wait until the data is there
 
     def _register_module(self) -> None:
         module, trainer = self._module, self._trainer

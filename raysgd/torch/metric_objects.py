@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class MetricState:
     """What a metric has seen, apart from the metric itself.
 
-    Merging only collects; the states are reduced when the value is asked for. So the result does not depend
+    Merging only collects; the states are reduced when the value is computed. So the result does not depend
     on how the merging was grouped, not even for states that torchmetrics keeps side by side instead of
     reducing them.
 
@@ -140,7 +140,7 @@ def _detached(state: Any) -> Any:
 
 def _disconnected_copy(metric: Metric) -> Metric:
     """Copy a metric to the CPU, without its ties to a process group."""
-    # A process group can be neither copied nor pickled. This memo makes the copy hold None in its place.
+    # A process group can be neither copied nor pickled. This memo makes the copy hold None instead.
     memo: dict[int, Any] = {id(inner.process_group): None for inner in _metrics_in(metric)}
     clone = copy.deepcopy(metric, memo).cpu()
     for inner in _metrics_in(clone):

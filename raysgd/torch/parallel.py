@@ -375,7 +375,7 @@ class DDP(NoParallel):
         if squares * dist.get_world_size() != total**2:  # they are equal if all that was added up is
             raise ValueError(
                 "The workers have frozen different parameters (`requires_grad`), so their gradients do not fit "
-                "together: freeze and unfreeze alike on all of them, by nothing that depends on the rank."
+                "together: freeze and unfreeze the same parameters on all of them, whatever the rank."
             )
         return [count == dist.get_world_size() for count in counts]
 

@@ -120,7 +120,7 @@ class ReplicaState:
     def apply(self, state: Mapping[str, Any]) -> None:
         """Takes over a state that fits. Nothing of it is kept.
 
-        What the user's own `load_state_dict` of an operator or a scheduler refuses is found out here: what came before
+        What the user's own `load_state_dict` of an operator or a scheduler refuses shows only here: what came before
         it has been loaded by then.
         """
         operator = self._operator

@@ -24,7 +24,7 @@ def take_creators(given: dict[str, Any]) -> None:
     """
     if any([given.pop(name, None) for name in _CREATORS]):
         raise DeprecationWarning(
-            "Creator functions are not arguments of `TorchTrainer` any more: make an operator class of them with "
+            "Creator functions are no longer arguments of `TorchTrainer`: make an operator class from them with "
             "`TrainingOperator.from_creators(...)` and pass it as `training_operator_cls`."
         )
 
@@ -54,4 +54,4 @@ def take_others(given: dict[str, Any]) -> Any:
 
 def _take(given: dict[str, Any], name: str, instead: str) -> None:
     if given.pop(name, None) is not None:
-        raise DeprecationWarning(f"`{name}` is not an argument of `TorchTrainer` any more: {instead}.")
+        raise DeprecationWarning(f"`{name}` is no longer an argument of `TorchTrainer`: {instead}.")

@@ -1,4 +1,4 @@
-"""How a user's loader is divided over the workers: rebuilt around a batch sampler of ours, or left alone, and why."""
+"""How a user's loader is divided over the workers: rebuilt around our batch sampler, or left alone, and why."""
 
 from __future__ import annotations
 

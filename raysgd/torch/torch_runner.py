@@ -48,12 +48,12 @@ class RunnerFacts:
     Attributes:
         num_models: How many models are registered, and so on; `num_schedulers` is None when there are none.
         train_data: What all ranks must agree on; None for a loader that is not divided.
-        validation_data: Likewise.
+        validation_data: The same for validation.
         seed: Where this rank would take the order of the data from.
         keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
         is_synchronous: Whether every step involves all ranks.
         is_sharded: Whether it takes all ranks to read a model.
-        epoch_obstacle: Why an epoch can only be begun again, whatever is done; None when it can be gone on with.
+        epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
     """
 
     num_models: int
@@ -217,7 +217,7 @@ class TorchRunner(ClassRunner):
 
     def _detach(self) -> None:
         if self._run is not None and not self._run.is_finished:
-            self.operator.global_step = self._global_step_at_boundary  # the batches since then come again
+            self.operator.global_step = self._global_step_at_boundary  # the batches since then are repeated
         super()._detach()
 
     def _ledger(self) -> DataLedger | None:
@@ -255,7 +255,7 @@ class TorchRunner(ClassRunner):
             if batch is not None:
                 with putting_back(operator, self._state.objects(), _undo_of_tensor, _is_module_class):
                     self._warm_up(batch[0])
-        except Exception as error:  # it is only practice; in earnest it would be the user's to know
+        except Exception as error:  # in a real step the user would get the exception
             logger.warning("warm-up of a standby worker failed: %r", error)
         finally:
             self._parallel.step.close_call()
@@ -374,11 +374,11 @@ class TorchRunner(ClassRunner):
             raise ValueError(
                 f"`accumulate_grad_batches={step.window}` had no effect: `{type(operator).__name__}` computes its "
                 "gradients by itself. Call `self.backward(loss)` and `self.optimizer_step()` in `train_batch`, for "
-                "every batch, or accumulate by hand and leave the option out."
+                "every batch, or accumulate by hand and omit the option."
             )
         if num_batches and operator._misses_clipping():
             raise ValueError(
-                f"The bound for gradients had no effect: `{type(operator).__name__}` steps an optimizer that is no "
+                f"Gradient clipping had no effect: `{type(operator).__name__}` steps an optimizer that is no "
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
                 "yourself and leave `clip_grad_norm` and `clip_grad_value` out."
             )

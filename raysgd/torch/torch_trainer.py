@@ -81,7 +81,7 @@ class TorchTrainer(ClassTrainer):
             never.
         use_local: Run rank 0 in this very process. With `num_workers=1` no Ray is needed, and a debugger works.
         recovery: What follows a loss of workers. "rejoin": the others keep their processes and go on where they are,
-            if that can be done, see `docs/fault-tolerance.md`; else, and with "rebuild": all workers are started anew
+            if that can be done, see `docs/fault-tolerance.md`; else, and with "rebuild": all workers restart
             from the last snapshot.
         min_workers: With fewer than these, wait for resources.
         spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
@@ -92,7 +92,7 @@ class TorchTrainer(ClassTrainer):
             while it is made ready it gets at least 10 s.
         form_timeout_s: How long workers may take to form a group; never longer than `timeout_s`. All are there already,
             and ready.
-        settle_timeout_s: How long a survivor of a loss may take to come to an end with the step that it is in; then it
+        settle_timeout_s: How long a survivor of a loss may take to finish the step that it is in; then it
             is replaced.
 
     Raises:
@@ -307,7 +307,7 @@ class TorchTrainer(ClassTrainer):
         redraw: Callable[[], None] | None,
         worlds: Sequence[World],
     ) -> list[tuple[EpochRequest]]:
-        """One request for each rank. Made anew for every attempt, because the number of workers may have changed."""
+        """One request for each rank. Made again for every attempt, because the number of workers may have changed."""
         request = EpochRequest(num_steps, info, profile, self._facts.seed, starts_over=self._validation_starts_over)
         requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
         if dataset is not None:
@@ -331,7 +331,7 @@ class TorchTrainer(ClassTrainer):
         if self._facts.is_synchronous and len(set(counts)) > 1:
             raise UnevenStepsError(
                 f"The workers drew {counts} batches: replicas that exchange gradients must take the same number of "
-                'steps. Let `train_epoch` consume its iterator alike on all ranks, or pass `parallel="none"` and keep '
+                'steps. Let `train_epoch` draw the same number on all ranks, or pass `parallel="none"` and keep '
                 "them equal yourself."
             )
 
@@ -565,7 +565,7 @@ def _end_of(answer: EpochAnswer, info: Mapping[str, Any]) -> Progress:
 
 def _checked_rank_states(states: Any) -> tuple[Any, ...]:
     if not isinstance(states, list | tuple):
-        raise ValueError(f"The random states are a `{type(states).__name__}` and no list, nothing was loaded.")
+        raise ValueError(f"The random states are a `{type(states).__name__}` instead of a list. Nothing was loaded.")
     for state in states:
         if state is not None:
             rng.check(state)
@@ -582,7 +582,9 @@ def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
         raise KeyError(f"The state has no {', '.join(repr(key) for key in missing)}; it has {sorted(map(str, state))}.")
     for key, count in expected.items():
         if not isinstance(state[key], list | tuple):
-            raise ValueError(f"The state's {key!r} is a `{type(state[key]).__name__}` and no list. Nothing was loaded.")
+            raise ValueError(
+                f"The state's {key!r} is a `{type(state[key]).__name__}` instead of a list. Nothing was loaded."
+            )
         if len(state[key]) != count:
             raise ValueError(
                 f"The state holds {len(state[key])} {key}, but the operator registered {count}. Nothing was "

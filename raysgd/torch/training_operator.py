@@ -92,8 +92,8 @@ class TrainingOperator:
         timers: Timers of the running call; `with self.timers.record("name"):` adds one to `profile=True`.
         global_step: Batches trained on by the stock `train_epoch`.
         train_loader: The registered train loader, as this worker iterates over it.
-        validation_loader: The registered validation loader, likewise.
-        resumes_epochs: Whether an epoch may be gone on with after workers were lost or added, by calling `train_epoch`
+        validation_loader: The registered validation loader, as this worker iterates over it.
+        resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch`
             again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator with a
             `train_epoch` of its own may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
@@ -145,7 +145,7 @@ class TrainingOperator:
         Args:
             config: The trainer's `config`, with the batch size under `BATCH_SIZE` already divided by the workers.
         """
-        raise NotImplementedError("Override `setup` to create and register what is to be trained.")
+        raise NotImplementedError("Override `setup` to create and register models and optimizers.")
 
     def train_epoch(
         self,
@@ -247,7 +247,7 @@ class TrainingOperator:
                 on, such as the number of tokens. All workers have to give one, or none. None: its samples.
 
         Raises:
-            ValueError: It is not known which optimizer the loss is for, or the weight is none.
+            ValueError: It is unknown which optimizer the loss is for, or the weight is invalid.
             RuntimeError: It is not known which batch the loss is of.
         """
         chosen = self._chosen("backward", optimizer)
@@ -384,7 +384,7 @@ class TrainingOperator:
             raise ValueError(
                 '`register(schedulers=...)` needs `TorchTrainer(scheduler_step_freq=...)`: pass "batch" or "epoch" '
                 "to have "
-                'the library step `self.scheduler`, or "manual" to step by yourself.'
+                'the library step `self.scheduler`, or "manual" to step it yourself.'
             )
         placed = [self._build(self._place(model)) for model in model_parts.items]
         self._criterion = self._place(criterion) if criterion is not None else None
@@ -417,7 +417,7 @@ class TrainingOperator:
         return tuple(result)
 
     def _check_parameters(self, optimizers: Sequence[Any], parts: Sequence[Any]) -> None:
-        """Refuses, or with one worker warns of, optimizers that train what nobody averages or saves."""
+        """Refuses, or with one worker warns about, optimizers that train what is not averaged or saved."""
         if self._is_distributed and not self._parallel.synchronizes:
             return  # the user keeps the replicas equal
         found = registration.outsiders(optimizers, [part for part in parts if isinstance(part, torch.nn.Module)], self)
@@ -567,7 +567,7 @@ class TrainingOperator:
 
     @property
     def use_gpu(self) -> bool:
-        """Whether a GPU was asked for and is there."""
+        """Whether the trainer requested a GPU and there is one."""
         return self._use_gpu
 
     @property
@@ -689,7 +689,9 @@ class TrainingOperator:
         if given is not None:
             chosen = list(given) if isinstance(given, list | tuple) else [given]
             if not chosen or not all(hasattr(each, "zero_grad") and hasattr(each, "step") for each in chosen):
-                raise ValueError(f"`optimizer={given!r}`: pass one that `register` returned, or a list of them.")
+                raise ValueError(
+                    f"`optimizer={given!r}`: pass an optimizer that `register` returned, or a list of them."
+                )
             return chosen
         if self._acting is not None:
             return [self._acting]
@@ -717,8 +719,8 @@ class TrainingOperator:
         """Calls the rung with what `forward` returned."""
         if not _takes(self.backward, "weight"):
             raise TypeError(
-                f"`{type(self).__name__}.forward` returned a weight, and its `backward` does not take one: write "
-                "`def backward(self, loss, **options)` and hand the options on to `super().backward(loss, **options)`."
+                f"`{type(self).__name__}.forward` returned a weight, but its `backward` does not take one: write "
+                "`def backward(self, loss, **options)` and pass the options on to `super().backward(loss, **options)`."
             )
         self.backward(loss, weight=weight)
 
@@ -753,7 +755,7 @@ class TrainingOperator:
         return self._context.settings.step_options.clips and not self._has_clipped and not is_hooked
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs in each step of an optimizer, whoever asked for it."""
+        """Runs in each step of an optimizer, from any caller."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._check_gradients(optimizer)
@@ -784,7 +786,7 @@ class TrainingOperator:
     def _complete_gradients(self, optimizer: Any) -> None:
         """Makes of the gradients of several batches what one batch of all their samples would have given.
 
-        Where nothing in them counts there are none, so that whoever steps the optimizer changes nothing.
+        Where nothing in them counts, they are cleared, so that a step of the optimizer changes nothing.
         """
         step, parameters = self._parallel.step, self._precision.parameters(optimizer)
         if step.is_unexchanged(optimizer):
@@ -854,7 +856,7 @@ class TrainingOperator:
         lacks_metric = freq == SCHEDULER_STEP_EPOCH and self.scheduler_metric is None
         if has_plateau and (lacks_metric or freq == SCHEDULER_STEP_BATCH):
             raise ValueError(
-                f'`scheduler_step_freq="{freq}"`: `ReduceLROnPlateau` goes by a metric of an epoch. Pass "epoch", and '
+                f'`scheduler_step_freq="{freq}"`: `ReduceLROnPlateau` needs a metric of an epoch. Pass "epoch", and '
                 'name a metric of `train_batch` in your operator, as in `scheduler_metric = "train_loss"`. To go by '
                 'a metric of the validation, pass "manual" and call `trainer.update_scheduler(result["val_loss"])`.'
             )
@@ -877,7 +879,7 @@ class TrainingOperator:
         value = self._monitored(name, metrics)
         if value is None:
             raise ValueError(
-                f"`scheduler_metric={name!r}`: no worker has a number of that name after this epoch. "
+                f"`scheduler_metric={name!r}`: no worker reported a number with that name in this epoch. "
                 f"`train_batch` reports {', '.join(f'`{each}`' for each in metrics)}."
             )
         return value
@@ -902,7 +904,7 @@ class TrainingOperator:
         return [getattr(scheduler, "last_epoch", None) for scheduler in getattr(self, "_schedulers", ())]
 
     def _warn_of_idle_schedulers(self, before: list[Any]) -> None:
-        """Warns once of schedulers that nobody steps; `before` is how far they were before the pass."""
+        """Warns once about schedulers that are never stepped; `before` is how far they were before the pass."""
         is_ours = self.scheduler_step_freq in (SCHEDULER_STEP_BATCH, SCHEDULER_STEP_EPOCH)
         is_idle = any(each is not None for each in before) and self._scheduler_steps() == before
         if not is_ours or not is_idle or getattr(self, "scheduler", None) is not None:
@@ -950,7 +952,7 @@ class TrainingOperator:
         if not isinstance(metrics, Mapping):
             raise TypeError(
                 f"`{type(self).__name__}.train_batch` or `validate_batch` returned a `{type(metrics).__name__}`: "
-                "return a dict of metrics, an empty one if there are none."
+                "return a dict of metrics, an empty one if there are no metrics."
             )
         self._latest_metrics = metrics
         values = {name: value for name, value in metrics.items() if name != NUM_SAMPLES}

@@ -58,7 +58,7 @@ def check_step(messages: Sequence[Message | Ended]) -> Step:
     if ended:
         ranks = [rank for rank, message in enumerate(messages) if isinstance(message, Ended)]
         raise StepMismatchError(
-            "The functions made a different number of calls: they came to their end on "
+            "The functions made a different number of calls: they ended on "
             f"{_ranks(ranks)}, and still report or save on the others. Every worker has to call `report` and "
             "`save_checkpoint` equally often."
         )
@@ -68,7 +68,7 @@ def check_step(messages: Sequence[Message | Ended]) -> Step:
         saving = [rank for rank, message in enumerate(found) if message.kind is TrainingResultType.CHECKPOINT]
         raise StepMismatchError(
             f"The functions are out of step: {_ranks(saving)} called `save_checkpoint` where the others called "
-            "`report`. Every worker has to make the same number and order of calls."
+            "`report`. Every worker must make the same calls in the same order."
         )
     refs = {rank: m.checkpoint_ref for rank, m in enumerate(found) if m.checkpoint_ref is not None}
     source = min(refs, default=0)
@@ -198,8 +198,8 @@ class FunctionRun:
     def _can_be_kept(self, error: BaseException | None) -> bool:
         """Whether the workers are as good as new: all functions ended alike, or the only one there was has ended.
 
-        Where some ranks failed and others did not, the others may be in the middle of a collective, and whoever takes
-        part in the next one would be answered by the last.
+        Where some ranks failed and others did not, the others may be in the middle of a collective, and the
+        next collective would get the answers of that one.
         """
         size = len(self._launch.started_on or ())
         if isinstance(error, WorkerError) and len(error.faults) == size:

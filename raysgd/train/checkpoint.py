@@ -105,7 +105,7 @@ class Retention:
                 "`save_checkpoint`."
             )
         if not isinstance(score, Real) and not _is_one_number(score):
-            raise ValueError(f"The checkpoint's {name!r} is {score!r}: checkpoints are judged by a number.")
+            raise ValueError(f"The checkpoint's {name!r} is {score!r}: the score must be a number.")
 
     def admit(self, identity: int, score: Any) -> Verdict:
         """Decides on the checkpoint number `identity`."""

@@ -56,4 +56,4 @@ def env_integer(name: str, default: int) -> int:
     try:
         return int(text)
     except ValueError:
-        raise ValueError(f"The environment variable {name}={text!r} has to be an integer.") from None
+        raise ValueError(f"The environment variable {name}={text!r} must be an integer.") from None

@@ -65,7 +65,7 @@ class BackendExecutor:
         num_cpus_per_worker: CPUs for each.
         num_gpus_per_worker: GPUs for each.
         additional_resources_per_worker: Other resources for each.
-        max_retries: The loss of workers with this number is the one that is raised; -1 for none. They are counted anew
+        max_retries: The loss of workers with this number is the one that is raised; -1 for none. They are counted again
             for each start, each training and each `run`, and workers that die while they are started count too.
         resize_check_s: How often a run on fewer workers than it might have looks for more.
         heartbeat_s: A worker process that gives no sign of life for so long is lost.
@@ -142,7 +142,7 @@ class BackendExecutor:
             WorkersLostError: Workers died over it, too often.
         """
         if self._controller is not None:
-            raise RuntimeError("The workers were started already: call `shutdown` before another `start`.")
+            raise RuntimeError("The workers have already started: call `shutdown` before another `start`.")
         worker_object = (
             WorkerObject(train_cls, tuple(train_cls_args or ()), train_cls_kwargs or {})
             if train_cls is not None
@@ -288,7 +288,7 @@ class BackendExecutor:
         self._active()
         if self._run is not None and not self._run.is_over:
             raise TrainBackendError(
-                "A run is going on already: take its results to the end, for instance with "
+                "A run is already active: iterate over its results to the end, for instance with "
                 "`get_final_results(force=True)` of its iterator, or call `shutdown` and `start` again."
             )
 
@@ -364,7 +364,7 @@ class BackendExecutor:
 
     @property
     def worker_group(self) -> WorkerGroup | _InactiveGroup:
-        """The workers; before `start` and after `shutdown` something that raises whatever it is asked for."""
+        """The workers; before `start` and after `shutdown` something that raises on every use."""
         return self.get_worker_group() if self._controller is not None else _InactiveGroup()
 
     def get_worker_group(self) -> WorkerGroup:
@@ -407,7 +407,7 @@ class BackendExecutor:
         """The results of calls that `worker_group` started; replaces the workers if one died over it.
 
         Raises:
-            TrainingWorkerError: A worker died; there are new workers now.
+            TrainingWorkerError: A worker died; new workers have started.
             WorkersLostError: That happened too often.
         """
         controller = self._active()
@@ -420,7 +420,7 @@ class BackendExecutor:
                 raise WorkersLostError(f"{lost}. {self._allowance}") from lost
             self._budget.pay_for_rebuild()
             self.get_worker_group()
-            raise TrainingWorkerError(f"{lost}; there are new workers now") from lost
+            raise TrainingWorkerError(f"{lost}; new workers have started") from lost
 
     def _active(self) -> ElasticController:
         if self._controller is None:

@@ -1,6 +1,6 @@
 """The functions that a training function calls: `report`, `save_checkpoint`, `world_rank` and so on.
 
-Outside a run they do nothing but warn once, so you can call your function by itself.
+Outside a run they only warn once, so you can call your function by itself.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def get_dataset_shard(dataset_name: str | None = None) -> Any:
     if not isinstance(shard, dict):
         return shard
     if dataset_name is None:
-        raise RuntimeError(f"There are several datasets: say which one, of {sorted(shard)}, with `dataset_name`.")
+        raise RuntimeError(f"There are several datasets: choose one of {sorted(shard)}, with `dataset_name`.")
     if dataset_name not in shard:
         raise KeyError(f"There is no dataset {dataset_name!r}: there are {sorted(shard)}.")
     return shard[dataset_name]

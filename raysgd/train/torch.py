@@ -159,7 +159,7 @@ def accelerate(amp: bool = False) -> None:
     """
     session = _session("accelerate")
     if session.accelerator is not None:
-        raise RuntimeError("`accelerate` has to come once, and before all other helpers of `raysgd.train.torch`.")
+        raise RuntimeError("call `accelerate` once, and before all other helpers of `raysgd.train.torch`.")
     device = _device_of(session)
     precision = NativeAmp(torch.float16, device, enabled=device.type == "cuda") if amp else Precision()
     session.accelerator = Accelerator(precision, device)
@@ -227,7 +227,7 @@ def _strategy_of(
 ) -> tuple[str | None, dict[str, Any]]:
     """The strategy, whichever of its two names it was given by, and its options."""
     if parallel_strategy is not _UNSET and wrap_ddp is not True:
-        raise ValueError("`wrap_ddp` and `parallel_strategy` say the same: pass one of them.")
+        raise ValueError("`wrap_ddp` and `parallel_strategy` set the same option: pass one of them.")
     name, strategy = "parallel_strategy", parallel_strategy
     if parallel_strategy is _UNSET:
         in_words = ("ddp" if wrap_ddp else None) if isinstance(wrap_ddp, bool) else wrap_ddp
@@ -327,11 +327,13 @@ def prepare_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer
 
     Raises:
         SessionMisuseError: Outside of a training function.
-        ValueError: It was made before its model was divided, and so steps what nobody trains.
+        ValueError: It was made before its model was divided, and so steps parameters that are not trained.
     """
     accelerator = _accelerator("prepare_optimizer")
     if any(accelerator.has_replaced(parameter) for group in optimizer.param_groups for parameter in group["params"]):
-        raise ValueError('The optimizer has the parameters of before `prepare_model(..., "fsdp")`: make it afterwards.')
+        raise ValueError(
+            'The optimizer has the parameters from before `prepare_model(..., "fsdp")`: create it afterwards.'
+        )
     if accelerator.precision.scaler is not None and not hasattr(optimizer.step, _SCALED):
         _step_by_way_of(accelerator.precision, optimizer)
     return optimizer
@@ -346,7 +348,7 @@ def _step_by_way_of(precision: Precision, optimizer: torch.optim.Optimizer) -> N
 
     def step(self: Any, closure: Any = None) -> None:
         if closure is not None:
-            raise ValueError("`closure`: with scaled gradients a step has to do without.")
+            raise ValueError("`closure`: a step with scaled gradients cannot use one.")
         present = self.step
         self.step = own  # for the scaler, which calls it unless gradients have overflowed
         try:
@@ -416,7 +418,8 @@ def _session(helper: str) -> Session:
     session = current_session()
     if session is None:
         raise SessionMisuseError(
-            f"`{helper}` prepares for the workers of a run: call it inside of the function that `Trainer.run` is given."
+            f"`{helper}` works only in the workers of a run: call it inside the function that you pass to "
+            "`Trainer.run`."
         )
     return session
 

@@ -99,7 +99,7 @@ class RemoteMethod:
         """
         if self.group.is_ended:
             raise InactiveWorkerGroupError(
-                f"The worker of rank {self.rank} that this handle stands for was ended: take a new handle, "
+                f"The worker of rank {self.rank} that this handle belongs to has stopped: get a new handle, "
                 f"`group[{self.rank}]`."
             )
         if self.name.endswith("__execute"):  # as classes that the old library mixed in called it
@@ -215,7 +215,7 @@ class WorkerGroup:
         actor_cls: A class of which every worker makes an object, reached through its handle.
         actor_cls_args: Arguments for that.
         actor_cls_kwargs: Keyword arguments for that.
-        placement_group: Where their resources come from: a placement group of yours with room for all; "default", the
+        placement_group: Where their resources come from: your own placement group with room for all; "default", the
             one that this process itself is in, else a new one; None, a new one in any case.
 
     Raises:
@@ -236,7 +236,7 @@ class WorkerGroup:
     ) -> None:
         check_group(num_workers, num_cpus_per_worker, num_gpus_per_worker)
         if actor_cls is None and (actor_cls_args or actor_cls_kwargs):
-            raise ValueError("`actor_cls_args` and `actor_cls_kwargs` are for an `actor_cls`, which is missing.")
+            raise ValueError("`actor_cls_args` and `actor_cls_kwargs` need an `actor_cls`, which is missing.")
         self.num_workers = num_workers
         self.num_cpus_per_worker = num_cpus_per_worker
         self.num_gpus_per_worker = num_gpus_per_worker
@@ -272,7 +272,7 @@ class WorkerGroup:
             RuntimeError: There are workers already.
         """
         if self.workers:
-            raise RuntimeError("The workers were started already; call `shutdown` first, or `add_workers` for more.")
+            raise RuntimeError("The workers have already started; call `shutdown` first, or `add_workers` for more.")
         self.add_workers(self.num_workers)
 
     def add_workers(self, num_workers: int) -> None:
@@ -292,7 +292,7 @@ class WorkerGroup:
             diagnosis = classify(report)
             if diagnosis.kind == "user":
                 raise worker_error(diagnosis.faults)
-            raise WorkersLostError("A worker process died while it was started.") from diagnosis.faults[0].error
+            raise WorkersLostError("A worker process died while it started.") from diagnosis.faults[0].error
         self._groups.append(group)
         try:
             workers = Workers(group).describe()
@@ -312,7 +312,7 @@ class WorkerGroup:
         room = sum(num_fitting(bundle, need) for bundle in bundles)
         if room < num_workers:
             raise ValueError(
-                f"`placement_group` has room for {room} workers of {need.bundle()}, and there are to be {num_workers}: "
+                f"`placement_group` has room for {room} workers of {need.bundle()}, and you requested {num_workers}: "
                 f"its bundles are {list(bundles)}."
             )
 
@@ -340,7 +340,7 @@ class WorkerGroup:
         """
         if self._is_borrowed:
             raise TrainBackendError(
-                "These workers are those of a `BackendExecutor`: call its `shutdown`, or that of its `Trainer`."
+                "These workers belong to a `BackendExecutor`: call its `shutdown`, or that of its `Trainer`."
             )
         groups, self._groups, self.workers = self._groups, [], []
         for group in groups:

@@ -47,7 +47,7 @@ def DistributedTrainableCreator(
     """
     if num_workers_per_host is not None:
         raise ValueError(
-            f"`num_workers_per_host={num_workers_per_host!r}` cannot be kept: Ray Tune reserves one bundle of "
+            f"`num_workers_per_host={num_workers_per_host!r}` is not supported: Ray Tune reserves one bundle of "
             "resources for each worker, as close together as there is room, and Ray chooses the nodes. Leave it out; "
             "to keep workers apart give each as many CPUs or GPUs as only one of them finds on a node."
         )

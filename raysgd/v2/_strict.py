@@ -15,7 +15,7 @@ def _strict(function: FunctionT) -> FunctionT:
     @wraps(function)
     def inside_only(*args: Any, **kwargs: Any) -> Any:
         if session.current_session() is None:
-            raise ValueError(f"`{function.__name__}` was called outside of a function that a trainer runs.")
+            raise ValueError(f"`{function.__name__}` was called outside a training function.")
         return function(*args, **kwargs)
 
     return inside_only  # type: ignore[return-value]

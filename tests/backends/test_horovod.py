@@ -116,7 +116,7 @@ def test_a_horovod_of_the_user_is_refused_with_advice_and_left_alone() -> None:
 def test_a_rank_that_never_comes_ends_the_wait_with_an_error(backend: HorovodBackend) -> None:
     before = dict(os.environ)
     rendezvous = meeting(backend.open_endpoint(HERE, 0))
-    with pytest.raises(RendezvousFailed, match="another rank failed, or took too long") as caught:
+    with pytest.raises(RendezvousFailed, match="another rank failed, or was too slow") as caught:
         backend.join(rendezvous, World(0, 2))
     assert backend.is_connection_error(caught.value)
     backend.leave()

@@ -316,7 +316,7 @@ def test_waiting_for_others_to_join_can_be_interrupted_from_another_thread() -> 
     thread.join(20)
     backend.leave()
     assert [backend.is_connection_error(error) for error in errors] == [True]
-    assert "before it joined" in str(errors[0])
+    assert "to join the group" in str(errors[0])
 
 
 def test_a_group_that_could_not_be_formed_leaves_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:

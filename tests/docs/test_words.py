@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-MODULES: list[Path] = []
+MODULES = [path for folder in ("raysgd", "operators", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 # What people do not say to a colleague, and what to write instead. A space stands for any white space.
 PHRASES = {

@@ -453,7 +453,7 @@ def test_a_worker_that_dies_while_starting_is_tried_again() -> None:
 
 def test_after_some_deaths_starting_ends_with_a_runtime_error() -> None:
     cluster = FakeCluster(starts=deque([Lost((0,))] * 10))
-    with pytest.raises(RuntimeError, match="died over it, and the 3 allowed retries"):
+    with pytest.raises(RuntimeError, match="a worker process died, and the 3 allowed retries"):
         started(cluster)
     assert len(cluster.groups) == 4
 
@@ -551,7 +551,7 @@ def test_giving_up_says_what_was_asked_for_and_what_there_is() -> None:
         trainer.add(1)
     message = str(caught.value)
     assert "0 of at least 1 workers fit after 2 attempts" in message
-    assert "asked for:  3 x {'CPU': 1.0}" in message
+    assert "requested:  3 x {'CPU': 1.0}" in message
     assert "node 10.0.0.1:  free {'CPU': 0.0} of {'CPU': 0.0}" in message
     assert message.endswith("\n(words for too few workers)")
 
@@ -974,7 +974,7 @@ USES: list[Callable[[Trainer], Any]] = [
 def test_a_stopped_trainer_says_so_when_it_is_used(use: Callable[[Trainer], Any]) -> None:
     trainer = started()
     trainer.controller.stop()
-    with pytest.raises(TrainerShutdownError, match="not active any more") as caught:
+    with pytest.raises(TrainerShutdownError, match="This trainer was shut down") as caught:
         use(trainer)
     assert isinstance(caught.value, RuntimeError)
     assert str(caught.value).endswith("it was shut down. (words for a trainer that was shut down)")

@@ -161,7 +161,7 @@ def test_a_worker_may_die_while_it_starts_while_it_is_restored_and_when_it_start
 
 
 def test_a_worker_that_always_dies_while_it_starts_is_an_error_in_the_end(make: Make, plan: FailurePlan) -> None:
-    with pytest.raises(WorkersLostError, match="died over it, and the 3 allowed retries"):
+    with pytest.raises(WorkersLostError, match="a worker process died, and the 3 allowed retries"):
         make(plan.die(rank=0, step=SET_UP, times=99), num_workers=1)
     assert plan.num_fired == 4
 
@@ -308,7 +308,7 @@ def test_when_no_room_is_left_the_message_says_who_has_it(make: Make, plan: Fail
     with pytest.raises(WorkersLostError) as caught:
         trainer.train(2)
     assert "held by placement group somebody-else (CREATED):  [{'CPU': 1.0}]" in str(caught.value)
-    assert f"asked for:  1 x {{'CPU': {NUM_CPUS}.0}}" in str(caught.value)
+    assert f"requested:  1 x {{'CPU': {NUM_CPUS}.0}}" in str(caught.value)
     assert trainer.controller.snapshot().shared_state == 1
     rival.leave(num_free=NUM_CPUS)
     assert trainer.train(3) == [(4, 2)]

@@ -15,7 +15,7 @@ def node(free: float, total: float = 8, name: str = "1") -> NodeView:
 def test_the_table_says_what_was_asked_what_there_is_and_what_holds_it() -> None:
     view = ClusterView((node(1), node(8, name="2")), (Holder("tune", "CREATED", ({"CPU": 3.0}, {"CPU": 1.0})),))
     assert explain(NEED, 5, view).splitlines() == [
-        "  asked for:  5 x {'CPU': 2.0}",
+        "  requested:  5 x {'CPU': 2.0}",
         "  node 10.0.0.1:  free {'CPU': 1} of {'CPU': 8}",
         "  node 10.0.0.2:  free {'CPU': 8} of {'CPU': 8}",
         "  held by placement group tune (CREATED):  [{'CPU': 3.0}, {'CPU': 1.0}]",
@@ -39,7 +39,7 @@ def test_nothing_is_said_of_others_when_everything_is_accounted_for() -> None:
 
 
 def test_an_empty_cluster_is_told_as_such() -> None:
-    assert explain(NEED, 1, ClusterView(())) == "  asked for:  1 x {'CPU': 2.0}"
+    assert explain(NEED, 1, ClusterView(())) == "  requested:  1 x {'CPU': 2.0}"
 
 
 @pytest.mark.parametrize(

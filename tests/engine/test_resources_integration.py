@@ -107,7 +107,7 @@ def test_what_is_not_granted_is_told_in_numbers_and_nothing_stays_reserved(holde
     assert isinstance(caught.value, ReservationTimeoutError)
     message = str(caught.value)
     assert "did not grant 3 workers within 0.5 s" in message
-    assert "asked for:  3 x {'CPU': 2.0}" in message
+    assert "requested:  3 x {'CPU': 2.0}" in message
     assert f"free {{'CPU': 1.0}} of {{'CPU': {NUM_CPUS}.0}}" in message
     assert f"held by placement group somebody-else (CREATED):  [{{'CPU': {NUM_CPUS - 1}.0}}]" in message
     assert message.endswith("\n(words for resources not granted)")
@@ -134,7 +134,7 @@ def test_what_no_node_can_ever_hold_is_said_once_and_waited_for(
     with pytest.raises(ReservationTimeoutError):
         Reservation(Resources(num_cpus=100), 2).wait(0.1)
     [warning] = warnings_in(caplog)
-    assert warning.startswith("No node is large enough for a worker, even when nothing else runs:\n  asked for:  2 x")
+    assert warning.startswith("No node is large enough for a worker, even when nothing else runs:\n  requested:  2 x")
     assert warning.endswith("Waiting up to 0.1 s for nodes to join.")
 
 
@@ -273,5 +273,5 @@ def test_a_group_of_somebody_else_that_is_too_small_is_a_timeout_with_a_table(ra
 
     message = in_a_trial(2, start_three)
     assert "of 3 workers were not placed within 1 s" in message
-    assert "asked for:  3 x {'CPU': 1.0}" in message
+    assert "requested:  3 x {'CPU': 1.0}" in message
     assert "node this reservation:" in message

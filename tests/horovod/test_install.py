@@ -62,9 +62,9 @@ def test_the_mends_are_applied_in_place(tmp_path: Path) -> None:
 
 def test_another_source_is_refused(tmp_path: Path) -> None:
     (tmp_path / "CMakeLists.txt").write_text("project(another)\n")
-    with pytest.raises(install.InstallError, match=r"cannot be mended: `CMakeLists.txt` has 0 places"):
+    with pytest.raises(install.InstallError, match=r"cannot be patched: `CMakeLists.txt` has 0 places"):
         install.mend_all(tmp_path)
-    with pytest.raises(install.InstallError, match=r"cannot be mended: .*No such file"):
+    with pytest.raises(install.InstallError, match=r"cannot be patched: .*No such file"):
         install.mend_all(tmp_path / "nowhere")
 
 

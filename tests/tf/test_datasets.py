@@ -109,7 +109,7 @@ def test_what_ranks_compare_differs_when_the_data_does() -> None:
     ("dataset", "error", "message"),
     [
         ([1, 2], TypeError, r"`train` is a `list`: need a `tf\.data\.Dataset`"),
-        (tf.data.Dataset.range(3), ValueError, r"no batch: call `\.batch\(batch_size\)`"),
+        (tf.data.Dataset.range(3), ValueError, r"not a batch: call `\.batch\(batch_size\)`"),
         (tf.data.Dataset.from_tensors((np.ones(4), np.ones(1))), ValueError, r"different sizes \[1, 4\]"),
     ],
 )

@@ -471,7 +471,7 @@ def not_batched(config: dict[str, Any]) -> Any:
         (make_model, one_dataset, ValueError, "return two datasets"),
         (make_model, three_datasets, ValueError, "returned 3 things"),
         (make_model, not_a_dataset, TypeError, "is a `tuple`: need a `tf.data.Dataset`"),
-        (make_model, not_batched, ValueError, "is no batch: call `.batch"),
+        (make_model, not_batched, ValueError, "is not a batch: call `.batch"),
     ],
 )
 def test_creators_that_return_something_wrong_are_told_so(
@@ -518,7 +518,7 @@ def test_an_operator_is_trained_saved_and_handed_out(ray_cluster: None, keras_he
         assert again == rest
         trainer.get_model().save(tmp_path / "model.keras")
         state, tested = trainer.state_dict(), trainer.validate()
-    with pytest.raises(RuntimeError, match="not active any more"):
+    with pytest.raises(RuntimeError, match="This trainer was shut down"):
         trainer.train()
     model = keras_here.models.load_model(tmp_path / "model.keras")
     assert all(np.array_equal(a, b) for a, b in zip(model.get_weights(), state["models"][0], strict=True))

@@ -184,9 +184,9 @@ def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(
 ) -> None:
     monkeypatch.setattr(group_former, "STANDBY_WAIT_S", 120.0)  # on a busy machine a new process may need longer
     with TorchTrainer(training_operator_cls=Ledger, num_workers=2, use_local=True) as trainer:
-        with pytest.raises(ValueError, match=r"rank 0 is this very process.*Take one of \[1\]"):
+        with pytest.raises(ValueError, match=r"rank 0 is this process.*Use one of \[1\]"):
             testing.kill_worker(trainer, [0, 1])
-        with pytest.raises(ValueError, match="rank 0 is this very process"):
+        with pytest.raises(ValueError, match="rank 0 is this process"):
             testing.hang_rank(trainer, 0, at="step:1")
         operator = trainer.get_local_operator()
         model = operator.model  # type: ignore[attr-defined]

@@ -430,5 +430,5 @@ def test_a_trainer_whose_workers_are_dead_is_shut_down_all_the_same(ray_cluster:
         os.kill(pid, signal.SIGKILL)
     trainer.shutdown()
     trainer.shutdown()
-    with pytest.raises(RuntimeError, match="not active any more"):
+    with pytest.raises(RuntimeError, match="This trainer was shut down"):
         trainer.train()

@@ -190,7 +190,7 @@ def test_a_scheduler_of_the_wrapped_optimizer_works_as_well(parallel: HorovodPar
 def test_stepping_the_optimizer_from_before_is_refused(parallel: HorovodParallel, model: torch.nn.Module) -> None:
     plain = torch.optim.SGD(model.parameters(), lr=0.1)
     parallel.wrap_optimizer(plain)
-    with pytest.raises(RuntimeError, match=r"handed to `register`, which returned another one.*Step that one"):
+    with pytest.raises(RuntimeError, match=r"passed to `register`, which returned another one.*Step that one"):
         plain.step()
 
 

@@ -205,7 +205,7 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
         ({"num_gpus_per_worker": value}, ValueError, f"`num_gpus_per_worker={value!r}`")
         for value in (0, -1, 1.5, True, "1")
     ],
-    ({"num_gpus_per_worker": 0.5, "backend": "nccl"}, ValueError, "NCCL wants a GPU for each worker"),
+    ({"num_gpus_per_worker": 0.5, "backend": "nccl"}, ValueError, "NCCL needs a GPU for each worker"),
     ({"backend": "mpi"}, ValueError, r"`backend='mpi'`.*allowed are"),
     *[({"recovery": value}, ValueError, "`recovery=.*allowed are") for value in ("restart", None, True)],
     *[({"min_workers": value}, kind, "min_workers") for value in (0, -1, 1.0) for kind in COUNT_ERRORS],
@@ -726,7 +726,7 @@ def test_nothing_works_after_the_end(make_local: MakeTrainer, tmp_path: Path) ->
         lambda: trainer.update_scheduler(1.0),
         lambda: trainer.worker_group,
     ):
-        with pytest.raises(RuntimeError, match=r"not active any more.*Create a new one"):
+        with pytest.raises(RuntimeError, match=r"This trainer was shut down.*Create a new one"):
             call()
 
 

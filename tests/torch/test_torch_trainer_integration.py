@@ -154,7 +154,7 @@ def test_more_workers_than_there_is_room_for_end_in_a_timeout_with_a_table(
 ) -> None:
     monkeypatch.setattr(constants, "SGD_PLACEMENT_GROUP_TIMEOUT_S", 0.5)
     before = RaySurroundings.now()
-    with pytest.raises(TimeoutError, match=r"(?s)50 workers within 0\.5 s.*asked for:  50 x .*free") as caught:
+    with pytest.raises(TimeoutError, match=r"(?s)50 workers within 0\.5 s.*requested:  50 x .*free") as caught:
         TorchTrainer(training_operator_cls=LinearOperator, num_workers=50)
     assert isinstance(caught.value, ReservationTimeoutError)
     assert before.leaks() == []

@@ -572,7 +572,7 @@ def test_with_several_optimizers_a_rung_needs_to_know_which() -> None:
         operator.optimizer_step()
     for wrong in (0, "generator", [], [operator.optimizer, None]):
         for call in (lambda: operator.backward(loss, optimizer=wrong), lambda: operator.optimizer_step(wrong)):  # noqa: B023
-            with pytest.raises(ValueError, match=r"(?s)`optimizer=.*`: pass one that `register` returned"):
+            with pytest.raises(ValueError, match=r"(?s)`optimizer=.*`: pass an optimizer that `register` returned"):
                 call()
 
 

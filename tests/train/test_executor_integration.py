@@ -133,7 +133,7 @@ def test_workers_of_pytorch_leave_their_group_at_a_word_and_are_ended_as_others(
 
 def test_a_death_outside_of_a_run_brings_new_workers(executor: BackendExecutor) -> None:
     executor.start()
-    with pytest.raises(TrainingWorkerError, match="there are new workers"):
+    with pytest.raises(TrainingWorkerError, match="new workers have started"):
         executor.run(die)
     assert executor._get_num_failures() == 1
     assert executor.run(sum, [1, 2]) == [3, 3]
@@ -324,7 +324,7 @@ def test_workers_that_replace_lost_ones_have_objects_of_the_class_too() -> None:
     executor = BackendExecutor(BackendConfig(), num_workers=1)
     executor.start(train_cls=WorkerObject, train_cls_kwargs={"name": "Ada"})
     try:
-        with pytest.raises(TrainingWorkerError, match="there are new workers"):
+        with pytest.raises(TrainingWorkerError, match="new workers have started"):
             executor.run(die)
         [worker] = executor.worker_group.workers
         assert ray.get(worker.actor.greet.remote()) == "I am Ada"
@@ -372,7 +372,7 @@ def test_losses_are_counted_anew_for_each_piece_of_work(tmp_path: Path) -> None:
             executor.start_training(partial(lab.count_up, config))
             assert len(executor.finish_training()) == 1
             assert executor._get_num_failures() == 1
-        with pytest.raises(TrainingWorkerError, match="there are new workers"):
+        with pytest.raises(TrainingWorkerError, match="new workers have started"):
             executor.run(die)
         assert executor._get_num_failures() == 1
         with pytest.raises(WorkersLostError, match="`max_retries=2` nothing is tried after loss number 2"):

@@ -42,12 +42,12 @@ def test_the_end_of_all_is_the_end() -> None:
 
 
 def test_the_end_of_some_is_an_error_that_names_them() -> None:
-    with pytest.raises(StepMismatchError, match="different number of calls: they came to their end on rank 1,"):
+    with pytest.raises(StepMismatchError, match="different number of calls: they ended on rank 1,"):
         check_step([Message(REPORT, 1), Ended()])
 
 
 def test_different_calls_are_an_error_that_names_the_ranks() -> None:
-    with pytest.raises(StepMismatchError, match=r"ranks 0, 2 called `save_checkpoint`.*same number and order"):
+    with pytest.raises(StepMismatchError, match=r"ranks 0, 2 called `save_checkpoint`.*same calls in the same order"):
         check_step([Message(CHECKPOINT), Message(REPORT, 1), Message(CHECKPOINT)])
 
 

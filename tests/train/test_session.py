@@ -288,7 +288,7 @@ class TestShards:
         assert self.shard(replica, {"train": [1], "val": [2]}, "val") == Ended([2])
 
     def test_one_of_several_needs_a_name(self, replica: FunctionReplica) -> None:
-        with pytest.raises(RuntimeError, match=r"say which one, of \['train'\]"):
+        with pytest.raises(RuntimeError, match=r"choose one of \['train'\]"):
             self.shard(replica, {"train": [1]})
 
     def test_an_unknown_name_is_an_error(self, replica: FunctionReplica) -> None:

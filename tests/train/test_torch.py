@@ -70,7 +70,7 @@ class TestOutsideOfAFunction:
         ],
     )
     def test_helpers_say_where_they_belong(self, call: Callable[[], Any]) -> None:
-        with pytest.raises(SessionMisuseError, match=r"`\w+` prepares for the workers of a run"):
+        with pytest.raises(SessionMisuseError, match=r"`\w+` works only in the workers of a run"):
             call()
 
 

@@ -58,7 +58,7 @@ class LogdirManager:
         if self._create_logdir:
             path.mkdir(parents=True, exist_ok=True)
         if not path.is_dir():
-            raise ValueError(f"`logdir={str(path)!r}` is no folder: make it, or leave `create_logdir` at True.")
+            raise ValueError(f"`logdir={str(path)!r}` is not a folder: create it, or leave `create_logdir` at True.")
         return path
 
     @property
@@ -70,7 +70,7 @@ class LogdirManager:
         """
         path = self._logdir or self._default
         if path is None:
-            raise RuntimeError("The folder is not known before `start_training`: pass `logdir`, or ask later.")
+            raise RuntimeError("The folder is not known before `start_training`: pass `logdir`, or read it later.")
         return path
 
 
@@ -221,7 +221,7 @@ def one_rank(worker_to_log: Any) -> int:
         raise TypeError(f"`worker_to_log={worker_to_log!r}`: need the rank of one worker.")
     ranks = list(worker_to_log)
     if len(ranks) != 1:
-        raise ValueError(f"`worker_to_log={ranks!r}`: need the rank of one worker; several cannot be told apart there.")
+        raise ValueError(f"`worker_to_log={ranks!r}`: need the rank of one worker; the log cannot tell several apart.")
     return one_rank(ranks[0])
 
 
@@ -298,7 +298,7 @@ class MLflowLoggerCallback(TrainingCallback):
         name = self._experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
         if name is None:
             raise ValueError(
-                "MLflow needs an experiment: pass the `experiment_id` of one that is there, or an `experiment_name`."
+                "MLflow needs an experiment: pass the `experiment_id` of an existing one, or an `experiment_name`."
             )
         found = self._mlflow.get_experiment_by_name(name)
         return str(found.experiment_id if found is not None else self._mlflow.create_experiment(name))
