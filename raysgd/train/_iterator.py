@@ -67,7 +67,7 @@ class TrainingIterator:
     def _check_current(self) -> None:
         if not self._executor.is_started or self._executor.current_run is not self._run:
             raise InactiveWorkerGroupError(
-                "Since this iterator was made the trainer was shut down or began another run."
+                "The trainer was shut down, or began another run, after this iterator was created."
             )
 
     @contextmanager

@@ -322,7 +322,7 @@ def amounts_for_each(
         return 1, int(use_gpu), {}
     for name, amount in resources_per_worker.items():
         if not isinstance(name, str):
-            raise TypeError(f"`resources_per_worker={resources_per_worker!r}`: need texts as the names of resources.")
+            raise TypeError(f"`resources_per_worker={resources_per_worker!r}`: need strings as the names of resources.")
         check_amount(f"resources_per_worker[{name!r}]", amount)
     rest = dict(resources_per_worker)
     num_cpus, num_gpus = rest.pop("CPU", 1), rest.pop("GPU", int(use_gpu))
