@@ -134,7 +134,7 @@ def test_a_config_that_cannot_be_sent_is_refused_by_its_key(what: str) -> None:
         (TorchTrainer, {"training_operator_cls": LinearOperator}),
         (TFTrainer, {"model_creator": dict, "data_creator": dict}),
     ):
-        with pytest.raises(TypeError, match=r"`config\['mine'\]`.*cannot be pickled: .*Leave out"):
+        with pytest.raises(TypeError, match=r"`config\['mine'\]`.*cannot be pickled: .*Omit"):
             trainer_cls(config={"lr": 1, "mine": value}, **options)
     if hasattr(value, "close"):
         value.close()

@@ -93,7 +93,7 @@ MENDS = (
     return;
   }
 """,
-        "a rank whose wait for the others times out must get an error, not end its whole process",
+        "a rank that waits in vain for the others must get an error, not end its whole process",
     ),
     Mend(
         "horovod/common/operations.cc",

@@ -69,7 +69,7 @@ class BackupAndRestore:
         ({**CREATORS, "initialization_hook": 3}, TypeError, "`initialization_hook=3`"),
         ({**CREATORS, "recovery": "pray"}, ValueError, 'allowed are "rejoin"'),
         ({**CREATORS, "min_workers": 2}, ValueError, "`min_workers=2` with `num_workers=1`"),
-        ({**CREATORS, "num_workers": 2, "spare_workers": 1, "backend": "mwms"}, ValueError, "spares step in beside"),
+        ({**CREATORS, "num_workers": 2, "spare_workers": 1, "backend": "mwms"}, ValueError, "spares join survivors"),
         ({**CREATORS, "spare_workers": 1}, ValueError, "`spare_workers=1` with `num_workers=1`"),
         ({**CREATORS, "snapshot_every_n_steps": 5, "backend": "mwms"}, ValueError, "can only start over"),
         (

@@ -226,7 +226,7 @@ class TestWrite:
         path = tmp_path / "last.pt"
         make_special(kind, path)
         before = path.stat()
-        with pytest.raises(FileExistsError, match=r"no regular file.*last\.pt|no regular file.*/dev/null"):
+        with pytest.raises(FileExistsError, match=r"not a regular file.*last\.pt|not a regular file.*/dev/null"):
             write(path, training_state())
         assert path.stat() == before
         assert os.listdir(tmp_path) == ["last.pt"]

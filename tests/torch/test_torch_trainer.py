@@ -211,8 +211,8 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
     *[({"min_workers": value}, kind, "min_workers") for value in (0, -1, 1.0) for kind in COUNT_ERRORS],
     *[({"min_workers": 3, "num_workers": 2}, kind, "`min_workers=3` with `num_workers=2`") for kind in COUNT_ERRORS],
     *[({"spare_workers": value}, kind, "spare_workers") for value in (-1, True, "1") for kind in COUNT_ERRORS],
-    ({"spare_workers": 1, "recovery": "rebuild"}, ValueError, "spares step in beside survivors"),
-    ({"spare_workers": 1, "num_workers": 1}, ValueError, "with `num_workers=1` cannot work: spares step in beside"),
+    ({"spare_workers": 1, "recovery": "rebuild"}, ValueError, "spares join survivors"),
+    ({"spare_workers": 1, "num_workers": 1}, ValueError, "with `num_workers=1` cannot work: spares join survivors"),
     *[({"resize_check_s": value}, ValueError, "resize_check_s") for value in (0, -1, "10", True)],
     *[({"heartbeat_s": value}, ValueError, "heartbeat_s") for value in (0, None, "30")],
     *[
@@ -742,7 +742,7 @@ def test_the_operator_outlives_its_trainer(make_local: MakeTrainer) -> None:
 def test_a_trainer_is_a_context() -> None:
     with TorchTrainer(training_operator_cls=LinearOperator, use_local=True) as trainer:
         assert trainer.train()["epoch"] == 1
-    with pytest.raises(RuntimeError, match="not active"):
+    with pytest.raises(RuntimeError, match="was shut down"):
         trainer.train()
 
 
@@ -752,7 +752,7 @@ def test_a_context_ends_with_the_users_own_exception() -> None:
         TorchTrainer(training_operator_cls=LinearOperator, use_local=True) as trainer,
     ):
         raise KeyError("mine")
-    with pytest.raises(RuntimeError, match="not active"):
+    with pytest.raises(RuntimeError, match="was shut down"):
         trainer.train()
 
 

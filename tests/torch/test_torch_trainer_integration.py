@@ -277,7 +277,7 @@ def test_what_cannot_be_sent_is_refused_and_the_workers_are_kept(pair: TorchTrai
         lambda: pair.apply_all_operators(lambda operator: lock.locked()),
         lambda: pair.train(dataset=OnlyHalfSendable(lock)),
     ):
-        with pytest.raises(UnpicklableError, match=r"cannot be sent to the workers.*lock.*Leave out"):
+        with pytest.raises(UnpicklableError, match=r"cannot be sent to the workers.*lock.*Omit"):
             call()
     assert pair.train()["batch_count"] == 3
     assert pair.apply_all_workers(os.getpid) == processes

@@ -99,7 +99,7 @@ class TestTheFolder:
             LogdirManager(tmp_path / "file").setup_logdir(tmp_path)
 
     def test_is_made_only_if_it_may_be(self, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="is no folder"):
+        with pytest.raises(ValueError, match="is not a folder"):
             LogdirManager(tmp_path / "none", create_logdir=False).setup_logdir(tmp_path)
 
 

@@ -80,7 +80,7 @@ class TestAccelerate:
             helpers.accelerate(amp=True)
             helpers.accelerate()
 
-        with pytest.raises(RuntimeError, match="has to come once"):
+        with pytest.raises(RuntimeError, match="call `accelerate` once"):
             inside(function)
         inside(helpers.accelerate)  # allowed again in the next run
 
@@ -121,7 +121,7 @@ class TestModels:
         [
             ({"wrap_ddp": "fast"}, "`wrap_ddp='fast'`"),
             ({"parallel_strategy": True}, "`parallel_strategy=True`"),
-            ({"wrap_ddp": False, "parallel_strategy": "ddp"}, "say the same"),
+            ({"wrap_ddp": False, "parallel_strategy": "ddp"}, "set the same option"),
             (
                 {"parallel_strategy": "fsdp", "parallel_strategy_kwargs": {"cpu_offload": True}},
                 "has cpu_offload: .*min_block_parameters",
