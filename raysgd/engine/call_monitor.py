@@ -45,7 +45,7 @@ class CallMonitor:
     Args:
         lifecycle: Holds the group.
         take_inside: Takes over the parts of a snapshot that the ranks took inside the call.
-        hold: Stops the call at a step boundary; None for a call that cannot be stopped and gone on with.
+        hold: Stops the call at a step boundary; None for a call that cannot be stopped and continued.
         at_round: Called behind each round of questions.
 
     Attributes:
@@ -150,7 +150,7 @@ class CallMonitor:
             group.kill_rank(rank)
 
     def report(self) -> str:
-        """Each rank's last step and present stack, as far as it answers. Ranks with the same are told of together."""
+        """Each rank's last step and present stack, as far as it answers. Ranks with the same are shown together."""
         group = self._lifecycle.group
         if group is None:
             return "there is no group"

@@ -277,7 +277,7 @@ class ElasticController:
         """Mends or replaces the group after a loss, or changes it where it was held for that.
 
         Returns:
-            Whether the replicas are inside the call, so that it can be gone on with.
+            Whether the replicas are inside the call, so that it can continue.
         """
         self._lifecycle.check_active()
         if report.ok:
@@ -432,4 +432,4 @@ def _is_held(report: GroupReport) -> bool:
 
 
 def _nothing(replica: Replica) -> None:
-    """A call that does nothing but let the state be copied behind it."""
+    """A call that only lets the state be copied after it."""

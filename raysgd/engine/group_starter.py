@@ -26,7 +26,7 @@ _REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or
 
 
 class GroupStarter:
-    """Starts the group of a lifecycle, or another one in its place.
+    """Starts the group of a lifecycle, or another one instead.
 
     Args:
         lifecycle: Holds the group.
@@ -236,7 +236,7 @@ def _pay_for_start(budget: RetryBudget) -> None:
     if budget.is_spent:
         budget.refuse()
         raise WorkersLostError(
-            f"Worker start-up failed: a worker process died over it, and the {budget.num_restarts} allowed retries "
+            f"Worker start-up failed: a worker process died, and the {budget.num_restarts} allowed retries "
             "are used up. The log above and Ray's worker logs name the cause; too little memory is a frequent one."
         )
     budget.pay_for_rebuild()

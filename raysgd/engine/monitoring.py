@@ -34,7 +34,7 @@ class Monitoring:
         self.observer: Callable[[], None] | None = None
 
     def begin(self, can_hold: bool = False) -> None:
-        """Monitors what comes now; with `can_hold`, the call can be stopped at a step boundary and gone on with."""
+        """Monitors what comes now; with `can_hold`, the call can be stopped at a step boundary and continued."""
         hold = StepHold(self._lifecycle, self._growth) if can_hold else None
         self.monitor = CallMonitor(self._lifecycle, self._take_inside, hold, self.observe)
 

@@ -47,7 +47,7 @@ class Snapshot:
 
 
 def own_states(rank_states: Sequence[Any], num_ranks: int) -> list[Any]:
-    """The state of each rank, and of nobody else: None for ranks that there were not."""
+    """The state of each rank; None for ranks that there were not."""
     return [*rank_states[:num_ranks], *[None] * (num_ranks - len(rank_states))]
 
 
@@ -81,7 +81,7 @@ class SnapshotKeeper(Generic[CallT]):
 
     @property
     def is_inside(self) -> bool:
-        """Whether `landed` was taken inside the call that follows those it covers: that one can be gone on with."""
+        """Whether `landed` was taken inside the call that follows those it covers: that one can continue."""
         return self.landed is not None and self.landed.progress is not None
 
     @property
@@ -110,7 +110,7 @@ class SnapshotKeeper(Generic[CallT]):
         self._is_stale = True
 
     def leave_call(self) -> None:
-        """Notes that the running call was broken off for good: nobody will go on with it from inside."""
+        """Notes that the running call was broken off for good: it will not continue from inside."""
         if self._coming is not None and self._coming.progress is not None:
             self._coming = None
         if self.landed is not None and not self._calls:

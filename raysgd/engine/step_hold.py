@@ -25,7 +25,7 @@ class HoldFacts:
         may_grow: Whether more workers are wanted, and looked for while a call runs.
         is_growth_due: Whether it is time to look for room again.
         regroups: Whether workers can step in without a rebuild.
-        num_more: How many more workers a rebuild would give; 0 where nobody looked.
+        num_more: How many more workers a rebuild would give; 0 if unknown.
         num_ready: Standby workers that are ready.
         num_coming: Standby workers that are starting.
     """

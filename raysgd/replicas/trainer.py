@@ -37,7 +37,7 @@ TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
 
 WORDS = Words(
     when_shut_down="Create a new one; `save` before `shutdown` keeps the state.",
-    when_interrupted="What was not saved before is lost.",
+    when_interrupted="State that you had not saved is lost.",
     when_starved="The last completed state is kept: it can be saved, and the next call looks for resources again.",
     when_spent=(
         "The last completed state is kept: call again to go on from it with new workers, or use `shutdown(force=True)`."
