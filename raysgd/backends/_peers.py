@@ -49,7 +49,7 @@ class Deadline:
             ConnectFailed: It has passed, or the wait was interrupted.
         """
         if self._is_interrupted() or time.monotonic() > self._deadline:
-            raise ConnectFailed("another rank failed, or took too long, before it joined the group")
+            raise ConnectFailed("another rank failed, or was too slow to join the group")
 
     def wait(self, connection: socket.socket, events: int) -> None:
         """Waits until the connection is ready for one of these events.

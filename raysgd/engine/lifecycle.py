@@ -128,7 +128,7 @@ class Lifecycle:
     def check_active(self) -> None:
         """Raises `TrainerShutdownError` after `refuse_starts`."""
         if self.is_stopped:
-            message = f"This trainer is not active any more: it was shut down. {self.spec.words.when_shut_down}"
+            message = f"This trainer was shut down. {self.spec.words.when_shut_down}"
             raise TrainerShutdownError(message.rstrip())
 
     def kill_group(self, unless_local: bool = False) -> None:

@@ -30,7 +30,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
     if isinstance(after_bytes, bool) or not isinstance(after_bytes, int) or after_bytes < 0:
         raise ValueError(f"`after_bytes={after_bytes!r}`: need a whole number of bytes, 0 or more.")
     if error is not None and not isinstance(error, OSError):
-        raise ValueError(f"`error={error!r}`: need an `OSError`, which is what a write that fails raises.")
+        raise ValueError(f"`error={error!r}`: need an `OSError`, as a failed write raises.")
     controller_of(trainer)
     front_end = next(cls.__module__ for cls in type(trainer).__mro__ if cls.__module__.startswith("raysgd."))
     writing: Any = importlib.import_module(f"{front_end.rpartition('.')[0]}.checkpoint_file")

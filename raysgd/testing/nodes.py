@@ -30,7 +30,9 @@ def remove_node(cluster: Any, node: Any = None, *, trainer: Any = None, rank: in
 
 def _find_node(cluster: Any, node: Any, trainer: Any, rank: int | None) -> Any:
     if (node is None) == (trainer is None) or (trainer is None) != (rank is None):
-        raise ValueError("`remove_node` needs either `node`, or both `trainer` and `rank`, to know which node to end.")
+        raise ValueError(
+            "`remove_node` needs either `node`, or both `trainer` and `rank`, to know which node to remove."
+        )
     if node is None:
         [rank] = check_ranks(trainer, rank if rank is not None else 0, may_be_driver=False)
         node_id = group_of(trainer).infos[rank].node_id
@@ -39,11 +41,15 @@ def _find_node(cluster: Any, node: Any, trainer: Any, rank: int | None) -> Any:
         if node is None:
             raise ValueError(f"`rank={rank}`: its worker is on node {node_id}, which is not in this cluster.")
     if node is cluster.head_node:
-        raise ValueError("This is the head node, without which the cluster ends: put workers on nodes that you added.")
+        raise ValueError(
+            "This is the head node, and removing it would end the cluster: put workers on nodes that you added."
+        )
     if node not in cluster.worker_nodes:
-        raise ValueError(f"`node={node!r}` is no node of this cluster, or was removed before.")
+        raise ValueError(f"`node={node!r}` is not a node of this cluster, or was removed before.")
     import ray
 
     if ray.is_initialized() and node.node_id == ray.get_runtime_context().get_node_id():
-        raise ValueError("The driver is connected through this node, so it would end with it: take another one.")
+        raise ValueError(
+            "The driver is connected through this node, so removing it would end the driver: choose another one."
+        )
     return node

@@ -24,8 +24,8 @@ def check_ranks(trainer: Any, rank: int | Sequence[int], may_be_driver: bool) ->
             raise ValueError(f"`rank={rank!r}`: the trainer has the ranks 0 to {len(group) - 1} at this moment.")
         if not may_be_driver and found not in group.remote_ranks:
             raise ValueError(
-                f"`rank={rank!r}`: rank {found} is this very process (`use_local=True`), which would end your test. "
-                f"Take one of {group.remote_ranks or 'the ranks of a trainer with remote workers'}."
+                f"`rank={rank!r}`: rank {found} is this process (`use_local=True`), so killing it would end your test. "
+                f"Use one of {group.remote_ranks or 'the ranks of a trainer with remote workers'}."
             )
     return sorted(set(ranks))
 
@@ -49,5 +49,5 @@ def group_of(trainer: Any) -> WorkerGroup:
     """
     group: WorkerGroup | None = controller_of(trainer).group
     if group is None:
-        raise RuntimeError("The trainer has no workers at this moment, they are being replaced: try again later.")
+        raise RuntimeError("The trainer has no workers now, because they are being replaced: try again later.")
     return group

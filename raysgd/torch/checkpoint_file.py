@@ -302,7 +302,7 @@ def _recognise(file: IO[bytes], size: int, name: str) -> _FileKind:
     if seal is not None or start == _OLD_TORCH_START:
         return _FileKind(seal, is_archive=seal is not None)
     if not start.startswith(_ZIP_START):
-        raise _corrupted(name, "it does not begin as a checkpoint does" if start else "it is empty")
+        raise _corrupted(name, "it does not begin like a checkpoint" if start else "it is empty")
     if _is_zip_end(tail[-_ZIP_END_BYTES:]):
         return _FileKind(None, is_archive=True)
     raise _corrupted(name, "its end is missing or altered, or a newer version of raysgd wrote it")
@@ -371,7 +371,7 @@ def _explained(error: Exception, name: str, kind: _FileKind, weights_only: bool)
 
 def _refusal_message(name: str, needed: str) -> str:
     return (
-        f"`{name}` needs `{needed}` to be loaded, which might run code. If you trust the source of the file, "
+        f"`{name}` needs `{needed}` to be loaded, which can run code. If you trust the source of the file, "
         "pass `weights_only=False`, as in `load(path, weights_only=False)`; never do so for other files."
     )
 

@@ -977,7 +977,7 @@ def test_a_stopped_trainer_says_so_when_it_is_used(use: Callable[[Trainer], Any]
     with pytest.raises(TrainerShutdownError, match="This trainer was shut down") as caught:
         use(trainer)
     assert isinstance(caught.value, RuntimeError)
-    assert str(caught.value).endswith("it was shut down. (words for a trainer that was shut down)")
+    assert str(caught.value).endswith("was shut down. (words for a trainer that was shut down)")
     assert len(trainer.cluster.groups) == 1
 
 
