@@ -1,4 +1,7 @@
-"""What users break on purpose really breaks, in real workers."""
+"""What users break on purpose really breaks, in real workers.
+
+Covers `raysgd.testing.processes` and `raysgd.testing.traps`: only a real worker can be broken.
+"""
 
 from __future__ import annotations
 
