@@ -127,7 +127,7 @@ class ElasticController:
             return group
         with self._turns.take():
             if self._lifecycle.group is None:  # it may be there by now, if another thread was first
-                self.starter.rebuild("the last group was given up", "restarted")
+                self.starter.rebuild("the last workers were stopped", "restarted")
             return self._lifecycle.running
 
     def start(self, *, as_fits: bool = False) -> None:

@@ -23,7 +23,7 @@ class Event:
 
     Attributes:
         kind: "started"; "rejoined" (survivors of a loss went on), "rebuilt" (after a loss, new workers from a
-            snapshot), "restarted" (the same because the workers before were given up: after Ctrl-C, an exception that
+            snapshot), "restarted" (the same because the workers before were stopped: after Ctrl-C, an exception that
             left some of them stuck, or a call that had spent its retries), "grown", "left" (a node that is going away),
             "hung" (a worker was ended because it gave no sign of life), "lost" (a loss ended the call in an error), or
             "ended" (all workers were, because of Ctrl-C, or of an exception that left some of them stuck).

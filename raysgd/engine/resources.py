@@ -108,7 +108,7 @@ def draining_nodes() -> frozenset[str]:
 def find_process(actor: Any) -> WorkerInfo | None:
     """Where an actor's process is that has not answered yet; None while there is none.
 
-    Ray keeps this query private; where it is missing, no node is found.
+    Ray keeps this query private; where it is missing, no process is found.
     """
     try:
         entry = importlib.import_module("ray._private.state").actors(actor._actor_id.hex())

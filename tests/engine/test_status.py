@@ -90,7 +90,7 @@ def test_losses_are_counted_by_how_they_ended() -> None:
     history = History()
     history.record("rejoined", 3, 2, 0.1, "lost rank 1", "no sample lost, 1 in flight are repeated")
     history.record("rebuilt", 2, 2, 3.0, "lost rank 0, 1", "from the last completed call")
-    history.record("restarted", 2, 2, 3.0, "the last group was given up", "from the last completed call")
+    history.record("restarted", 2, 2, 3.0, "the last workers were stopped", "from the last completed call")
     history.record("grown", 2, 3, 0.1, "there is room")
     history.record("lost", 3, 0, 0.2, "lost rank 2", "the last completed state is kept")
     history.record("ended", 3, 0, 0.2, "KeyboardInterrupt", "the last completed state is kept")
