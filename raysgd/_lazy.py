@@ -1,4 +1,7 @@
-"""Public names whose modules are imported when the names are first used."""
+"""Public names whose modules are imported when the names are first used.
+
+Why Ray and the frameworks are imported late: ADR 8.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 * Wrong arguments are plain ``ValueError`` or ``TypeError`` wherever one class is enough; the classes here exist where a
   caller may rightly expect two classes at once, or needs to tell one kind of failure from another.
 * All of them pickle, with their message; a `WorkerError` also with the faults behind it and so with its cause.
+
+Why some errors have two classes: ADR 5.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """How ranks connect to each other: each listens, connects to the ranks before it, and accepts those after it.
 
 A process that does not belong to the group is refused, see `_handshake.py`, and delays no one.
+
+Why ranks meet through Ray and not through a store: ADR 55.
 """
 
 from __future__ import annotations

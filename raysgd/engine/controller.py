@@ -1,6 +1,8 @@
 """Keeps the workers alive. The only place in raysgd where a call is retried or a group is resized.
 
 It runs in the driver and is synchronous: `run` blocks until every rank has answered or nothing more can be tried.
+
+Why survivors go on instead of starting over: ADR 9. When a snapshot is taken: ADR 4.
 """
 
 from __future__ import annotations
@@ -347,7 +349,7 @@ class ElasticController:
     def _end_if_parted(self, call: Call, diagnosis: Diagnosis, report: GroupReport) -> str:
         """After an exception in user code: kills a group whose ranks are not at the same place, and says so."""
         group = self._lifecycle.running
-        if not report.all_answered:
+        if not report.all_answered:  # why these cannot be kept: ADR 7
             parted = "others were inside the call"
         elif call.keeps_alike and not group.is_driver_only and not self._has_failed_alike(report):
             parted = "others were elsewhere"

@@ -1,4 +1,7 @@
-"""Who is to form the next group: those who stay, and others who fill it up. Workers that die meanwhile are left out."""
+"""Who is to form the next group: those who stay, and others who fill it up. Workers that die meanwhile are left out.
+
+Why survivors wait for a new worker, and when they do not: ADR 11.
+"""
 
 from __future__ import annotations
 

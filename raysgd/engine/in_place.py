@@ -1,4 +1,7 @@
-"""Changes of a group whose workers keep their processes: after a loss, or because workers leave or step in."""
+"""Changes of a group whose workers keep their processes: after a loss, or because workers leave or step in.
+
+Why survivors form a new group in place: ADR 9.
+"""
 
 from __future__ import annotations
 

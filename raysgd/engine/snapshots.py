@@ -4,6 +4,8 @@ The bytes are held by the driver, because a value that an actor returned may exi
 A snapshot is copied once in the worker, at the end of a call, and travels while the group already works on the next
 one. Until it has landed, the calls that it covers are remembered, so that they can be run again from the snapshot
 before it.
+
+Why snapshots are taken after calls: ADR 4.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""When a running call stops at a step boundary, because workers are to leave or can step in."""
+"""When a running call stops at a step boundary, because workers are to leave or can step in.
+
+Why all ranks agree on a step before they stop: ADR 10.
+"""
 
 from __future__ import annotations
 

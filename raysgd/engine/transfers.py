@@ -1,4 +1,7 @@
-"""Values on their way between the driver and the workers."""
+"""Values on their way between the driver and the workers.
+
+Why sending has its own thread: ADR 50.
+"""
 
 from __future__ import annotations
 

@@ -3,6 +3,8 @@
 Metrics are merged by name. What the library averaged itself arrives as sum and count and is divided once, here, so
 that N workers report what one process over the same samples would. What a user computed counts by the `num_samples`
 beside it.
+
+Why metrics are weighted by samples: ADR 1.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ The file is an ordinary `.npz` archive of NumPy: every array of the state is a m
 name, and `numpy.load(path)["models/0/1"]` is one of them. One more member, `state.json`, holds the rest of the state:
 its containers, numbers and texts, and where the arrays belong. Each member has a checksum, as in any zip archive, which
 is compared when it is read.
+
+Why the file is an `.npz` archive: ADR 33.
 """
 
 from __future__ import annotations

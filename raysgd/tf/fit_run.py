@@ -2,6 +2,8 @@
 
 Keras draws its batches itself, and nothing is called between two steps that would not slow them down. What is counted
 are the exchanges of gradients: a step has its exchange, and changes nothing before it.
+
+Why `fit` is counted by its exchanges: ADR 34.
 """
 
 from __future__ import annotations

@@ -7,6 +7,8 @@ before it uses them: one exchange for each step, in one flat buffer. It works fo
 The average is by samples: a rank's gradient counts by the samples that it is the mean of. So a step of N replicas is
 the step of one process on the joint batch, however unevenly the samples fall on them. A rank without samples takes
 part with weight 0.
+
+Why gradients are averaged around the optimizer instance: ADR 31.
 """
 
 from __future__ import annotations

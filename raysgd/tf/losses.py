@@ -4,6 +4,8 @@ Gradients and losses of the ranks are averaged by samples, which is right for a 
 Other losses say in public what they are: the `reduction` of a loss of Keras, the mask of what it is given, the
 `global_batch_size` of `tf.nn.compute_average_loss`. Each is scaled so that its average by samples is the loss of one
 process on the joint batch.
+
+Why a loss is scaled by what it says: ADR 52.
 """
 
 from __future__ import annotations

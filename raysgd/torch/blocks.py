@@ -2,6 +2,8 @@
 
 A block is an element of a `ModuleList` or `Sequential` that holds parameters: a layer of a transformer, a stage of a
 convolutional network. The outermost ones count; blocks do not contain one another.
+
+Why models are changed in place: ADR 23.
 """
 
 from __future__ import annotations

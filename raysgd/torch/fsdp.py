@@ -4,6 +4,8 @@ Every parameter lives on all ranks, a part on each. A group of parameters is put
 pass and taken apart again. Here a group is a block of the model with enough parameters to be worth an exchange; all
 the rest is one more. What leaves the ranks (checkpoints, snapshots, `get_model`) is whole and plain, so it fits any
 other kind of training.
+
+Why whole states leave the workers: ADR 21. Why validation assembles the whole model: ADR 22.
 """
 
 from __future__ import annotations

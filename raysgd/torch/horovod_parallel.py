@@ -4,6 +4,8 @@ Horovod averages gradients in the optimizer: `hvd.DistributedOptimizer` sends ea
 it, and waits in `step`. Here it waits at the end of the backward pass already. So code that looks at the gradients
 between the two, to clip them, to unscale them, or to run a second backward pass, finds those of all ranks, as with
 `DistributedDataParallel`, and the same operator trains the same under both.
+
+Why the backward pass waits: ADR 25.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
 """In which order a pass visits the samples: the dataset's own, shuffled, or what a user's sampler draws.
 
 Each order is a function of a seed and the index of the pass, so all ranks arrive at the same one by themselves.
+
+Why the loader's own order is kept: ADR 2.
 """
 
 from __future__ import annotations

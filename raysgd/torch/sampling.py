@@ -1,4 +1,7 @@
-"""How a user's loader is divided over the workers: rebuilt around our batch sampler, or left alone, and why."""
+"""How a user's loader is divided over the workers: rebuilt around our batch sampler, or left alone, and why.
+
+Why the loader's own order is kept: ADR 2.
+"""
 
 from __future__ import annotations
 

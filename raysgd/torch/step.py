@@ -12,6 +12,8 @@ batches need no correction.
 
 All this belongs to the batch that was handed out last. Who draws batches ahead of the training gets an error where they
 have different weights: it is unknown which of them a loss was computed from.
+
+Why gradients are weighted by samples: ADR 3; over several batches: ADR 20; by weights of users: ADR 44.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Checkpoints in the driver: which are kept, how they are written, and which one a run goes on from."""
+"""Checkpoints in the driver: which are kept, how they are written, and which one a run goes on from.
+
+Why a checkpoint is copied first and fetched later: ADR 41.
+"""
 
 from __future__ import annotations
 

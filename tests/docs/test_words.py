@@ -155,3 +155,14 @@ def test_code_of_a_page_is_not_looked_at(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n```text\nnobody\n```\n\n`anew` and likewise.\n", encoding="utf-8")
     assert [(each.line, each.word) for each in words_of_page(page)] == [(7, "likewise")]
+
+
+def test_decisions_that_the_code_names_exist() -> None:
+    decisions = {int(path.name[:4]) for path in (ROOT / "docs" / "adr").glob("0*.md")}
+    named = {
+        (name_of(path), int(number))
+        for path in MODULES
+        for number in re.findall(r"\bADR (\d+)", path.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 20
+    assert sorted(each for each in named if each[1] not in decisions) == []
