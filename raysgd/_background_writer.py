@@ -51,6 +51,15 @@ class BackgroundWriter:
                 self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 self._thread.start()
 
+    def write(self, path: str | os.PathLike[str], state: dict[str, Any]) -> None:
+        """Writes a file in this thread, after everything that was submitted.
+
+        Raises:
+            BaseException: What made this write, or an earlier one, fail.
+        """
+        self.wait()
+        self._write(os.fspath(path), state)
+
     def wait(self) -> None:
         """Block until everything that was submitted is on the disk.
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 from functools import partial
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar
-from weakref import finalize, ref
+from weakref import finalize
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
@@ -20,17 +19,16 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from raysgd.engine.replica import Replica
 from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
-from raysgd.engine.types import Heartbeat, Resources, World
+from raysgd.engine.types import Resources, World
 from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError
 from raysgd.replicas.batching import split_batch_size
-from raysgd.replicas.epochs import EpochAnswer
-from raysgd.replicas.gauges import Gauges
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
+from raysgd.replicas.throughput import Throughput
 from raysgd.utils import BATCH_SIZE
 
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
@@ -88,7 +86,8 @@ class ClassTrainer(ABC):
     heartbeat_s: float
     form_timeout_s: float
     settle_timeout_s: float
-    _runner_cls: Callable[[Any, World], Replica]
+    _runner_cls: Any
+    """The class of the replicas, a `ClassRunner`."""
     _divide_by_hand: str
     """What to do where each worker loads a part of the data by itself."""
     _validation_starts_over = False
@@ -161,15 +160,13 @@ class ClassTrainer(ABC):
     def _begin(self, controller: ElasticController) -> None:
         """Starts the workers; they end with the trainer, also without a `shutdown`."""
         self._controller = controller
-        self._gauges = Gauges(f"{type(self).__name__}-{id(self):x}")
-        self._samples_per_s: float | None = None
-        self._last_heartbeats: dict[int, Heartbeat] = {}
+        self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller)
         self._finalizer = finalize(self, _abandon, controller)
         try:
             controller.start()
         except UnpicklableError as error:
             raise self._naming_config_entry(error) from error.__cause__
-        controller.observe_with(_Observer(self))
+        controller.observe_with(self._throughput.report)
 
     def _naming_config_entry(self, error: UnpicklableError) -> UnpicklableError:
         """The error of a start whose parts cannot be sent to workers; by name where it is an entry of the config."""
@@ -178,8 +175,49 @@ class ClassTrainer(ABC):
 
     # ------------------------------------------------------------------------------------------------ epochs
 
-    def _run_validation(self, call: Call) -> list[EpochAnswer]:
+    def _asked(
+        self, num_steps: int | None, profile: bool, reduce_results: bool, info: Mapping[str, Any] | None
+    ) -> EpochRequest:
+        """What a call of `train` or `validate` asks of every replica, checked."""
+        _checks.refuse_text(profile=profile, reduce_results=reduce_results)
+        num_steps, info = _checks.check_num_steps(num_steps), _checks.check_info(info)
+        return EpochRequest(num_steps, info, profile, seed=0, starts_over=self._validation_starts_over)
+
+    def _requests(self, asked: EpochRequest, worlds: Sequence[World]) -> list[tuple[EpochRequest]]:
+        """One request for each rank. Made again for every attempt, because the workers may have changed."""
+        request = replace(asked, seed=self._seed_of_order)
+        return [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
+
+    @property
+    @abstractmethod
+    def _seed_of_order(self) -> int:
+        """What all ranks draw the order of the samples from."""
+
+    def _train(
+        self,
+        requests: Callable[[Sequence[World]], list[tuple[EpochRequest]]],
+        max_retries: int,
+        can_resume: bool = True,
+        on_wait: Callable[[], None] | None = None,
+    ) -> list[EpochAnswer]:
+        """Runs a training call.
+
+        Args:
+            requests: Makes the request of each rank.
+            max_retries: How many times it is repeated after a loss of workers.
+            can_resume: Whether it can go on with the batches that are left, in another group.
+            on_wait: Called some ten times a second.
+        """
+        runner = self._runner_cls
+        resume = runner.resume_epoch if can_resume else None
+        call = Call(runner.train_epoch, requests, changes_state=True, keeps_alike=True, on_wait=on_wait, resume=resume)
+        return self._throughput.run(call, max_retries)
+
+    def _validate(self, asked: EpochRequest) -> list[EpochAnswer]:
         """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all."""
+        call = Call(
+            self._runner_cls.validate, partial(self._requests, asked), changes_state=self._facts.keeps_own_state
+        )
         try:
             answers: list[EpochAnswer] = self._controller.run(call)
         except BaseException:
@@ -187,6 +225,29 @@ class ClassTrainer(ABC):
             raise
         self._validation_starts_over = False
         return answers
+
+    # ------------------------------------------------------------------------------------------------ state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
+        """Loads such a state into all workers; returns when they have it.
+
+        Args:
+            state_dict: What `state_dict` returned, here or in another trainer with any number of workers.
+            blocking: Accepted for compatibility: loading always waits, so that an error is not lost.
+
+        Raises:
+            KeyError: A part is missing.
+            ValueError: A part does not fit what is registered; the workers are as they were.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(
+                f"`load_state_dict` got `{type(state_dict).__name__}`: need what `state_dict` returns, a dict."
+            )
+        self._load_state(dict(state_dict))
+
+    @abstractmethod
+    def _load_state(self, state: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned."""
 
     # ------------------------------------------------------------------------------------------------ functions
 
@@ -231,7 +292,7 @@ class ClassTrainer(ABC):
         try:
             self._finalizer.detach()
             self._controller.stop(force)
-            self._gauges.end()
+            self._throughput.end()
         finally:
             self._writer.close()
 
@@ -251,38 +312,7 @@ class ClassTrainer(ABC):
         Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
         from a second thread while `train` runs.
         """
-        return self._controller.status(self._samples_per_s)
-
-    def _run_training(self, call: Call, max_retries: int) -> list[EpochAnswer]:
-        """Runs a training call, and keeps what `status` tells of it."""
-        began, num_rejoins = time.perf_counter(), self._controller.history.count("rejoined")
-        answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
-        self._last_heartbeats = {
-            rank: answer.heartbeat for rank, answer in enumerate(answers) if answer.heartbeat is not None
-        }
-        num_samples = sum(heartbeat.num_samples for heartbeat in self._last_heartbeats.values())
-        self._samples_per_s = num_samples / (time.perf_counter() - began) or None
-        self._report_numbers()
-        if self._controller.history.count("rejoined") > num_rejoins:
-            self._tell_what_is_measured(num_samples)
-        return answers
-
-    def _tell_what_is_measured(self, num_samples: int) -> None:
-        """After a loss inside the call: says why `num_samples` of the result is a part of what was trained on."""
-        ledgers = [heartbeat.data for heartbeat in self._last_heartbeats.values() if heartbeat.data is not None]
-        if ledgers and num_samples < ledgers[0].used:
-            logger.warning(
-                "the metrics of this call cover only %s samples: those of the lost worker were lost with it. The "
-                "training did use its samples",
-                num_samples,
-            )
-
-    def _report_numbers(self) -> None:
-        """For Ray's metrics."""
-        controller = self._controller
-        self._gauges.report(
-            len(controller.history.events), lambda: controller.glance(self._last_heartbeats, self._samples_per_s)
-        )
+        return self._controller.status(self._throughput.samples_per_s)
 
     def _snapshot(self) -> Snapshot:
         """The state as it is now. What lives in the driver may have been changed there, in ways that no call shows."""
@@ -353,18 +383,6 @@ class ReadOnlyConfig(dict[str, Any]):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return ReadOnlyConfig, (dict(self),)
-
-
-class _Observer:
-    """Reports the numbers of a trainer, as long as somebody else holds on to it."""
-
-    def __init__(self, trainer: ClassTrainer) -> None:
-        self._trainer = ref(trainer)
-
-    def __call__(self) -> None:
-        trainer = self._trainer()
-        if trainer is not None:
-            trainer._report_numbers()
 
 
 def _execute(replica: Any, fn: Callable[[], Any]) -> Any:

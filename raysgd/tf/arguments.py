@@ -142,23 +142,6 @@ def check_installed() -> None:
     require_installed("tensorflow", extra="tf", purpose="`TFTrainer`")
 
 
-def check_parts(state: Mapping[str, Any], expected: Mapping[str, int]) -> None:
-    """What the driver can know: whether a state has all its parts, in the right numbers."""
-    missing = [key for key in ("epoch", *expected) if key not in state]
-    if missing:
-        raise KeyError(f"The state has no {', '.join(map(repr, missing))}; it has {sorted(map(str, state))}.")
-    for key, count in expected.items():
-        if not isinstance(state[key], list | tuple):
-            raise ValueError(
-                f"The state's {key!r} is a `{type(state[key]).__name__}` instead of a list. Nothing was loaded."
-            )
-        if len(state[key]) != count:
-            raise ValueError(
-                f"The state holds {len(state[key])} {key}, but {count} are registered. Nothing was loaded; load it "
-                "with what saved it."
-            )
-
-
 def reservation_timeout_s() -> float:
     """Seconds that the start of the workers waits for their resources."""
     return float(os.environ.get("SGD_PLACEMENT_GROUP_TIMEOUT_S", "100"))

@@ -22,10 +22,9 @@ from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend, ke
 from raysgd.compat.names import former_names
 from raysgd.engine.backend import Backend
 from raysgd.engine.call import Call
-from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.types import World
 from raysgd.replicas.batching import split_batch_size
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.replicas.epochs import EpochAnswer, merged
+from raysgd.replicas.restoring import check_parts, load_into_all
 from raysgd.replicas.settings import GroupSettings
 from raysgd.replicas.trainer import ClassTrainer
 from raysgd.tf import arguments, checkpoint_file, datasets, registration, serializing
@@ -222,12 +221,8 @@ class TFTrainer(ClassTrainer):
             WorkersLostError: Workers were lost and the retries are used up.
         """
         _checks.check_max_retries(max_retries)
-        _checks.refuse_text(profile=profile, reduce_results=reduce_results)
-        num_steps = _checks.check_num_steps(num_steps)
-        requests = partial(self._requests, num_steps, profile, _checks.check_info(info))
-        resume = TFRunner.resume_epoch if self._goes_on else None
-        call = Call(TFRunner.train_epoch, requests, changes_state=True, keeps_alike=True, resume=resume)
-        return self._result(self._run_training(call, max_retries), reduce_results)
+        requests = partial(self._requests, self._asked(num_steps, profile, reduce_results, info))
+        return self._result(self._train(requests, max_retries, can_resume=self._goes_on), reduce_results)
 
     def validate(
         self,
@@ -241,18 +236,11 @@ class TFTrainer(ClassTrainer):
         Arguments as in `train`. With creators the result has `validation_<name>` for each metric of the model; with an
         operator it is as in `train`, without `epoch`.
         """
-        _checks.refuse_text(profile=profile, reduce_results=reduce_results)
-        num_steps = _checks.check_num_steps(num_steps)
-        requests = partial(self._requests, num_steps, profile, _checks.check_info(info))
-        call = Call(TFRunner.validate, requests, changes_state=self._facts.keeps_own_state)
-        return self._result(self._run_validation(call), reduce_results)
+        return self._result(self._validate(self._asked(num_steps, profile, reduce_results, info)), reduce_results)
 
-    def _requests(
-        self, num_steps: int | None, profile: bool, info: dict[str, Any], worlds: Sequence[World]
-    ) -> list[tuple[EpochRequest]]:
-        """One object for all ranks: the engine then packs it once."""
-        request = EpochRequest(num_steps, info, profile, self.seed, starts_over=self._validation_starts_over)
-        return [(request,)] * len(worlds)
+    @property
+    def _seed_of_order(self) -> int:
+        return self.seed
 
     def _result(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
         if self._trains_with_fit and reduce_results:  # Keras has merged the metrics already: all ranks say the same
@@ -316,22 +304,8 @@ class TFTrainer(ClassTrainer):
         state = self._snapshot().shared_state
         return {key: checkpoint_file.copied(value) for key, value in state.items() if key != RESUME}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
-        """Loads such a state into all workers; returns when they have it.
-
-        Args:
-            state_dict: What `state_dict` returned, here or in another trainer with any number of workers.
-            blocking: Accepted for likeness with `TorchTrainer`: loading always waits, so that an error is not lost.
-
-        Raises:
-            KeyError: A part is missing.
-            ValueError: A part does not fit what is registered; the workers are as they were.
-        """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(
-                f"`load_state_dict` got `{type(state_dict).__name__}`: need what `state_dict` returns, a dict."
-            )
-        self._load(dict(state_dict), ())
+    def _load_state(self, state: dict[str, Any]) -> None:
+        self._load(state, ())
 
     def save(self, checkpoint: Any, blocking: bool = True) -> Any:
         """Writes the state to a file of the driver, atomically, with checksums. `numpy.load` reads the arrays too.
@@ -353,8 +327,7 @@ class TFTrainer(ClassTrainer):
         snapshot = self._snapshot()
         state = {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}
         if blocking:
-            self._writer.wait()
-            checkpoint_file.write(checkpoint, state)
+            self._writer.write(checkpoint, state)
         else:
             checkpoint_file.check(state)
             self._writer.submit(checkpoint, lambda: state)
@@ -387,7 +360,7 @@ class TFTrainer(ClassTrainer):
     restore = load
 
     def _load_former(self, checkpoint: Any, state: dict[str, Any]) -> None:
-        arguments.check_parts(state, {"models": self._facts.num_models})
+        check_parts(state, {"models": self._facts.num_models})
         call = Call(
             TFRunner.restore_former,
             lambda worlds: [(shared,) for shared in self._controller.ensure_group().share(state)],
@@ -405,21 +378,11 @@ class TFTrainer(ClassTrainer):
 
     def _load(self, state: dict[str, Any], rank_states: tuple[Any, ...]) -> None:
         facts = self._facts
-        arguments.check_parts(state, {"models": facts.num_models, "optimizers": facts.num_optimizers})
+        check_parts(state, {"models": facts.num_models, "optimizers": facts.num_optimizers})
         whole = {"operator": None, RESUME: {}, **state}
         # A file of this very group leaves nothing out: afterwards it is what the workers have.
         is_complete = len(rank_states) == self.num_workers
-        call = Call(
-            TFRunner.restore,
-            lambda worlds: list(
-                zip(self._controller.ensure_group().share(whole), own_states(rank_states, len(worlds)), strict=True)
-            ),
-            changes_state=not is_complete,
-            keeps_alike=True,
-        )
-        self._controller.run(call)
-        if is_complete:
-            self._controller.snapshots.adopt(Snapshot(whole, rank_states))
+        load_into_all(self._controller, TFRunner.restore, whole, rank_states, is_complete)
 
 
 def _variables_for_workers() -> dict[str, str]:

@@ -7,42 +7,38 @@ failures are the engine's business.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from raysgd import _checks
-from raysgd._fitting import check_progress
 from raysgd._paths import check_path
-from raysgd._state_codec import EncodedState, decode, lend
+from raysgd._state_codec import decode
 from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.torch import TorchBackend
 from raysgd.engine.backend import Backend
 from raysgd.engine.call import Call
-from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.transfers import Storing
 from raysgd.engine.types import World
 from raysgd.exceptions import UnevenStepsError
 from raysgd.replicas import results
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, merged
 from raysgd.replicas.settings import GroupSettings
 from raysgd.replicas.trainer import ClassTrainer, NotYet
-from raysgd.torch import arguments, checkpoint_file, constants, retired, rng
+from raysgd.torch import arguments, checkpoint_file, constants, retired
 from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.replica_state import RESUME, as_in_file
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.torch_runner import RunnerFacts, TorchRunner
+from raysgd.torch.state_loader import RNG, StateLoader
+from raysgd.torch.torch_runner import TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_COUNT
 
 logger = logging.getLogger(__name__)
-
-_RNG = "rng"
 
 
 class TorchTrainer(ClassTrainer):
@@ -260,24 +256,18 @@ class TorchTrainer(ClassTrainer):
             WorkersLostError: Workers were lost and the retries are used up.
         """
         _checks.check_max_retries(max_retries)
-        _checks.refuse_text(profile=profile, reduce_results=reduce_results)
-        num_steps = _checks.check_num_steps(num_steps)
-        info = _checks.check_info(info)
+        asked = self._asked(num_steps, profile, reduce_results, info)
         arguments.check_dataset(dataset)
         with ExitStack() as stack:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
             redraw = (lambda: bar.show(self._progress())) if bar is not None else None
-            requests = partial(self._requests, num_steps, profile, info, dataset, redraw)
-            resume = TorchRunner.resume_epoch if dataset is None else None
-            call = Call(
-                TorchRunner.train_epoch, requests, changes_state=True, keeps_alike=True, on_wait=redraw, resume=resume
-            )
-            answers = self._run_training(call, max_retries)
+            requests = partial(self._training_requests, asked, dataset, redraw)
+            answers = self._train(requests, max_retries, can_resume=dataset is None, on_wait=redraw)
             self._check_even_steps(answers)
             result = merged(answers, reduce_results)
-            _warn_of_nothing("train", answers, num_steps)
+            _warn_of_nothing("train", answers, asked.num_steps)
             if bar is not None:
-                bar.show(_end_of(answers[0], info or {}))
+                bar.show(_end_of(answers[0], asked.info))
         return result
 
     def validate(
@@ -288,31 +278,24 @@ class TorchTrainer(ClassTrainer):
         info: Mapping[str, Any] | None = None,
     ) -> Any:
         """Evaluates on the validation loader, every sample once; arguments and result as in `train`, no `epoch`."""
-        _checks.refuse_text(profile=profile, reduce_results=reduce_results)
-        num_steps = _checks.check_num_steps(num_steps)
-        info = _checks.check_info(info)
-        requests = partial(self._requests, num_steps, profile, info, None, None)
-        call = Call(TorchRunner.validate, requests, changes_state=self._facts.keeps_own_state)
-        answers = self._run_validation(call)
+        asked = self._asked(num_steps, profile, reduce_results, info)
+        answers = self._validate(asked)
         self._controller.snapshots.touch()  # it may have drawn random numbers, which `save` keeps
-        _warn_of_nothing("validation", answers, num_steps)
+        _warn_of_nothing("validation", answers, asked.num_steps)
         return merged(answers, reduce_results)
 
-    def _requests(
-        self,
-        num_steps: int | None,
-        profile: bool,
-        info: dict[str, Any],
-        dataset: Any,
-        redraw: Callable[[], None] | None,
-        worlds: Sequence[World],
+    @property
+    def _seed_of_order(self) -> int:
+        return int(self._facts.seed)
+
+    def _training_requests(
+        self, asked: EpochRequest, dataset: Any, redraw: Callable[[], None] | None, worlds: Sequence[World]
     ) -> list[tuple[EpochRequest]]:
-        """One request for each rank. Made again for every attempt, because the number of workers may have changed."""
-        request = EpochRequest(num_steps, info, profile, self._facts.seed, starts_over=self._validation_starts_over)
-        requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
+        requests = self._requests(asked, worlds)
         if dataset is not None:
             dataset.set_num_shards(len(worlds))
-            requests = [(replace(request, shard=dataset.get_shard(world.rank)),) for world in worlds]
+            shards = [dataset.get_shard(world.rank) for world in worlds]
+            requests = [(replace(each, shard=shard),) for (each,), shard in zip(requests, shards, strict=True)]
         if self.use_local:
             requests[0] = (replace(requests[0][0], redraw=redraw),)
         return requests
@@ -378,22 +361,8 @@ class TorchTrainer(ClassTrainer):
         del state[RESUME]
         return dict(state)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
-        """Loads such a state into all workers; returns when they have it.
-
-        Args:
-            state_dict: What `state_dict` returned, here or in another trainer with any number of workers.
-            blocking: Accepted for compatibility: loading always waits, so that an error is not lost.
-
-        Raises:
-            KeyError: A part is missing.
-            ValueError: A part does not fit what is registered; the workers are as they were.
-        """
-        if not isinstance(state_dict, Mapping):
-            raise TypeError(
-                f"`load_state_dict` got `{type(state_dict).__name__}`: need what `state_dict` returns, a dict."
-            )
-        self._load(self._checked(dict(state_dict), is_file=False))
+    def _load_state(self, state: dict[str, Any]) -> None:
+        StateLoader(self._controller).load(state)
 
     def save(self, checkpoint: Any, blocking: bool = True, weights_only: bool = True) -> Any:
         """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
@@ -417,11 +386,10 @@ class TorchTrainer(ClassTrainer):
         snapshot = self._snapshot()
         state = decode(snapshot.shared_state, copy=False)
         state = as_in_file(state)
-        state[RESUME][_RNG] = list(snapshot.rank_states)
+        state[RESUME][RNG] = list(snapshot.rank_states)
         state = checkpoint_file.check_loadable(state, allow_pickle=not weights_only)
         if blocking:
-            self._writer.wait()
-            checkpoint_file.write(checkpoint, state)
+            self._writer.write(checkpoint, state)
         else:
             self._writer.submit(checkpoint, partial(_first, state, snapshot))  # the state is a view of the snapshot
         return checkpoint
@@ -442,9 +410,7 @@ class TorchTrainer(ClassTrainer):
         _checks.refuse_text(weights_only=weights_only)
         with ExitStack() as held:
             file = held.enter_context(checkpoint_file.mapped(checkpoint, weights_only=weights_only))
-            content = self._checked(file.state, is_file=True)
-            if not self._load_where_it_lies(file, content, weights_only, held):
-                self._load(content)
+            StateLoader(self._controller).load_file(file, weights_only, held)
 
     def restore(self, *args: Any) -> None:
         """Retired.
@@ -453,94 +419,6 @@ class TorchTrainer(ClassTrainer):
             DeprecationWarning: Always.
         """
         raise DeprecationWarning("`TorchTrainer.restore` was renamed: use `load`.")
-
-    def _checked(self, state: dict[str, Any], is_file: bool) -> _Content:
-        """What of `state` concerns all ranks, and what each of them.
-
-        Raises:
-            ValueError, KeyError: It does not fit.
-        """
-        _check_parts(state, self._facts)
-        check_progress(state["epoch"], state.get(RESUME))
-        resume = dict(as_in_file(state).get(RESUME) or {})
-        rank_states = _checked_rank_states(resume.pop(_RNG, ()))
-        # A file of this very group leaves nothing out: afterwards it is what the workers have.
-        is_complete = is_file and len(rank_states) == self.num_workers
-        return _Content({**state, RESUME: resume}, rank_states, is_complete)
-
-    def _load_where_it_lies(
-        self, file: checkpoint_file.OpenedFile, content: _Content, weights_only: bool, held: ExitStack
-    ) -> bool:
-        """Lets the workers map the file themselves. Only afterwards the driver stores what a recovery starts from.
-
-        Args:
-            file: The file, checked.
-            content: What it holds.
-            weights_only: How it may be read.
-            held: Keeps it open; taken over by the one who stores it.
-
-        Returns:
-            Whether that was possible: not if a worker is on another machine. Then some may have loaded it.
-        """
-        group = self._controller.ensure_group()
-        if group.is_driver_only or not (file.is_mapped and content.is_complete and group.is_on_one_node):
-            return False
-        call = Call(
-            TorchRunner.restore_file,
-            lambda worlds: [(file.identity, weights_only, own) for own in own_states(content.rank_states, len(worlds))],
-            keeps_alike=True,
-        )
-        try:
-            self._controller.run(call)
-        except checkpoint_file.OtherFileError as error:
-            logger.debug("the workers get the state from the driver: %s", error)
-            return False
-        file.check_unchanged()
-        kept = held.pop_all()
-        storing = Storing(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
-        self._controller.snapshots.expect(storing, content.rank_states, call)
-        return True
-
-    def _load(self, content: _Content) -> None:
-        """Loads into all workers; nothing of `content` is kept."""
-        whole, rank_states = content.shared, content.rank_states
-        if self._controller.ensure_group().is_driver_only:
-            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
-            return
-        stored = self._controller.ensure_group().store(lend(whole))
-        call = Call(
-            TorchRunner.restore,
-            lambda worlds: list(
-                zip(self._controller.ensure_group().share(stored), own_states(rank_states, len(worlds)), strict=True)
-            ),
-            changes_state=not content.is_complete,
-            keeps_alike=True,
-        )
-        self._controller.run(call)
-        if content.is_complete:
-            self._controller.snapshots.adopt(Snapshot(stored.value, rank_states))
-
-
-@dataclass(frozen=True)
-class _Content:
-    """A state to load.
-
-    Attributes:
-        shared: What concerns all ranks.
-        rank_states: What each rank had for itself.
-        is_complete: Whether it leaves nothing out: it is of a file, with one of those for each rank of today.
-    """
-
-    shared: dict[str, Any]
-    rank_states: tuple[Any, ...]
-    is_complete: bool
-
-
-@contextmanager
-def _lent(state: dict[str, Any], held: ExitStack) -> Iterator[EncodedState]:
-    """`state`, to be copied as long as its file is held."""
-    with held:
-        yield lend(state)
 
 
 def _warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
@@ -561,33 +439,3 @@ def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:
 def _end_of(answer: EpochAnswer, info: Mapping[str, Any]) -> Progress:
     loss = results.as_number(answer.metrics.values.get("last_train_loss")) if answer.metrics is not None else None
     return Progress(answer.num_steps, answer.num_steps, answer.epoch_idx, info.get("num_epochs"), loss)
-
-
-def _checked_rank_states(states: Any) -> tuple[Any, ...]:
-    if not isinstance(states, list | tuple):
-        raise ValueError(f"The random states are a `{type(states).__name__}` instead of a list. Nothing was loaded.")
-    for state in states:
-        if state is not None:
-            rng.check(state)
-    return tuple(states)
-
-
-def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
-    """What the driver can know: whether a state has all its parts, in the right numbers."""
-    expected = {"models": facts.num_models, "optimizers": facts.num_optimizers}
-    if facts.num_schedulers is not None or state.get("schedulers"):
-        expected["schedulers"] = facts.num_schedulers or 0
-    missing = [key for key in ("epoch", "operator", *expected) if key not in state]
-    if missing:
-        raise KeyError(f"The state has no {', '.join(repr(key) for key in missing)}; it has {sorted(map(str, state))}.")
-    for key, count in expected.items():
-        if not isinstance(state[key], list | tuple):
-            raise ValueError(
-                f"The state's {key!r} is a `{type(state[key]).__name__}` instead of a list. Nothing was loaded."
-            )
-        if len(state[key]) != count:
-            raise ValueError(
-                f"The state holds {len(state[key])} {key}, but the operator registered {count}. Nothing was "
-                "loaded; load it with "
-                "the operator that saved it."
-            )

@@ -1,0 +1,143 @@
+"""Loads a state into the workers of a `TorchTrainer`: checked first, and straight from the file if they can map it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from raysgd._fitting import check_progress
+from raysgd._state_codec import EncodedState, lend
+from raysgd.engine.call import Call
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.snapshots import own_states
+from raysgd.engine.transfers import Storing
+from raysgd.replicas.restoring import check_parts, load_into_all
+from raysgd.torch import rng
+from raysgd.torch.checkpoint_file import OpenedFile, OtherFileError
+from raysgd.torch.replica_state import RESUME, as_in_file
+from raysgd.torch.torch_runner import RunnerFacts, TorchRunner
+
+logger = logging.getLogger(__name__)
+
+RNG = "rng"
+"""Key of the random states of all ranks, in a file."""
+
+
+@dataclass(frozen=True)
+class CheckedState:
+    """A state to load.
+
+    Attributes:
+        shared: What concerns all ranks.
+        rank_states: What each rank had for itself.
+        is_complete: Whether it leaves nothing out: it is of a file, with one of those for each rank of today.
+    """
+
+    shared: dict[str, Any]
+    rank_states: tuple[Any, ...]
+    is_complete: bool
+
+
+class StateLoader:
+    """Loads states into the workers of a trainer.
+
+    Args:
+        controller: Keeps the workers alive.
+    """
+
+    def __init__(self, controller: ElasticController) -> None:
+        self._controller = controller
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Loads what `state_dict` returned.
+
+        Raises:
+            ValueError, KeyError: It does not fit; the workers are as they were.
+        """
+        self._load(self._checked(state, is_file=False))
+
+    def load_file(self, file: OpenedFile, weights_only: bool, held: ExitStack) -> None:
+        """Loads an open file.
+
+        Args:
+            file: The file, checked.
+            weights_only: How it may be read.
+            held: Keeps it open; taken over where the driver needs it longer than this call.
+
+        Raises:
+            ValueError, KeyError: It does not fit; the workers are as they were.
+        """
+        content = self._checked(file.state, is_file=True)
+        if not self._load_where_it_lies(file, content, weights_only, held):
+            self._load(content)
+
+    def _checked(self, state: dict[str, Any], is_file: bool) -> CheckedState:
+        """What of `state` concerns all ranks, and what each of them."""
+        _check_parts(state, self._controller.facts[0])
+        check_progress(state["epoch"], state.get(RESUME))
+        resume = dict(as_in_file(state).get(RESUME) or {})
+        rank_states = _checked_rank_states(resume.pop(RNG, ()))
+        # A file of this very group leaves nothing out: afterwards it is what the workers have.
+        is_complete = is_file and len(rank_states) == self._controller.num_workers
+        return CheckedState({**state, RESUME: resume}, rank_states, is_complete)
+
+    def _load_where_it_lies(self, file: OpenedFile, content: CheckedState, weights_only: bool, held: ExitStack) -> bool:
+        """Lets the workers map the file themselves. Only afterwards the driver stores what a recovery starts from.
+
+        Returns:
+            Whether that was possible: not if a worker is on another machine. Then some may have loaded it.
+        """
+        group = self._controller.ensure_group()
+        if group.is_driver_only or not (file.is_mapped and content.is_complete and group.is_on_one_node):
+            return False
+        call = Call(
+            TorchRunner.restore_file,
+            lambda worlds: [(file.identity, weights_only, own) for own in own_states(content.rank_states, len(worlds))],
+            keeps_alike=True,
+        )
+        try:
+            self._controller.run(call)
+        except OtherFileError as error:
+            logger.debug("the workers get the state from the driver: %s", error)
+            return False
+        file.check_unchanged()
+        kept = held.pop_all()
+        storing = Storing(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
+        self._controller.snapshots.expect(storing, content.rank_states, call)
+        return True
+
+    def _load(self, content: CheckedState) -> None:
+        """Loads into all workers; nothing of `content` is kept."""
+        whole, rank_states = content.shared, content.rank_states
+        if self._controller.ensure_group().is_driver_only:
+            self._controller.run(Call(TorchRunner.restore, lambda worlds: [(whole, *own_states(rank_states, 1))]))
+            return
+        stored = self._controller.ensure_group().store(lend(whole))
+        load_into_all(self._controller, TorchRunner.restore, stored, rank_states, content.is_complete)
+
+
+@contextmanager
+def _lent(state: dict[str, Any], held: ExitStack) -> Iterator[EncodedState]:
+    """`state`, to be copied as long as its file is held."""
+    with held:
+        yield lend(state)
+
+
+def _checked_rank_states(states: Any) -> tuple[Any, ...]:
+    if not isinstance(states, list | tuple):
+        raise ValueError(f"The random states are a `{type(states).__name__}` instead of a list. Nothing was loaded.")
+    for state in states:
+        if state is not None:
+            rng.check(state)
+    return tuple(states)
+
+
+def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
+    counts = {"models": facts.num_models, "optimizers": facts.num_optimizers}
+    if facts.num_schedulers is not None or state.get("schedulers"):
+        counts["schedulers"] = facts.num_schedulers or 0
+    check_parts(state, counts, "operator")
