@@ -36,6 +36,7 @@ FRONT_ENDS = {"torch", "tf", "train", "data"}
 LEAVES = {"raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
 # The function-based front end wraps models, and marks datasets, with what the class-based one has.
 ALLOWED_BETWEEN_FRONT_ENDS = {
+    ("raysgd.train.torch", "raysgd.torch.ddp"),
     ("raysgd.train.torch", "raysgd.torch.fsdp"),
     ("raysgd.train.torch", "raysgd.torch.options"),
     ("raysgd.train.torch", "raysgd.torch.parallel"),

@@ -42,7 +42,7 @@ class Exchanges:
         self._num_made = 0
         self._num_usual = 1
 
-    def watch(self, future: Any, is_last: bool) -> Any:
+    def track(self, future: Any, is_last: bool) -> Any:
         """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
         self.count(is_last)
         return future.then(self._received)  # not a callback beside it, which the backward pass would not wait for

@@ -71,7 +71,7 @@ class FSDP(NoParallel):
             self._whole.append(whole[name])
         return model
 
-    def adopt(self, optimizers: Sequence[Any]) -> None:
+    def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Puts the divided parameters into the places of the whole ones, with what optimizers know about these."""
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -94,9 +94,9 @@ class FSDP(NoParallel):
         """
         self.step.defer = _deferrer(_roots(models)) if may_defer and not weight_in_hook else never_defer
         super().arm(models, weight_in_hook, window)
-        if not weight_in_hook or self._weights_in_hook or window > 1:
+        if not weight_in_hook or self.weights_in_hook or window > 1:
             return
-        self._weights_in_hook = True
+        self.weights_in_hook = True
         for part in _sharded_parts(models):
             if not hasattr(part, "set_custom_reduce_scatter"):
                 raise RuntimeError(

@@ -139,7 +139,7 @@ class HorovodParallel(HorovodByHand):
     ) -> None:
         super().arm(models, weight_in_hook, window)
         if weight_in_hook and window == 1:
-            self._weights_in_hook = self._outgoing.is_weighting = True
+            self.weights_in_hook = self._outgoing.is_weighting = True
 
     def weighting(self, *args: Any) -> Any:
         """Refuses weights of the user's, where there are others."""

@@ -26,9 +26,10 @@ from raysgd.torch import handover as handing_over
 from raysgd.torch import metric_objects, rng
 from raysgd.torch.advice import with_advice
 from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
+from raysgd.torch.ddp import DDP
 from raysgd.torch.feed import Feed
 from raysgd.torch.modes import Modes
-from raysgd.torch.parallel import DDP, NoParallel, unwrap
+from raysgd.torch.parallel import NoParallel, unwrap
 from raysgd.torch.precision import make_precision
 from raysgd.torch.replica_state import ReplicaState, as_in_file
 from raysgd.torch.sampling import DataSignature, ShardedLoader

@@ -40,9 +40,11 @@ from raysgd.torch.constants import (
     SCHEDULER_STEP_EPOCH,
     USE_FP16,
 )
+from raysgd.torch.ddp import DDP
+from raysgd.torch.ddp_hooks import COMM_HOOK
 from raysgd.torch.metric_objects import capture
 from raysgd.torch.modes import begin_training
-from raysgd.torch.parallel import COMM_HOOK, DDP, NoParallel, unwrap
+from raysgd.torch.parallel import NoParallel, unwrap
 from raysgd.torch.precision import Precision
 from raysgd.torch.sampling import ShardedLoader, Unsharded, shard_loader
 from raysgd.torch.settings import TorchSettings
@@ -405,7 +407,7 @@ class TrainingOperator:
         else:
             self._models = [self._parallel.wrap(model, self.device_ids, {}) for model in prepared]
         self._take_criterion_in(own_of_criterion, ddp_args)
-        self._parallel.adopt(self._optimizers)
+        self._parallel.rebind_optimizers(self._optimizers)
         self._watch_steps()
         self._compile()
         self._schedulers = scheduler_parts.items if scheduler_parts is not None else []

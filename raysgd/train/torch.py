@@ -31,8 +31,9 @@ from raysgd.backends.torch import end_process_group  # noqa: E402
 from raysgd.engine.backend import FORM_TIMEOUT_S  # noqa: E402
 from raysgd.engine.backend import Backend as Connection  # noqa: E402
 from raysgd.exceptions import SessionMisuseError  # noqa: E402
+from raysgd.torch.ddp import DDP  # noqa: E402
 from raysgd.torch.options import FSDPOptions  # noqa: E402
-from raysgd.torch.parallel import DDP, NoParallel  # noqa: E402
+from raysgd.torch.parallel import NoParallel  # noqa: E402
 from raysgd.torch.precision import NativeAmp, Precision  # noqa: E402
 from raysgd.train._session import Session, current_session  # noqa: E402
 from raysgd.train._torch_data import DeviceLoader, divided  # noqa: E402
@@ -141,7 +142,7 @@ class Accelerator:
         self._replaced |= {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
         self.parallel = FSDP(self.device, world_size, options)
         model = self.parallel.wrap(model, None, {})
-        self.parallel.adopt(())  # lets go of the whole parameters
+        self.parallel.rebind_optimizers(())  # lets go of the whole parameters
         return model
 
     def has_replaced(self, parameter: torch.nn.Parameter) -> bool:

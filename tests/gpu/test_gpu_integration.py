@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.engine.types import World
 from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.torch.ddp import DDP
 from raysgd.torch.options import FSDPOptions
-from raysgd.torch.parallel import DDP
 from raysgd.torch.resnet import ResNet18
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.torch_runner import EpochRequest, TorchRunner
@@ -213,7 +213,7 @@ def test_models_are_divided_on_a_gpu() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)).to(device)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     parallel.wrap(model, None, {})
-    parallel.adopt([optimizer])
+    parallel.rebind_optimizers([optimizer])
     before = parallel.state_of(model)
     with parallel.evaluating([model]), torch.no_grad():
         model(torch.ones(2, 4, device=device))

@@ -14,8 +14,8 @@ from raysgd._meters import AverageMeterCollection
 from raysgd.engine.replica import Capture
 from raysgd.replicas.copies import MidCallSnapshots
 from raysgd.replicas.epoch_run import EpochAnswer, EpochRun, Gate, HeldAtBoundary, RunState
-from raysgd.torch.parallel import Step
 from raysgd.torch.sampling import ShardedLoader, shard_loader
+from raysgd.torch.step import Step
 from raysgd.torch.streams import BatchStream, DividedSource
 from raysgd.utils import BATCH_COUNT
 

@@ -22,7 +22,7 @@ class Group:
         """The gradients of a model, a bucket for each of `errors`, as a backward pass waits for them and goes on."""
         for index, error in enumerate(errors):
             future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            watched = self.exchanges.watch(future, is_last=index == len(errors) - 1)
+            watched = self.exchanges.track(future, is_last=index == len(errors) - 1)
             future.set_result(torch.ones(1)) if error is None else future.set_exception(error)
             assert watched.done()
             if error is None:

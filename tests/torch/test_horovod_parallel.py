@@ -16,7 +16,7 @@ from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer, arguments
 from raysgd.torch.horovod_parallel import HorovodParallel, _Outgoing
-from raysgd.torch.parallel import Step
+from raysgd.torch.step import Step
 from tests.fakes import meeting
 from tests.torch.operators_for_tests import LinearOperator, equal
 

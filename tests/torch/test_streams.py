@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.backends.torch import end_process_group
-from raysgd.torch.parallel import DDP, Step
+from raysgd.torch.ddp import DDP
 from raysgd.torch.sampling import ShardedLoader, shard_loader
+from raysgd.torch.step import Step
 from raysgd.torch.streams import (
     Agreement,
     BatchStream,

@@ -14,7 +14,8 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Sampl
 
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from raysgd.torch.parallel import DDP, unwrap
+from raysgd.torch.ddp import DDP
+from raysgd.torch.parallel import unwrap
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator, dataset, equal
 

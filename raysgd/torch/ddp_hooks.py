@@ -1,0 +1,171 @@
+"""The communication hooks of `DistributedDataParallel`: they weight gradients, send them, and note how that ended.
+
+A model has one hook. It is the user's, inside one of ours that weights gradients; or ours, installed where it weights
+gradients or sends them faster than gloo does.
+"""
+
+# No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from raysgd.backends.group import Group
+from raysgd.backends.torch import exchanges_at_once, is_on_one_node
+from raysgd.torch.parallel import NoParallel
+from raysgd.torch.step import Step
+
+COMM_HOOK = "comm_hook"  # key of `ddp_args` that DistributedDataParallel itself does not know
+
+_FIRST_BUCKET_BYTES = 2**20  # of `DistributedDataParallel`
+_DTYPES = (torch.float32, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class _HookState:
+    """What our communication hook is called with.
+
+    PyTorch keeps it in the model. A copy of the model shares it, and a pickled one goes without: neither is trained.
+
+    Attributes:
+        parallel: Knows the weight of the step, and watches its exchanges.
+        process_group: Who takes part, if that is a group of the user's own. None for the default group: one that is
+            left has to be freed then and there, not whenever garbage is collected, perhaps in a process that was forked
+            and has none of its threads.
+        goes_at_once: Whether to go past gloo where that can be done.
+        function: A hook of the user's that does the rest; None for an average.
+        state: What that one is called with.
+    """
+
+    parallel: NoParallel
+    process_group: Any
+    goes_at_once: bool = False
+    function: Callable[..., Any] | None = None
+    state: Any = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_HookState":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _HookState, (None, None)
+
+
+def register(parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool) -> None:
+    """Installs the hook that the user passed, or one of ours where it is of use.
+
+    Args:
+        parallel: Knows the weight of the step.
+        model: The wrapper.
+        options: What it was made with.
+        is_armed: Whether the model is about to be trained.
+    """
+    hook = options.get(COMM_HOOK)
+    if hook is not None:
+        state, function = _hook_of_user(hook)
+        theirs = _HookState(parallel, _group_of_user(model), function=function, state=state)
+        model.register_comm_hook(theirs, _weight_and_call)
+    elif is_armed:
+        # Only this decides, not the number of ranks or what was before: all ranks must do the same.
+        goes_at_once = _goes_at_once(model)
+        if parallel.weights_in_hook or goes_at_once:
+            model.register_comm_hook(_HookState(parallel, _group_of_user(model), goes_at_once), _average)
+
+
+def obstacle(model: DistributedDataParallel, options: dict[str, Any]) -> str | None:
+    """Why the communication hook of a model does not work in a new wrapper; None when it does."""
+    if _has_state(options.get(COMM_HOOK)):
+        return "a communication hook in `ddp_args` has a state, which is another one on each worker"
+    if any(hook not in (_average, _weight_and_call) for hook, _ in model._comm_hooks):
+        return "a model has a communication hook that was registered by hand"
+    return None
+
+
+def without_hook(options: dict[str, Any]) -> dict[str, Any]:
+    """The options that `DistributedDataParallel` itself knows."""
+    return {name: value for name, value in options.items() if name != COMM_HOOK}
+
+
+def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    parallel = state.parallel
+    if parallel.weights_in_hook:
+        _weight(parallel.step, bucket.buffer())
+    group = exchanges_at_once() if state.goes_at_once else None
+    if group is not None:
+        return _average_at_once(parallel, group, bucket)
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    future = allreduce_hook(state.process_group or dist.group.WORLD, bucket)  # type: ignore[arg-type]
+    return parallel.exchanges.track(future, bucket.is_last())
+
+
+def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
+    gradients = bucket.buffer()
+    try:
+        group.add_up(gradients.numpy())
+    except Exception as error:
+        parallel.exchanges.note(error)
+        raise
+    parallel.exchanges.count(bucket.is_last())
+    future: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+    future.set_result(gradients.div_(group.size))
+    return future
+
+
+def _group_of_user(model: DistributedDataParallel) -> Any:
+    return None if model.process_group is dist.group.WORLD else model.process_group
+
+
+def _goes_at_once(model: DistributedDataParallel) -> bool:
+    """Whether the gradients are so few that their exchange begins when the backward pass is over, but for a first MiB.
+
+    Gloo, whose threads exchange one bucket while the next is computed, has no use for them. Between nodes this is not
+    measured: only those that fit the first bucket.
+    """
+    most = _FIRST_BUCKET_BYTES + (model.bucket_bytes_cap if is_on_one_node() else 0)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return (
+        model.process_group is dist.group.WORLD
+        and not any(getattr(module, "sparse", False) for module in model.modules())
+        and all(each.device.type == "cpu" and each.dtype in _DTYPES for each in parameters)
+        and sum(each.nbytes for each in parameters) <= most
+    )
+
+
+def _weight(step: Step, gradients: torch.Tensor) -> None:
+    weight = step.outgoing_weight()
+    if weight != 1.0:
+        gradients.mul_(weight)
+
+
+def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
+    """The state and the function of a hook of the user's: `function`, or `(state, function)`."""
+    state, function = hook if isinstance(hook, tuple) else (None, hook)
+    if not callable(function):
+        raise ValueError(
+            f"`ddp_args={{'{COMM_HOOK}': {hook!r}}}`: need a communication hook of PyTorch, or a tuple of the state "
+            "that it is called with and the hook."
+        )
+    return state, function
+
+
+def _has_state(hook: Any) -> bool:
+    """Whether a hook of the user's may remember something: a group, what it sent before, a counter."""
+    if hook is None:
+        return False
+    state, function = _hook_of_user(hook)
+    return state is not None or not isinstance(function, FunctionType)
+
+
+def _weight_and_call(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
+    """Does what a hook of the user's does."""
+    function, parallel = state.function, state.parallel
+    assert function is not None
+    if not parallel.weights_in_hook:
+        return function(state.state, bucket)
+    _weight(parallel.step, bucket.buffer())
+    return parallel.exchanges.track(function(state.state, bucket), bucket.is_last())
