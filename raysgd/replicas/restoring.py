@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot, own_states
 from raysgd.engine.transfers import Stored
+from raysgd.engine.types import World
 
 
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
@@ -54,14 +55,11 @@ def load_into_all(
         rank_states: What each rank had for itself.
         is_complete: Whether that is all there is: then a recovery starts from it, and no snapshot is fetched.
     """
-    call = Call(
-        restore,
-        lambda worlds: list(
-            zip(controller.ensure_group().share(state), own_states(rank_states, len(worlds)), strict=True)
-        ),
-        changes_state=not is_complete,
-        keeps_alike=True,
-    )
+
+    def arguments(worlds: Sequence[World]) -> list[tuple[Any, Any]]:
+        return list(zip(controller.ensure_group().share(state), own_states(rank_states, len(worlds)), strict=True))
+
+    call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True)
     controller.run(call)
     if is_complete:
         controller.snapshots.adopt(Snapshot(state.value if isinstance(state, Stored) else state, rank_states))
