@@ -262,12 +262,3 @@ def _arrived(transfer: Any) -> Any:
         raise
     except RayError as error:
         raise CheckpointLostError(str(error).partition("\n")[0]) from error
-
-
-def restarts_allowed(max_retries: int) -> float:
-    """The restarts that `max_retries` of the old library means: its last retry is the one that raises.
-
-    >>> [restarts_allowed(number) for number in (0, 1, 3, -1)]
-    [0, 0, 2, inf]
-    """
-    return float("inf") if max_retries < 0 else max(0, max_retries - 1)

@@ -6,52 +6,34 @@ A thin face over the engine's controller. Nothing is retried here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from raysgd._checks import MAX_WORKERS, MIN_HEARTBEAT_S, check_seconds
+from raysgd._checks import check_seconds
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.history import History
 from raysgd.engine.lifecycle import ElasticRules
-from raysgd.engine.policies import FailurePolicy, RetryBudget, ScalingPolicy
+from raysgd.engine.policies import FailurePolicy
 from raysgd.engine.resources import draining_nodes, ensure_ray
-from raysgd.engine.types import Resources
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     TrainBackendError,
     TrainingWorkerError,
-    WorkersLostError,
 )
-from raysgd.train import constants
-from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._launch import Launch
+from raysgd.train._max_retries import MaxRetries
 from raysgd.train._messages import FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._plan import RunPlan
 from raysgd.train._plugin_hooks import PluginHooks
-from raysgd.train._run import FunctionRun, Step, restarts_allowed
+from raysgd.train._run import FunctionRun, Step
+from raysgd.train._settings import WorkerSettings
 from raysgd.train._shards import DividedData
-from raysgd.train.backend import BackendConfig, Placed, backend_of
+from raysgd.train.backend import BackendConfig, backend_of
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
-from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, WorkerObject, check_group, gather
+from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, WorkerObject, gather
 
 logger = logging.getLogger(__name__)
-
-WORDS = Words(
-    when_shut_down="Call `start` again for new workers.",
-    when_interrupted="Checkpoints that the functions saved are kept.",
-    when_starved="Ask for fewer workers or less per worker, or free what is held. Saved checkpoints are kept.",
-    when_spent="Saved checkpoints are kept: pass `latest_checkpoint` to the next run as `checkpoint` to go on from it.",
-    when_not_granted=(
-        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
-        "environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
-    ),
-    after_end="saved checkpoints are kept",
-    restart_point="from the newest checkpoint, or from the beginning without one",
-)
-"""What users of functions are told behind the engine's facts."""
 
 _RELEASE_S = 30.0
 
@@ -86,33 +68,24 @@ class BackendExecutor:
         resize_check_s: float = 60.0,
         heartbeat_s: float = 60.0,
     ) -> None:
-        self._min_workers, self._max_workers = as_range(num_workers)
-        self._is_elastic = not isinstance(num_workers, int)
         check_seconds("resize_check_s", resize_check_s)
-        check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
-        check_group(self._min_workers, num_cpus_per_worker, num_gpus_per_worker)
         self._config = backend_config
         self._backend = backend_of(backend_config)
-        self._resources = Resources(
-            num_cpus_per_worker, num_gpus_per_worker, dict(additional_resources_per_worker or {})
+        self._settings = WorkerSettings.checked(
+            self._backend,
+            num_workers,
+            num_cpus_per_worker,
+            num_gpus_per_worker,
+            additional_resources_per_worker,
+            heartbeat_s,
         )
-        self._max_retries = max_retries
-        self._budget = RetryBudget(restarts_allowed(max_retries))
-        self._resize_check_s, self._heartbeat_s = resize_check_s, heartbeat_s
-        self._shares_gpus = bool(
-            constants.env_integer(
-                constants.ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, int(self._backend.share_cuda_visible_devices)
-            )
-        )
-        self._is_detailed = bool(constants.env_integer(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0))
-        self._packs = not constants.env_integer(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0)
-        self._timeout_s = constants.env_integer(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100)
+        self._is_elastic = not isinstance(num_workers, int)
+        self._max_retries = MaxRetries(max_retries)
+        self._resize_check_s = resize_check_s
         self._controller: ElasticController | None = None
         self.checkpoint_manager = CheckpointManager()
         self._hooks = self._make_hooks(None)
         self._run: FunctionRun | None = None
-
-    # ---------------------------------------------------------------------------------------------- start and end
 
     @property
     def is_started(self) -> Flag:
@@ -151,9 +124,9 @@ class BackendExecutor:
         self._hooks = self._make_hooks(worker_object)
         controller = self._make_controller(initialization_hook)
         ensure_ray()
-        self._budget.renew()
+        self._max_retries.renew()
         try:
-            with self._naming_max_retries():
+            with self._max_retries.named():
                 controller.start(as_fits=self._is_elastic)
         except BaseException:
             controller.stop(force=True)
@@ -162,33 +135,17 @@ class BackendExecutor:
 
     def _make_hooks(self, worker_object: WorkerObject | None) -> PluginHooks:
         return PluginHooks(
-            self._backend, self._config, self._resources, self.checkpoint_manager.await_arrival, worker_object
+            self._backend, self._config, self._settings.resources, self.checkpoint_manager.await_arrival, worker_object
         )
 
     def _make_controller(self, initialization_hook: Callable[[], Any] | None) -> ElasticController:
-        connection = self._config.connection(self._resources.num_gpus)
-        if isinstance(connection, Placed):
-            connection.shares_gpus = self._shares_gpus
-        elif self._shares_gpus and self._resources.num_gpus > 0:
-            connection = Placed(connection, shares_gpus=True)
-        spec = GroupSpec(
-            backend=connection,
-            make_replica=FunctionReplica,
-            resources=self._resources,
-            initialization_hook=initialization_hook,
-            reservation_timeout_s=self._timeout_s,
-            captures=False,
-            packs=self._packs,
-            heartbeat_s=self._heartbeat_s,
-            words=WORDS,
-        )
         return ElasticController(
-            spec,
-            ScalingPolicy(max_workers=self._max_workers, min_workers=self._min_workers),
+            self._settings.group_spec(self._config, initialization_hook),
+            self._settings.scaling,
             FailurePolicy(),
             release_timeout_s=_RELEASE_S,
             rules=ElasticRules(leaving_nodes=self._leaving_nodes),
-            start_budget=self._budget,
+            start_budget=self._max_retries.budget,
             hooks=self._hooks,
         )
 
@@ -212,8 +169,6 @@ class BackendExecutor:
         self._run = None
         if controller is not None:
             controller.stop(force=patience_s <= 0)
-
-    # ---------------------------------------------------------------------------------------------- a run
 
     def start_training(
         self,
@@ -260,7 +215,7 @@ class BackendExecutor:
             plan.function,
             self._backend.encode_data,
             self.checkpoint_manager.score_attribute,
-            self._is_detailed,
+            self._settings.is_detailed,
             explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
         )
         hooks = self._hooks
@@ -270,12 +225,12 @@ class BackendExecutor:
             Launch(spec, self.checkpoint_manager, data, hooks),
             self._backend.decode_data,
             self.checkpoint_manager,
-            self._budget,
-            max_workers=self._max_workers,
+            self._max_retries.budget,
+            max_workers=self._settings.max_workers,
             resize_check_s=self._resize_check_s,
         )
-        self._budget.renew()
-        with self._naming_max_retries():
+        self._max_retries.renew()
+        with self._max_retries.named():
             self._run.start()
 
     def check_free(self) -> None:
@@ -300,13 +255,13 @@ class BackendExecutor:
     def fetch_next_result(self) -> list[dict[str, Any]] | None:
         """The metrics of all workers at their next report; None when all functions have ended."""
         run = self._running()
-        with self._naming_max_retries():
+        with self._max_retries.named():
             return run.next_reports()
 
     def get_next_results(self) -> list[TrainingResult] | None:
         """The next step of all workers, also those in which they saved; None when all functions have ended."""
         run = self._running()
-        with self._naming_max_retries():
+        with self._max_retries.named():
             step = run.next_step()
         if step.kind is None:
             return None
@@ -321,13 +276,13 @@ class BackendExecutor:
     def pause_reporting(self) -> None:
         """From here on the functions do not wait for their reports to be fetched."""
         run = self._running()
-        with self._naming_max_retries():
+        with self._max_retries.named():
             run.mute()
 
     def finish_training(self) -> list[Any]:
         """Lets the functions come to their end, without their reports; returns what they returned, by rank."""
         run, self._run = self._running(), None
-        with self._naming_max_retries():
+        with self._max_retries.named():
             return run.finish()
 
     def abort_training(self) -> None:
@@ -336,31 +291,11 @@ class BackendExecutor:
         if run is not None and self._controller is not None:
             run.abort()
 
-    @contextmanager
-    def _naming_max_retries(self) -> Iterator[None]:
-        """Where a loss of workers is the last that is allowed, says what allows more."""
-        num_refused = self._budget.num_refused
-        try:
-            yield
-        except WorkersLostError as error:
-            if self._budget.num_refused == num_refused:
-                raise
-            raise WorkersLostError(f"{error}\n{self._allowance}") from error
-
-    @property
-    def _allowance(self) -> str:
-        return (
-            f"With `max_retries={self._max_retries}` nothing is tried after loss number {self._get_num_failures()}: a "
-            "larger number allows more of them, -1 any number."
-        )
-
     def _running(self) -> FunctionRun:
         self._active()
         if self._run is None or (self._run.is_over and self._run.returned is None):
             raise TrainBackendError("No function is running: call `start_training` first.")
         return self._run
-
-    # ---------------------------------------------------------------------------------------------- the workers
 
     @property
     def worker_group(self) -> WorkerGroup | _InactiveGroup:
@@ -374,7 +309,7 @@ class BackendExecutor:
             InactiveWorkerGroupError: There are none.
         """
         controller = self._active()
-        with self._naming_max_retries():
+        with self._max_retries.named():
             controller.ensure_group()
         return self._hooks.workers
 
@@ -388,7 +323,7 @@ class BackendExecutor:
         controller = self._active()
         self.check_free()
         controller.kill_group()
-        self._budget.renew()
+        self._max_retries.renew()
         return self.get_worker_group()
 
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -400,7 +335,7 @@ class BackendExecutor:
             WorkersLostError: A worker died, and `max_retries` allows no loss, or the new workers died as well.
         """
         if self._run is None or self._run.is_over:
-            self._budget.renew()
+            self._max_retries.renew()
         return self.get_with_failure_handling(self.get_worker_group().execute_async(function, *args, **kwargs))
 
     def get_with_failure_handling(self, references: Sequence[Any]) -> list[Any]:
@@ -415,10 +350,7 @@ class BackendExecutor:
             return gather(references)
         except LostDuringCallError as lost:
             controller.kill_group()
-            if self._budget.is_spent:
-                self._budget.refuse()
-                raise WorkersLostError(f"{lost}. {self._allowance}") from lost
-            self._budget.pay_for_rebuild()
+            self._max_retries.pay(lost)
             self.get_worker_group()
             raise TrainingWorkerError(f"{lost}; new workers have started") from lost
 
@@ -427,10 +359,8 @@ class BackendExecutor:
             raise InactiveWorkerGroupError("There are no workers: call `start` first.")
         return self._controller
 
-    # ---------------------------------------------------------------------------------------------- what happened
-
     def _get_num_failures(self) -> int:
-        return self._budget.num_spent + self._budget.num_refused
+        return self._max_retries.num_losses
 
     @property
     def history(self) -> History:
@@ -481,24 +411,3 @@ class _InactiveGroup:
 
     def __len__(self) -> int:
         raise InactiveWorkerGroupError("There are no workers: call `start` first.")
-
-
-def as_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
-    """The smallest and the largest number of workers.
-
-    Raises:
-        ValueError: Neither a positive integer nor a pair of such, in spec.
-    """
-    pair = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
-    if (
-        isinstance(num_workers, bool)
-        or not isinstance(pair, tuple)
-        or len(pair) != 2
-        or not all(isinstance(number, int) for number in pair)
-        or not 1 <= pair[0] <= pair[1] <= MAX_WORKERS
-    ):
-        raise ValueError(
-            f"`num_workers={num_workers!r}`: need at least 1 and at most {MAX_WORKERS}, or a pair such as `(2, 8)`, "
-            "the smallest and the largest number."
-        )
-    return pair

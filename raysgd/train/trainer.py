@@ -21,11 +21,12 @@ from raysgd.train._object_group import TrainWorkerGroup
 from raysgd.train._plan import RunPlan
 from raysgd.train._run_callbacks import RunCallbacks
 from raysgd.train._run_folders import RunFolders, make_logdir
+from raysgd.train._settings import as_range
 from raysgd.train._shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy, load_checkpoint
-from raysgd.train.executor import BackendExecutor, Flag, as_range
+from raysgd.train.executor import BackendExecutor, Flag
 from raysgd.train.utils import without_arguments
 
 logger = logging.getLogger(__name__)

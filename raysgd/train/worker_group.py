@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._checks import check_amount
 from raysgd.engine.failures import classify
 from raysgd.engine.gathering import Listener
 from raysgd.engine.group_spec import GroupSpec
@@ -26,6 +25,7 @@ from raysgd.exceptions import (
     worker_error,
 )
 from raysgd.train._function_replica import FunctionReplica
+from raysgd.train._settings import check_group
 from raysgd.train.backend import Unconnected
 
 logger = logging.getLogger(__name__)
@@ -393,15 +393,3 @@ def _make_objects(worker_object: WorkerObject, workers: Sequence[Worker]) -> Non
     gather(
         [worker.actor.group.submit(worker.actor.rank, "host", make_worker_object, worker_object) for worker in workers]
     )
-
-
-def check_group(num_workers: int, num_cpus_per_worker: float, num_gpus_per_worker: float) -> None:
-    """Checks the size of a group and what each worker gets.
-
-    Raises:
-        ValueError: One of them cannot be.
-    """
-    if num_workers <= 0:
-        raise ValueError(f"`num_workers={num_workers!r}`: need at least 1.")
-    check_amount("num_cpus_per_worker", num_cpus_per_worker)
-    check_amount("num_gpus_per_worker", num_gpus_per_worker)

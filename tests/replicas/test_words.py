@@ -9,11 +9,11 @@ import pytest
 from raysgd import TorchTrainer
 from raysgd.engine.group_spec import Words
 from raysgd.replicas import trainer as class_based
-from raysgd.train import Trainer, executor
+from raysgd.train import Trainer, _settings
 from raysgd.train.executor import BackendExecutor
 
 
-@pytest.mark.parametrize("words", [class_based.WORDS, executor.WORDS])
+@pytest.mark.parametrize("words", [class_based.WORDS, _settings.WORDS])
 def test_each_front_end_has_words_for_everything(words: Words) -> None:
     assert all(getattr(words, field.name) for field in fields(words))
     assert words.restart_point != Words().restart_point
@@ -28,10 +28,10 @@ def test_advice_for_classes_names_what_their_trainers_have() -> None:
 
 
 def test_advice_for_functions_names_what_their_trainers_have() -> None:
-    all_words = " ".join(getattr(executor.WORDS, field.name) for field in fields(executor.WORDS))
+    all_words = " ".join(getattr(_settings.WORDS, field.name) for field in fields(_settings.WORDS))
     assert "force=True" not in all_words
     assert "last completed" not in all_words
     assert "`save`" not in all_words
     assert all(hasattr(front_end, "latest_checkpoint") for front_end in (Trainer, BackendExecutor))
-    assert "`latest_checkpoint`" in executor.WORDS.when_spent
-    assert " TRAIN_PLACEMENT_GROUP_TIMEOUT_S" in executor.WORDS.when_not_granted
+    assert "`latest_checkpoint`" in _settings.WORDS.when_spent
+    assert " TRAIN_PLACEMENT_GROUP_TIMEOUT_S" in _settings.WORDS.when_not_granted

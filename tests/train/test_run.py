@@ -5,7 +5,7 @@ import pytest
 from raysgd.exceptions import StepMismatchError
 from raysgd.train._mailbox import Ended
 from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
-from raysgd.train._run import check_step, restarts_allowed
+from raysgd.train._run import check_step
 
 REPORT, CHECKPOINT = TrainingResultType.REPORT, TrainingResultType.CHECKPOINT
 
@@ -49,8 +49,3 @@ def test_the_end_of_some_is_an_error_that_names_them() -> None:
 def test_different_calls_are_an_error_that_names_the_ranks() -> None:
     with pytest.raises(StepMismatchError, match=r"ranks 0, 2 called `save_checkpoint`.*same calls in the same order"):
         check_step([Message(CHECKPOINT), Message(REPORT, 1), Message(CHECKPOINT)])
-
-
-@pytest.mark.parametrize(("max_retries", "expected"), [(3, 2), (2, 1), (1, 0), (0, 0), (-1, float("inf"))])
-def test_the_last_retry_is_the_one_that_raises(max_retries: int, expected: float) -> None:
-    assert restarts_allowed(max_retries) == expected

@@ -1,0 +1,146 @@
+"""What the workers of an executor are started from: its arguments, checked, and the environment of the driver."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from raysgd._checks import MAX_WORKERS, MIN_HEARTBEAT_S, check_amount, check_seconds
+from raysgd.engine.group_spec import GroupSpec, Words
+from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.types import Resources
+from raysgd.train import constants
+from raysgd.train._function_replica import FunctionReplica
+from raysgd.train.backend import Backend, BackendConfig, Connection, Placed
+
+WORDS = Words(
+    when_shut_down="Call `start` again for new workers.",
+    when_interrupted="Checkpoints that the functions saved are kept.",
+    when_starved="Ask for fewer workers or less per worker, or free what is held. Saved checkpoints are kept.",
+    when_spent="Saved checkpoints are kept: pass `latest_checkpoint` to the next run as `checkpoint` to go on from it.",
+    when_not_granted=(
+        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
+        "environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
+    ),
+    after_end="saved checkpoints are kept",
+    restart_point="from the newest checkpoint, or from the beginning without one",
+)
+"""What users of functions are told behind the engine's facts."""
+
+
+@dataclass(frozen=True)
+class WorkerSettings:
+    """What the workers of an executor are started from. `checked` makes it.
+
+    Attributes:
+        min_workers: The smallest number of workers.
+        max_workers: The largest number of workers.
+        resources: What one worker gets.
+        heartbeat_s: A worker process that gives no sign of life for so long is lost.
+        shares_gpus: Whether each worker sees the GPUs of all workers on its node.
+        packs: Whether workers go to as few nodes as they can.
+        reservation_timeout_s: How long to wait until the cluster grants the resources.
+        is_detailed: Whether each report also says where and when it was made.
+    """
+
+    min_workers: int
+    max_workers: int
+    resources: Resources
+    heartbeat_s: float
+    shares_gpus: bool
+    packs: bool
+    reservation_timeout_s: float
+    is_detailed: bool
+
+    @classmethod
+    def checked(
+        cls,
+        backend: Backend,
+        num_workers: int | tuple[int, int],
+        num_cpus_per_worker: float,
+        num_gpus_per_worker: float,
+        additional_resources_per_worker: Mapping[str, float] | None,
+        heartbeat_s: float,
+    ) -> WorkerSettings:
+        """The settings of arguments as users pass them; the environment is read here.
+
+        Raises:
+            ValueError: A number that cannot be.
+        """
+        min_workers, max_workers = as_range(num_workers)
+        check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
+        check_group(min_workers, num_cpus_per_worker, num_gpus_per_worker)
+        read = constants.env_integer
+        return cls(
+            min_workers,
+            max_workers,
+            Resources(num_cpus_per_worker, num_gpus_per_worker, dict(additional_resources_per_worker or {})),
+            heartbeat_s,
+            shares_gpus=bool(
+                read(constants.ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, int(backend.share_cuda_visible_devices))
+            ),
+            packs=not read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0),
+            reservation_timeout_s=read(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100),
+            is_detailed=bool(read(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0)),
+        )
+
+    @property
+    def scaling(self) -> ScalingPolicy:
+        """Decides the number of workers."""
+        return ScalingPolicy(max_workers=self.max_workers, min_workers=self.min_workers)
+
+    def group_spec(self, config: BackendConfig, initialization_hook: Callable[[], Any] | None) -> GroupSpec:
+        """What the engine starts every group from."""
+        return GroupSpec(
+            backend=self._connection(config),
+            make_replica=FunctionReplica,
+            resources=self.resources,
+            initialization_hook=initialization_hook,
+            reservation_timeout_s=self.reservation_timeout_s,
+            captures=False,
+            packs=self.packs,
+            heartbeat_s=self.heartbeat_s,
+            words=WORDS,
+        )
+
+    def _connection(self, config: BackendConfig) -> Connection:
+        connection = config.connection(self.resources.num_gpus)
+        if isinstance(connection, Placed):
+            connection.shares_gpus = self.shares_gpus
+        elif self.shares_gpus and self.resources.num_gpus > 0:
+            return Placed(connection, shares_gpus=True)
+        return connection
+
+
+def as_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
+    """The smallest and the largest number of workers.
+
+    Raises:
+        ValueError: Neither a positive integer nor a pair of such, the smaller one first.
+    """
+    pair = (num_workers, num_workers) if isinstance(num_workers, int) else num_workers
+    if (
+        isinstance(num_workers, bool)
+        or not isinstance(pair, tuple)
+        or len(pair) != 2
+        or not all(isinstance(number, int) for number in pair)
+        or not 1 <= pair[0] <= pair[1] <= MAX_WORKERS
+    ):
+        raise ValueError(
+            f"`num_workers={num_workers!r}`: need at least 1 and at most {MAX_WORKERS}, or a pair such as `(2, 8)`, "
+            "the smallest and the largest number."
+        )
+    return pair
+
+
+def check_group(num_workers: int, num_cpus_per_worker: float, num_gpus_per_worker: float) -> None:
+    """Checks the size of a group and what each worker gets.
+
+    Raises:
+        ValueError: One of them cannot be.
+    """
+    if num_workers <= 0:
+        raise ValueError(f"`num_workers={num_workers!r}`: need at least 1.")
+    check_amount("num_cpus_per_worker", num_cpus_per_worker)
+    check_amount("num_gpus_per_worker", num_gpus_per_worker)

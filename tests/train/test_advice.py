@@ -1,0 +1,60 @@
+"""What users of functions read when something goes wrong: advice that holds for functions."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raysgd.engine.call import Call
+from raysgd.engine.controller import ElasticController
+from raysgd.exceptions import InactiveWorkerGroupError, TrainerShutdownError, UnpicklableError, WorkersLostError
+from raysgd.train import Trainer
+from raysgd.train._settings import WorkerSettings
+from raysgd.train.backend import Backend, BackendConfig
+from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullBackend, ShutDown, Stopper, read
+
+
+def controller(cluster: FakeCluster) -> ElasticController:
+    """The controller of a function trainer, over a fake cluster."""
+    settings = WorkerSettings.checked(Backend(), 2, 1, 0, None, 60.0)
+    spec = replace(settings.group_spec(BackendConfig(), None), backend=NullBackend(), make_replica=CountingReplica)
+    made = ElasticController(
+        spec, settings.scaling, make_group=cluster.make_group, view=cluster.view, clock=FakeClock().as_clock()
+    )
+    made.start()
+    return made
+
+
+def test_a_loss_too_many_names_the_checkpoint() -> None:
+    cluster = FakeCluster(calls=deque([Lost((1,))]))
+    with pytest.raises(WorkersLostError) as caught:
+        controller(cluster).run(Call(read), max_retries=0)
+    assert "pass `latest_checkpoint` to the next run as `checkpoint` to go on from it" in str(caught.value)
+    assert "shutdown(force=True)" not in str(caught.value)
+
+
+def test_a_shutdown_while_a_function_runs_says_what_is_kept() -> None:
+    cluster = FakeCluster()
+    made = controller(cluster)
+    stopper = Stopper(made, cluster)
+    cluster.calls = deque([ShutDown(stopper.stop)])
+    with pytest.raises(TrainerShutdownError, match=r"Checkpoints that the functions saved are kept\."):
+        made.run(Call(read))
+    stopper.join()
+
+
+def test_a_run_after_a_shutdown_says_what_to_call(tmp_path: Path) -> None:
+    trainer = Trainer(BackendConfig(), logdir=tmp_path)
+    trainer.shutdown()
+    with pytest.raises(InactiveWorkerGroupError, match=r"There are no workers: call `start` first\."):
+        trainer.run(lambda: None)
+
+
+def test_a_function_that_cannot_be_sent_is_named(tmp_path: Path) -> None:
+    lock = threading.Lock()
+    with pytest.raises(UnpicklableError, match=r"`train_func` cannot be sent to the workers.*make it there"):
+        Trainer(BackendConfig(), logdir=tmp_path).run(lambda: lock.locked())

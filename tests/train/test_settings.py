@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from raysgd.train._settings import WORDS, WorkerSettings
+from raysgd.train.backend import Backend, BackendConfig, Placed, Unconnected
+from raysgd.train.torch import TorchConfig
+
+
+def settings(**options: Any) -> WorkerSettings:
+    given = {"num_workers": 2, "num_cpus": 1, "num_gpus": 0, "custom": None, "heartbeat_s": 60.0, **options}
+    return WorkerSettings.checked(Backend(), *given.values())
+
+
+def test_groups_are_started_from_what_the_user_asked_for() -> None:
+    made = settings(num_workers=(2, 4), num_cpus=0.5, custom={"disk": 1}, heartbeat_s=20)
+    spec = made.group_spec(BackendConfig(), print)
+    assert (made.min_workers, made.max_workers) == (2, 4)
+    assert spec.resources.bundle() == {"CPU": 0.5, "disk": 1}
+    assert (spec.heartbeat_s, spec.initialization_hook, spec.captures, spec.words) == (20, print, False, WORDS)
+
+
+@pytest.mark.parametrize(("shares", "num_gpus"), [("0", 1), ("1", 1), ("1", 0)])
+def test_workers_see_the_gpus_of_others_if_they_are_to(
+    monkeypatch: pytest.MonkeyPatch, shares: str, num_gpus: int
+) -> None:
+    monkeypatch.setenv("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES", shares)
+    made = settings(num_gpus=num_gpus)
+    alone = made.group_spec(BackendConfig(), None).backend
+    if shares == "1" and num_gpus:
+        assert isinstance(alone, Placed)
+        assert alone.shares_gpus
+    else:
+        assert isinstance(alone, Unconnected)
+    of_torch = made.group_spec(TorchConfig(), None).backend
+    assert isinstance(of_torch, Placed)
+    assert of_torch.shares_gpus is (shares == "1")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"num_workers": 0}, "num_workers"),
+        ({"num_cpus": -1}, "num_cpus_per_worker"),
+        ({"num_gpus": -1}, "num_gpus_per_worker"),
+        ({"heartbeat_s": 0}, "heartbeat_s"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(options: dict[str, Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}="):
+        settings(**options)
