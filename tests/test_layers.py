@@ -189,7 +189,7 @@ def test_backends_load_a_framework_only_inside_functions() -> None:
 
 def test_replicas_stand_on_the_engine_and_know_no_framework() -> None:
     found = imports_of("raysgd/replicas")
-    allowed = ("raysgd.engine", "raysgd.replicas", "raysgd.utils", *UTILITIES)
+    allowed = ("raysgd.engine", "raysgd.replicas", "raysgd.utils", "raysgd._fitting", *UTILITIES)
     assert words(found for found in found if found.is_of("raysgd") and not found.is_of(*allowed)) == []
     assert words(found for found in found if found.is_of("ray.tune", *FRAMEWORKS)) == []
 

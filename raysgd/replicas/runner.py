@@ -7,19 +7,22 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, ClassVar
 
 from raysgd._meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, MetricSummary
 from raysgd._timers import TimerCollection
 from raysgd.engine.replica import Capture
-from raysgd.engine.types import DataLedger, Heartbeat, Held, ReplicaProgress, World
+from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
 from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
 from raysgd.replicas.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
+from raysgd.replicas.feed import Feed
+from raysgd.replicas.loop import Loop
+from raysgd.replicas.replica_state import ReplicaState
 from raysgd.replicas.results import WorkerMetrics, as_number
 from raysgd.replicas.streams import PlaceInStep, Stream, WatchedBatches, redrawing
 
@@ -27,73 +30,44 @@ from raysgd.replicas.streams import PlaceInStep, Stream, WatchedBatches, redrawi
 class ClassRunner(ABC):
     """Hosts one operator; a `RegroupingReplica` together with what a subclass adds.
 
+    A subclass makes `_operator`, `_loop` and `_state` in `setup`.
+
     Args:
         world: The place among the replicas.
         snapshot_every_n_steps: How often to copy the state inside a training call.
+        feed: Has the data.
+
+    Attributes:
+        stock_train_epochs: The `train_epoch`s that are the library's.
     """
 
-    def __init__(self, world: World, snapshot_every_n_steps: int | None) -> None:
+    stock_train_epochs: ClassVar[tuple[Any, ...]]
+    _state: ReplicaState
+
+    def __init__(self, world: World, snapshot_every_n_steps: int | None, feed: Feed) -> None:
         self._world = world
         self._operator: Any = None
+        self._feed = feed
+        self._loop = Loop(feed)
         self._timers = TimerCollection()
         self._copies = PendingCopies()
         self._running: tuple[Stream, int, int | None, Mapping[str, Any]] | None = None
         self._run: EpochRun | None = None
         self._inside = MidCallSnapshots(snapshot_every_n_steps)
 
-    # ------------------------------------------------------------------------------------------------ to add
-
     @property
-    @abstractmethod
     def epoch(self) -> int:
         """How many passes over the train data were begun."""
+        return self._feed.epoch
 
     @abstractmethod
-    def _count_own_epoch(self) -> None:
-        """Counts an epoch that brought its own data."""
-
-    @property
-    @abstractmethod
-    def _group_obstacle(self) -> str | None:
-        """Why this replica cannot go on in another group at all."""
+    def _facts(self) -> Any:
+        """What the driver wants to know about this replica."""
 
     @property
     @abstractmethod
-    def _epoch_obstacle(self) -> str | None:
-        """Why an epoch of this operator can only be begun again, be it by new workers."""
-
-    @property
-    @abstractmethod
-    def _is_whole(self) -> bool:
-        """Whether the state is that of a completed step."""
-
-    @abstractmethod
-    def _note_boundary(self) -> None:
-        """Called where the state is that of a completed step."""
-
-    @abstractmethod
-    def _ledger(self) -> DataLedger | None:
-        """What became of the samples; None where the library does not divide them. Called from a second thread, too."""
-
-    @abstractmethod
-    def _own_s(self) -> float | None:
-        """Seconds of the training call that this rank did not spend waiting for others; None if not measured."""
-
-    @abstractmethod
-    def _own_capture(self) -> Capture:
-        """A copy of this rank's own state."""
-
-    @abstractmethod
-    def _with_copy(self, part: Capture) -> Capture:
-        """On rank 0: `part` with a copy of what all ranks share."""
-
-    @abstractmethod
-    def _help_copy(self) -> None:
-        """On other ranks: does what rank 0 cannot do alone when it copies what all share."""
-
-    @abstractmethod
-    def restore(self, shared_state: Any, own_state: Any) -> None:
-        """Takes over a snapshot or a checkpoint."""
+    def _connection_obstacle(self) -> str | None:
+        """Why this replica cannot connect with another group at all."""
 
     @property
     @abstractmethod
@@ -101,20 +75,12 @@ class ClassRunner(ABC):
         """The step that the replica is in."""
 
     @abstractmethod
-    def _training_stream(self, request: EpochRequest) -> Any:
-        """Where the batches of a training call come from; a `Stream`."""
-
-    @abstractmethod
-    def _pass_index(self, stream: Any) -> int:
-        """Index of the pass that the next batch belongs to."""
-
-    @abstractmethod
-    def _can_resume(self, stream: Any) -> bool:
-        """Whether a call with these batches can continue from inside."""
-
-    @abstractmethod
     def _training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:
         """What has to be around the operator's `train_epoch`."""
+
+    @abstractmethod
+    def _evaluating(self) -> AbstractContextManager[Any]:
+        """What has to be around the operator's `validate`."""
 
     @abstractmethod
     def _new_meters(self) -> AverageMeterCollection:
@@ -124,55 +90,98 @@ class ClassRunner(ABC):
     def _plain(self, value: Any) -> Any:
         """A tensor as something that the driver can read."""
 
-    def _returned_by_account(self, run: EpochRun) -> Any:
-        """What an epoch returns that this rank has not gone through to its end, but others have."""
-        return run.meters.summary()
+    @abstractmethod
+    def _take_place(self, world: World) -> None:
+        """Takes a place in another group, which this process has joined."""
 
-    def _extra_results(self) -> dict[str, Any]:
-        """What the library adds to the metrics of a training call."""
-        return {"epoch": self.epoch}
+    @abstractmethod
+    def _send(self, state: Any, ranks: Collection[int]) -> None:
+        """Sends something to other ranks of the group."""
 
-    def _words(self) -> str:
-        """How far the training call is, in the user's terms."""
-        data = self._ledger()
-        return "" if data is None else f"no sample lost, {data.in_flight} in flight are repeated ({data})"
+    @abstractmethod
+    def _receive(self, source: int) -> Any:
+        """What another rank sends."""
 
-    def _num_samples(self, run: EpochRun) -> int:
-        """Samples that this rank has worked on in a training call; 0 where they are not counted."""
-        return int(run.meters.n)
-
-    # ------------------------------------------------------------------------------------------------ copies
+    def state(self) -> dict[str, Any]:
+        """The state; copy before anything else runs."""
+        return self._state.read()
 
     def capture(self, landed_token: int | None) -> Capture:
         """Copies the state once: rank 0 what all ranks share, every rank what is its own."""
-        part = self._own_capture()
-        if self._world.rank:
-            self._help_copy()
-            return part
         self._copies.drop_landed(landed_token)
-        return self._with_copy(part)
+        return self._with_copy(Capture(self._state.own()))
 
     def _capture_inside(self, run: EpochRun) -> Capture:
         """The same inside a call; a copy that was not fetched gives way to this one."""
-        part = replace(self._own_capture(), progress=run.state(with_metrics=True))
-        if self._world.rank:
-            self._help_copy()
-            return part
         self._copies.drop_unclaimed()
-        return self._with_copy(part)
+        return self._with_copy(Capture(self._state.own(), progress=run.state(with_metrics=True)))
+
+    def _with_copy(self, part: Capture) -> Capture:
+        if self._world.rank:
+            self._state.help_copy()
+            return part
+        return self._copies.add(part, *self._state.copied())
+
+    def restore(self, shared_state: Any, own_state: Any) -> None:
+        """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
+
+        Args:
+            shared_state: A copy of the state, or the state itself where it did not have to travel. Nothing of it is
+                kept.
+            own_state: The random states of this rank; None to keep those that it has.
+
+        Raises:
+            KeyError: A part is missing.
+            ValueError: A part does not fit what is registered.
+        """
+        state = self._state.decoded(shared_state)
+        self._state.check(state)
+        if own_state is not None:
+            self._state.check_own(own_state)
+        self._apply(state)
+        self._run = None
+        self._inside.clear()
+        if own_state is not None:
+            self._state.restore_own(own_state)
+
+    def _apply(self, state: Mapping[str, Any]) -> None:
+        self._state.apply(state)
+        self._loop.note_boundary()
+
+    def shutdown(self) -> None:
+        """Drops the iterators, and with them the processes of loaders. The operator itself stays usable."""
+        self._feed.close()
+        self._running = self._run = None
+        self._inside.clear()
+        self._copies.clear()
 
     def fetch(self, token: int) -> Any:
         """The copy of the state that `token` names."""
         return self._copies.fetch(token)
 
-    # ------------------------------------------------------------------------------------------------ regrouping
+    @property
+    def _group_obstacle(self) -> str | None:
+        """Why this replica cannot continue in another group at all."""
+        return self._connection_obstacle or self._feed.obstacle("train") or self._feed.obstacle("validation")
+
+    @property
+    def _epoch_obstacle(self) -> str | None:
+        """Why an epoch of this operator can only begin again, even with new workers."""
+        operator, name = self._operator, type(self._operator).__name__
+        if operator.resumes_epochs is False:
+            return f"`{name}` sets `resumes_epochs` to False"
+        if operator.resumes_epochs is None and type(operator).train_epoch not in self.stock_train_epochs:
+            return f"`{name}` has a `train_epoch` of its own and does not set `resumes_epochs`"
+        return self._feed.obstacle("train")
 
     def replica_progress(self) -> ReplicaProgress:
         """How far the training call is that broke off or was held, or the last one that was completed."""
-        run, obstacle = self._run, self._group_obstacle
+        run, loop, obstacle = self._run, self._loop, self._group_obstacle
         if run is None or run.is_finished:
-            return ReplicaProgress(run.num_completed + 1 if run is not None else 0, True, obstacle)
-        return ReplicaProgress(run.num_completed, self._is_whole, obstacle or self._epoch_obstacle, self._words())
+            num_steps = run.num_completed + 1 if run is not None else 0
+            return ReplicaProgress(num_steps, True, obstacle or loop.order_obstacle)
+        obstacle = obstacle or self._epoch_obstacle or loop.order_obstacle
+        return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, loop.progress_text())
 
     def heartbeat(self) -> Heartbeat:
         """A sign of life; called from a second thread, so it only reads."""
@@ -181,13 +190,12 @@ class ClassRunner(ABC):
             return self._heartbeat("between calls" if running is None else "validating", -1)
         if running is None:
             return self._heartbeat("broken off", run.num_completed)
-        num_samples, snapshot = self._num_samples(run), self._inside.newest
+        num_samples, snapshot = self._loop.num_samples(run), self._inside.newest
         return self._heartbeat("training", run.num_completed, num_samples, snapshot)
 
     def _heartbeat(self, phase: str, step: int, num_samples: int = 0, snapshot: int = 0) -> Heartbeat:
-        return Heartbeat(
-            self.epoch, step, phase, num_samples, snapshot, time.monotonic(), self._own_s(), self._ledger()
-        )
+        own_s, ledger = self._loop.own_s, self._loop.ledger()
+        return Heartbeat(self.epoch, step, phase, num_samples, snapshot, time.monotonic(), own_s, ledger)
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:
         """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
@@ -217,11 +225,36 @@ class ClassRunner(ABC):
         run.take_over(first)
         self._run = run
 
+    def regroup(self, world: World, handover: Handover) -> Any:
+        """Continues in the new group; takes over the state of `handover.source` if it is among the takers."""
+        self._loop.break_off()
+        self._detach()
+        self._world = world
+        self._take_place(world)
+        self._hand_over(handover)
+        self._count_orphans(handover.orphans)
+        self._operator.world_changed()
+        return self._facts()
+
+    def _hand_over(self, handover: Handover) -> None:
+        """Gives all ranks of another group the same state."""
+        if self._world.rank == handover.source and handover.takers:
+            run = self._run.state(with_metrics=False) if self._run is not None else None
+            self._send((self.state(), run), handover.takers)
+        elif self._world.rank in handover.takers:
+            self._take_over(*self._receive(handover.source))
+
     def _detach(self) -> None:
         """Leaves the stream as it is: it will be another one, or at another place."""
         self._inside.clear()
         if self._run is not None and not self._run.is_finished:
+            self._loop.return_to_boundary()
             self._run.detach()
+
+    def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
+        self._state.check(state)
+        self._apply(state)
+        self._take_over_run(run)
 
     def _take_over_run(self, run: RunState | None) -> None:
         if run is None:
@@ -234,14 +267,13 @@ class ClassRunner(ABC):
         if self._world.rank == 0 and self._run is not None:
             self._run.count(part.metrics for part in orphans)
 
-    # ------------------------------------------------------------------------------------------------ epochs
-
     def train_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
         """Runs the operator's `train_epoch` once."""
-        stream = self._training_stream(request)
+        self._loop.begin_call()
+        stream = self._loop.stream(request)
         self._arm_timers(request.profile)
         self._inside.clear()
-        self._run = EpochRun(self._pass_index(stream), request.num_steps, self._new_meters())
+        self._run = EpochRun(self._loop.pass_index(stream), request.num_steps, self._new_meters())
         return self._go_through(self._run, stream, request)
 
     def resume_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
@@ -252,15 +284,16 @@ class ClassRunner(ABC):
         if run.answer is not None:
             return run.answer
         if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
-            return self._finish(run, self._returned_by_account(run), request)
-        return self._go_through(run, self._training_stream(request), request)
+            return self._finish(run, self._loop.results(run), request)
+        return self._go_through(run, self._loop.stream(request), request)
 
     def _go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | Held:
         operator = self._operator
         info = {**request.info, **operator._own_info(request.num_steps, run.epoch_idx)}
         epoch_before = self.epoch
         run.attach(stream)
-        stream.at_boundary = partial(self._at_boundary, run) if self._can_resume(stream) else self._note_boundary
+        can_resume = self._loop.can_resume(stream) and self._epoch_obstacle is None
+        stream.at_boundary = partial(self._at_boundary, run) if can_resume else self._loop.note_boundary
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         batches = WatchedBatches(coming if request.redraw is None else redrawing(coming, request.redraw), self._step)
         self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
@@ -271,7 +304,7 @@ class ClassRunner(ABC):
                 _not_counting_padding(operator, self._step),
                 self._timers.record("train_epoch"),
             ):
-                self._note_boundary()
+                self._loop.note_boundary()
                 returned = call_with_accepted(
                     operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
                 )
@@ -282,20 +315,36 @@ class ClassRunner(ABC):
         finally:
             self._running = operator._meters_to_fill = stream.at_boundary = None
         if not batches.was_touched and self.epoch == epoch_before:
-            self._count_own_epoch()
+            self._feed.begin_pass()  # one that brought its own data
         return self._finish(run, returned, request)
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
-        answer = self._answer(returned, self._extra_results(), request.profile, run.num_completed)
+        answer = self._answer(returned, self._loop.extra_results(), request.profile, run.num_completed)
         told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
-        num_samples = int(told) if isinstance(told, int | float) else self._num_samples(run)
+        num_samples = int(told) if isinstance(told, int | float) else self._loop.num_samples(run)
         answer = replace(answer, epoch_idx=run.epoch_idx, heartbeat=self._heartbeat("between calls", -1, num_samples))
         run.finish(answer)
+        self._loop.end_call()
         return answer
+
+    def validate(self, request: EpochRequest) -> EpochAnswer:
+        """Runs the operator's `validate` once."""
+        operator, options = self._operator, self._loop.validation_options(request)
+        self._arm_timers(request.profile)
+        with self._evaluating(), self._feed.validation.stream(request) as stream:
+            began_at = stream.num_steps_taken
+            self._running = (stream, began_at, request.num_steps, request.info)
+            try:
+                batches = stream.take(request.num_steps)
+                with self._timers.record("validation"):
+                    returned = call_with_accepted(operator.validate, batches, info=dict(request.info), **options)
+            finally:
+                self._running = None
+        return self._answer(returned, {}, request.profile, stream.num_steps_taken - began_at)
 
     def _at_boundary(self, run: EpochRun) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
-        self._note_boundary()
+        self._loop.note_boundary()
         num_completed = run.num_completed
         if self._inside.is_due(num_completed):
             self._inside.keep(num_completed, self._capture_inside(run))

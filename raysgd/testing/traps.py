@@ -97,10 +97,10 @@ class Trap:
                 self.before(stream, "_hand_out" if hasattr(stream, "_hand_out") else "before_exchange")
             return stream
 
-        if runner._train_stream is not None:
-            watched(runner._train_stream)
-        original = runner._training_stream
-        runner._training_stream = lambda *request: watched(original(*request))
+        if runner._feed.train_stream is not None:
+            watched(runner._feed.train_stream)
+        original = runner._loop.stream
+        runner._loop.stream = lambda *request: watched(original(*request))
 
 
 _traps: list[Trap] = []  # of this process
@@ -108,7 +108,7 @@ _traps: list[Trap] = []  # of this process
 
 def _set(replica: Any, trap: Trap) -> str | None:
     """In the worker, beside its work: sets the trap. Returns why it cannot."""
-    needed = {"step": "_training_stream", "validate": "operator", "snapshot": "capture", "rejoin": "regroup"}
+    needed = {"step": "_loop", "validate": "operator", "snapshot": "capture", "rejoin": "regroup"}
     if not hasattr(replica, needed[trap.place]):
         return f"its `{type(replica).__name__}` has no `{needed[trap.place]}`"
     _traps.append(trap)

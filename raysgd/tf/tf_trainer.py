@@ -24,13 +24,14 @@ from raysgd.engine.backend import Backend
 from raysgd.engine.call import Call
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.epochs import EpochAnswer, merged
+from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import check_parts, load_into_all
 from raysgd.replicas.settings import GroupSettings
 from raysgd.replicas.trainer import ClassTrainer
 from raysgd.tf import arguments, checkpoint_file, datasets, registration, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.settings import TFSettings
-from raysgd.tf.tf_runner import RESUME, TFRunner
+from raysgd.tf.tf_runner import TFRunner
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 

@@ -1,4 +1,4 @@
-"""The data of one replica, across calls: its streams, the passes begun, and the position that a state carries."""
+"""Loaders as the data of one replica: which source is for which loader, and the order that all ranks must share."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 
 from raysgd.engine.types import DataLedger
 from raysgd.exceptions import NotRegisteredError
+from raysgd.replicas import feed
 from raysgd.replicas.epochs import EpochRequest
-from raysgd.replicas.streams import Remainder
 from raysgd.torch.batch_sampler import ElasticBatchSampler
 from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.sample_order import SamplerOrder
@@ -23,20 +23,17 @@ from raysgd.torch.streams import Agreement, BatchStream, DividedSource, Lockstep
 logger = logging.getLogger(__name__)
 
 
-class Feed:
-    """Hands out the streams of a replica and knows where they are.
+class Feed(feed.Feed):
+    """Hands out the streams over loaders.
 
     Args:
         data_of: What is registered under "train" or "validation".
         parallel: How the replicas are kept equal.
         world_size: How many replicas there are.
         undo: Called ahead of a batch of padding in training; returns what undoes what must not stay of it.
-
-    Attributes:
-        epoch: How many passes over the train data were begun.
-        train_stream: That over the registered train loader, once a call has used it.
-        validation: The streams to evaluate on.
     """
+
+    divided_source = DividedSource
 
     def __init__(
         self,
@@ -45,19 +42,14 @@ class Feed:
         world_size: int,
         undo: Callable[[], Callable[[], None]] | None = None,
     ) -> None:
+        super().__init__()
         self._data_of = data_of
         self._parallel = parallel
         self._world_size = world_size
         self._undo = undo
-        self.validation = Remainder(self._open_validation)
         self._agreement: Agreement | None = None
         self._summation: Summation | None = None
         self._order_before: int | None = None
-        self._to_resume: Mapping[str, Any] | None = None
-        self.train_stream: BatchStream | None = None
-        self.epoch = 0
-
-    # ------------------------------------------------------------------------------------------------ streams
 
     def training(self, request: EpochRequest) -> BatchStream:
         """The stream to train on: the shard of the request if it has one, else the train loader."""
@@ -65,20 +57,17 @@ class Feed:
             self.epoch += 1
             source = self._plain_source(_joined_pairs(request.shard), lockstep=True)
             return BatchStream(source, self._parallel.step, lambda: self.epoch - 1, self._undo)
-        if self.train_stream is None:
-            source = self._source("train", request.seed, lockstep=True)
-            self.train_stream = BatchStream(source, self._parallel.step, self._begin_pass, self._undo)
-            self._resume(self.train_stream)
-        if isinstance(self.train_stream.source, DividedSource):
-            self._prepare_check(self.train_stream.source)
-        return self.train_stream
+        stream: BatchStream = super().training(request)
+        if isinstance(stream.source, DividedSource):
+            self._prepare_check(stream.source)
+        return stream
+
+    def _open_training(self, request: EpochRequest) -> BatchStream:
+        source = self._source("train", request.seed, lockstep=True)
+        return BatchStream(source, self._parallel.step, self.begin_pass, self._undo)
 
     def _open_validation(self, request: EpochRequest) -> BatchStream:
         return BatchStream(self._source("validation", request.seed, lockstep=False), Step(), lambda: 0)
-
-    def _begin_pass(self) -> int:
-        self.epoch += 1
-        return self.epoch - 1
 
     def _source(self, name: str, seed: int, *, lockstep: bool) -> Source:
         data = self._data_of(name)
@@ -147,72 +136,32 @@ class Feed:
             if isinstance(data, ShardedLoader):
                 data.sampler.reshape(rank, size, batch_size if data.sampler.batch_size == instead_of else None)
 
-    def close(self) -> None:
-        """Drops the iterators, and with them the processes of the loaders."""
-        self.train_stream = None
-        self.validation.drop()
-
-    # ------------------------------------------------------------------------------------------------ position
-
     def obstacle(self, name: str) -> str | None:
-        """Why it is unknown where in these data the next batch is."""
         data = self._data_of(name)
         if data is None or isinstance(data, ShardedLoader):
             return None
         return f"the {name} loader is not divided by the library ({data.reason})"
 
-    def pass_index(self, stream: BatchStream) -> int:
-        """Index of the pass that the next batch belongs to."""
-        if stream is not self.train_stream:
-            return self.epoch - 1
-        return stream.pass_index if stream.is_mid_pass else self.epoch
-
     def ledger(self) -> DataLedger | None:
-        """What was used of the train data; None where that is not known."""
         stream = self.train_stream
         if stream is None or not isinstance(stream.source, DividedSource):
             return None
         return DataLedger(stream.pass_index, *stream.ledger())
 
-    def position(self) -> dict[str, Any] | None:
-        """Where in the data the next batch is, for loaders whose position means the same on any number of workers.
-
-        Of others, inside a pass, only that it is unknown.
-        """
-        stream, data = self.train_stream, self._data_of("train")
-        if stream is None:
-            return dict(self._to_resume) if self._to_resume else None
-        if not isinstance(stream.source, DividedSource):
-            return {"is_unknown": True, "pass_index": stream.pass_index} if stream.is_mid_pass else None
+    def _origin(self, stream: BatchStream) -> dict[str, Any]:
+        data = self._data_of("train")
         assert isinstance(data, ShardedLoader)
-        is_mid_pass = stream.is_mid_pass
-        position = {
-            "pass_index": stream.pass_index,
-            "consumed": stream.completed if is_mid_pass else 0,
-            "is_mid_pass": is_mid_pass,
-            "seed": stream.source.seed,
-            "num_samples": data.num_samples,
-        }
-        order = self._order_before or data.sampler.fingerprint() if is_mid_pass else None
-        return position if order is None else {**position, "order": order}
+        origin = {"seed": stream.source.seed, "num_samples": data.num_samples}
+        order = self._order_before or data.sampler.fingerprint() if stream.is_mid_pass else None
+        return origin if order is None else {**origin, "order": order}
 
     def go_to(self, epoch: int, position: Mapping[str, Any] | None) -> None:
-        """Goes on from a saved position, with fresh streams."""
-        self.close()
-        self.epoch, self._to_resume, self._order_before = epoch, position, None
+        super().go_to(epoch, position)
+        self._order_before = None
 
-    def _resume(self, stream: BatchStream) -> None:
-        position, self._to_resume = self._to_resume, None
+    def _go_to_position(self, stream: BatchStream, position: Mapping[str, Any]) -> None:
         data = self._data_of("train")
-        if position and position.get("is_unknown"):
-            logger.warning(
-                "epoch %s stopped in the middle, and the library does not divide this train data, so its position is "
-                "unknown: reading it from the beginning",
-                position["pass_index"],
-            )
-            return
-        if not position or not isinstance(data, ShardedLoader) or not isinstance(stream.source, DividedSource):
-            return
+        assert isinstance(data, ShardedLoader)
         if position["num_samples"] != data.num_samples:
             logger.warning("the size of the train data has changed since the state was saved: starting a new epoch")
             return

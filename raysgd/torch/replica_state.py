@@ -1,4 +1,4 @@
-"""The state of a replica: what it is made of, whether another one fits, and how that is taken over."""
+"""The state of a replica with PyTorch: what it is made of, whether another one fits, and how that is taken over."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from raysgd._fitting import check_progress
-from raysgd.exceptions import NotRegisteredError
+from raysgd._state_codec import EncodedState, StateEncoder, decode
+from raysgd.replicas.replica_state import RESUME, ReplicaState
+from raysgd.torch import rng
 from raysgd.torch._fitting import check_model, check_optimizer, check_precision, check_schedulers
 from raysgd.torch.feed import Feed
 from raysgd.torch.parallel import NoParallel
@@ -19,11 +20,10 @@ logger = logging.getLogger(__name__)
 
 CRITERION = "criterion"  # key of the state of a criterion with parameters; files of before have none
 FROZEN = "frozen"  # key in it of what only snapshots carry: parameters that were frozen or unfrozen since `setup`
-RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
 
 
-class ReplicaState:
-    """Reads and replaces the state of one replica.
+class TorchState(ReplicaState):
+    """Reads and replaces the state of models, optimizers, schedulers and the precision.
 
     Args:
         operator: Has what is registered, and a state of its own.
@@ -32,23 +32,45 @@ class ReplicaState:
     """
 
     def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: Feed) -> None:
-        self._operator = operator
+        super().__init__(operator, feed)
         self._parallel = parallel
-        self._feed = feed
+        self._encoder = StateEncoder()
         self._flags = self._read_flags()
 
-    def read(self) -> dict[str, Any]:
-        """The live state; copy before anything else runs."""
-        operator = self._operator
-        state = {"epoch": self._feed.epoch, "operator": operator.state_dict(), **self.read_parts()}
+    def _parts(self) -> dict[str, Any]:
+        operator, parts = self._operator, self.read_parts()
         if operator._schedulers:
-            state["schedulers"] = [scheduler.state_dict() for scheduler in operator._schedulers]
+            parts["schedulers"] = [scheduler.state_dict() for scheduler in operator._schedulers]
         if operator._precision.state_key:
-            state[operator._precision.state_key] = operator._precision.state_dict()
-        frozen = [_changes(before, now) for before, now in zip(self._flags, self._read_flags(), strict=False)]
-        position = self._feed.position()
-        state[RESUME] = {"global_step": operator.global_step, "position": position, FROZEN: frozen}
-        return state
+            parts[operator._precision.state_key] = operator._precision.state_dict()
+        return parts
+
+    def _more_progress(self) -> dict[str, Any]:
+        return {FROZEN: [_changes(before, now) for before, now in zip(self._flags, self._read_flags(), strict=False)]}
+
+    def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
+        if FROZEN in resume:
+            self._freeze(resume[FROZEN])
+
+    def copied(self) -> tuple[EncodedState, int]:
+        encoded = self._encoder.encode(self.read())
+        return encoded, encoded.num_bytes
+
+    def help_copy(self) -> None:
+        if self._parallel.is_sharded:
+            self.read_parts()  # rank 0 cannot put its state together alone
+
+    def decoded(self, state: EncodedState | Mapping[str, Any]) -> Mapping[str, Any]:
+        return decode(state, copy=False) if isinstance(state, EncodedState) else state
+
+    def own(self) -> Any:
+        return rng.capture()
+
+    def check_own(self, own: Any) -> None:
+        rng.check(own)
+
+    def restore_own(self, own: Any) -> None:
+        rng.restore(own)
 
     def _read_flags(self) -> list[dict[str, bool]]:
         """For each model, and the criterion, which parameters are frozen."""
@@ -83,10 +105,7 @@ class ReplicaState:
         """
         found = getattr(self._operator, name, None)
         if found is None:
-            raise NotRegisteredError(
-                f"`{type(self._operator).__name__}.setup` never called `register`: register models and optimizers "
-                "there, so that the library can save and restore them."
-            )
+            raise self.not_registered()
         return list(found)
 
     def objects(self) -> list[Any]:
@@ -95,15 +114,8 @@ class ReplicaState:
         tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
         return [*tensors, *self.registered("_optimizers"), *operator._schedulers]
 
-    def check(self, state: Mapping[str, Any]) -> None:
-        """Refuses a state that does not fit.
-
-        Raises:
-            KeyError: A part is missing.
-            ValueError: A part does not fit what is registered.
-        """
+    def _check_parts(self, state: Mapping[str, Any]) -> None:
         operator = self._operator
-        check_progress(state["epoch"], state.get(RESUME))
         for model, saved in zip(self.registered("_original_models"), state["models"], strict=True):
             check_model(model, saved)
         for optimizer, saved in zip(self.registered("_optimizers"), state["optimizers"], strict=True):
@@ -115,17 +127,10 @@ class ReplicaState:
         precision_state = saved_state(operator._precision, dict(state))
         if precision_state is not None:
             check_precision(operator._precision.state_dict(), precision_state)
-        state["operator"]
 
-    def apply(self, state: Mapping[str, Any]) -> None:
-        """Takes over a state that fits. Nothing of it is kept.
-
-        What the user's own `load_state_dict` of an operator or a scheduler refuses shows only here: what came before
-        it has been loaded by then.
-        """
+    def _apply_parts(self, state: Mapping[str, Any]) -> None:
         operator = self._operator
         # What others are going to hold on to is copied first: no copy fails when something has been replaced.
-        own_state = copy.deepcopy(state["operator"])
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
         precision_state = copy.deepcopy(saved_state(operator._precision, dict(state)))
         for model, saved in zip(self.registered("_original_models"), state["models"], strict=True):
@@ -138,13 +143,6 @@ class ReplicaState:
             scheduler.load_state_dict(saved)
         if precision_state is not None:
             operator._precision.load_state_dict(precision_state)
-        self._feed.epoch = state["epoch"]
-        operator.load_state_dict(own_state)
-        resume = state.get(RESUME) or {}
-        if FROZEN in resume:
-            self._freeze(resume[FROZEN])
-        operator.global_step = resume.get("global_step", operator.global_step)
-        self._feed.go_to(state["epoch"], resume.get("position"))
 
     def _load_criterion(self, criterion: Any, saved: Mapping[str, Any] | None) -> None:
         if saved is None:

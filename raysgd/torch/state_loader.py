@@ -15,10 +15,11 @@ from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import own_states
 from raysgd.engine.transfers import Storing
+from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import check_parts, load_into_all
 from raysgd.torch import rng
 from raysgd.torch.checkpoint_file import OpenedFile, OtherFileError
-from raysgd.torch.replica_state import RESUME, as_in_file
+from raysgd.torch.replica_state import as_in_file
 from raysgd.torch.torch_runner import RunnerFacts, TorchRunner
 
 logger = logging.getLogger(__name__)

@@ -26,12 +26,13 @@ from raysgd.engine.types import World
 from raysgd.exceptions import UnevenStepsError
 from raysgd.replicas import results
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, merged
+from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.settings import GroupSettings
 from raysgd.replicas.trainer import ClassTrainer, NotYet
 from raysgd.torch import arguments, checkpoint_file, constants, retired
 from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.progress import ProgressBar
-from raysgd.torch.replica_state import RESUME, as_in_file
+from raysgd.torch.replica_state import as_in_file
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.state_loader import RNG, StateLoader
 from raysgd.torch.torch_runner import TorchRunner

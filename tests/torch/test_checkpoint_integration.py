@@ -11,10 +11,10 @@ import numpy
 import pytest
 import torch
 
+from raysgd.replicas.replica_state import RESUME
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, checkpoint_file
 from raysgd.torch.checkpoint_file import CheckpointCorruptedError
-from raysgd.torch.replica_state import RESUME
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal, samples_seen
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]

@@ -25,11 +25,11 @@ from raysgd.engine.types import DataLedger, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas import copies
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
+from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.torch.metric_objects import capture
 from raysgd.torch.options import StepOptions
-from raysgd.torch.replica_state import RESUME
 from raysgd.torch.sampling import DataSignature
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.torch_runner import TorchRunner

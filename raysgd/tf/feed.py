@@ -1,0 +1,141 @@
+"""Datasets as the data of one replica: which source is for which dataset, and whether its order can be repeated."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from raysgd.backends import tensorflow as backends
+from raysgd.engine.types import DataLedger, World
+from raysgd.exceptions import NotRegisteredError
+from raysgd.replicas import feed
+from raysgd.replicas.epochs import EpochRequest
+from raysgd.tf import datasets
+from raysgd.tf.keras_sync import Synchronizer
+from raysgd.tf.streams import BatchStream, DividedSource, OwnSource, Passes, Source
+from raysgd.tf.training_operator import TrainingOperator
+
+logger = logging.getLogger(__name__)
+
+
+class Feed(feed.Feed):
+    """Hands out the streams over datasets.
+
+    Args:
+        operator_of: The operator that has registered them.
+        synchronizer: Has the steps.
+        world: The place among the replicas.
+        seed: What the order of shuffled datasets depends on.
+        num_joint: How many batches of one worker make a step; None: as many as there are workers.
+    """
+
+    divided_source = DividedSource
+
+    def __init__(
+        self,
+        operator_of: Callable[[], TrainingOperator],
+        synchronizer: Synchronizer,
+        world: World,
+        seed: int,
+        num_joint: int | None,
+    ) -> None:
+        super().__init__()
+        self._operator_of = operator_of
+        self._synchronizer = synchronizer
+        self._world = world
+        self._seed = seed
+        self._num_joint = num_joint
+        self._passes: dict[str, Passes] = {}
+
+    @property
+    def train_passes(self) -> Passes:
+        """The passes over the train dataset."""
+        return self._passes_of("train_dataset")
+
+    def _passes_of(self, name: str) -> Passes:
+        if name not in self._passes:
+            self._passes[name] = Passes(getattr(self._operator_of(), name))
+        return self._passes[name]
+
+    def _open_training(self, request: EpochRequest) -> BatchStream:
+        source, operator = self._source("train_dataset", training=True), self._operator_of()
+        return BatchStream(source, self._synchronizer.step, self.begin_pass, lambda: undo_of_padding(operator))
+
+    def _open_validation(self, request: EpochRequest) -> BatchStream:
+        source = self._source("validation_dataset", training=False)
+        return BatchStream(source, self._synchronizer.validation_step, lambda: 0)
+
+    def _source(self, name: str, *, training: bool) -> Source:
+        operator, world = self._operator_of(), self._world
+        dataset = getattr(operator, name)
+        if dataset is None:
+            return _Missing(name)
+        if datasets.is_divided(dataset):
+            passes, num_joint = self._passes_of(name), self._num_joint or world.size
+            return DividedSource(passes, operator._sharding, world, pads=training, num_joint=num_joint)
+        if training and world.is_distributed:
+            return OwnSource(dataset, backends.votes())
+        return OwnSource(dataset, None)
+
+    def take_place(self, world: World) -> None:
+        """Divides the data again, for a place in another group."""
+        self.go_to(self.epoch, self.position())
+        self._world = world
+
+    def obstacle(self, name: str) -> str | None:
+        dataset = getattr(self._operator_of(), f"{name}_dataset")
+        if dataset is None or datasets.is_divided(dataset):
+            return None
+        known_as = {"validation": "test"}.get(name, name)
+        return f"the {known_as} dataset is not divided by the library (its auto-shard policy is OFF)"
+
+    def ledger(self) -> DataLedger | None:
+        stream = self.train_stream
+        ledger: DataLedger | None = stream.ledger() if stream is not None else None
+        return ledger
+
+    def _origin(self, stream: BatchStream) -> dict[str, Any]:
+        return {"seed": self._seed}
+
+    def _go_to_position(self, stream: BatchStream, position: Mapping[str, Any]) -> None:
+        is_mid_pass = position.get("is_mid_pass", position["consumed"] > 0)
+        num_passes = position["pass_index"] + (0 if is_mid_pass else 1)
+        is_same_order = position["seed"] == self._seed or not self.train_passes.is_shuffled
+        is_same_order = is_same_order and stream.source.go_to_pass(num_passes)
+        if is_mid_pass and is_same_order:
+            stream.resume(position["pass_index"], position["consumed"])
+        elif is_mid_pass:
+            logger.warning(
+                "the train dataset is shuffled, and this process cannot repeat the order of the pass that was "
+                "interrupted: starting a fresh pass. A new trainer with `seed=%s` could.",
+                position["seed"],
+            )
+
+
+def undo_of_padding(operator: TrainingOperator) -> Callable[[], None]:
+    """Remembers what a step without samples must not change: all that is not trained, and metrics."""
+    variables = [variable for model in operator._models for variable in model.non_trainable_variables]
+    variables += [variable for metric in operator._metrics for variable in metric.variables]
+    values = [np.array(variable.numpy()) for variable in variables]
+
+    def undo() -> None:
+        for variable, value in zip(variables, values, strict=True):
+            variable.assign(value)
+
+    return undo
+
+
+class _Missing:
+    """Stands for a dataset that was not registered; an error only where a batch is drawn."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def open(self, consumed: int) -> Any:
+        raise NotRegisteredError(f"`{self._name}` was not registered: pass it to `register_data` in `setup`.")
+
+    def num_steps(self) -> int | None:
+        return None

@@ -1,0 +1,85 @@
+"""Whether a step of the operator is half done: what optimizers and models tell about changes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from raysgd.replicas.loop import Loop
+from raysgd.torch.feed import Feed
+from raysgd.torch.parallel import NoParallel
+from raysgd.torch.training_operator import TrainingOperator
+
+
+class StepLoop(Loop):
+    """The loop of an operator; it watches the models.
+
+    It counts steps of optimizers, which may bypass PyTorch's own count of changes. Batches that may change a model
+    before their last collective are watched more closely: an optimizer may begin there and have changed nothing yet,
+    and PyTorch's count knows of other changes too, such as the first half of a step of sharpness-aware minimization.
+
+    Args:
+        operator: Has models and optimizers.
+        parallel: How the replicas are kept equal.
+        feed: Has the batches.
+    """
+
+    def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: Feed) -> None:
+        super().__init__(feed)
+        self._operator = operator
+        self._parallel = parallel
+        self._num_optimizer_steps = 0
+        self._watched: list[torch.nn.Parameter] = []
+        self._watch_models()
+        self._num_changes_at_boundary = 0
+        self._global_step_at_boundary = 0
+
+    def _watch_models(self) -> None:
+        operator = self._operator
+        optimizers = getattr(operator, "_optimizers", ())
+        is_close = _may_change_models_early(operator) or not all(map(_tells_of_steps, optimizers))
+        if is_close:
+            self._watched = [parameter for part in operator._trained for parameter in part.parameters()]
+        for optimizer in filter(_tells_of_steps, optimizers):
+            register = optimizer.register_step_post_hook if is_close else optimizer.register_step_pre_hook
+            register(self._note_step)
+
+    def _num_changes(self) -> int:
+        return self._num_optimizer_steps + sum(parameter._version for parameter in self._watched)
+
+    def _note_step(self, *_: Any) -> None:
+        self._num_optimizer_steps += 1
+
+    @property
+    def is_whole(self) -> bool:
+        return self._num_changes() == self._num_changes_at_boundary
+
+    def note_boundary(self) -> None:
+        self._num_changes_at_boundary = self._num_changes()
+        self._global_step_at_boundary = self._operator.global_step
+
+    def return_to_boundary(self) -> None:
+        self._operator.global_step = self._global_step_at_boundary
+
+    @property
+    def own_s(self) -> float | None:
+        return self._parallel.step.own_s or None
+
+    def begin_call(self) -> None:
+        self._parallel.step.own_s = 0.0
+
+
+def _may_change_models_early(operator: TrainingOperator) -> bool:
+    """Whether a batch may change a model and need the other ranks after that."""
+    names = ("train_batch", "forward", "backward", "optimizer_step")
+    return len(getattr(operator, "_optimizers", ())) > 1 or any(overrides(operator, name) for name in names)
+
+
+def _tells_of_steps(optimizer: Any) -> bool:
+    return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
+
+
+def overrides(operator: TrainingOperator, name: str) -> bool:
+    """Whether a method of the operator is not the library's."""
+    return getattr(type(operator), name) is not getattr(TrainingOperator, name)
