@@ -64,7 +64,7 @@ def test_a_training_is_driven_by_hand(executor: BackendExecutor, tmp_path: Path)
         return train.world_rank()
 
     executor.start_training(function, tmp_path, latest_checkpoint_id=100)
-    with pytest.raises(TrainBackendError, match="going on already"):
+    with pytest.raises(TrainBackendError, match="already active"):
         executor.start_training(function)
     results = executor.fetch_next_result()
     assert results is not None

@@ -118,7 +118,7 @@ def test_results_can_be_taken_one_by_one(shared: Trainer) -> None:
     assert [result["number"] for result in next(iterator)] == [0, 0]
     assert not iterator.is_finished()
     assert iterator.get_final_results() is None
-    with pytest.raises(RuntimeError, match="going on already"):
+    with pytest.raises(RuntimeError, match="already active"):
         shared.run(lab.count_up, {"num_steps": 1})
     assert iterator.get_final_results(force=True) == [0, 0]
     assert iterator.is_finished()
