@@ -19,8 +19,9 @@ from raysgd._version import __version__
 
 if TYPE_CHECKING:
     from raysgd.tf.tf_trainer import TFTrainer
+    from raysgd.torch.creator_operator import CreatorOperator
     from raysgd.torch.torch_trainer import TorchTrainer
-    from raysgd.torch.training_operator import CreatorOperator, TrainingOperator
+    from raysgd.torch.training_operator import TrainingOperator
 
 __all__ = ["CreatorOperator", "PyTorchTrainer", "TFTrainer", "TorchTrainer", "TrainingOperator", "__version__"]
 
@@ -30,7 +31,7 @@ __getattr__, __dir__ = lazy_names(
         "TFTrainer": "raysgd.tf.tf_trainer",
         "TorchTrainer": "raysgd.torch.torch_trainer",
         "TrainingOperator": "raysgd.torch.training_operator",
-        "CreatorOperator": "raysgd.torch.training_operator",
+        "CreatorOperator": "raysgd.torch.creator_operator",
     },
     submodules=("data", "exceptions", "operators", "testing", "tf", "torch", "train", "tune", "utils", "v2"),
 )

@@ -24,6 +24,7 @@ UTILITIES = {
     "raysgd._lazy",
     "raysgd._logging",
     "raysgd._meters",
+    "raysgd._once",
     "raysgd._optional",
     "raysgd._paths",
     "raysgd._timers",

@@ -289,7 +289,8 @@ class ClassRunner(ABC):
 
     def _go_through(self, run: EpochRun, stream: Stream, request: EpochRequest) -> EpochAnswer | Held:
         operator = self._operator
-        info = {**request.info, **operator._own_info(request.num_steps, run.epoch_idx)}
+        internals = operator._raysgd
+        info = {**request.info, **internals.info_of_call(request.num_steps, run.epoch_idx)}
         epoch_before = self.epoch
         run.attach(stream)
         can_resume = self._loop.can_resume(stream) and self._epoch_obstacle is None
@@ -297,7 +298,7 @@ class ClassRunner(ABC):
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         batches = WatchedBatches(coming if request.redraw is None else redrawing(coming, request.redraw), self._step)
         self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
-        operator._meters_to_fill = run.meters
+        internals.meters_to_fill = run.meters
         try:
             with (
                 self._training(run, stream),
@@ -313,7 +314,7 @@ class ClassRunner(ABC):
             run.gate = Gate()
             return Held(run.num_completed, self._capture_inside(run))
         finally:
-            self._running = operator._meters_to_fill = stream.at_boundary = None
+            self._running = internals.meters_to_fill = stream.at_boundary = None
         if not batches.was_touched and self.epoch == epoch_before:
             self._feed.begin_pass()  # one that brought its own data
         return self._finish(run, returned, request)
@@ -357,7 +358,7 @@ class ClassRunner(ABC):
         if running is None:
             return None
         stream, began_at, num_steps, info = running
-        loss = as_number(self._operator._latest_metrics.get("train_loss"))
+        loss = as_number(self._operator._raysgd.latest_metrics.get("train_loss"))
         total = num_steps if num_steps is not None else stream.source.num_steps()
         return Progress(
             stream.num_steps_taken - began_at, total, info.get("epoch_idx", 0), info.get("num_epochs"), loss

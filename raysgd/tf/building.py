@@ -37,7 +37,7 @@ def build(operator: TrainingOperator, uses_fit: bool, may_trace: bool, synchroni
         synchronizer: Watches the model then.
     """
     dataset = operator.train_dataset
-    with operator._scope():
+    with operator._raysgd.scope():
         for model in operator._models:
             if dataset is not None:
                 _try_to_build(model, dataset.element_spec)

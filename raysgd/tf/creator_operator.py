@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from raysgd.backends import tensorflow as backends
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.tf import datasets, registration
 from raysgd.tf.datasets import check_dataset, is_divided
-from raysgd.tf.fit_run import FitStream, merger, one_part, tracker
+from raysgd.tf.fit_run import merger, one_part, tracker
 from raysgd.tf.keras_sync import refuse_xla
 from raysgd.tf.streams import lockstep_dataset
 from raysgd.tf.training_operator import TrainingOperator
@@ -31,27 +32,31 @@ class CreatorOperator(TrainingOperator):
 
     _model_creator: Callable[[dict[str, Any]], Any]
     _data_creator: Callable[[dict[str, Any]], Any]
-    _fit: FitStream
 
     def setup(self, config: dict[str, Any]) -> None:
         """Calls the creators and registers what they return."""
         train_dataset, test_dataset = self._create_data(config)
-        with self._scope():
+        with self._raysgd.scope():
             self.model = self._model_creator(config)
         registration.models_of(self.model)
         registration.require_compiled(self.model, "`model_creator`")
         if self._steps_with_others:
             refuse_xla(self.model)
-        if self._context.strategy is not None and not registration.is_legacy(self.model):
+        if self._raysgd.context.strategy is not None and not registration.is_legacy(self.model):
             raise IncompatibleModelError(
                 '`backend="mwms"` needs a model of tf_keras (Keras 2): `fit` of Keras 3 cannot train under a '
                 '`MultiWorkerMirroredStrategy`. Use `backend="gloo"`, which trains models of either Keras; or set '
                 "TF_USE_LEGACY_KERAS=1 before TensorFlow is imported."
             )
         self.register(models=self.model)
-        if self._context.strategy is None:
-            self._optimizers = registration.optimizers_in(self.model)
+        if self._raysgd.context.strategy is None:
+            self._keep_optimizers()
         self.register_data(train_dataset=train_dataset, validation_dataset=test_dataset, sharding="global")
+
+    def _keep_optimizers(self) -> None:
+        """Also those that are attributes of the model, which it may be compiled with only now."""
+        record = self._raysgd.registered
+        self._raysgd.registered = replace(record, optimizers=registration.optimizers_in(self.model))
 
     def _create_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
         created = self._data_creator(config)
@@ -82,7 +87,7 @@ class CreatorOperator(TrainingOperator):
         options["verbose"] = self._verbosity(options)
         options["callbacks"] = self._callbacks(options)
         options.setdefault("shuffle", False)  # a dataset shuffles itself; Keras warns of the default
-        with self._context.synchronizer.merging_metrics():
+        with self._raysgd.context.synchronizer.merging_metrics():
             logs = self._fit_together(options) if self._steps_with_others else self._fit_alone(options)
         return self.results_of(logs)
 
@@ -94,14 +99,14 @@ class CreatorOperator(TrainingOperator):
     def _fit_alone(self, options: dict[str, Any]) -> dict[str, Any]:
         if isinstance(options.get("validation_data"), datasets.PackedDataset):
             options["validation_data"] = options["validation_data"].unpacked()
-        history = self.model.fit(self._train_dataset, **options)
+        history = self.model.fit(self.train_dataset, **options)
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
         """A `fit` together with other ranks, from its beginning or from where it broke off."""
-        synchronizer, stream, model = self._context.synchronizer, self._fit, self.model
+        synchronizer, stream, model = self._raysgd.context.synchronizer, self._raysgd.fit, self.model
         synchronizer.watch_model(model, may_be_idle=True)  # each time, because it may have been compiled again
-        self._optimizers = registration.optimizers_in(model)
+        self._keep_optimizers()
         if synchronizer.group.size > 1:
             registration.refuse_unreduced_loss(model)
         stream.steps_per_execution = registration.steps_per_execution(model)
@@ -121,7 +126,7 @@ class CreatorOperator(TrainingOperator):
 
     def _fit_rest(self, options: dict[str, Any]) -> None:
         """First the rest of an epoch, if one broke off, and then the epochs that are left."""
-        num_epochs, stream = options.get("epochs", 1), self._fit
+        num_epochs, stream = options.get("epochs", 1), self._raysgd.fit
         assert stream.place is not None
         if stream.place.is_over:
             return
@@ -135,7 +140,7 @@ class CreatorOperator(TrainingOperator):
             self._fit_epochs(options, num_epochs, is_last=True)
 
     def _fit_epochs(self, options: dict[str, Any], end: int, is_last: bool) -> None:
-        stream, model, steps = self._fit, self.model, options.get("steps_per_epoch")
+        stream, model, steps = self._raysgd.fit, self.model, options.get("steps_per_epoch")
         place = stream.place
         assert place is not None
         length = stream.num_steps_of_epoch(steps)
@@ -143,7 +148,7 @@ class CreatorOperator(TrainingOperator):
             stream.end_epoch(model.get_metrics_result(), steps)
             return
         track = tracker(stream, model, steps, self._agree)
-        synchronizer = self._context.synchronizer
+        synchronizer = self._raysgd.context.synchronizer
         data, shares = self._validation_options(options)
         merge = merger(model, lambda: synchronizer.merge_statistics([model]), lambda: synchronizer.evaluating(shares))
         options = {name: value for name, value in options.items() if not name.startswith("validation_")} | data
@@ -168,7 +173,7 @@ class CreatorOperator(TrainingOperator):
 
     def _agree(self) -> None:
         """Lets all ranks do what rank 0 does: its callbacks may have seen epochs that those of others have not."""
-        synchronizer, model = self._context.synchronizer, self.model
+        synchronizer, model = self._raysgd.context.synchronizer, self.model
         rate = registration.learning_rate_of(model.optimizer)
         told = np.array([float(bool(model.stop_training)), 0.0 if rate is None else float(rate.numpy())])
         synchronizer.group.from_first(told)
@@ -180,7 +185,7 @@ class CreatorOperator(TrainingOperator):
         self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None, num_steps: int | None = None
     ) -> dict[str, Any]:
         """One `evaluate` with the options under `evaluate_config`; every sample counts once."""
-        dataset = self._validation_dataset
+        dataset = self.validation_dataset
         if dataset is None:
             raise NotRegisteredError("`validate` needs a test dataset, but `data_creator` returned None instead.")
         options = dict(self.config.get(_EVALUATE_CONFIG) or {})
@@ -198,11 +203,11 @@ class CreatorOperator(TrainingOperator):
     @property
     def _steps_with_others(self) -> bool:
         """Whether there are other ranks, now or later, and no strategy that knows about them."""
-        return self._context.synchronizer.watches
+        return self._raysgd.context.synchronizer.watches
 
     def _part(self, dataset: Any) -> Any:
         """This rank's part of what `fit` is to be given."""
-        world = self._context.world
+        world = self._raysgd.context.world
         if is_divided(dataset):
             return datasets.part_of(dataset, world.rank, world.size)
         pieces = datasets.own_part_of(dataset, world.size)
@@ -212,13 +217,13 @@ class CreatorOperator(TrainingOperator):
 
     def warm_up(self) -> None:
         """Trains on zeros, so that everything that happens for the first time has happened."""
-        part = self._part(self._train_dataset)
-        self._context.synchronizer.watch_model(self.model, may_be_idle=True)
+        part = self._part(self.train_dataset)
+        self._raysgd.context.synchronizer.watch_model(self.model, may_be_idle=True)
         self.model.fit(datasets.zeros_like(part), verbose=0, shuffle=False)
 
     def _part_to_evaluate(self, dataset: Any, steps: int | None) -> Any:
         """This rank's part of a dataset, or of so many batches of it."""
-        world = self._context.world
+        world = self._raysgd.context.world
         if is_divided(dataset):
             whole = dataset if steps is None else dataset.take(steps)
             return datasets.part_of(whole, world.rank, world.size)
@@ -226,14 +231,14 @@ class CreatorOperator(TrainingOperator):
         return part if steps is None else part.take(steps)
 
     def _evaluate_together(self, dataset: Any, steps: int | None, options: dict[str, Any]) -> Any:
-        synchronizer = self._context.synchronizer
+        synchronizer = self._raysgd.context.synchronizer
         synchronizer.watch_model(self.model, may_be_idle=True)
         part = self._part_to_evaluate(dataset, steps)
         with synchronizer.merging_metrics(), synchronizer.evaluating(is_divided(dataset)):
             return self.model.evaluate(part, **options)
 
     def _verbosity(self, options: dict[str, Any]) -> Any:
-        asked = options.get("verbose", self._context.settings.verbose)
+        asked = options.get("verbose", self._raysgd.context.settings.verbose)
         return (int(asked) if isinstance(asked, bool) else asked) if self.world_rank == 0 else 0
 
     def _callbacks(self, options: dict[str, Any]) -> list[Any]:
@@ -241,7 +246,7 @@ class CreatorOperator(TrainingOperator):
         callbacks = list(given) if isinstance(given, list | tuple) else [given]
         if self.world_rank == 0:
             return callbacks
-        dropped = _ONLY_ON_FIRST - (_KNOW_STRATEGIES if self._context.strategy is not None else set())
+        dropped = _ONLY_ON_FIRST - (_KNOW_STRATEGIES if self._raysgd.context.strategy is not None else set())
         return [callback for callback in callbacks if dropped.isdisjoint(registration.class_names(callback))]
 
 

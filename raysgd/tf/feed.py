@@ -75,7 +75,7 @@ class Feed(feed.Feed):
             return _Missing(name)
         if datasets.is_divided(dataset):
             passes, num_joint = self._passes_of(name), self._num_joint or world.size
-            return DividedSource(passes, operator._sharding, world, pads=training, num_joint=num_joint)
+            return DividedSource(passes, operator._raysgd.data.sharding, world, pads=training, num_joint=num_joint)
         if training and world.is_distributed:
             return OwnSource(dataset, backends.votes())
         return OwnSource(dataset, None)
@@ -118,7 +118,7 @@ class Feed(feed.Feed):
 def undo_of_padding(operator: TrainingOperator) -> Callable[[], None]:
     """Remembers what a step without samples must not change: all that is not trained, and metrics."""
     variables = [variable for model in operator._models for variable in model.non_trainable_variables]
-    variables += [variable for metric in operator._metrics for variable in metric.variables]
+    variables += [variable for metric in operator._raysgd.registered.metrics for variable in metric.variables]
     values = [np.array(variable.numpy()) for variable in variables]
 
     def undo() -> None:

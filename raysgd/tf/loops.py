@@ -48,7 +48,7 @@ class OperatorLoop(Loop):
 
     def begin_call(self) -> None:
         self._synchronizer.forget_call()
-        self._operator._forget_stale_steps()
+        self._operator._raysgd.forget_stale_steps()
 
     @property
     def _is_mid_pass(self) -> bool:

@@ -5,30 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from raysgd.exceptions import IncompatibleModelError, InvalidRegistrationError
+from raysgd.replicas.parts import Parts
 from raysgd.tf.datasets import zeros
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The objects of one kind, and the kind of container that they came in.
-
-    Attributes:
-        items: The objects.
-        container: `tuple`, `list`, or None for a single object.
-    """
-
-    items: list[Any]
-    container: type | None
-
-    def mirror(self, items: Sequence[Any]) -> Any:
-        """`items` in the container that the user used."""
-        if self.container is None:
-            return items[0]
-        return tuple(items) if self.container is tuple else list(items)
 
 
 def parts_of(name: str, given: Any, needed: str, what: str) -> Parts:

@@ -87,7 +87,7 @@ class KerasState(ReplicaState):
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
         operator = self._operator
-        with operator._scope():
+        with operator._raysgd.scope():
             for variables, values, _ in self._targets(state):
                 for variable, value in zip(variables, values, strict=True):
                     variable.assign(value)

@@ -17,6 +17,7 @@ from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epoch_run import EpochRun
+from raysgd.replicas.operator import take_place
 from raysgd.replicas.runner import ClassRunner
 from raysgd.tf import building, datasets, registration, rng, serializing
 from raysgd.tf.creator_operator import CreatorOperator
@@ -113,7 +114,7 @@ class TFRunner(ClassRunner):
         if not isinstance(operator, CreatorOperator):
             return OperatorLoop(operator, self._synchronizer, self._feed)
         loop = FitLoop(operator, self._synchronizer, self._feed)
-        operator._fit = loop.fit
+        operator._raysgd.fit = loop.fit
         return loop
 
     def _facts(self) -> RunnerFacts:
@@ -172,7 +173,7 @@ class TFRunner(ClassRunner):
         self._feed.take_place(world)
         self._synchronizer.rejoin(world)
         self._synchronizer.forget_call()  # the ranks are compared, and some of them are new
-        self.operator._take_place(world)
+        take_place(self.operator, world)
 
     def _send(self, state: Any, ranks: Collection[int]) -> None:
         self._synchronizer.group.send(state, ranks)
@@ -211,10 +212,11 @@ class TFRunner(ClassRunner):
     def architecture(self) -> list[str]:
         """The registered models without their weights, as JSON; a single one with what it can be compiled with."""
         operator = self.operator
-        models, loss = operator._models, operator._loss
-        if len(models) != 1 or len(operator._optimizers) != 1 or loss is None:
+        registered = operator._raysgd.registered
+        models, loss = registered.models, registered.loss
+        if len(models) != 1 or len(registered.optimizers) != 1 or loss is None:
             return [serializing.model_to_json(model) for model in models]
-        return [serializing.model_to_json(models[0], operator._optimizers[0], loss, operator._metrics)]
+        return [serializing.model_to_json(models[0], registered.optimizers[0], loss, registered.metrics)]
 
     def input_spec(self) -> Any:
         """What the train dataset yields."""

@@ -20,8 +20,9 @@ from raysgd.compat.names import NOT_HERE
 require_installed("torch", extra="torch", purpose="`raysgd.torch`")
 
 if TYPE_CHECKING:
+    from raysgd.torch.creator_operator import CreatorOperator
     from raysgd.torch.torch_trainer import TorchTrainer
-    from raysgd.torch.training_operator import CreatorOperator, TrainingOperator
+    from raysgd.torch.training_operator import TrainingOperator
 
 __all__ = ["CreatorOperator", "TorchTrainer", "TrainingOperator"]
 
@@ -30,7 +31,7 @@ __getattr__, __dir__ = lazy_names(
     {
         "TorchTrainer": "raysgd.torch.torch_trainer",
         "TrainingOperator": "raysgd.torch.training_operator",
-        "CreatorOperator": "raysgd.torch.training_operator",
+        "CreatorOperator": "raysgd.torch.creator_operator",
     },
     not_here=NOT_HERE[__name__],
 )

@@ -7,6 +7,7 @@ what they are called with is watched. For any other criterion the shapes decide,
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,10 @@ from typing import Any
 
 import torch
 from torch.nn import functional
+
+from raysgd._once import Once
+
+logger = logging.getLogger(__name__)
 
 Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
 """Outputs and targets, as a criterion was given them -> where the prediction is the target; None: there is none."""
@@ -87,6 +92,19 @@ def accuracy(output: Any, target: Any, comparisons: Sequence[Comparison] = ()) -
         return _by_shapes(output, target)
     (found,) = comparisons
     return _share(found.rule(found.output, found.target))
+
+
+def known(found: Any, once: Once, *, says_so: bool) -> Any:
+    """NaN for an accuracy that the library cannot tell, and a warning once, on the worker that `says_so`."""
+    if found is not None:
+        return found
+    if once.is_first("accuracy") and says_so:
+        logger.warning(
+            "`val_accuracy` is NaN: the shapes of outputs and targets do not tell where the classes are, or what "
+            "one number per sample means. Use a loss of PyTorch as `self.criterion`, such as `CrossEntropyLoss` "
+            "(classes in dimension 1) or `BCEWithLogitsLoss`, or override `validate_batch` and return it yourself"
+        )
+    return float("nan")
 
 
 def _by_shapes(output: torch.Tensor, target: torch.Tensor) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from raysgd._checks import is_number, refuse_text
+from raysgd._once import Once
 from raysgd.backends.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.settings import GroupSettings
@@ -49,12 +50,11 @@ def _check_use_local(num_workers: int) -> None:
     _warn_local_once()
 
 
-_warned: set[str] = set()
+_once = Once()
 
 
 def _warn_local_once() -> None:
-    if "use_local" not in _warned and torch.cuda.is_available():
-        _warned.add("use_local")
+    if torch.cuda.is_available() and _once.is_first("use_local"):
         logger.warning("`use_local=True`: rank 0 shares this process, and its view of CUDA devices, with your program")
 
 

@@ -81,9 +81,9 @@ class LightningOperator(TrainingOperator):
         module = self._module = instantiate(self._lightning_module_cls, config)
         self._hooks, self._has_started = Hooks(module), False
         self._trainer = module.trainer = TrainerStandIn.of(
-            self._context.world, self.device, self._hooks.part_of_package("plugins").Precision(), self._backward
+            self._raysgd.world, self.device, self._hooks.part_of_package("plugins").Precision(), self._backward
         )
-        self._trainer.accumulate_grad_batches = self._context.settings.step_options.accumulate_grad_batches
+        self._trainer.accumulate_grad_batches = self._raysgd.context.settings.step_options.accumulate_grad_batches
         self._prepare_data()
         self._hooks.call("setup", "fit")
         self._hooks.call("configure_model")
@@ -99,7 +99,7 @@ class LightningOperator(TrainingOperator):
         per_node = getattr(self._module, "prepare_data_per_node", True)
         if (self.local_rank if per_node else self.world_rank) == 0:
             self._hooks.call("prepare_data")
-        self._sum_over_workers(0.0)  # all wait until the data is there
+        self._raysgd.sum_over_workers(0.0)  # all wait until the data is there
 
     def _register_module(self) -> None:
         module, trainer = self._module, self._trainer
@@ -107,11 +107,12 @@ class LightningOperator(TrainingOperator):
             raise self._hooks.part_of_package("utilities.exceptions").MisconfigurationException(
                 f"`{type(module).__name__}` does not define `configure_optimizers`: return the optimizers there."
             )
-        self._place(module)  # before the optimizers are made: some keep state beside the parameters from the start
+        # Before the optimizers are made: some keep state beside the parameters from the start.
+        self._raysgd.context.place(module)
         optimizers, self._scheduler_dicts = optimizers_and_schedulers(module.configure_optimizers())
         if len(optimizers) > 1 and module.automatic_optimization:
             logger.warning("several optimizers without manual optimization: only the first one is stepped")
-        self._scheduler_step_freq = SCHEDULER_STEP_PTL
+        self._raysgd.scheduler_step_freq = SCHEDULER_STEP_PTL
         schedulers = [entry["scheduler"] for entry in self._scheduler_dicts]
         self.register(models=[module], optimizers=optimizers, schedulers=schedulers, ddp_args=dict(self.ddp_args))
         trainer.model, trainer.optimizers = self.model, self.optimizers
@@ -146,7 +147,7 @@ class LightningOperator(TrainingOperator):
             logs, its mean and `last_<name>`. A loss is `train_loss`, also where the step calls it `loss`.
         """
         self._trainer.current_epoch, self._trainer.global_step = epoch_idx, self.global_step
-        info = {**self._own_info(num_steps, epoch_idx), **(info or {})}
+        info = {**self._raysgd.info_of_call(num_steps, epoch_idx), **(info or {})}
         begin_training(self._module)
         with torch.enable_grad(), self._epoch("train", "training_epoch_end"):
             if not self._has_started:
@@ -159,16 +160,16 @@ class LightningOperator(TrainingOperator):
         return result
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any]) -> None:
-        step = self._parallel.step
+        step = self._raysgd.parallel.step
         for batch_idx, batch in enumerate(iterator):
             batch = self._to_device(batch)
             self._values.begin_batch(is_counted=not step.is_padding)
             if self._is_stopped_at(batch, batch_idx):
                 self._skip_rest(iterator)
                 return
-            metrics = self.train_batch(batch, {**self._batch_info(batch_idx), **info})
+            metrics = self.train_batch(batch, {**self._raysgd.info_of_batch(batch_idx), **info})
             if not step.is_padding:
-                self._count(self._meters, metrics)
+                self._meters.update(*self._raysgd.parted(metrics))
             self.global_step += 1
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
@@ -179,8 +180,8 @@ class LightningOperator(TrainingOperator):
         else:
             _, output = self._training_step(batch, batch_idx)
         self._trainer.global_step = self.global_step + 1
-        step = self._parallel.step
-        if self._scheduler_dicts and step.is_boundary and not self._precision.has_skipped():
+        step = self._raysgd.parallel.step
+        if self._scheduler_dicts and step.is_boundary and not self._raysgd.precision.has_skipped():
             so_far = {**numbers_in(output, self._values.loss_name), **self._values.of_batch}
             self._step_schedulers(PER_BATCH, -(-(self.global_step + 1) // step.window), so_far)
         self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)
@@ -206,7 +207,7 @@ class LightningOperator(TrainingOperator):
             self._backward(loss, optimizer)
             return loss.detach()
 
-        if optimizer is None or not self._parallel.step.is_boundary:
+        if optimizer is None or not self._raysgd.parallel.step.is_boundary:
             closure()
         else:
             stepping = self._trainer.strategy._lightning_optimizers[0]
@@ -214,7 +215,7 @@ class LightningOperator(TrainingOperator):
         return output
 
     def _keeps_gradients(self, optimizer: Any, skips: bool) -> bool:
-        step = self._parallel.step
+        step = self._raysgd.parallel.step
         return step.waits_for(optimizer) if skips else step.keeps_gradients((optimizer,))
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
@@ -223,7 +224,7 @@ class LightningOperator(TrainingOperator):
 
         def run() -> torch.Tensor | None:
             nonlocal output
-            with self.timers.record("fwd"), self._precision.forward():
+            with self.timers.record("fwd"), self._raysgd.precision.forward():
                 output = self._hooks.call("training_step", batch, batch_idx, dataloader_idx=0, optimizer_idx=0)
                 if self._hooks.has("training_step_end"):
                     output = self._hooks.call("training_step_end", output)
@@ -237,13 +238,13 @@ class LightningOperator(TrainingOperator):
         if not self._module.automatic_optimization and isinstance(self.model, DistributedDataParallel):
             self._hooks.part_of_package("overrides.distributed").prepare_for_backward(self.model, loss)
         self._hooks.call("on_before_backward", loss)
-        loss = self._parallel.weighted(loss, optimizer)
+        loss = self._raysgd.parallel.weighted(loss, optimizer)
         with self.timers.record("grad"):
             if self._hooks.overrides("backward") or arguments or options:
-                scaler = self._precision.scaler
+                scaler = self._raysgd.precision.scaler
                 self._module.backward(scaler.scale(loss) if scaler else loss, *arguments, **options)
             else:
-                self._precision.backward(loss, optimizer)
+                self._raysgd.precision.backward(loss, optimizer)
         self._hooks.call("on_after_backward")
 
     def _step(self, optimizer: Any, closure: Callable[[], Any] | None) -> Any:
@@ -251,27 +252,27 @@ class LightningOperator(TrainingOperator):
         loss = closure() if closure is not None else None
         if closure is not None and loss is None and self._module.automatic_optimization:
             return None  # the module left this batch out
-        if self._parallel.step.window > 1:
-            self._complete_gradients(optimizer)
-        self._precision.unscale(optimizer)
+        if self._raysgd.parallel.step.window > 1:
+            self._raysgd.gradients.complete(optimizer)
+        self._raysgd.precision.unscale(optimizer)
         self._hooks.call("on_before_optimizer_step", optimizer, optimizer_idx=0)
         if self._hooks.overrides("configure_gradient_clipping"):
             self._hooks.call("configure_gradient_clipping", optimizer, None, None)
-        self._clip_gradients(optimizer)
+        self._raysgd.own_steps.clip(optimizer)
         with self.timers.record("apply"):
-            self._step_prepared(optimizer)
-        self._parallel.step.stepped(optimizer)
+            self._raysgd.own_steps.step(optimizer)
+        self._raysgd.parallel.step.stepped(optimizer)
         return loss
 
     def _is_stopped_at(self, batch: Any, batch_idx: int) -> bool:
         stops = self._hooks.call("on_train_batch_start", batch, batch_idx, dataloader_idx=0) == -1
-        if not (self._parallel.synchronizes and self._hooks.overrides("on_train_batch_start")):
+        if not (self._raysgd.parallel.synchronizes and self._hooks.overrides("on_train_batch_start")):
             return stops
-        return self._sum_over_workers(float(stops))[0] > 0  # all or none: who went on alone would wait forever
+        return self._raysgd.sum_over_workers(float(stops))[0] > 0  # all or none: who went on alone would wait forever
 
     def _skip_rest(self, iterator: Iterable[Any]) -> None:
         """Uses up the epoch, so that the next one begins a new pass; a loader without a length might never end."""
-        if length_of(self._train_loader) is not None:
+        if length_of(self._raysgd.data.train_loader) is not None:
             for _ in iterator:
                 pass
 
@@ -281,8 +282,9 @@ class LightningOperator(TrainingOperator):
         for entry in self._scheduler_dicts:
             if entry["interval"] not in intervals or count % entry["frequency"]:
                 continue
-            value = self._monitored(str(entry["monitor"]), metrics) if entry["reduce_on_plateau"] else None
-            if entry["reduce_on_plateau"] and value is None:
+            needs_value, mean_of = entry["reduce_on_plateau"], self._raysgd.mean_over_workers
+            value = mean_of(str(entry["monitor"]), metrics) if needs_value else None
+            if needs_value and value is None:
                 logger.warning("no metric `%s` here: its scheduler waits for `update_scheduler`", entry["monitor"])
             else:
                 self._hooks.call("lr_scheduler_step", entry["scheduler"], value)
@@ -299,7 +301,7 @@ class LightningOperator(TrainingOperator):
             for batch_idx, batch in enumerate(val_iterator):
                 self._values.begin_batch()
                 metrics = self.validate_batch(self._to_device(batch), {"batch_idx": batch_idx, **(info or {})})
-                self._count(self._meters, metrics)
+                self._meters.update(*self._raysgd.parted(metrics))
             result = self._end_epoch("validation_epoch_end", "on_validation_epoch_end")
             self._hooks.call("on_validation_end")
             return result
@@ -308,7 +310,7 @@ class LightningOperator(TrainingOperator):
         """Evaluates one batch with the bare module, so that nothing waits for other workers."""
         batch_idx = batch_info["batch_idx"]
         self._hooks.call("on_validation_batch_start", batch, batch_idx, dataloader_idx=0)
-        with self.timers.record("eval_fwd"), self._precision.forward():
+        with self.timers.record("eval_fwd"), self._raysgd.precision.forward():
             output = self._hooks.call("validation_step", batch, batch_idx, dataloader_idx=0)
             if self._hooks.has("validation_step_end"):
                 output = self._hooks.call("validation_step_end", output)
@@ -322,7 +324,7 @@ class LightningOperator(TrainingOperator):
         """Takes what the module logs, and lets it know what is going on."""
         keeps_outputs = self._hooks.has(hook) or self._hooks.wants(f"on_{stage}_epoch_end", "outputs")
         self._values = EpochValues("train_loss" if stage == "train" else "val_loss", keeps_outputs)
-        self._meters = self._new_meters()
+        self._meters = self._raysgd.new_meters()
         self._trainer.training, self._trainer.validating = stage == "train", stage == "validation"
         try:
             with self._values.listening_to(self._module):
@@ -336,7 +338,7 @@ class LightningOperator(TrainingOperator):
         returned = self._hooks.call(old_hook, values.outputs)
         self._hooks.call(hook, outputs=values.outputs)
         if returned is None:
-            result: dict[str, Any] = values.summary(self._meters, self._new_meters())
+            result: dict[str, Any] = values.summary(self._meters, self._raysgd.new_meters())
         else:
             result = result_of_hook(old_hook, returned, values.loss_name, self._meters.n)
         self._trainer.callback_metrics = {**self._trainer.callback_metrics, **result}
@@ -352,17 +354,17 @@ class LightningOperator(TrainingOperator):
     @property
     def model(self) -> Any:
         """The module, wrapped where there are several workers."""
-        return self._models[0]
+        return self._raysgd.registered.models[0]
 
     @property
     def optimizers(self) -> list[Any]:
         """The optimizers that `configure_optimizers` returned."""
-        return self._optimizers
+        return self._raysgd.registered.optimizers
 
     @property
     def schedulers(self) -> list[Any]:
         """The schedulers that `configure_optimizers` returned."""
-        return self._schedulers
+        return self._raysgd.registered.schedulers
 
     @property
     def scheduler_dicts(self) -> list[dict[str, Any]]:

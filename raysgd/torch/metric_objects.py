@@ -74,12 +74,12 @@ def capture(metric: Metric) -> MetricState:
     return state
 
 
-def remember(holder: Any) -> Callable[[], None]:
-    """Remember what the metrics among the attributes of an object have seen; return what lets them forget the rest.
+def remember(*holders: Any) -> Callable[[], None]:
+    """Remember what the metrics among the attributes of some objects have seen; return what lets them forget the rest.
 
     A metric that was reset in between has nothing to forget. Metrics in modules, lists, tuples and dicts are found.
     """
-    metrics = _held_by(vars(holder)) if "torchmetrics" in sys.modules else {}
+    metrics = _held_by([vars(holder) for holder in holders]) if "torchmetrics" in sys.modules else {}
     kept = [(metric, _contents(metric)) for metric in metrics.values()]
 
     def forget_the_rest() -> None:

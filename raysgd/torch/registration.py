@@ -3,31 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from raysgd.exceptions import InvalidRegistrationError
-
-
-@dataclass(frozen=True)
-class Parts:
-    """The objects of one kind, and the kind of container that they came in.
-
-    Attributes:
-        items: The objects.
-        container: `tuple`, `list`, or None for a single object.
-    """
-
-    items: list[Any]
-    container: type | None
-
-    def mirror(self, items: Sequence[Any]) -> Any:
-        """`items` in the container that the user used."""
-        if self.container is None:
-            return items[0]
-        return tuple(items) if self.container is tuple else list(items)
+from raysgd.replicas.parts import Parts
 
 
 def models_of(given: Any) -> Parts:

@@ -14,6 +14,7 @@ from raysgd.torch._fitting import check_model, check_optimizer, check_precision,
 from raysgd.torch.feed import Feed
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.precision import saved_state
+from raysgd.torch.registrar import Registered
 from raysgd.torch.training_operator import TrainingOperator
 
 logger = logging.getLogger(__name__)
@@ -33,16 +34,17 @@ class TorchState(ReplicaState):
 
     def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: Feed) -> None:
         super().__init__(operator, feed)
+        self._internals = operator._raysgd
         self._parallel = parallel
         self._encoder = StateEncoder()
         self._flags = self._read_flags()
 
     def _parts(self) -> dict[str, Any]:
-        operator, parts = self._operator, self.read_parts()
-        if operator._schedulers:
-            parts["schedulers"] = [scheduler.state_dict() for scheduler in operator._schedulers]
-        if operator._precision.state_key:
-            parts[operator._precision.state_key] = operator._precision.state_dict()
+        parts, precision = self.read_parts(), self._internals.precision
+        if self._internals.registered.schedulers:
+            parts["schedulers"] = [scheduler.state_dict() for scheduler in self._internals.registered.schedulers]
+        if precision.state_key:
+            parts[precision.state_key] = precision.state_dict()
         return parts
 
     def _more_progress(self) -> dict[str, Any]:
@@ -74,12 +76,12 @@ class TorchState(ReplicaState):
 
     def _read_flags(self) -> list[dict[str, bool]]:
         """For each model, and the criterion, which parameters are frozen."""
-        trained = self._operator._trained
+        trained = self._internals.registered.trained
         return [{name: not each.requires_grad for name, each in part.named_parameters()} for part in trained]
 
     def _freeze(self, changes: Sequence[Mapping[str, bool]]) -> None:
         """Freezes what `setup` has frozen, but for the changes since then."""
-        for part, before, changed in zip(self._operator._trained, self._flags, changes, strict=False):
+        for part, before, changed in zip(self._internals.registered.trained, self._flags, changes, strict=False):
             for name, parameter in part.named_parameters():
                 parameter.requires_grad_(not changed.get(name, before.get(name, not parameter.requires_grad)))
 
@@ -87,62 +89,63 @@ class TorchState(ReplicaState):
         """The state of what is trained, and of optimizers. Where these are sharded, all ranks ask at the same time."""
         read, criterion = self._parallel.state_of, self._criterion
         return {
-            "models": [read(model) for model in self.registered("_original_models")],
-            "optimizers": [read(optimizer) for optimizer in self.registered("_optimizers")],
+            "models": [read(model) for model in self.registered.original_models],
+            "optimizers": [read(optimizer) for optimizer in self.registered.optimizers],
             **({} if criterion is None else {CRITERION: read(criterion)}),
         }
 
     @property
     def _criterion(self) -> Any:
         """The criterion, if it is trained."""
-        return getattr(self._operator, "_original_criterion", None)
+        return self._internals.registered.original_criterion
 
-    def registered(self, name: str) -> list[Any]:
-        """What `register` was given, under its name in the operator.
+    @property
+    def registered(self) -> Registered:
+        """What `register` was given.
 
         Raises:
             NotRegisteredError: It was never called.
         """
-        found = getattr(self._operator, name, None)
-        if found is None:
+        registered = self._internals.registered
+        if not registered.original_models:
             raise self.not_registered()
-        return list(found)
+        return registered
 
     def objects(self) -> list[Any]:
         """All that a state has a place for, down to the tensors."""
-        operator, models = self._operator, self.registered("_original_models")
-        tensors = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        return [*tensors, *self.registered("_optimizers"), *operator._schedulers]
+        registered = self.registered
+        tensors = [tensor for model in registered.original_models for tensor in (*model.parameters(), *model.buffers())]
+        return [*tensors, *registered.optimizers, *registered.schedulers]
 
     def _check_parts(self, state: Mapping[str, Any]) -> None:
-        operator = self._operator
-        for model, saved in zip(self.registered("_original_models"), state["models"], strict=True):
+        registered, precision = self.registered, self._internals.precision
+        for model, saved in zip(registered.original_models, state["models"], strict=True):
             check_model(model, saved)
-        for optimizer, saved in zip(self.registered("_optimizers"), state["optimizers"], strict=True):
+        for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
             check_optimizer(optimizer, saved)
         if self._criterion is not None and CRITERION in state:
             check_model(self._criterion, state[CRITERION])
-        if operator._schedulers:
-            check_schedulers(operator._schedulers, state["schedulers"])
-        precision_state = saved_state(operator._precision, dict(state))
+        if registered.schedulers:
+            check_schedulers(registered.schedulers, state["schedulers"])
+        precision_state = saved_state(precision, dict(state))
         if precision_state is not None:
-            check_precision(operator._precision.state_dict(), precision_state)
+            check_precision(precision.state_dict(), precision_state)
 
     def _apply_parts(self, state: Mapping[str, Any]) -> None:
-        operator = self._operator
+        registered, precision = self.registered, self._internals.precision
         # What others are going to hold on to is copied first: no copy fails when something has been replaced.
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
-        precision_state = copy.deepcopy(saved_state(operator._precision, dict(state)))
-        for model, saved in zip(self.registered("_original_models"), state["models"], strict=True):
+        precision_state = copy.deepcopy(saved_state(precision, dict(state)))
+        for model, saved in zip(registered.original_models, state["models"], strict=True):
             self._parallel.load_model(model, saved)
         if self._criterion is not None:
             self._load_criterion(self._criterion, state.get(CRITERION))
-        for optimizer, saved in zip(self.registered("_optimizers"), state["optimizers"], strict=True):
+        for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
             self._parallel.load_optimizer(optimizer, saved)
-        for scheduler, saved in zip(operator._schedulers, schedulers, strict=False):
+        for scheduler, saved in zip(registered.schedulers, schedulers, strict=False):
             scheduler.load_state_dict(saved)
         if precision_state is not None:
-            operator._precision.load_state_dict(precision_state)
+            precision.load_state_dict(precision_state)
 
     def _load_criterion(self, criterion: Any, saved: Mapping[str, Any] | None) -> None:
         if saved is None:

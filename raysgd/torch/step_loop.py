@@ -37,10 +37,11 @@ class StepLoop(Loop):
 
     def _watch_models(self) -> None:
         operator = self._operator
-        optimizers = getattr(operator, "_optimizers", ())
+        registered = operator._raysgd.registered
+        optimizers = registered.optimizers
         is_close = _may_change_models_early(operator) or not all(map(_tells_of_steps, optimizers))
         if is_close:
-            self._watched = [parameter for part in operator._trained for parameter in part.parameters()]
+            self._watched = [parameter for part in registered.trained for parameter in part.parameters()]
         for optimizer in filter(_tells_of_steps, optimizers):
             register = optimizer.register_step_post_hook if is_close else optimizer.register_step_pre_hook
             register(self._note_step)
@@ -73,7 +74,7 @@ class StepLoop(Loop):
 def _may_change_models_early(operator: TrainingOperator) -> bool:
     """Whether a batch may change a model and need the other ranks after that."""
     names = ("train_batch", "forward", "backward", "optimizer_step")
-    return len(getattr(operator, "_optimizers", ())) > 1 or any(overrides(operator, name) for name in names)
+    return len(operator._raysgd.registered.optimizers) > 1 or any(overrides(operator, name) for name in names)
 
 
 def _tells_of_steps(optimizer: Any) -> bool:

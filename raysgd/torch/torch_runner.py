@@ -18,6 +18,7 @@ from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import bind_batch_info
+from raysgd.replicas.operator import Internals, take_place
 from raysgd.replicas.putting_back import MOST_BYTES, putting_back
 from raysgd.replicas.runner import ClassRunner
 from raysgd.torch import handover as handing_over
@@ -26,16 +27,20 @@ from raysgd.torch.advice import with_advice
 from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.ddp import DDP
 from raysgd.torch.feed import Feed
+from raysgd.torch.internals import TorchInternals
 from raysgd.torch.modes import Modes
+from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.parallel import NoParallel, unwrap
 from raysgd.torch.precision import make_precision
+from raysgd.torch.registrar import Registered
 from raysgd.torch.replica_state import TorchState, as_in_file
 from raysgd.torch.sampling import DataSignature, ShardedLoader
+from raysgd.torch.schedulers import IdleSchedulers
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.step import Step
 from raysgd.torch.step_loop import StepLoop, overrides
 from raysgd.torch.streams import DividedSource
-from raysgd.torch.training_operator import OperatorContext, TrainingOperator
+from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -95,6 +100,10 @@ class TorchRunner(ClassRunner):
         operator: TrainingOperator = self._operator
         return operator
 
+    @property
+    def _internals(self) -> TorchInternals:
+        return self.operator._raysgd
+
     def setup(self) -> RunnerFacts:
         """Builds the operator, which runs the user's `setup`."""
         settings, world, device = self._settings, self._world, self._device
@@ -106,16 +115,16 @@ class TorchRunner(ClassRunner):
         return self._facts()
 
     def _facts(self) -> RunnerFacts:
-        operator = self.operator
+        registered = self._internals.registered
         train, validation = self._data("train"), self._data("validation")
         return RunnerFacts(
-            num_models=len(getattr(operator, "_original_models", ())),
-            num_optimizers=len(getattr(operator, "_optimizers", ())),
-            num_schedulers=len(getattr(operator, "_schedulers", ())) or None,
+            num_models=len(registered.original_models),
+            num_optimizers=len(registered.optimizers),
+            num_schedulers=len(registered.schedulers) or None,
             train_data=train.signature if isinstance(train, ShardedLoader) else None,
             validation_data=validation.signature if isinstance(validation, ShardedLoader) else None,
             seed=train.seed_hint if isinstance(train, ShardedLoader) else torch.initial_seed(),
-            keeps_own_state=overrides(operator, "state_dict"),
+            keeps_own_state=overrides(self.operator, "state_dict"),
             is_synchronous=self._parallel.synchronizes,
             is_sharded=self._parallel.is_sharded,
             epoch_obstacle=self._epoch_obstacle,
@@ -151,7 +160,7 @@ class TorchRunner(ClassRunner):
             self._arm(0)
             batch = next(DividedSource(data, data.seed_hint).open(0, 0), None)
             if batch is not None:
-                with putting_back(operator, self._state.objects(), _undo_of_tensor, _is_module_class):
+                with putting_back(operator, self._state.objects(), _undo_of_tensor, _is_open_class):
                     self._warm_up(batch[0])
         except Exception as error:  # in a real step the user would get the exception
             logger.warning("warm-up of a standby worker failed: %r", error)
@@ -160,7 +169,8 @@ class TorchRunner(ClassRunner):
 
     def _warm_up(self, batch: Any) -> None:
         operator = self.operator
-        info = {**operator._batch_info(0), "warm_up": True, **operator._own_info(None, 0)}
+        internals = self._internals
+        info = {**internals.info_of_batch(0), "warm_up": True, **internals.info_of_call(None, 0)}
         bind_batch_info(operator.train_batch)(batch, info)
 
     def _take_place(self, world: World) -> None:
@@ -168,7 +178,7 @@ class TorchRunner(ClassRunner):
         before, now = config.get(BATCH_SIZE), config_for_worker(self._settings.config, world.size).get(BATCH_SIZE)
         if now is not None:
             config[BATCH_SIZE] = now
-        self.operator._take_place(world)
+        take_place(self.operator, world)
         self._feed.take_place(world.rank, world.size, now, before)
         self._parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
 
@@ -186,19 +196,20 @@ class TorchRunner(ClassRunner):
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self._modes.give_back()
         self._arm(run.epoch_idx)
-        stream.prepare = partial(self._parallel.match, self.operator._wrapped)
-        began_at, schedulers = stream.num_steps_taken, self.operator._scheduler_steps()
+        internals, registered = self._internals, self._internals.registered
+        stream.prepare = partial(self._parallel.match, registered.wrapped)
+        began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
         try:
-            with with_advice(self.operator._wrapped):
+            with with_advice(registered.wrapped):
                 yield
             self._finish_steps(stream.num_steps_taken - began_at)
             if not stream.is_mid_pass:
-                self.operator._warn_of_idle_schedulers(schedulers)
+                idle.warn(self.operator, internals.once)
         finally:
             self._parallel.step.close_call()
 
     def _new_meters(self) -> AverageMeterCollection:
-        return self.operator._new_meters()
+        return self._internals.new_meters()
 
     def _plain(self, value: Any) -> Any:
         """Tensors as numbers where they have one element, and on the CPU in any case."""
@@ -209,39 +220,40 @@ class TorchRunner(ClassRunner):
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """The models stay in evaluation mode afterwards, until they are trained again."""
-        models = getattr(self.operator, "_models", ())
-        self._modes.evaluate([*models, getattr(self.operator, "model", None)])
+        registered = self._internals.registered
+        self._modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
-            with self._parallel.evaluating(self.operator._wrapped):
+            with self._parallel.evaluating(registered.wrapped):
                 yield
         finally:
             self._modes.note()
 
     def _arm(self, epoch_idx: int) -> None:
         """Gets ready for the steps of a call."""
-        operator = self.operator
-        operator._begin_call()
+        operator, internals = self.operator, self._internals
+        internals.own_steps.begin_call()
         window = operator.accumulate_grad_batches(epoch_idx)
         if not is_integer(window) or window < 1:
             raise ValueError(
                 f"`{type(operator).__name__}.accumulate_grad_batches` returned {window!r}: return how many batches "
                 "make an optimizer step, at least 1."
             )
-        self._parallel.arm(operator._wrapped, _may_run_backward(operator), window, operator._precision.can_defer)
+        may_defer = internals.precision.can_defer
+        self._parallel.arm(internals.registered.wrapped, _may_run_backward(operator), window, may_defer)
 
     def _finish_steps(self, num_batches: int) -> None:
         """Leaves no gradient behind for another call."""
-        operator, step = self.operator, self._parallel.step
-        operator._finish_window()
+        internals, step, name = self._internals, self._parallel.step, type(self.operator).__name__
+        internals.finish_window()
         if step.window > 1 and num_batches and not step.is_used:
             raise ValueError(
-                f"`accumulate_grad_batches={step.window}` had no effect: `{type(operator).__name__}` computes its "
+                f"`accumulate_grad_batches={step.window}` had no effect: `{name}` computes its "
                 "gradients by itself. Call `self.backward(loss)` and `self.optimizer_step()` in `train_batch`, for "
                 "every batch, or accumulate by hand and omit the option."
             )
-        if num_batches and operator._misses_clipping():
+        if num_batches and internals.own_steps.misses_clipping:
             raise ValueError(
-                f"Gradient clipping had no effect: `{type(operator).__name__}` steps an optimizer that is no "
+                f"Gradient clipping had no effect: `{name}` steps an optimizer that is no "
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
                 "yourself and leave `clip_grad_norm` and `clip_grad_value` out."
             )
@@ -252,27 +264,31 @@ class TorchRunner(ClassRunner):
 
     def _undo(self) -> Callable[[], None]:
         """Remembers what padding must not change: what metric objects have seen."""
-        return metric_objects.remember(self.operator)
+        return metric_objects.remember(self.operator, self._internals.registered)
 
     def _data(self, name: str) -> Any:
         """What is registered under "train" or "validation"."""
-        return getattr(self._operator, f"_{name}_data", None)
+        if self._operator is None:  # it is still being set up
+            return None
+        data = self._internals.data
+        return data.train if name == "train" else data.validation
 
     def models(self, to_cpu: bool) -> list[torch.nn.Module | None]:
         """Copies of the models without any wrapper, on the CPU; the live ones for a replica in the driver.
 
         Of models that are sharded all ranks have to ask for copies, and rank 0 alone gets some.
         """
-        models = self._state.registered("_original_models")
+        models = self._state.registered.original_models
         if to_cpu or self._parallel.is_sharded:
             return [self._parallel.plain_model(model) for model in models]
         return [unwrap(model) for model in models]
 
     def update_schedulers(self, metric: Any) -> None:
         """Steps every registered scheduler with `metric`."""
-        if not getattr(self.operator, "_schedulers", None):
+        schedulers = self._internals.registered.schedulers
+        if not schedulers:
             raise NotRegisteredError("`update_scheduler` was called, but `setup` registered no scheduler.")
-        for scheduler in self.operator._schedulers:
+        for scheduler in schedulers:
             scheduler.step(metric)
 
 
@@ -301,8 +317,10 @@ def _device(use_gpu: bool) -> torch.device:
     return torch.device("cpu")
 
 
-def _is_module_class(kind: type) -> bool:
-    """Whether objects of this class of PyTorch hold tensors and nothing else, from the start."""
+def _is_open_class(kind: type) -> bool:
+    """Whether to look into objects of this class: of PyTorch those that hold tensors, of raysgd what leads to them."""
+    if kind in (TorchInternals, Internals, Registered):
+        return True
     return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.lazy"
 
 

@@ -5,11 +5,11 @@ Outside a run they only warn once, so you can call your function by itself.
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd._once import Once
 from raysgd.exceptions import SessionMisuseError
 from raysgd.train._messages import TrainingResult, TrainingResultType
 from raysgd.train._session import Session, current_session
@@ -30,8 +30,7 @@ __all__ = [
 ]
 
 _UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "<unset>"})()
-_warned: set[str] = set()
-_warned_lock = threading.Lock()
+_once = Once()
 
 
 def report(*args: Any, checkpoint: Any = _UNSET, **kwargs: Any) -> None:
@@ -132,10 +131,7 @@ def _session_or_warning(function: str) -> Session | None:
     session = current_session()
     if session is not None:
         return session
-    with _warned_lock:
-        is_new = function not in _warned
-        _warned.add(function)
-    if is_new:
+    if _once.is_first(function):
         warnings.warn(
             f"`{function}` has no effect: it was called outside a function that a trainer runs.", stacklevel=3
         )

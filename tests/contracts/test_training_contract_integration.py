@@ -41,8 +41,8 @@ class DeepOperator(LinearOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        if self._precision.state_key:
-            self._precision.load_state_dict({**self._precision.state_dict(), "scale": 256.0})
+        if self._raysgd.precision.state_key:
+            self._raysgd.precision.load_state_dict({**self._raysgd.precision.state_dict(), "scale": 256.0})
 
     def make_model(self) -> torch.nn.Module:
         return torch.nn.Sequential(
@@ -55,7 +55,7 @@ class RungsOperator(DeepOperator):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         features, target = self.prepare_batch(batch)
-        with self._precision.forward():
+        with self._raysgd.precision.forward():
             _, loss = self.forward(features, target)
         self.backward(loss)
         self.optimizer_step()
@@ -228,7 +228,7 @@ def test_the_rest_of_a_window_is_stepped_at_the_end_of_pass_and_call(two: TorchT
 
 def steps_at_boundary(self: Any) -> None:
     DeepOperator.optimizer_step(self)
-    if self._parallel.step.is_boundary:
+    if self._raysgd.parallel.step.is_boundary:
         self.seen.append(self.global_step)
 
 
@@ -240,7 +240,7 @@ class StopsEarlyOperator(DeepOperator):
             self.train_batch(batch, info)
             if index == 2:
                 break
-        return {"is_pending": int(self._parallel.step.is_pending)}
+        return {"is_pending": int(self._raysgd.parallel.step.is_pending)}
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])

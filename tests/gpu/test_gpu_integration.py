@@ -91,7 +91,7 @@ def test_every_format_learns_what_a_cpu_learns(precision: str, make_local: Calla
     operator: Any = on_gpu.get_local_operator()
     assert (operator.device.type, operator.use_gpu, operator.device_ids) == ("cuda", True, [operator.device.index])
     if precision == "fp16":
-        operator._precision.load_state_dict({**operator._precision.state_dict(), "scale": 1024.0})
+        operator._raysgd.precision.load_state_dict({**operator._raysgd.precision.state_dict(), "scale": 1024.0})
     for _ in range(3):
         expected, found = on_cpu.train(), on_gpu.train()
     tolerance = TOLERANCE[precision]

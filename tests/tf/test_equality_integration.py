@@ -355,7 +355,7 @@ def test_practice_is_marked_and_leaves_no_traces_in_what_the_operator_keeps_for_
         runner.warm_up()
         operator: Any = runner.operator
         marks = [info["warm_up"] for info in Bookkeeper.infos]
-        number_of_graphs = operator._train_function.experimental_get_tracing_count()
+        number_of_graphs = operator._raysgd.train_function.experimental_get_tracing_count()
         return marks, number_of_graphs, (operator.num_batches, operator.losses, float(operator.average))
 
     for marks, number_of_graphs, books in lab.apply_all_workers(warmed_up):

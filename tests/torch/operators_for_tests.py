@@ -11,7 +11,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
+from raysgd.engine.types import World
 from raysgd.torch import TrainingOperator
+from raysgd.torch.operator_context import OperatorContext
+from raysgd.torch.precision import Precision
+from raysgd.torch.settings import TorchSettings
 
 NUM_FEATURES = 3
 
@@ -133,3 +137,43 @@ def equal(left: Any, right: Any) -> bool:
     if isinstance(left, list | tuple):
         return len(left) == len(right) and all(map(equal, left, right))
     return bool(left == right) or (left != left and right != right)
+
+
+CPU = torch.device("cpu")
+ALONE = World(rank=0, size=1)
+Operator = Any  # what user code hangs on an operator is unknown to type checkers
+
+
+def make(
+    operator_cls: type[TrainingOperator],
+    config: dict[str, Any] | None = None,
+    *,
+    world: World = ALONE,
+    precision: Precision | None = None,
+    **options: Any,
+) -> Operator:
+    settings = TorchSettings(operator_cls, config or {}, **options)
+    return operator_cls(config or {}, OperatorContext(settings, world, CPU, precision or Precision()))
+
+
+class Bare(TrainingOperator):
+    """Registers only when a test says so."""
+
+    def setup(self, config: dict[str, Any]) -> None: ...
+
+
+def a_model() -> torch.nn.Module:
+    return torch.nn.Linear(NUM_FEATURES, 1)
+
+
+def an_optimizer(model: torch.nn.Module | None = None, lr: float = 0.1) -> torch.optim.Optimizer:
+    return torch.optim.SGD((model or a_model()).parameters(), lr=lr)
+
+
+def dataset_batches() -> Iterable[Any]:
+    return DataLoader(dataset(6), batch_size=2)
+
+
+def batches(num: int = 3, size: int = 2) -> list[Any]:
+    torch.manual_seed(1)
+    return [(torch.randn(size, NUM_FEATURES), torch.randn(size, 1)) for _ in range(num)]

@@ -209,8 +209,8 @@ class Tokens(LinearOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        if self._precision.state_key:  # not the large first scale, whose steps are skipped
-            self._precision.load_state_dict({**self._precision.state_dict(), "scale": 256.0})
+        if self._raysgd.precision.state_key:  # not the large first scale, whose steps are skipped
+            self._raysgd.precision.load_state_dict({**self._raysgd.precision.state_dict(), "scale": 256.0})
 
     def make_model(self) -> torch.nn.Module:
         return torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
@@ -243,7 +243,7 @@ class TokensInRungs(Tokens):
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         features, target = self.prepare_batch(batch)
-        with self._precision.forward():
+        with self._raysgd.precision.forward():
             _, loss, num_tokens = self.forward(features, target)
         self.backward(loss, weight=num_tokens.item())
         self.optimizer_step()

@@ -163,7 +163,7 @@ def test_numbers_can_be_added_up_over_the_ranks(two: TorchTrainer, parallel: str
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
             numbers = torch.tensor([self.world_rank + 1, 10], dtype=torch.float64)
-            self._parallel.all_sum(numbers)
+            self._raysgd.parallel.all_sum(numbers)
             self.seen = [numbers.tolist()]
 
     found = run_together(two, Experiment(Adds, calls=[], options={"use_horovod": True, "parallel": parallel}))

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
@@ -962,7 +963,7 @@ def test_info_says_that_the_module_steps_schedulers(train_local: Train) -> None:
     trainer, _ = train_local(scheduled())
 
     def info(operator: Any) -> Any:
-        return operator._own_info(None, 0)[SCHEDULER_STEP]
+        return operator._raysgd.info_of_call(None, 0)[SCHEDULER_STEP]
 
     assert trainer.apply_all_operators(info) == ["ptl"]
 
@@ -1184,7 +1185,7 @@ def test_data_is_prepared_once_for_each_node_or_once_at_all() -> None:
 
     def is_prepared(module_cls: type[Line], rank: int, local_rank: int) -> bool:
         operator = make(module_cls)
-        operator._world_rank, operator._local_rank = rank, local_rank
+        operator._raysgd.take_place(replace(operator._raysgd.world, rank=rank, local_rank=local_rank))
         operator.get_model().seen.clear()
         operator._prepare_data()
         return operator.get_model().seen == ["prepared"]

@@ -356,7 +356,7 @@ def reported(lab: TorchTrainer, report: Callable[[Any, int], dict[str, Any]], nu
 
 def test_a_nan_on_any_rank_is_a_nan(lab: TorchTrainer) -> None:
     def report(operator: Any, batch_idx: int) -> dict[str, Any]:
-        is_last = operator.world_rank == operator._context.world.size - 1
+        is_last = operator.world_rank == operator._raysgd.context.world.size - 1
         return {"score": math.nan if is_last and batch_idx == 0 else 1.0, "clean": 2.0}
 
     [found] = reported(lab, report).results

@@ -346,7 +346,7 @@ def test_a_scheduler_that_needs_a_metric_and_has_none_is_an_error_before_the_fir
     metric: str | None, freq: str
 ) -> None:
     runner = on_plateau(metric, freq)
-    with pytest.raises(ValueError, match=r'goes by a metric of an epoch.*`scheduler_metric = "train_loss"`'):
+    with pytest.raises(ValueError, match=r'needs a metric of an epoch.*`scheduler_metric = "train_loss"`'):
         train(runner)
     assert not runner.operator.seen  # type: ignore[attr-defined]
 

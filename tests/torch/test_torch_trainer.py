@@ -948,7 +948,7 @@ def test_a_skipped_step_does_not_advance_a_batch_scheduler(make_local: MakeTrain
             super().setup(config)
             scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, step_size=1, gamma=0.5)
             _, _, self.scheduler = self.register(models=self.model, optimizers=self.optimizer, schedulers=scheduler)
-            self._precision.load_state_dict({**self._precision.state_dict(), "scale": 1024.0})
+            self._raysgd.precision.load_state_dict({**self._raysgd.precision.state_dict(), "scale": 1024.0})
 
         def forward(self, features: Any, target: Any) -> Any:
             output, loss = super().forward(features, target)
@@ -1014,7 +1014,7 @@ def test_a_loop_that_stops_early_steps_what_is_left(make_local: MakeTrainer) -> 
             for index, batch in enumerate(iterator):
                 self.train_batch(batch, info)
                 if index == 2:
-                    return {"pending": self._parallel.step.is_pending}
+                    return {"pending": self._raysgd.parallel.step.is_pending}
 
     trainer = make_local(StopsEarly, accumulate_grad_batches=2)
     assert trainer.train()["pending"], "two batches are stepped, the third waits"
@@ -1022,7 +1022,7 @@ def test_a_loop_that_stops_early_steps_what_is_left(make_local: MakeTrainer) -> 
     other.train(num_steps=3)
     for name, tensor in trainer.get_model().state_dict().items():
         torch.testing.assert_close(tensor, other.get_model().state_dict()[name], rtol=1e-6, atol=1e-6)
-    assert not trainer.get_local_operator()._parallel.step.is_pending
+    assert not trainer.get_local_operator()._raysgd.parallel.step.is_pending
 
 
 def test_two_optimizers_accumulate_each_by_itself(make_local: MakeTrainer) -> None:
@@ -1035,15 +1035,16 @@ def test_two_optimizers_accumulate_each_by_itself(make_local: MakeTrainer) -> No
             optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
             self.models, self.optimizers = self.register(models=models, optimizers=optimizers)
             self.model = torch.nn.ModuleList(self.models)
-            if self._precision.state_key:
-                self._precision.load_state_dict({**self._precision.state_dict(), "scale": 64.0, "growth_interval": 1})
+            precision = self._raysgd.precision
+            if precision.state_key:
+                precision.load_state_dict({**precision.state_dict(), "scale": 64.0, "growth_interval": 1})
             data = dataset(16)
             self.register_data(train_loader=torch.utils.data.DataLoader(data, batch_size=config["batch_size"]))
 
         def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
             features, _, target = batch
             for model, optimizer in zip(self.models, self.optimizers, strict=True):
-                with self._precision.forward():
+                with self._raysgd.precision.forward():
                     loss = torch.nn.functional.mse_loss(model(features), target)
                 self.backward(loss, optimizer=optimizer)
                 self.optimizer_step(optimizer)
@@ -1062,7 +1063,7 @@ def test_a_rung_that_clips_can_be_overridden(make_local: MakeTrainer) -> None:
     class Notes(LinearOperator):
         def setup(self, config: dict[str, Any]) -> None:
             super().setup(config)
-            self._precision.load_state_dict({**self._precision.state_dict(), "scale": 64.0})
+            self._raysgd.precision.load_state_dict({**self._raysgd.precision.state_dict(), "scale": 64.0})
 
         def clip_grad_norm(self, parameters: list[torch.Tensor], max_norm: float) -> None:
             self.norm = float(

@@ -93,13 +93,13 @@ class Apart(LinearOperator):
 
 def test_gradients_of_a_model_with_a_process_group_of_its_own_are_those_of_that_group(two: TorchTrainer) -> None:
     def tried(operator: Any) -> Any:
-        context = operator._context
+        context = operator._raysgd.context
         apart = Apart({}, replace(context, parallel=DDP()))
         model = apart.model
-        apart._parallel.arm([model], weight_in_hook=True)
+        apart._raysgd.parallel.arm([model], weight_in_hook=True)
         apart.train_batch(None, {})
         model.module.running_mean.fill_(apart.world_rank)
-        with apart._parallel.evaluating([model]):
+        with apart._raysgd.parallel.evaluating([model]):
             buffer = model.module.running_mean.item()
         return model.module.bias.grad.item(), buffer
 
@@ -261,7 +261,7 @@ class LearnsToCount(LinearOperator):
 
     def train_epoch(self, iterator: Any, **arguments: Any) -> dict[str, Any]:
         results = super().train_epoch(iterator, **arguments)
-        state = [value for value in self._parallel.state_of(self.loss).values() if value is not None]
+        state = [value for value in self._raysgd.parallel.state_of(self.loss).values() if value is not None]
         return {**results, "criterion": torch.cat(state)}
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd._once import Once
 from raysgd._state_codec import decode
 from raysgd.engine.types import World
 from raysgd.train import session
@@ -303,7 +304,7 @@ class TestShards:
 class TestOutsideOfARun:
     @pytest.fixture(autouse=True)
     def forget_warnings(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(session, "_warned", set())
+        monkeypatch.setattr(session, "_once", Once())
 
     @pytest.mark.parametrize("name", ["report", "save_checkpoint", "load_checkpoint", "get_dataset_shard"])
     def test_a_function_warns_once_and_does_nothing(self, name: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from raysgd._once import Once
 from raysgd._optional import require
 from raysgd._paths import check_local
 from raysgd.compat.names import former_names
@@ -147,7 +148,7 @@ class TBXLoggerCallback(TrainingCallback):
         self.results_preprocessor = IndexedResultsPreprocessor(one_rank(worker_to_log))
         self._tensorboard = require("tensorboardX", extra="tensorboard", purpose="`TBXLoggerCallback`")
         self._writer: Any = None
-        self._warned: set[str] = set()
+        self._once = Once()
 
     @property
     def logdir(self) -> Path:
@@ -183,8 +184,7 @@ class TBXLoggerCallback(TrainingCallback):
             self._warn(name, value)
 
     def _warn(self, name: str, value: Any) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
+        if self._once.is_first(name):
             logger.warning("`%s` is not written for TensorBoard: it is a %s", name, type(value).__name__)
 
     def finish_training(self, error: bool = False, **info: Any) -> None:

@@ -1,0 +1,191 @@
+"""What operators of all frameworks share.
+
+Users derive a class from an operator and set whatever attributes they like. So the library keeps all that it needs in
+one object under one name, `_raysgd`, which they do not hit by accident. Private names that subclasses read since the
+first version of the library are views on it, and assignments to those are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from raysgd._meters import NUM_SAMPLES, AverageMeterCollection
+from raysgd._once import Once
+from raysgd._timers import TimerCollection
+from raysgd.engine.types import World
+from raysgd.exceptions import NotRegisteredError
+
+NUM_STEPS = "__num_steps__"
+
+_OF_TRAINER = "It comes from the trainer."
+
+
+class View:
+    """An attribute that shows what the library keeps, and refuses assignments.
+
+    Args:
+        path: Where it is in the `Internals`.
+        way_out: What to do instead of an assignment.
+    """
+
+    def __init__(self, path: str, way_out: str = _OF_TRAINER) -> None:
+        self._read = attrgetter(f"_raysgd.{path}")
+        self._way_out = way_out
+        self._name = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, operator: Any, owner: type | None = None) -> Any:
+        return self if operator is None else self._read(operator)
+
+    def __set__(self, operator: Any, value: Any) -> None:
+        raise AttributeError(
+            f"`self.{self._name}` belongs to the library and cannot be assigned. {self._way_out} Give your own "
+            f"attribute another name, such as `self.my{self._name}`."
+        )
+
+
+class Internals:
+    """What the library keeps about one operator.
+
+    Attributes:
+        config: The config of this worker.
+        context: The place of the operator among its replicas, and the objects that it works with.
+        latest_metrics: What the last batch reported.
+        meters_to_fill: Where the next `train_epoch` counts, if it continues one that broke off.
+        once: What was said already.
+    """
+
+    def __init__(self, config: dict[str, Any], context: Any) -> None:
+        self.config = config
+        self.context = context
+        self.latest_metrics: Mapping[str, Any] = {}
+        self.meters_to_fill: AverageMeterCollection | None = None
+        self.once = Once()
+
+    @property
+    def world(self) -> World:
+        """The place among the replicas."""
+        world: World = self.context.world
+        return world
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether there is a GPU to use."""
+        use_gpu: bool = self.context.settings.use_gpu
+        return use_gpu
+
+    def take_place(self, world: World) -> None:
+        """Goes on in another group."""
+        self.context = replace(self.context, world=world)
+
+    def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
+        """What the library adds to the `info` of a training call."""
+        return {NUM_STEPS: num_steps, "epoch_idx": epoch_idx}
+
+    def new_meters(self) -> AverageMeterCollection:
+        """Meters for one epoch."""
+        return AverageMeterCollection()
+
+    def take_meters(self) -> AverageMeterCollection:
+        """Those of the epoch that continues, or new ones."""
+        meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
+        return meters
+
+    def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Metrics of a batch without their weight, and that."""
+        self.latest_metrics = metrics
+        return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics.get(NUM_SAMPLES, 1)
+
+
+class BaseOperator:
+    """What users subclass, without anything of a framework; `TrainingOperator` of each front end completes it.
+
+    Args:
+        config: The config of this worker.
+        internals: What the library keeps.
+    """
+
+    resumes_epochs: bool | None = None
+    warms_up_standby: bool = True
+
+    _raysgd: Any
+    _config = View("config")
+
+    def __init__(self, config: dict[str, Any], internals: Internals) -> None:
+        self._raysgd = internals
+        self.world_size = internals.world.size
+        self.timers = TimerCollection()
+        self.global_step = 0
+        self.setup(config)
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Creates everything and registers it. Runs once in each worker, inside the process group.
+
+        Args:
+            config: The trainer's `config`, with the batch size under `BATCH_SIZE` already divided by the workers.
+        """
+        raise NotImplementedError("Override `setup` to create and register models and optimizers.")
+
+    def state_dict(self) -> Any:
+        """State of your own for checkpoints and recovery; what is registered is taken care of. Return CPU data."""
+        return None
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Takes over what `state_dict` returned, which may be None."""
+
+    def world_changed(self) -> None:
+        """Called on every worker after the number of workers has changed under it, with the new `world_size`.
+
+        For what `setup` computed from the number of workers, such as a learning rate. A worker that steps in has run
+        `setup`; one that stayed has not run it again.
+        """
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config, with the batch size under `BATCH_SIZE` divided by the workers."""
+        config: dict[str, Any] = self._raysgd.config
+        return config
+
+    @property
+    def world_rank(self) -> int:
+        """Rank among all workers; 0 when alone."""
+        rank: int = self._raysgd.world.rank
+        return rank
+
+    @property
+    def local_rank(self) -> int:
+        """Rank among the workers of this node."""
+        rank: int = self._raysgd.world.local_rank
+        return rank
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether the trainer requested a GPU and there is one."""
+        use_gpu: bool = self._raysgd.use_gpu
+        return use_gpu
+
+
+def take_place(operator: BaseOperator, world: World) -> None:
+    """Lets an operator go on in another group."""
+    operator._raysgd.take_place(world)
+    operator.world_size = world.size
+
+
+def required(operator: BaseOperator, name: str) -> Any:
+    """An attribute that the stock methods need.
+
+    Raises:
+        NotRegisteredError: The user's class does not set it.
+    """
+    try:
+        return getattr(operator, name)
+    except AttributeError:
+        raise NotRegisteredError(
+            f"The stock methods need `self.{name}`: set it in `setup` from what `register` returns, or override the "
+            f"method that uses it (`{type(operator).__name__}` does neither)."
+        ) from None

@@ -1,0 +1,109 @@
+"""What the library keeps about an operator of TensorFlow: the record of what it registered, and its compiled steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from raysgd.replicas.operator import Internals
+from raysgd.tf.datasets import Sharding, num_samples
+from raysgd.tf.keras_sync import variables_of
+
+if TYPE_CHECKING:
+    from raysgd.tf.fit_run import FitStream
+    from raysgd.tf.training_operator import OperatorContext
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The record of what `register` was given; all empty before."""
+
+    models: list[Any] = field(default_factory=list)
+    optimizers: list[Any] = field(default_factory=list)
+    loss: Any = None
+    metrics: list[Any] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class RegisteredData:
+    """The record of what `register_data` was given."""
+
+    train_dataset: Any = None
+    validation_dataset: Any = None
+    sharding: Sharding = "worker"
+
+
+class TFInternals(Internals):
+    """See `raysgd.replicas.operator.Internals`.
+
+    Args:
+        operator: The operator that this belongs to.
+        config: The config of this worker.
+        context: What it works with.
+
+    Attributes:
+        registered: The record of models, optimizers, loss and metrics.
+        data: The record of datasets.
+        train_function: `train_step`, compiled; None before it is needed.
+        test_function: `test_step`, compiled.
+        fit: Where a `fit` of Keras is, for operators made of creator functions.
+    """
+
+    context: OperatorContext
+    fit: FitStream
+
+    def __init__(self, operator: Any, config: dict[str, Any], context: OperatorContext) -> None:
+        super().__init__(config, context)
+        self._operator = operator
+        self.registered, self.data = Registered(), RegisteredData()
+        self.train_function: Any = None
+        self.test_function: Any = None
+        self._trained: tuple[int, tuple[int, ...]] | None = None  # by what optimizer, and what
+
+    def compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """A step as a graph, unless the user wants to look into it."""
+        import tensorflow as tf
+
+        return method if self._operator.run_eagerly else tf.function(method, reduce_retracing=True)
+
+    def forget_stale_steps(self) -> None:
+        """Lets the steps be traced again if variables or optimizers have changed since."""
+        models = self.registered.models
+        trained = [id(variable) for model in models if model.built for variable in model.trainable_variables]
+        kind = (id(getattr(self._operator, "optimizer", None)), tuple(trained))
+        if kind != self._trained and self._trained is not None:
+            self.train_function = self.test_function = None
+        self._trained = kind
+
+    def num_samples(self, batch: Any) -> int:
+        """How many samples of a batch count."""
+        known = self.context.synchronizer.step.num_samples
+        return int(num_samples(batch)) if known is None else known
+
+    def reset_metrics(self) -> None:
+        """Lets the registered metrics forget what they have seen."""
+        for metric in self.registered.metrics:
+            metric.reset_state()
+
+    def metric_results(self, prefix: str) -> dict[str, float]:
+        """The results of the registered metrics over all workers."""
+        metrics = self.registered.metrics
+        with self.context.synchronizer.merged(variables_of(metrics)):
+            return {f"{prefix}{metric.name}": float(metric.result()) for metric in metrics}
+
+    def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        values, weight = super().parted(metrics)
+        return {name: _number(value) for name, value in values.items()}, weight
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Where models have to be made."""
+        strategy = self.context.strategy
+        scope: AbstractContextManager[Any] = nullcontext() if strategy is None else strategy.scope()
+        return scope
+
+
+def _number(value: Any) -> Any:
+    """A tensor of one element as a number."""
+    return value.numpy() if hasattr(value, "numpy") else value

@@ -1,0 +1,137 @@
+"""`CreatorOperator`: an operator made of creator functions."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sized
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from raysgd.exceptions import InvalidRegistrationError
+from raysgd.torch.training_operator import TrainingOperator
+
+logger = logging.getLogger(__name__)
+
+
+class CreatorOperator(TrainingOperator):
+    """An operator made of creator functions; see `TrainingOperator.from_creators`. Subclass it to override a rung."""
+
+    _model_creator: Callable[..., Any]
+    _optimizer_creator: Callable[..., Any]
+    _data_creator: Callable[..., Any] | None = None
+    _loss_creator: Any = None
+    _scheduler_creator: Callable[..., Any] | None = None
+    _serialize_data_creation = True
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Calls the creators and registers what they return."""
+        loaders = self._create_data(config)
+        models = self._model_creator(config)
+        optimizers = self._optimizer_creator(models, config)
+        schedulers = self._scheduler_creator(optimizers, config) if self._scheduler_creator else None
+        criterion = self._create_loss(config)
+        self.register(models=models, optimizers=optimizers, criterion=criterion, schedulers=schedulers)
+        if _is_multiple(models) or _is_multiple(optimizers):
+            logger.info("several models or optimizers: the stock loops use the first of each")
+        self.register_data(train_loader=loaders[0], validation_loader=loaders[1])
+
+    def _create_data(self, config: dict[str, Any]) -> tuple[Any, Any]:
+        if self._data_creator is None:
+            return None, None
+        with _one_at_a_time() if self._serialize_data_creation else nullcontext():
+            loaders = self._data_creator(config)
+        if loaders is None or loaders is False or (isinstance(loaders, list | tuple) and not loaders):
+            raise InvalidRegistrationError(
+                "`data_creator` returned nothing: return a train loader, or train and validation loader."
+            )
+        if not isinstance(loaders, list | tuple):
+            return loaders, None
+        if len(loaders) > 2:
+            raise ValueError(
+                f"`data_creator` returned {len(loaders)} loaders: return one (train) or two (train, validation)."
+            )
+        return loaders[0], loaders[1] if len(loaders) == 2 else None
+
+    def _create_loss(self, config: dict[str, Any]) -> Any:
+        creator = self._loss_creator
+        if isinstance(creator, type) and issubclass(creator, torch.nn.modules.loss._Loss):
+            return creator()
+        return creator(config) if creator else None
+
+    @property
+    def models(self) -> Any:
+        """The models as `model_creator` returned them, wrapped."""
+        return self._raysgd.registered.returned[0]
+
+    @property
+    def optimizers(self) -> Any:
+        """The optimizers as `optimizer_creator` returned them."""
+        return self._raysgd.registered.returned[1]
+
+    @property
+    def schedulers(self) -> Any:
+        """The schedulers as `scheduler_creator` returned them."""
+        registered = self._raysgd.registered
+        return registered.returned[-1] if registered.has_schedulers else _absent("schedulers")
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The first or only model."""
+        model: torch.nn.Module = self._raysgd.registered.models[0]
+        return model
+
+    @property
+    def optimizer(self) -> Any:
+        """The first or only optimizer."""
+        optimizers = self._raysgd.registered.optimizers
+        return optimizers[0] if optimizers else _absent("optimizer")
+
+    @property
+    def scheduler(self) -> Any:
+        """The first or only scheduler."""
+        schedulers = self._raysgd.registered.schedulers
+        return schedulers[0] if schedulers else _absent("scheduler")
+
+    @property
+    def criterion(self) -> Any:
+        """The loss."""
+        criterion = self._raysgd.registered.criterion
+        return criterion if criterion is not None else _absent("criterion")
+
+
+def _absent(name: str) -> Any:
+    raise AttributeError(f"no `{name}`: no creator returned one")
+
+
+def _one_at_a_time() -> Any:
+    from filelock import FileLock
+
+    name = f".raydata-{os.getuid()}.lock"  # one file for all users would belong to the first, and shut out the others
+    return FileLock(os.path.join(tempfile.gettempdir(), name))
+
+
+def _is_multiple(component: Any) -> bool:
+    """Whether `component` holds several objects."""
+    return isinstance(component, Iterable) and isinstance(component, Sized) and len(component) > 1
+
+
+def make_operator(creators: Mapping[str, Any], serialize_data_creation: bool) -> type[CreatorOperator]:
+    """The operator class of some creator functions; see `TrainingOperator.from_creators`.
+
+    Raises:
+        ValueError: The model or optimizer creator is not callable.
+    """
+    for name in ("model_creator", "optimizer_creator"):
+        if not callable(creators[name]):
+            raise ValueError(
+                f"`{name}={creators[name]!r}`: need a function that takes the config (see `from_creators`)."
+            )
+    members: dict[str, Any] = {
+        f"_{name}": staticmethod(creator) if creator else None for name, creator in creators.items()
+    }
+    members["_serialize_data_creation"] = serialize_data_creation
+    return type("CustomCreatorOperator", (CreatorOperator,), members)

@@ -1,0 +1,156 @@
+"""The gradients of an operator: computed, weighted, completed over batches and workers, and applied."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raysgd._meters import BATCH_WEIGHT, as_weight
+from raysgd._once import Once
+from raysgd.torch.own_steps import OwnSteps
+from raysgd.torch.parallel import NoParallel
+from raysgd.torch.precision import Precision
+
+logger = logging.getLogger(__name__)
+
+
+class Gradients:
+    """Makes of the losses of batches what one loss over all their samples would have given.
+
+    Args:
+        precision: In which numbers the backward pass runs.
+        parallel: Averages over the workers, and knows the place in the step.
+        own_steps: Steps an optimizer within the bounds for gradients.
+        once: What was said already.
+    """
+
+    def __init__(self, precision: Precision, parallel: NoParallel, own_steps: OwnSteps, once: Once) -> None:
+        self._precision = precision
+        self._parallel = parallel
+        self._own_steps = own_steps
+        self._once = once
+
+    def compute(
+        self,
+        loss: torch.Tensor,
+        chosen: list[Any],
+        bystanders: list[Any],
+        weight: Any,
+        trained: Callable[[], Iterable[torch.Tensor]],
+    ) -> None:
+        """Clears the gradients, unless there are some to add to, and computes new ones.
+
+        Args:
+            loss: The mean over what the batch counts by.
+            chosen: The optimizers that the loss is for.
+            bystanders: Others whose gradients it is to be the only source of.
+            weight: How much the batch counts; None for its samples.
+            trained: All parameters that are trained.
+        """
+        step, cleared = self._parallel.step, [*chosen, *bystanders]
+        own = None if weight is None else as_weight("weight", weight)
+        if not step.keeps_gradients(cleared if step.window == 1 else chosen, own):
+            for each in cleared:
+                each.zero_grad()
+        if own is None:
+            self._precision.backward(self._parallel.weighted(loss, chosen[0]), chosen[0])
+            return
+        counting = 0.0 if step.is_padding else own
+        with self._parallel.weighting(loss, chosen, counting, trained()) as weighted:
+            self._precision.backward(weighted, chosen[0])
+        if step.window == 1:
+            self._complete_all(cleared)
+
+    def _complete_all(self, optimizers: Sequence[Any]) -> None:
+        """Does at the end of a backward pass what there is to do for a step of one batch."""
+        for optimizer in optimizers:
+            self.complete(optimizer)
+        for optimizer in optimizers:
+            self._parallel.step.stepped(optimizer)
+
+    def complete(self, optimizer: Any) -> None:
+        """Makes of the gradients of several batches what one batch of all their samples would have given.
+
+        Where nothing in them counts, they are cleared, so that a step of the optimizer changes nothing.
+        """
+        step, parameters = self._parallel.step, self._precision.parameters(optimizer)
+        if step.is_unexchanged(optimizer):
+            self._parallel.exchange(parameters)
+        correction = step.correction(optimizer)
+        if correction == 0.0:
+            step.leave_out(optimizer)
+            self._warn_of_nothing()
+        for parameter in parameters:
+            if correction == 0.0:
+                parameter.grad = None
+            elif correction != 1.0 and parameter.grad is not None:
+                parameter.grad.mul_(correction)
+
+    def _warn_of_nothing(self) -> None:
+        if self._once.is_first("nothing counts"):
+            logger.warning(
+                "nothing counts in a step: all workers gave `weight=0`. The optimizer does not step then. Later steps "
+                "like this one are not reported"
+            )
+
+    def apply(self, optimizers: Iterable[Any]) -> None:
+        """Steps optimizers, if all their gradients are there."""
+        step = self._parallel.step
+        for optimizer in optimizers if step.is_boundary else ():
+            if step.window > 1:
+                self.complete(optimizer)
+            if not step.is_left_out(optimizer):
+                self._own_steps.clip(optimizer)
+                self._own_steps.step(optimizer)
+            step.stepped(optimizer)
+
+    def compare_weight(self, metrics: Any, name: str) -> None:
+        """Warns once where metrics are averaged by a weight, and gradients are not.
+
+        Args:
+            metrics: What `train_batch` returned.
+            name: Whose `train_batch`.
+        """
+        if not isinstance(metrics, Mapping) or BATCH_WEIGHT not in metrics:
+            return
+        weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.step.weights
+        if not any(math.isclose(weight, each, rel_tol=1e-6) for each in given) and self._once.is_first("weight"):
+            logger.warning(
+                "`%s.train_batch` returned `batch_weight` %s, and no backward pass of the batch had that weight. It "
+                "averages metrics, not gradients: to average these too, call `self.backward(loss, weight=...)` with it",
+                name,
+                weight,
+            )
+
+
+def backward_with(operator: Any, loss: torch.Tensor, weight: Any) -> None:
+    """Calls the method, maybe the user's, with what `forward` returned.
+
+    Raises:
+        TypeError: There is a weight, and the method does not take one.
+    """
+    if weight is None:
+        operator.backward(loss)
+        return
+    if not _takes(operator.backward, "weight"):
+        raise TypeError(
+            f"`{type(operator).__name__}.forward` returned a weight, but its `backward` does not take one: write "
+            "`def backward(self, loss, **options)` and pass the options on to `super().backward(loss, **options)`."
+        )
+    operator.backward(loss, weight=weight)
+
+
+def step_with(operator: Any, optimizer: Any) -> None:
+    """Calls the method, maybe the user's, that steps `optimizer`."""
+    arguments = (optimizer,) if _takes(operator.optimizer_step, "optimizer") else ()
+    operator.optimizer_step(*arguments)
+
+
+def _takes(method: Callable[..., Any], name: str) -> bool:
+    parameters = inspect.signature(method).parameters.values()
+    return any(each.name == name or each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)

@@ -1,0 +1,134 @@
+"""What the library keeps about an operator of PyTorch: the record of what it registered, and what its methods use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from raysgd._meters import AverageMeterCollection
+from raysgd.replicas.operator import Internals, required
+from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
+from raysgd.torch.gradients import Gradients, step_with
+from raysgd.torch.metric_objects import capture
+from raysgd.torch.moving import read_tensors
+from raysgd.torch.operator_context import OperatorContext
+from raysgd.torch.optimizer_choice import OptimizerChoice
+from raysgd.torch.own_steps import OwnSteps
+from raysgd.torch.registrar import Given, Registered, RegisteredData, Registrar
+from raysgd.utils import IS_PADDING
+
+
+class TorchInternals(Internals):
+    """See `raysgd.replicas.operator.Internals`.
+
+    Args:
+        operator: The operator that this belongs to.
+        config: The config of this worker.
+        context: What it works with.
+
+    Attributes:
+        registered: The record of models, optimizers, criterion and schedulers.
+        data: The record of loaders.
+        scheduler_step_freq: When the library steps schedulers.
+        precision: The number format of training.
+        parallel: How the replicas are kept equal.
+        choice: Which optimizers a call is for.
+        own_steps: Bounds for gradients.
+        gradients: Computes and applies them.
+    """
+
+    context: OperatorContext
+
+    def __init__(self, operator: Any, config: dict[str, Any], context: OperatorContext) -> None:
+        super().__init__(config, context)
+        self._operator = operator
+        self.registered, self.data = Registered(), RegisteredData()
+        self.scheduler_step_freq = context.settings.scheduler_step_freq
+        self.precision, self.parallel = context.precision, context.parallel
+        self.choice = OptimizerChoice(lambda: self.registered.optimizers, lambda: required(operator, "optimizer"))
+        self.own_steps = OwnSteps(context.precision, context.settings.step_options, operator)
+        self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
+
+    @property
+    def use_gpu(self) -> bool:
+        return self.context.use_gpu
+
+    # The names under which operators find the precision say nothing before there is something to compute in it.
+
+    @property
+    def fp16(self) -> bool | str:
+        """What operators find as `use_fp16`."""
+        return self.precision.flag if self.registered.original_models else False
+
+    @property
+    def amp(self) -> Any:
+        """What operators find as `_amp`."""
+        return self.precision.namespace if self.registered.original_models else None
+
+    @property
+    def scaler(self) -> Any:
+        """What operators find as `_amp_scaler`."""
+        return self.precision.scaler if self.registered.original_models else None
+
+    def register(self, given: Given) -> tuple[Any, ...]:
+        """Makes the record of what `register` was given; returns what that returns."""
+        registrar = Registrar(self._operator, self.context, self._keep)
+        self.registered = registrar.register(given, self.registered)
+        self.own_steps.watch(self.registered.optimizers)
+        return self.registered.returned
+
+    def _keep(self, registered: Registered) -> None:
+        self.registered = registered
+
+    def trained_parameters(self) -> Iterator[torch.Tensor]:
+        """All parameters that are trained."""
+        return (parameter for part in self.registered.trained for parameter in part.parameters())
+
+    def finish_window(self) -> None:
+        """At the end of a call: steps what is left of a window, where the loop ended before the window did."""
+        step = self.parallel.step
+        if not step.is_pending:
+            return
+        step.is_boundary = True
+        for optimizer in self.registered.optimizers:
+            if step.waits_for(optimizer):
+                with self.choice.acting_on(optimizer):
+                    step_with(self._operator, optimizer)
+
+    def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
+        operator = self._operator
+        told = {USE_FP16: bool(operator.use_fp16), SCHEDULER_STEP: operator.scheduler_step_freq}
+        return {**super().info_of_call(num_steps, epoch_idx), **told}
+
+    def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
+        """What the library adds to the `batch_info` of a training batch."""
+        step = self.parallel.step
+        return {"batch_idx": batch_idx, "global_step": self._operator.global_step, IS_PADDING: step.is_padding}
+
+    def new_meters(self) -> AverageMeterCollection:
+        return AverageMeterCollection(to_floats=read_tensors, capture_object=capture)
+
+    def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
+        if not isinstance(metrics, Mapping):
+            raise TypeError(
+                f"`{type(self._operator).__name__}.train_batch` or `validate_batch` returned a "
+                f"`{type(metrics).__name__}`: return a dict of metrics, an empty one if there are no metrics."
+            )
+        return super().parted(metrics)
+
+    def mean_over_workers(self, name: str, metrics: Mapping[str, Any]) -> float | None:
+        """The mean of a metric over all workers, each of which has to ask; None where no worker has it."""
+        own = (float(metrics[name]), 1.0) if name in metrics else (0.0, 0.0)
+        total, count = self.sum_over_workers(*getattr(metrics, "totals", {}).get(name, own))
+        return total / count if count else None
+
+    def sum_over_workers(self, *values: float) -> list[float]:
+        """The sums of all workers' values; every worker has to ask."""
+        if not self.world.is_distributed:
+            return list(values)
+        tensor = torch.tensor(values, dtype=torch.float64, device=self.context.device)
+        self.parallel.all_sum(tensor)
+        sums: list[float] = tensor.tolist()
+        return sums

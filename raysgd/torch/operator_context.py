@@ -1,0 +1,44 @@
+"""What one operator works with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from raysgd.engine.types import World
+from raysgd.torch.ddp import DDP
+from raysgd.torch.parallel import NoParallel
+from raysgd.torch.precision import Precision
+from raysgd.torch.settings import TorchSettings
+
+
+@dataclass(frozen=True)
+class OperatorContext:
+    """The place of one operator among its replicas, and the objects that it works with."""
+
+    settings: TorchSettings
+    world: World
+    device: torch.device
+    precision: Precision = field(default_factory=Precision)
+    parallel: NoParallel = field(default_factory=NoParallel)
+
+    @property
+    def use_gpu(self) -> bool:
+        """Whether the trainer requested a GPU and there is one."""
+        return self.device.type == "cuda"
+
+    @property
+    def wrap_ddp(self) -> bool:
+        """Whether models are wrapped in `DistributedDataParallel`."""
+        return isinstance(self.parallel, DDP)
+
+    @property
+    def device_ids(self) -> list[int] | None:
+        """What `DistributedDataParallel` wants as `device_ids`: None on a CPU."""
+        return [self.device.index or 0] if self.device.type == "cuda" else None
+
+    def place(self, part: Any) -> Any:
+        """Brings a model or a criterion to the device."""
+        return part.to(self.device) if self.use_gpu and hasattr(part, "to") else part

@@ -1,0 +1,46 @@
+"""Operators for tests: their epochs call a function, or report numbers, that the config holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from raysgd.utils import NUM_SAMPLES
+
+if TYPE_CHECKING:
+    from raysgd.torch.training_operator import TrainingOperator
+
+
+def get_test_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
+    """An operator for tests whose epochs call `config["custom_func"](operator, iterator, info)`."""
+
+    class _TestOperator(operator_cls):  # type: ignore[valid-type, misc]
+        def train_epoch(self, iterator: Iterable[Any], info: dict[str, Any], **kwargs: Any) -> Any:
+            function = self.config.get("custom_func")
+            return function(self, iterator, info) if callable(function) else {"done": 1}
+
+        def validate(self, val_iterator: Iterable[Any], info: dict[str, Any]) -> Any:
+            return self.train_epoch(val_iterator, info)
+
+    return _TestOperator
+
+
+def get_test_metrics_operator(operator_cls: type[TrainingOperator]) -> type[TrainingOperator]:
+    """An operator for tests that reports `config["scores"]` and `config["val_scores"]` as `config["key"]`."""
+
+    class _TestMetricsOperator(operator_cls):  # type: ignore[valid-type, misc]
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            self._train_scores = list(config["scores"])
+            self._val_scores = list(config["val_scores"])
+            self.key = config["key"]
+
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            metrics = super().train_batch(batch, batch_info)
+            return {**metrics, self.key: self._train_scores.pop(0) / metrics[NUM_SAMPLES]}
+
+        def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            metrics = super().validate_batch(batch, batch_info)
+            return {**metrics, self.key: self._val_scores.pop(0) / metrics[NUM_SAMPLES]}
+
+    return _TestMetricsOperator
