@@ -1,7 +1,7 @@
 """The communication hooks of `DistributedDataParallel`: they weight gradients, send them, and note how that ended.
 
-A model has one hook. It is the user's, inside one of ours that weights gradients; or ours, installed where it weights
-gradients or sends them faster than gloo does.
+A model has one hook: the user's, inside a hook of raysgd that weights gradients; or that of raysgd alone, installed
+where it weights gradients or sends them faster than gloo does.
 """
 
 # No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
@@ -56,7 +56,7 @@ class _HookState:
 
 
 def register(parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool) -> None:
-    """Installs the hook that the user passed, or one of ours where it is of use.
+    """Installs the hook that the user passed, or raysgd's where it is of use.
 
     Args:
         parallel: Knows the weight of the step.

@@ -10,7 +10,7 @@ from raysgd.exceptions import WorkersLostError
 
 
 class MaxRetries:
-    """Counts the losses of workers, anew for each piece of work.
+    """Counts the losses of workers, separately for each piece of work.
 
     Attributes:
         budget: What the engine takes retries from.

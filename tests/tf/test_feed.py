@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from raysgd.engine.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.tf.feed import Feed
+from raysgd.tf.internals import Registered, RegisteredData
 from raysgd.tf.keras_sync import Synchronizer
 
 REQUEST = EpochRequest(None, {}, False, seed=3)
@@ -19,12 +21,11 @@ class Operator:
     """What a feed looks at: datasets, and what padding may change."""
 
     _models: tuple[Any, ...] = ()
-    _metrics: tuple[Any, ...] = ()
-    _sharding = "global"
     validation_dataset = None
 
     def __init__(self, train_dataset: Any) -> None:
         self.train_dataset = train_dataset
+        self._raysgd = SimpleNamespace(registered=Registered(), data=RegisteredData(sharding="global"))
 
 
 ALONE = World(0, 1)

@@ -13,10 +13,11 @@ import pytest
 import torch
 
 from raysgd.engine.types import World
+from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.options import StepOptions
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.torch_runner import EpochRequest, TorchRunner
+from raysgd.torch.torch_runner import TorchRunner
 from raysgd.utils import BATCH_SIZE, BATCH_WEIGHT
 from tests.torch.lab import SEED, Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator

@@ -200,8 +200,9 @@ def test_a_stream_may_be_left_in_the_middle_and_begun_again(two: TorchTrainer) -
 
     def restart(operator: Any) -> Any:
         from raysgd.engine.types import World
+        from raysgd.replicas.epochs import EpochRequest
         from raysgd.torch.settings import TorchSettings
-        from raysgd.torch.torch_runner import EpochRequest, TorchRunner
+        from raysgd.torch.torch_runner import TorchRunner
 
         world = World(operator.world_rank, operator.world_size)
         runner = TorchRunner(TorchSettings(Uneven, CONFIG, use_horovod=True), world)

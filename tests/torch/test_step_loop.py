@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,12 +18,10 @@ class Plain(TrainingOperator):
 
     def __init__(self) -> None:
         self.part = torch.nn.Linear(1, 1)
-        self._optimizers = [torch.optim.SGD(self.part.parameters(), lr=0.1)]
+        self.sgd = torch.optim.SGD(self.part.parameters(), lr=0.1)
         self.global_step = 0
-
-    @property
-    def _trained(self) -> Any:
-        return [self.part]
+        internals: Any = SimpleNamespace(registered=SimpleNamespace(optimizers=[self.sgd], trained=[self.part]))
+        self._raysgd = internals
 
 
 class OwnBatch(Plain):
@@ -46,7 +45,7 @@ def test_a_stock_batch_is_half_done_once_its_optimizer_steps() -> None:
     loop = loop_of(operator)
     change_by_hand(operator)
     assert loop.is_whole, "no code of the user's runs there"
-    operator._optimizers[0].step()
+    operator.sgd.step()
     assert not loop.is_whole
     loop.note_boundary()
     assert loop.is_whole

@@ -291,7 +291,7 @@ DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("resume", "rng", 0, "python_gauss"), "x", "next number"),
     (("resume", "rng", 0, "torch"), b"short", "damaged"),
     (("resume", "rng", 0, "torch_cuda"), b"short", "CUDA"),
-    (("models",), 3, "'models' is a `int` and no list"),
+    (("models",), 3, "'models' is a `int` instead of a list"),
     (("models", 0), [1], "that of a model is a `list`"),
     (("models", 0, "0.weight"), 5, "weight: a `int`"),
     (("models", 0, "0.weight"), torch.empty(1, 4, device="meta"), "0.weight"),
