@@ -13,9 +13,9 @@ from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.tf import datasets, registration
 from raysgd.tf.datasets import check_dataset, is_divided
 from raysgd.tf.fit_run import merger, one_part, tracker
-from raysgd.tf.keras_sync import refuse_xla
 from raysgd.tf.streams import lockstep_dataset
 from raysgd.tf.training_operator import TrainingOperator
+from raysgd.tf.watched_models import refuse_xla
 
 _FIT_CONFIG, _EVALUATE_CONFIG = "fit_config", "evaluate_config"
 _DEFAULT_BATCH_SIZE = 32  # Keras's own, for arrays to validate on
@@ -114,11 +114,8 @@ class CreatorOperator(TrainingOperator):
         if is_resumed:
             self._agree()
             model.stop_training = False
-        synchronizer.before_exchange = stream.before_exchange
-        try:
+        with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options)
-        finally:
-            synchronizer.before_exchange, synchronizer.evaluates_together = None, False
         if is_resumed:  # callbacks that keep weights may have others where they have not seen all epochs
             synchronizer.share_first(model.weights)
         assert stream.place is not None

@@ -16,7 +16,7 @@ from typing import Any
 from raysgd._fitting import check_count, require
 from raysgd.engine.types import DataLedger
 from raysgd.tf import registration
-from raysgd.tf.keras_sync import Synchronizer
+from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.streams import Passes
 
 
@@ -60,13 +60,13 @@ class FitStream:
 
     Args:
         passes: The dataset.
-        synchronizer: Sees every exchange of gradients.
+        exchanges: Counts the exchanges of gradients.
     """
 
     pass_index = 0
     source: Any = None
 
-    def __init__(self, passes: Passes, synchronizer: Synchronizer) -> None:
+    def __init__(self, passes: Passes, exchanges: ExchangeRecord) -> None:
         self.passes = passes
         self.place: FitPlace | None = None
         self.logs: Mapping[str, float] = {}  # what the last `fit` that is over reported
@@ -74,7 +74,7 @@ class FitStream:
         self.has_begun = False  # whether callbacks of this process were told that the training begins
         self.steps_per_execution = 1
         self.at_boundary: Callable[[], None] | None = None
-        self._synchronizer = synchronizer
+        self._exchanges = exchanges
         self._num_steps_before = 0
         self._num_exchanges_before: int | None = None  # before the epoch that is running; None between epochs
         self._num_passes_elsewhere: int | None = None
@@ -99,17 +99,17 @@ class FitStream:
     @property
     def is_whole(self) -> bool:
         """Whether no step, and no execution of several, is half done."""
-        return self._num_exchanges % (self._synchronizer.num_exchanges_per_step * self.steps_per_execution) == 0
+        return self._num_exchanges % (self._exchanges.num_per_step * self.steps_per_execution) == 0
 
     @property
     def _num_exchanges(self) -> int:
         """In the epoch that is running."""
         before = self._num_exchanges_before
-        return 0 if before is None else self._synchronizer.num_exchanges - before
+        return 0 if before is None else self._exchanges.num_completed - before
 
     @property
     def _num_steps_here(self) -> int:
-        return self._num_exchanges // self._synchronizer.num_exchanges_per_step
+        return self._num_exchanges // self._exchanges.num_per_step
 
     def ledger(self) -> DataLedger | None:
         """The joint batches of the epoch of Keras, running or last. May be called from a second thread."""
@@ -194,7 +194,7 @@ class FitStream:
         self.place = replace(self.place, epoch=epoch)
         known = self.num_steps_of_epoch(steps_per_epoch)
         self._num_due = self._num_steps_seen if known is None else known
-        self._num_exchanges_before = self._synchronizer.num_exchanges
+        self._num_exchanges_before = self._exchanges.num_completed
         self.measures = True
 
     def end_epoch(self, logs: Mapping[str, Any], steps_per_epoch: int | None) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.replicas.operator import Internals
 from raysgd.tf.datasets import Sharding, num_samples
-from raysgd.tf.keras_sync import variables_of
+from raysgd.tf.joint_metrics import variables_of
 
 if TYPE_CHECKING:
     from raysgd.tf.fit_run import FitStream

@@ -37,14 +37,14 @@ class OperatorLoop(Loop):
 
     @property
     def is_whole(self) -> bool:
-        return self._synchronizer.num_exchanges == self._num_exchanges
+        return self._synchronizer.exchanges.num_completed == self._num_exchanges
 
     def note_boundary(self) -> None:
-        self._num_exchanges = self._synchronizer.num_exchanges
+        self._num_exchanges = self._synchronizer.exchanges.num_completed
 
     @property
     def own_s(self) -> float | None:
-        return self._synchronizer.own_s or None
+        return self._synchronizer.exchanges.own_s or None
 
     def begin_call(self) -> None:
         self._synchronizer.forget_call()
@@ -82,7 +82,7 @@ class FitLoop(OperatorLoop):
 
     def __init__(self, operator: CreatorOperator, synchronizer: Synchronizer, feed: Feed) -> None:
         super().__init__(operator, synchronizer, feed)
-        self.fit = FitStream(feed.train_passes, synchronizer)
+        self.fit = FitStream(feed.train_passes, synchronizer.exchanges)
 
     @property
     def is_whole(self) -> bool:

@@ -101,7 +101,7 @@ class TFRunner(ClassRunner):
         self._operator = operator = settings.training_operator_cls(config, context)
         self._loop = self._loop_of(operator)
         self._state = KerasState(operator, self._feed, self._loop, is_joint=self._strategy is not None)
-        self._synchronizer.registered = lambda: operator._models
+        self._synchronizer.restrict_to(lambda: operator._models)
         building.check_batches(operator)
         building.build(operator, makes_fit, self._strategy is None, self._synchronizer)
         self._synchronizer.share_first([v for model in operator._models for v in registration.weights_of(model)])

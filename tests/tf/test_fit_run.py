@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from raysgd.backends.group import Group
 from raysgd.engine.types import DataLedger, World
+from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.fit_run import FitPlace, FitStream, one_part
-from raysgd.tf.keras_sync import Synchronizer
 from raysgd.tf.streams import Passes
 
 
@@ -18,17 +19,17 @@ class Keras:
     def __init__(self, num_exchanges: int = 1, steps_per_epoch: int | None = None) -> None:
         import tensorflow as tf
 
-        self.synchronizer = Synchronizer(World(0, 1), watches=True)
-        self.synchronizer.num_exchanges_per_step = num_exchanges
-        self.stream = FitStream(Passes(tf.data.Dataset.range(10).shuffle(10, seed=1).batch(1)), self.synchronizer)
+        self.exchanges = ExchangeRecord(Group(World(0, 1)))
+        self.exchanges.num_per_step = num_exchanges
+        self.stream = FitStream(Passes(tf.data.Dataset.range(10).shuffle(10, seed=1).batch(1)), self.exchanges)
         self.steps_per_epoch = steps_per_epoch
         self.batches: Any = None
 
     def step(self, num_exchanges: int | None = None) -> int:
         """A step, or a part of one; the number that it was given."""
         number = int(next(self.batches)[0])
-        per_step = self.synchronizer.num_exchanges_per_step
-        self.synchronizer.num_exchanges += per_step if num_exchanges is None else num_exchanges
+        per_step = self.exchanges.num_per_step
+        self.exchanges.num_completed += per_step if num_exchanges is None else num_exchanges
         return number
 
     def fit(self) -> None:

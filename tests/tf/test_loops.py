@@ -29,7 +29,7 @@ def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_
     runner.train_epoch(REQUEST)
     loop.note_boundary()
     assert loop.is_whole
-    runner._synchronizer.num_exchanges += 1
+    runner._synchronizer.exchanges.num_completed += 1
     assert not loop.is_whole
     assert loop.extra_results() == {"epoch": 1}
     assert loop.validation_options(REQUEST) == {}
