@@ -53,7 +53,8 @@ class GradientAverager:
         count = self._traced.num_samples_or_unknown()
         sent = [*dense, *sparse]
         exchange = partial(self._exchange, len(dense))
-        received = tf.numpy_function(exchange, [count, *sent], [tensor.dtype for tensor in sent])
+        found = tf.numpy_function(exchange, [count, *sent], [tensor.dtype for tensor in sent])
+        received = tf.nest.flatten(found)  # eagerly, a single tensor comes without a list
         for index, (before, after) in enumerate(zip(sent, received, strict=True)):
             after.set_shape(before.shape if index < len(dense) else [None, *before.shape[1:]])
         averages, joined = iter(received), iter(received[len(dense) :])

@@ -32,6 +32,15 @@ def test_the_mean_of_ranks_that_are_alike_is_what_each_has(num_samples: int) -> 
     assert exchanges.num_completed == 2
 
 
+def test_a_single_gradient_is_averaged_outside_of_a_graph_too() -> None:
+    import tensorflow as tf
+
+    average, _, step = averager()
+    step.begin(None, 4, 8, (0.0, 0.0))
+    [mean] = average.average([tf.constant([1.0, -2.0])])
+    assert mean.numpy().tolist() == [1.0, -2.0]
+
+
 def test_rows_of_all_ranks_come_one_behind_the_other() -> None:
     import tensorflow as tf
 
