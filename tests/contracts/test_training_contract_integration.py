@@ -17,10 +17,11 @@ import torch.distributed as dist
 
 from raysgd.engine.types import World
 from raysgd.operators import GANOperator
+from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.torch_runner import EpochRequest, TorchRunner
+from raysgd.torch.torch_runner import TorchRunner
 from tests.torch import lab, operators_for_tests
 from tests.torch.lab import SEED, Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator, equal

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd.engine.types import World
+from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.ddp import DDP
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.resnet import ResNet18
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.torch_runner import EpochRequest, TorchRunner
+from raysgd.torch.torch_runner import TorchRunner
 from tests.run_if import RunIf
 from tests.torch import operators_for_tests
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, equal

@@ -31,6 +31,7 @@ class Controller:
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
     seconds: Iterator[float] = iter((10.0, 12.0))
     monkeypatch.setattr(throughput.time, "perf_counter", lambda: next(seconds))
+    monkeypatch.setattr(throughput, "Gauges", lambda name: SimpleNamespace(report=lambda *numbers: None))
 
 
 def after_a_call(controller: Any) -> Throughput:

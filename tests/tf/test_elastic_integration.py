@@ -96,7 +96,7 @@ class Ledger(Line):
         if self.world_size == 1:
             time.sleep(self.config.get("alone_s", 0.0))
         result = super().train_batch(batch, batch_info)
-        if self._num_samples(batch):
+        if self._raysgd.num_samples(batch):
             numbers = np.rint(batch[1].numpy()[:, 0] * self.config.get("total", NUM_SAMPLES)).astype(int).tolist()
             with self.file.open("a") as file:
                 file.write("".join(f"{batch_info['epoch_idx']} {number}\n" for number in numbers if number))

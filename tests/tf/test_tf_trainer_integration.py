@@ -82,9 +82,9 @@ DAMAGES: list[tuple[tuple[Any, ...], Any, str]] = [
     (("resume", "position"), 5, "position in the data"),
     (("resume", "fit"), {"epoch": "x"}, "where `fit` is"),
     (("models",), 3, "'models' is a `int`"),
-    (("models", 0), 3, "no list of arrays"),
+    (("models", 0), 3, "not a list of arrays"),
     (("models", 0, 0), np.zeros((9, 9)), "Shapes"),
-    (("models", 0, 0), np.array([["a"], ["b"]]), "no numbers|Shapes"),
+    (("models", 0, 0), np.array([["a"], ["b"]]), "not numbers|Shapes"),
     (("optimizers", 0), [], "0 arrays"),
     (("ranks",), 3, "random states"),
 ]

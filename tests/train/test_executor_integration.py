@@ -227,7 +227,7 @@ def test_a_group_of_workers_grows_shrinks_and_starts_again() -> None:
 
     group = WorkerGroup(num_workers=2, num_cpus_per_worker=0.5)
     try:
-        with pytest.raises(RuntimeError, match="started already"):
+        with pytest.raises(RuntimeError, match="already started"):
             group.start()
         pids = group.execute(os.getpid)
         assert len({*pids, os.getpid()}) == 3

@@ -44,7 +44,7 @@ def test_a_started_trainer_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(BackendConfig(), logdir=tmp_path)
     trainer.start()
     try:
-        with pytest.raises(RuntimeError, match="started already"):
+        with pytest.raises(RuntimeError, match="already started"):
             trainer.to_tune_trainable(lab.count_up)
     finally:
         trainer.shutdown()

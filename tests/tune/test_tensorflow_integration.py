@@ -65,7 +65,7 @@ def test_a_function_that_does_not_take_a_checkpoint_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"num_workers_per_host": 1}, "`num_workers_per_host=1` cannot be kept"), ({"timeout_s": 0}, "`timeout_s=0`")],
+    [({"num_workers_per_host": 1}, "`num_workers_per_host=1` is not supported"), ({"timeout_s": 0}, "`timeout_s=0`")],
 )
 def test_what_cannot_be_kept_is_refused_with_the_reason(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
