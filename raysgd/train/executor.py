@@ -109,7 +109,7 @@ class BackendExecutor:
             train_cls_kwargs: Keyword arguments for that.
 
         Raises:
-            RuntimeError: They were started already.
+            RuntimeError: They have already started.
             ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
             WorkerError: The hook or the class raised; of that class too.
             WorkersLostError: Workers died over it, too often.

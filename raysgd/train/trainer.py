@@ -106,7 +106,7 @@ class Trainer:
             initialization_hook: Run in each worker process before anything else, also in those that replace lost ones.
 
         Raises:
-            RuntimeError: They were started already.
+            RuntimeError: They have already started.
             ReservationTimeoutError: The cluster did not grant the resources; a `TimeoutError`.
             WorkerError: The hook raised; of that class too.
         """
@@ -206,10 +206,10 @@ class Trainer:
             kwargs: Keyword arguments for it.
 
         Raises:
-            RuntimeError: The trainer was started already.
+            RuntimeError: The trainer has already started.
         """
         if self._executor.is_started:
-            raise RuntimeError("The trainer was started already: `to_worker_group` starts its own workers.")
+            raise RuntimeError("The trainer has already started: `to_worker_group` starts its own workers.")
         self._executor.start(train_cls=train_cls, train_cls_args=args, train_cls_kwargs=kwargs)
         return TrainWorkerGroup(self._executor)
 
@@ -225,13 +225,13 @@ class Trainer:
             dataset: Divided over the workers of each trial.
 
         Raises:
-            RuntimeError: The trainer was started already.
+            RuntimeError: The trainer has already started.
             MissingTuneError: Ray Tune is not installed; an `ImportError` and a `ValueError`.
         """
         from raysgd.train._tune import TrialPlan, make_trainable
 
         if self._executor.is_started:
-            raise RuntimeError("The trainer was started already: every trial starts its own workers.")
+            raise RuntimeError("The trainer has already started: every trial starts its own workers.")
         without_arguments(train_func, None)
         check_dataset(dataset)
         make_trainer = partial(
