@@ -31,7 +31,7 @@ UTILITIES = {
     "raysgd._version",
     "raysgd.compat.names",
 }
-ENGINE_MODULES_WITH_RAY = {"gathering", "group_start", "members", "resources", "standby", "transfers", "worker"}
+ENGINE_MODULES_WITH_RAY = {"gathering", "members", "resources", "standby", "startup", "transfers", "worker"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "lightning", "pytorch_lightning"}
 FRONT_ENDS = {"torch", "tf", "train", "data"}
 LEAVES = {"raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}

@@ -12,13 +12,13 @@ from raysgd.engine import transfers
 from raysgd.engine.gathering import CallPoller, RayPoller
 from raysgd.engine.group_calls import GroupCalls
 from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.group_start import GroupStart
 from raysgd.engine.local_worker import LocalWorker
 from raysgd.engine.members import Members, split
 from raysgd.engine.resources import kill_process
 from raysgd.engine.slots import Slots
 from raysgd.engine.snapshots import Transfer
 from raysgd.engine.standby import StandbyWorker, StandbyWorkers
+from raysgd.engine.startup import Startup
 from raysgd.engine.survivors import Survivors
 from raysgd.engine.transfers import Stored
 from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, WorkerInfo, World
@@ -46,7 +46,7 @@ class WorkerGroup:
         self._slots = Slots(spec.resources, spec.packs, spec.within, spec.words.when_not_granted)
         self._members = Members()
         self._calls = GroupCalls(spec, self._members)
-        self._start = GroupStart(spec, self._slots, self._members, self._calls)
+        self._start = Startup(spec, self._slots, self._members, self._calls)
         self._survivors = Survivors(spec, self._members, self._poller)
         self.standby = StandbyWorkers(spec, self._slots)
         self.gone: set[int] = set()

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd.replicas.operator import Internals
 from raysgd.tf.datasets import Sharding, num_samples
+from raysgd.tf.fit_run import FitStream
 from raysgd.tf.joint_metrics import variables_of
-
-if TYPE_CHECKING:
-    from raysgd.tf.fit_run import FitStream
-    from raysgd.tf.training_operator import OperatorContext
+from raysgd.tf.operator_context import OperatorContext
 
 
 @dataclass(frozen=True)

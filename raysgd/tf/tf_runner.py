@@ -25,10 +25,11 @@ from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.feed import Feed
 from raysgd.tf.keras_sync import Synchronizer
 from raysgd.tf.loops import FitLoop, OperatorLoop
+from raysgd.tf.operator_context import OperatorContext
 from raysgd.tf.replica_state import KerasState
 from raysgd.tf.settings import TFSettings
 from raysgd.tf.step import Step
-from raysgd.tf.training_operator import OperatorContext, TrainingOperator
+from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)

@@ -12,11 +12,9 @@ change; the library keeps doing the rest.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.operator import NUM_STEPS as NUM_STEPS  # is found here too
@@ -26,21 +24,10 @@ from raysgd.replicas.putting_back import putting_back
 from raysgd.tf import registration
 from raysgd.tf.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.internals import Registered, RegisteredData, TFInternals
-from raysgd.tf.keras_sync import Synchronizer
-from raysgd.tf.settings import TFSettings
+from raysgd.tf.operator_context import OperatorContext
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 
 _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what that returns."
-
-
-@dataclass(frozen=True)
-class OperatorContext:
-    """The place of one operator among its replicas, and the objects that it works with."""
-
-    settings: TFSettings
-    world: World
-    synchronizer: Synchronizer = field(default_factory=lambda: Synchronizer(World(rank=0, size=1)))
-    strategy: Any = None
 
 
 class TrainingOperator(BaseOperator):

@@ -70,7 +70,8 @@ class WorkerSettings:
         """
         min_workers, max_workers = as_range(num_workers)
         check_seconds("heartbeat_s", heartbeat_s, MIN_HEARTBEAT_S)
-        check_group(min_workers, num_cpus_per_worker, num_gpus_per_worker)
+        check_amount("num_cpus_per_worker", num_cpus_per_worker)
+        check_amount("num_gpus_per_worker", num_gpus_per_worker)
         read = constants.env_integer
         return cls(
             min_workers,
@@ -132,15 +133,3 @@ def as_range(num_workers: int | tuple[int, int]) -> tuple[int, int]:
             "the smallest and the largest number."
         )
     return pair
-
-
-def check_group(num_workers: int, num_cpus_per_worker: float, num_gpus_per_worker: float) -> None:
-    """Checks the size of a group and what each worker gets.
-
-    Raises:
-        ValueError: One of them cannot be.
-    """
-    if num_workers <= 0:
-        raise ValueError(f"`num_workers={num_workers!r}`: need at least 1.")
-    check_amount("num_cpus_per_worker", num_cpus_per_worker)
-    check_amount("num_gpus_per_worker", num_gpus_per_worker)

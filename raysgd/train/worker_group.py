@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd._checks import check_amount
 from raysgd.engine.failures import classify
 from raysgd.engine.gathering import Listener
 from raysgd.engine.group_spec import GroupSpec
@@ -25,7 +26,6 @@ from raysgd.exceptions import (
     worker_error,
 )
 from raysgd.train._function_replica import FunctionReplica
-from raysgd.train._settings import check_group
 from raysgd.train.backend import Unconnected
 
 logger = logging.getLogger(__name__)
@@ -234,7 +234,10 @@ class WorkerGroup:
         actor_cls_kwargs: Mapping[str, Any] | None = None,
         placement_group: Any = "default",
     ) -> None:
-        check_group(num_workers, num_cpus_per_worker, num_gpus_per_worker)
+        if num_workers <= 0:
+            raise ValueError(f"`num_workers={num_workers!r}`: need at least 1.")
+        check_amount("num_cpus_per_worker", num_cpus_per_worker)
+        check_amount("num_gpus_per_worker", num_gpus_per_worker)
         if actor_cls is None and (actor_cls_args or actor_cls_kwargs):
             raise ValueError("`actor_cls_args` and `actor_cls_kwargs` need an `actor_cls`, which is missing.")
         self.num_workers = num_workers

@@ -22,7 +22,7 @@ from raysgd.backends.torch import TorchBackend
 from raysgd.engine import gathering, members, standby
 from raysgd.engine.failures import classify
 from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.group_start import GroupStart
+from raysgd.engine.startup import Startup
 from raysgd.engine.types import GroupReport, Resources, World
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import worker_error
@@ -263,7 +263,7 @@ def test_an_interrupted_start_leaves_nothing(ray_cluster: None, monkeypatch: pyt
         raise KeyboardInterrupt
 
     group = make_group()
-    monkeypatch.setattr(GroupStart, "_prepare", interrupt)
+    monkeypatch.setattr(Startup, "_prepare", interrupt)
     with pytest.raises(KeyboardInterrupt):
         group.start()
     assert group.is_ended

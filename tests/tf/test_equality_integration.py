@@ -18,9 +18,9 @@ from raysgd.replicas.epochs import EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
 from raysgd.tf.datasets import packed
+from raysgd.tf.operator_context import OperatorContext
 from raysgd.tf.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from raysgd.tf.training_operator import OperatorContext
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, run_alone, run_together
 from tests.tf.loss_models import (
     Tokens,

@@ -10,8 +10,9 @@ import pytest
 tf = pytest.importorskip("tensorflow")
 
 from raysgd.engine.types import World  # noqa: E402
+from raysgd.tf.operator_context import OperatorContext  # noqa: E402
 from raysgd.tf.settings import TFSettings  # noqa: E402
-from raysgd.tf.training_operator import OperatorContext, TrainingOperator  # noqa: E402
+from raysgd.tf.training_operator import TrainingOperator  # noqa: E402
 
 
 class Line(TrainingOperator):

@@ -18,7 +18,7 @@ from raysgd.engine.worker import RemoteWorker, packed_bytes
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
 
 
-class GroupStart:
+class Startup:
     """Starts the workers of a group, once.
 
     Args:
