@@ -79,8 +79,11 @@ EXTRAS["dev"] = union(
         )
     ),
     [
+        "boto3>=1.34",
         "codespell>=2.2",
+        "moto[server]>=5",
         "mypy>=1.10",
+        "optuna>=4",
         "psutil>=5.9",
         "pytest>=9.0",
         "pytest-timeout>=2.2",
