@@ -353,7 +353,7 @@ def test_a_group_whose_process_was_ended_to_free_the_driver_cannot_go_on(
     mixed: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gathering, "_USER_GRACE_S", 0.1)
-    report = on_all(mixed, follow, FailurePlan(tmp_path).fail(rank=1), 1.0)
+    report = on_all(mixed, follow, FailurePlan(tmp_path).fail(rank=1), 3.0)
     assert classify(report).ranks == [1]
     assert not report.all_answered
 
