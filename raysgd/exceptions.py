@@ -70,6 +70,16 @@ class UnsafeCheckpointError(ValueError):
     """The file needs more than plain data to be loaded, and was not declared trustworthy."""
 
 
+class StorageError(RaySGDError, OSError):
+    """A folder or file could not be reached, read or written. The message names it and the cause.
+
+    `errno` is that of the cause, where it has one.
+    """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), self.args, {**vars(self), "errno": self.errno}
+
+
 class InactiveWorkerGroupError(RaySGDError, RuntimeError):
     """The workers of a function-based trainer were used before `start` or after `shutdown`."""
 

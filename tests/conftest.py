@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.hygiene import RaySurroundings, Surroundings
+from tests.s3_server import S3Server
 
 # Before anything loads a numeric library: many processes share few cores here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -63,6 +64,14 @@ def ray_cluster(private_temp_dir: Path) -> Iterator[None]:
     )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def s3_server(private_temp_dir: Path) -> Iterator[S3Server]:
+    """A server that speaks S3, with an empty bucket, shared by all tests: let each have a folder of its own."""
+    server = S3Server.started()
+    yield server
+    server.kill()
 
 
 @pytest.fixture(autouse=True)

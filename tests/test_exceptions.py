@@ -259,6 +259,7 @@ def test_every_exception_pickles_with_its_message(cls: type[BaseException]) -> N
         (exceptions.TrainerShutdownError, (exceptions.RaySGDError, RuntimeError)),
         (exceptions.ReservationTimeoutError, (exceptions.RaySGDError, TimeoutError)),
         (exceptions.WorkersLostError, (exceptions.RaySGDError, RuntimeError)),
+        (exceptions.StorageError, (exceptions.RaySGDError, OSError)),
         (exceptions.UnevenStepsError, (exceptions.RaySGDError, RuntimeError)),
     ],
 )

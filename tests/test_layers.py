@@ -19,6 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 UTILITIES = {
     "raysgd.exceptions",
+    "raysgd._atomic_file",
     "raysgd._background_writer",
     "raysgd._checks",
     "raysgd._lazy",
@@ -193,6 +194,15 @@ def test_replicas_stand_on_the_engine_and_know_no_framework() -> None:
     allowed = ("raysgd.engine", "raysgd.replicas", "raysgd.utils", "raysgd._fitting", *UTILITIES)
     assert words(found for found in found if found.is_of("raysgd") and not found.is_of(*allowed)) == []
     assert words(found for found in found if found.is_of("ray.tune", *FRAMEWORKS)) == []
+
+
+def test_storage_stands_on_the_utilities_and_knows_neither_ray_nor_a_framework() -> None:
+    found = imports_of("raysgd/storage")
+    assert (
+        words(found for found in found if found.is_of("raysgd") and not found.is_of("raysgd.storage", *UTILITIES)) == []
+    )
+    assert words(found for found in found if found.is_of("ray", *FRAMEWORKS)) == []
+    assert words(found for found in found if found.is_of("pyarrow", "fsspec") and not found.in_function) == []
 
 
 def test_functions_do_not_know_what_operators_share() -> None:

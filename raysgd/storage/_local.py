@@ -1,0 +1,187 @@
+"""Folders on a disk. A folder becomes whole by a rename."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from raysgd._atomic_file import replacing
+from raysgd._optional import require
+from raysgd.exceptions import StorageError
+from raysgd.storage import _trees
+from raysgd.storage._retrying import storage_error
+from raysgd.storage.folder import Folder, check_name, check_single
+
+_STAGED = ".staged-"
+_ADVICE = "Check that the disk is mounted and that you may write there, or use another place."
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LocalFolder(Folder):
+    """A folder on a disk.
+
+    Attributes:
+        local_path: Its path; absolute.
+    """
+
+    _local_path: Path
+
+    @property
+    def uri(self) -> str:
+        return self._local_path.as_uri()
+
+    @property
+    def path(self) -> str:
+        return str(self._local_path)
+
+    @property
+    def filesystem(self) -> Any:
+        return require("pyarrow.fs", "storage", "`Folder.filesystem`").LocalFileSystem()
+
+    @property
+    def is_local(self) -> bool:
+        return True
+
+    @property
+    def is_in_memory(self) -> bool:
+        return False
+
+    @property
+    def local_path(self) -> Path:
+        return self._local_path
+
+    def __truediv__(self, name: str) -> LocalFolder:
+        return LocalFolder(self._local_path / check_name(name))
+
+    def __str__(self) -> str:
+        return self.path
+
+    def make(self) -> None:
+        with _telling(f"make the folder `{self}`"):
+            self._local_path.mkdir(parents=True, exist_ok=True)
+
+    def exists(self) -> bool:
+        return self._local_path.is_dir()
+
+    def names(self) -> list[str]:
+        with _telling(f"list `{self}`"):
+            return sorted(entry.name for entry in self._entries() if not _is_hidden(entry.name))
+
+    def delete(self) -> None:
+        """Deletes it: it takes another name first, so that no one sees half of it."""
+        doomed = self._local_path.with_name(f"{_STAGED}{self.name}.deleted-{secrets.token_hex(4)}")
+        with _telling(f"delete `{self}`"), contextlib.suppress(FileNotFoundError):
+            os.rename(self._local_path, doomed)
+            shutil.rmtree(doomed)
+
+    def upload(self, source: Path) -> None:
+        with _telling(f"copy `{source}` to `{self}`"):
+            _trees.copy_tree(source, self._local_path)
+
+    def download(self, target: Path) -> None:
+        with _telling(f"copy `{self}` to `{target}`"):
+            _trees.copy_tree(self._local_path, target)
+
+    def has(self, name: str) -> bool:
+        return (self._local_path / check_name(name)).is_file()
+
+    def read(self, name: str) -> bytes:
+        with self.reading(name) as file:
+            return file.read()
+
+    def write(self, name: str, data: bytes) -> None:
+        with self.writing(name) as file:
+            file.write(data)
+
+    def fetch(self, name: str, target: Path) -> None:
+        path = self._local_path / check_name(name)
+        with _telling(f"copy `{path}` to `{target}`"):
+            _trees.copy_file(path, target)
+
+    @contextlib.contextmanager
+    def reading(self, name: str) -> Iterator[IO[bytes]]:
+        path = self._local_path / check_name(name)
+        with _telling(f"read `{path}`"), open(path, "rb") as file:
+            yield file
+
+    @contextlib.contextmanager
+    def writing(self, name: str) -> Iterator[IO[bytes]]:
+        path = self._local_path / check_name(name)
+        with _telling(f"write `{path}`"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with replacing(os.path.realpath(path)) as file:
+                yield file
+
+    def append(self, name: str, data: bytes) -> None:
+        path = self._local_path / check_name(name)
+        with _telling(f"write `{path}`"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with open(path, "ab") as file:
+                file.write(data)
+
+    def remove(self, name: str) -> None:
+        path = self._local_path / check_name(name)
+        with _telling(f"delete `{path}`"):
+            path.unlink(missing_ok=True)
+
+    def staged(self, name: str) -> LocalFolder:
+        return self / f"{_STAGED}{check_single(name)}"
+
+    def commit(self, name: str) -> LocalFolder:
+        staged, whole = self.staged(name), self / name
+        with _telling(f"commit `{whole}`"):
+            if whole.exists() and not staged.exists():
+                return whole
+            _trees.sync_tree(staged._local_path)
+            _rename_to_new(staged._local_path, whole._local_path)
+            _trees.sync(self._local_path)
+        return whole
+
+    def committed(self) -> list[str]:
+        with _telling(f"list `{self}`"):
+            return sorted(entry.name for entry in self._entries() if entry.is_dir() and not _is_hidden(entry.name))
+
+    def discard_staged(self, prefix: str) -> None:
+        with _telling(f"delete what was left in `{self}`"):
+            for entry in self._entries():
+                if entry.is_dir(follow_symlinks=False) and entry.name.startswith(f"{_STAGED}{prefix}"):
+                    shutil.rmtree(entry.path)
+
+    def _entries(self) -> list[os.DirEntry[str]]:
+        with contextlib.suppress(FileNotFoundError), os.scandir(self._local_path) as entries:
+            return list(entries)
+        return []
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith((_STAGED, _trees.TEMPORARY))
+
+
+def _rename_to_new(source: Path, target: Path) -> None:
+    """Gives a folder its name.
+
+    Raises:
+        FileExistsError: The name is taken.
+        FileNotFoundError: There is no such folder.
+    """
+    if target.exists():
+        raise FileExistsError(errno.EEXIST, "there is a folder of this name already", str(target))
+    os.rename(source, target)
+
+
+@contextlib.contextmanager
+def _telling(doing: str) -> Iterator[None]:
+    """Errors of the disk say what was to be done."""
+    try:
+        yield
+    except (FileNotFoundError, StorageError):
+        raise
+    except OSError as error:
+        raise storage_error(doing, error, _ADVICE) from error

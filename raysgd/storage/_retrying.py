@@ -1,0 +1,158 @@
+"""Tries again what a store failed to do, as long as that may help."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from raysgd.exceptions import StorageError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TIMEOUT_VARIABLE = "RAYSGD_STORAGE_TIMEOUT_S"
+
+_LASTING = (
+    FileNotFoundError,
+    FileExistsError,
+    PermissionError,
+    IsADirectoryError,
+    NotADirectoryError,
+    StorageError,
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ImportError,
+    NotImplementedError,
+    AssertionError,
+    MemoryError,
+)
+_LASTING_NUMBERS = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.EPERM,
+    errno.EROFS,
+}
+_PASSING_WORDS = re.compile(r"REQUEST_TIMEOUT|SLOW_DOWN|THROTTL|HTTP status (?:408|429|5\d\d)", re.IGNORECASE)
+_LASTING_WORDS = re.compile(
+    r"ACCESS_DENIED|NO_SUCH|NOT_FOUND|INVALID_|_DOES_NOT_MATCH|EXPIRED_TOKEN|MISSING_AUTHENTICATION|UNRECOGNIZED_CLIENT"
+    r"|REQUEST_TIME_TOO_SKEWED|VALIDATION|HTTP status 4\d\d|does not exist|Unauthenticated|Permission denied",
+    re.IGNORECASE,
+)
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether a failure may be over when it is tried again.
+
+    >>> may_pass(ConnectionResetError()), may_pass(PermissionError())
+    (True, False)
+    """
+    if isinstance(error, _LASTING) or not isinstance(error, Exception):
+        return False
+    if isinstance(error, ConnectionError | TimeoutError):
+        return True
+    if isinstance(error, OSError) and error.errno in _LASTING_NUMBERS:
+        return False
+    words = str(error)
+    return bool(_PASSING_WORDS.search(words)) or not _LASTING_WORDS.search(words)
+
+
+@dataclass(frozen=True)
+class Patience:
+    """For how long failures are tried again.
+
+    Attributes:
+        total_s: No attempt begins later than this after the first one.
+        first_s: The pause after the first failure; each further one is twice as long.
+        longest_s: The longest pause.
+    """
+
+    total_s: float = 60.0
+    first_s: float = 0.2
+    longest_s: float = 10.0
+
+    @classmethod
+    def from_environment(cls, variables: Mapping[str, str] = os.environ) -> Patience:
+        """As the environment variable `RAYSGD_STORAGE_TIMEOUT_S` has it.
+
+        Raises:
+            ValueError: The variable is not a number of seconds.
+        """
+        text = variables.get(TIMEOUT_VARIABLE)
+        return cls() if text is None else cls(total_s=_seconds(text))
+
+    def pauses(self) -> Iterator[float]:
+        """How long to wait after each failure; a little at random, so that many workers do not come back at once."""
+        pause = self.first_s
+        while True:
+            yield pause * random.uniform(0.75, 1.0)
+            pause = min(2 * pause, self.longest_s)
+
+    def call(
+        self,
+        attempt: Callable[[], T],
+        doing: str,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], object] = time.sleep,
+    ) -> T:
+        """What `attempt()` returns, tried again while it fails in a way that may pass.
+
+        Raises:
+            Exception: What the last attempt raised.
+        """
+        deadline = clock() + self.total_s
+        for pause in self.pauses():
+            try:
+                return attempt()
+            except Exception as error:
+                if not may_pass(error) or clock() + pause > deadline:
+                    raise
+                logger.warning("could not %s, trying again in %.1f s: %s", doing, pause, in_short(error))
+            sleep(pause)
+        raise AssertionError("pauses never end")
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 <= seconds < math.inf:
+        raise ValueError(f"`{TIMEOUT_VARIABLE}={text!r}`: need a number of seconds, 0 or more; 0 tries only once.")
+    return seconds
+
+
+def in_short(error: BaseException) -> str:
+    """The first line of what an error says."""
+    words = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+    return words.strip().partition("\n")[0][:500].rstrip(".") or type(error).__name__
+
+
+def storage_error(doing: str, error: BaseException, advice: str) -> StorageError:
+    """The error that users see: what could not be done, why, and what to do."""
+    told = StorageError(f"could not {doing}: {in_short(error)}. {_ADVICE.get(_number(error), advice)}")
+    told.errno = _number(error)
+    return told
+
+
+def _number(error: BaseException) -> int | None:
+    return error.errno if isinstance(error, OSError) else None
+
+
+_FULL = "Free some space there, or use another place."
+_ADVICE: dict[int | None, str] = {errno.ENOSPC: _FULL, errno.EDQUOT: _FULL, errno.EFBIG: _FULL}

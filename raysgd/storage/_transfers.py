@@ -1,0 +1,82 @@
+"""Sends files to stores and fetches them."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import IO, Any
+
+from raysgd.storage._trees import TEMPORARY
+
+_PIECE_BYTES = 8 * 2**20
+_NUM_THREADS = 8
+
+Pieces = Callable[[], Iterator[Any]]
+"""What a file is made of; called again for each attempt."""
+
+
+def pieces(file: IO[bytes]) -> Iterator[bytes]:
+    """A file, piece by piece. For files that no one looks at before they are committed: see `in_one_piece`."""
+    file.seek(0)
+    while piece := file.read(_PIECE_BYTES):
+        yield piece
+
+
+def in_one_piece(file: IO[bytes]) -> Iterator[mmap.mmap]:
+    """All of a file at once. Closing a stream makes a file of what was sent, also after Ctrl-C between two pieces."""
+    file.flush()
+    if os.fstat(file.fileno()).st_size:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            yield content
+
+
+def send(fs: Any, content: Pieces, path: str) -> None:
+    """Sends a file to a store that shows files when they are closed."""
+    with fs.open_output_stream(path, compression=None) as stream:
+        for piece in content():
+            stream.write(piece)
+
+
+def send_and_rename(fs: Any, content: Pieces, path: str) -> None:
+    """Sends a file to a store that shows files as they grow."""
+    folder = path[: path.rfind("/") + 1]
+    if folder.strip("/"):
+        fs.create_dir(folder.rstrip("/"), recursive=True)
+    temporary = f"{folder}{TEMPORARY}{secrets.token_hex(8)}.tmp"
+    try:
+        send(fs, content, temporary)
+        fs.move(temporary, path)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            fs.delete_file(temporary)
+        raise
+
+
+def fetch(fs: Any, path: str, target: IO[bytes]) -> None:
+    """Gets a file out of a store."""
+    target.seek(0)
+    target.truncate()
+    with fs.open_input_stream(path, compression=None) as stream:
+        shutil.copyfileobj(stream, target, _PIECE_BYTES)
+
+
+def on_threads(work: Callable[[str], object], names: Iterable[str]) -> None:
+    """Does the work for all names, several at once. After a failure no more is begun.
+
+    Raises:
+        Exception: What the first one raised that failed.
+    """
+    names = list(names)
+    if not names:
+        return
+    pool = ThreadPoolExecutor(min(_NUM_THREADS, len(names)), thread_name_prefix="raysgd-storage")
+    try:
+        for _ in pool.map(work, names):
+            pass
+    finally:
+        pool.shutdown(cancel_futures=True)

@@ -1,0 +1,104 @@
+"""Locations as text: paths on a disk, and URIs of stores.
+
+What stands behind the bucket is taken literally, as the command lines of the stores do it: `%20` is three characters.
+Only `file://` URIs are percent-encoded.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+_SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")  # `pathlib` makes one slash of two
+_QUERY = re.compile(r"\?[A-Za-z_]+=[^?]*$")
+_USER = re.compile(r"(?<=://)[^/@]*:[^/@]*@")
+_SECRET = re.compile(r"(?<=[?&])((?:\w*_)?(?:key|secret|token|password)\w*)=[^&]*", re.IGNORECASE)
+LOCAL_SCHEMES = ("file", "local")
+
+
+def checked_text(name: str, location: Any) -> str:
+    """A location as text; URIs that went through `pathlib` get their second slash back.
+
+    Raises:
+        TypeError: It is no text and no path.
+        ValueError: It is empty, or has a null character.
+    """
+    if not isinstance(location, str) and not (
+        isinstance(location, os.PathLike) and isinstance(os.fspath(location), str)
+    ):
+        raise TypeError(f"`{name}={location!r}`: need a path or a URI, as a `str` or a `pathlib.Path`.")
+    text = os.fspath(location)
+    if not text or "\0" in text:
+        raise ValueError(f"`{name}={text!r}`: need a path or a URI, not an empty one or one with a null character.")
+    found = _SCHEME.match(text)
+    if found is None or found["second"]:
+        return text
+    slashes = "//" if found["scheme"] in LOCAL_SCHEMES else "/"
+    return text[: found.end()] + slashes + text[found.end() :]
+
+
+def scheme_of(text: str) -> str | None:
+    """What stands before `://`; None for a path.
+
+    >>> scheme_of("s3://bucket/x"), scheme_of("/mnt/x")
+    ('s3', None)
+    """
+    found = _SCHEME.match(text)
+    return found["scheme"].lower() if found is not None else None
+
+
+def is_local(text: str) -> bool:
+    """Whether a location is on a disk of this machine."""
+    return scheme_of(text) in (None, *LOCAL_SCHEMES)
+
+
+def local_path_of(name: str, text: str) -> Path:
+    """The absolute path that a local path or a `file://` URI means.
+
+    Raises:
+        ValueError: The URI names another machine.
+    """
+    if scheme_of(text) is not None:
+        parts = urlsplit(text)
+        if parts.netloc not in ("", "localhost"):
+            raise ValueError(
+                f"`{name}={text!r}`: `{parts.netloc}` is the name of a machine; need three slashes, as in "
+                "`file:///mnt/results`."
+            )
+        text = unquote(parts.path) or "/"
+    return Path(os.path.abspath(os.path.expanduser(text)))
+
+
+def divided(uri: str) -> tuple[str, str, str]:
+    """A URI as what names the store, the path in it, and the query.
+
+    >>> divided("s3://bucket/a/b?region=eu-north-1")
+    ('s3://bucket', 'a/b', '?region=eu-north-1')
+    """
+    found = _QUERY.search(uri)
+    query = found[0] if found is not None else ""
+    scheme, _, rest = uri.removesuffix(query).partition("://")
+    authority, _, path = rest.partition("/")
+    return f"{scheme}://{authority}", path.strip("/"), query
+
+
+def child_of(uri: str, name: str) -> str:
+    """The URI of what is inside of another one.
+
+    >>> child_of("s3://bucket/a?region=eu-north-1", "b")
+    's3://bucket/a/b?region=eu-north-1'
+    """
+    store, path, query = divided(uri)
+    return "/".join(part for part in (store, path, name) if part) + query
+
+
+def masked(uri: str) -> str:
+    """A URI as it may be shown: without keys and passwords.
+
+    >>> masked("s3://id:secret@bucket/a?region=x&secret_key=y")
+    's3://***@bucket/a?region=x&secret_key=***'
+    """
+    return _SECRET.sub(r"\1=***", _USER.sub("***@", uri))

@@ -1,0 +1,206 @@
+"""What every folder can do, on a disk or in a store."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+
+class Folder(ABC):
+    """A folder on a disk or in a store, made by `open_folder`. Touches nothing until it is used; can be pickled.
+
+    Names are those of files and folders in it; a name may have slashes. What is missing raises `FileNotFoundError`;
+    everything else that goes wrong raises `StorageError`, an `OSError`.
+
+    Example:
+        >>> import tempfile
+        >>> from raysgd.storage import open_folder
+        >>> with tempfile.TemporaryDirectory() as path:
+        ...     results = open_folder(path) / "results"
+        ...     results.staged("epoch_1").write("loss", b"0.5")
+        ...     print(results.committed())
+        ...     print(results.commit("epoch_1").read("loss"), results.committed())
+        []
+        b'0.5' ['epoch_1']
+    """
+
+    # ------------------------------------------------------------------------------------------------ where it is
+
+    @property
+    @abstractmethod
+    def uri(self) -> str:
+        """What `open_folder` makes the same folder of. It may have keys in it: show `str(folder)` instead."""
+
+    @property
+    @abstractmethod
+    def path(self) -> str:
+        """The path in `filesystem`."""
+
+    @property
+    @abstractmethod
+    def filesystem(self) -> Any:
+        """The `pyarrow.fs.FileSystem` of the folder."""
+
+    @property
+    @abstractmethod
+    def is_local(self) -> bool:
+        """Whether it is on a disk that this machine has mounted."""
+
+    @property
+    @abstractmethod
+    def is_in_memory(self) -> bool:
+        """Whether only this process sees it."""
+
+    @property
+    @abstractmethod
+    def local_path(self) -> Path:
+        """The path on the disk.
+
+        Raises:
+            ValueError: It is in a store.
+        """
+
+    @property
+    def name(self) -> str:
+        """The last part of its path."""
+        return PurePosixPath(self.path).name
+
+    @abstractmethod
+    def __truediv__(self, name: str) -> Folder:
+        """A folder in this one, whether or not it exists."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Folder) and self.uri == other.uri
+
+    def __hash__(self) -> int:
+        return hash(self.uri)
+
+    def __repr__(self) -> str:
+        return f"Folder({str(self)!r})"
+
+    # ------------------------------------------------------------------------------------------------ folders
+
+    @abstractmethod
+    def make(self) -> None:
+        """Makes the folder and those above it; writing into it does so too."""
+
+    @abstractmethod
+    def exists(self) -> bool:
+        """Whether there is such a folder."""
+
+    @abstractmethod
+    def names(self) -> list[str]:
+        """The names of the files and folders in it, sorted; none where it does not exist.
+
+        In a store, folders that were not committed yet are among them: see `committed`.
+        """
+
+    @abstractmethod
+    def delete(self) -> None:
+        """Deletes it with everything in it. If it was committed, it stops being so first."""
+
+    @abstractmethod
+    def upload(self, source: Path) -> None:
+        """Copies everything in a folder of this machine into this one. Each file is whole or not there.
+
+        Raises:
+            FileNotFoundError: There is no folder `source`.
+        """
+
+    @abstractmethod
+    def download(self, target: Path) -> None:
+        """Copies everything in it into a folder of this machine, which is made.
+
+        Raises:
+            FileNotFoundError: This folder does not exist.
+        """
+
+    # ------------------------------------------------------------------------------------------------ files
+
+    @abstractmethod
+    def has(self, name: str) -> bool:
+        """Whether there is a file of this name."""
+
+    @abstractmethod
+    def read(self, name: str) -> bytes:
+        """The content of a file."""
+
+    @abstractmethod
+    def write(self, name: str, data: bytes) -> None:
+        """Writes a file: at any moment there is the whole old one or the whole new one."""
+
+    @abstractmethod
+    def fetch(self, name: str, target: Path) -> None:
+        """Copies a file to this machine; `target` is whole or not there."""
+
+    @abstractmethod
+    def reading(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """Opens a file for reading; from a store it is fetched first."""
+
+    @abstractmethod
+    def writing(self, name: str) -> AbstractContextManager[IO[bytes]]:
+        """Opens a file, for writing and reading, that takes its name when the block ends without an exception."""
+
+    @abstractmethod
+    def append(self, name: str, data: bytes) -> None:
+        """Adds to the end of a file. In a store this writes the whole file again."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Deletes a file, if it is there."""
+
+    # ------------------------------------------------------------------------------------------------ commits
+
+    @abstractmethod
+    def staged(self, name: str) -> Folder:
+        """Where one or several processes put what becomes `name`. Use a name once."""
+
+    @abstractmethod
+    def commit(self, name: str) -> Folder:
+        """Makes what was staged for `name` whole, in one step; returns it. One process does this, when all are done.
+
+        A second call does nothing.
+
+        Raises:
+            FileNotFoundError: Nothing was staged.
+            StorageError: On a disk: there is a folder of this name already.
+        """
+
+    @abstractmethod
+    def committed(self) -> list[str]:
+        """The names of the folders in it that are whole, sorted.
+
+        On a disk these are all its folders; in a store those for which `commit` was called.
+        """
+
+    @abstractmethod
+    def discard_staged(self, prefix: str) -> None:
+        """Deletes what was staged and not committed under names that begin with `prefix`, and what a kill left of them.
+
+        Call it when no one is writing there, as before a run goes on.
+        """
+
+
+def check_name(name: str) -> str:
+    """A name that lies inside of a folder.
+
+    Raises:
+        ValueError: It is empty, absolute, or leads out of the folder.
+    """
+    parts = name.split("/")
+    if "" in parts or ".." in parts or "." in parts or "\0" in name:
+        raise ValueError(f"`name={name!r}`: need the name of something in the folder, such as 'a' or 'a/b'.")
+    return name
+
+
+def check_single(name: str) -> str:
+    """The name of something directly in a folder.
+
+    Raises:
+        ValueError: It is not one, or has slashes.
+    """
+    if "/" in name:
+        raise ValueError(f"`name={name!r}`: need the name of a folder directly in this one, without slashes.")
+    return check_name(name)

@@ -1,0 +1,71 @@
+"""Makes a `Folder` of what users pass for one."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+from raysgd.storage import _filesystems, _uris
+from raysgd.storage._local import LocalFolder
+from raysgd.storage._retrying import Patience
+from raysgd.storage._store import Store, StoreFolder
+from raysgd.storage.folder import Folder
+
+
+def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argument: str = "path") -> Folder:
+    """A folder, which need not exist yet. Connects to nothing.
+
+    Args:
+        path: A path on a disk (`~` is your home folder), or a URI such as `s3://bucket/results`, `gs://...`, `abfs://...`,
+            `file://...`, or that of any other file system that fsspec knows.
+        filesystem: A file system of PyArrow or fsspec that `path` belongs to; it is then a path in it, such as
+            `bucket/results`.
+        argument: What errors call `path`.
+
+    Raises:
+        TypeError: One of them is something else.
+        ValueError: `path` is empty; its scheme is unknown.
+        ModuleNotFoundError: A package that the file system needs is missing.
+    """
+    text = _uris.checked_text(argument, path)
+    if filesystem is not None:
+        return _in(filesystem, text, argument)
+    if "::" in text and "://" in text:
+        raise ValueError(
+            f"`{argument}={_uris.masked(text)!r}`: to chain file systems, pass the object of fsspec with `filesystem=`."
+        )
+    if _uris.is_local(text):
+        return LocalFolder(_uris.local_path_of(argument, text))
+    _filesystems.check(argument, text)
+    return StoreFolder(Store(text, patience=Patience.from_environment()))
+
+
+def _in(filesystem: Any, text: str, argument: str) -> Folder:
+    """A folder in a file system that the user made."""
+    if _uris.scheme_of(text) is not None:
+        raise ValueError(
+            f"`{argument}={_uris.masked(text)!r}`: with `filesystem=` pass the path in it, such as 'bucket/results', "
+            "not a URI."
+        )
+    if _is_of(filesystem, "pyarrow.fs", "LocalFileSystem") or _is_of(
+        filesystem, "fsspec.implementations.local", "LocalFileSystem"
+    ):
+        return LocalFolder(_uris.local_path_of(argument, text))
+    if _is_of(filesystem, "fsspec", "AbstractFileSystem"):
+        filesystem = _filesystems.wrapped(filesystem)
+    elif not _is_of(filesystem, "pyarrow.fs", "FileSystem"):
+        raise TypeError(f"`filesystem={filesystem!r}`: need a file system of PyArrow or fsspec, or None.")
+    base = text.rstrip("/")
+    store = Store(f"{_type_name(filesystem)}://{base.lstrip('/')}", filesystem, base, Patience.from_environment())
+    return StoreFolder(store)
+
+
+def _is_of(value: Any, module: str, name: str) -> bool:
+    """Whether a value is of a class whose package need not be there; if it is not loaded, nothing is of its classes."""
+    loaded = sys.modules.get(module)
+    return loaded is not None and isinstance(value, getattr(loaded, name))
+
+
+def _type_name(filesystem: Any) -> str:
+    return str(filesystem.type_name).removeprefix("py::").removeprefix("fsspec+")

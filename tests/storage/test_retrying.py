@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import errno
+import itertools
+import logging
+from collections.abc import Callable
+
+import pytest
+
+from raysgd.storage._retrying import Patience, may_pass, storage_error
+
+PASSES = [
+    ConnectionResetError("reset"),
+    TimeoutError("late"),
+    OSError("When initiating multiple part upload: AWS Error NETWORK_CONNECTION during PutObject operation"),
+    OSError("AWS Error SLOW_DOWN during PutObject operation: (HTTP status 503)"),
+    OSError("AWS Error UNKNOWN (HTTP status 500) during HeadObject operation: No response body."),
+    OSError("AWS Error REQUEST_TIMEOUT (HTTP status 400) during PutObject"),
+    OSError("AWS Error THROTTLING (HTTP status 429)"),
+    OSError(errno.EIO, "Input/output error"),
+    RuntimeError("of a library that has errors of its own"),
+]
+LASTS = [
+    FileNotFoundError("x"),
+    PermissionError("x"),
+    OSError("AWS Error ACCESS_DENIED during HeadObject operation: No response body."),
+    OSError("AWS Error NO_SUCH_BUCKET during PutObject operation: The bucket does not exist (HTTP status 404)"),
+    OSError("AWS Error INVALID_ACCESS_KEY_ID (HTTP status 403)"),
+    OSError(errno.ENOSPC, "No space left on device"),
+    ValueError("no such option"),
+    NotImplementedError("read only"),
+    ModuleNotFoundError("gcsfs"),
+    KeyboardInterrupt(),
+]
+
+
+@pytest.mark.parametrize("error", PASSES, ids=repr)
+def test_what_may_pass(error: BaseException) -> None:
+    assert may_pass(error)
+
+
+@pytest.mark.parametrize("error", LASTS, ids=repr)
+def test_what_lasts(error: BaseException) -> None:
+    assert not may_pass(error)
+
+
+class Clock:
+    """Goes on when someone sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+        self.slept: list[float] = []
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def call(self, patience: Patience, attempt: Callable[[], str]) -> str:
+        return patience.call(attempt, "read `x`", clock=lambda: self.now, sleep=self.sleep)
+
+
+def failing(times: int, error: Exception) -> Callable[[], str]:
+    count = itertools.count(1)
+
+    def attempt() -> str:
+        if next(count) <= times:
+            raise error
+        return "done"
+
+    return attempt
+
+
+def test_what_passes_is_tried_again_with_growing_pauses(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    with caplog.at_level(logging.WARNING):
+        assert clock.call(Patience(first_s=1, longest_s=4), failing(4, ConnectionResetError("gone"))) == "done"
+    assert [pause <= limit for pause, limit in zip(clock.slept, [1, 2, 4, 4], strict=True)] == [True] * 4
+    assert [pause >= 0.75 * limit for pause, limit in zip(clock.slept, [1, 2, 4, 4], strict=True)] == [True] * 4
+    assert "could not read `x`, trying again in" in caplog.text
+    assert "gone" in caplog.text
+
+
+def test_what_lasts_is_raised_at_once() -> None:
+    clock = Clock()
+    with pytest.raises(PermissionError):
+        clock.call(Patience(), failing(1, PermissionError("x")))
+    assert clock.slept == []
+
+
+def test_what_does_not_pass_in_time_is_raised() -> None:
+    clock = Clock()
+    with pytest.raises(ConnectionResetError):
+        clock.call(Patience(total_s=10), failing(1000, ConnectionResetError("gone")))
+    assert 2 < sum(clock.slept) <= 10
+
+
+def test_without_patience_there_is_one_attempt() -> None:
+    clock = Clock()
+    with pytest.raises(ConnectionResetError):
+        clock.call(Patience(total_s=0), failing(1, ConnectionResetError("gone")))
+    assert clock.slept == []
+
+
+def test_the_environment_says_for_how_long() -> None:
+    assert Patience.from_environment({}) == Patience()
+    assert Patience.from_environment({"RAYSGD_STORAGE_TIMEOUT_S": "2.5"}).total_s == 2.5
+
+
+@pytest.mark.parametrize("text", ["", "soon", "-1", "nan", "inf"])
+def test_the_environment_has_to_say_a_number(text: str) -> None:
+    with pytest.raises(ValueError, match=f"`RAYSGD_STORAGE_TIMEOUT_S='{text}'`: need a number of seconds"):
+        Patience.from_environment({"RAYSGD_STORAGE_TIMEOUT_S": text})
+
+
+def test_an_error_says_what_why_and_what_to_do() -> None:
+    told = storage_error("write `s3://b/x`", OSError("AWS Error ACCESS_DENIED\nmore"), "Check the credentials.")
+    assert str(told) == "could not write `s3://b/x`: AWS Error ACCESS_DENIED. Check the credentials."
+    full = storage_error("write `/x`", OSError(errno.ENOSPC, "No space left on device", "/x"), "Check the disk.")
+    assert str(full) == "could not write `/x`: No space left on device. Free some space there, or use another place."
+    assert full.errno == errno.ENOSPC

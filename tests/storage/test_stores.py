@@ -1,0 +1,192 @@
+"""Stores that fail, are missing, or are given as objects.
+
+Covers `raysgd.storage._filesystems` and `raysgd.storage.opening`.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fsspec.implementations.local import LocalFileSystem
+from fsspec.implementations.memory import MemoryFileSystem
+from pyarrow import fs
+
+from raysgd.storage import StorageError, _filesystems, open_folder
+from tests.s3_server import BUCKET, KEYS, S3Server
+
+
+def native(server: S3Server, **options: Any) -> fs.S3FileSystem:
+    return fs.S3FileSystem(
+        access_key=KEYS[0],
+        secret_key=KEYS[1],
+        scheme="http",
+        endpoint_override=f"127.0.0.1:{server.port}",
+        region="us-east-1",
+        **options,
+    )
+
+
+@pytest.fixture
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "1")
+
+
+def test_a_server_that_is_away_for_a_while_is_tried_again(
+    own_server: S3Server, caplog: pytest.LogCaptureFixture
+) -> None:
+    once = native(own_server, retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=1))
+    folder = open_folder(f"{BUCKET}/x", once)
+    folder.write("a", b"before")
+    own_server.freeze()
+
+    class ThawAtFirstRetry(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            own_server.thaw()
+
+    handler = ThawAtFirstRetry()
+    logging.getLogger("raysgd.storage._retrying").addHandler(handler)
+    try:
+        folder.write("a", b"after")
+    finally:
+        own_server.thaw()
+        logging.getLogger("raysgd.storage._retrying").removeHandler(handler)
+    assert folder.read("a") == b"after"
+    assert "trying again" in caplog.text
+
+
+@pytest.mark.usefixtures("hurried")
+def test_a_server_that_goes_away_in_the_middle_is_named(own_server: S3Server, tmp_path: Path) -> None:
+    folder = open_folder(own_server.uri("x"))
+    folder.staged("a").write("first", b"1")
+    folder.staged("b").write("first", b"1")
+    folder.commit("a")
+    source = tmp_path / "source"
+    source.mkdir()
+    for number in range(20):
+        (source / f"part-{number}").write_bytes(b"x" * 1000)
+    own_server.kill()
+    for call in (lambda: folder.staged("b").upload(source), lambda: folder.commit("b"), folder.committed, folder.make):
+        with pytest.raises(StorageError) as caught:
+            call()
+        message = str(caught.value)
+        assert f"s3://***@{BUCKET}/x" in message
+        assert "tried again for 1 s (RAYSGD_STORAGE_TIMEOUT_S)" in message
+        assert KEYS[1] not in message
+        assert isinstance(pickle.loads(pickle.dumps(caught.value)), StorageError)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("raysgd-storage")]
+
+
+@pytest.mark.usefixtures("hurried")
+def test_what_cannot_help_is_not_tried_again(s3_server: S3Server, caplog: pytest.LogCaptureFixture) -> None:
+    missing = open_folder(s3_server.uri("x").replace(f"@{BUCKET}/", "@no-such-bucket/"))
+    with pytest.raises(StorageError, match=r"could not write `s3://\*\*\*@no-such-bucket/x/a"):
+        missing.write("a", b"1")
+    assert "trying again" not in caplog.text
+
+
+def test_a_folder_of_a_store_is_not_on_a_disk(s3_server: S3Server) -> None:
+    folder = open_folder(s3_server.uri("x"))
+    assert not folder.is_local
+    assert not folder.is_in_memory
+    with pytest.raises(ValueError, match="is not on a disk of this machine: use `download`"):
+        _ = folder.local_path
+
+
+def test_a_large_file_travels_in_parts(s3_server: S3Server) -> None:
+    content = bytes(range(256)) * (25 * 2**12)  # 25 MiB: more than S3 takes in one part
+    folder = open_folder(s3_server.uri("large"))
+    folder.write("a", content)
+    assert folder.read("a") == content
+    folder.delete()
+
+
+def test_keys_are_never_shown(s3_server: S3Server) -> None:
+    folder = open_folder(s3_server.uri("x"))
+    assert KEYS[1] in folder.uri
+    assert KEYS[1] not in str(folder) + repr(folder)
+
+
+def test_memory_is_of_this_process_alone() -> None:
+    assert open_folder("memory://x/y").is_in_memory
+    assert not open_folder("/x").is_in_memory
+
+
+def test_a_file_system_may_be_passed(s3_server: S3Server, tmp_path: Path) -> None:
+    folder = pickle.loads(pickle.dumps(open_folder(f"{BUCKET}/given", native(s3_server))))
+    folder.write("a", b"1")
+    assert open_folder(s3_server.uri("given")).read("a") == b"1"
+    assert str(folder) == f"s3://{BUCKET}/given"
+    assert folder.path == f"{BUCKET}/given"
+    in_memory = open_folder("/given/memory", MemoryFileSystem())
+    in_memory.write("a", b"2")
+    assert open_folder("memory://given/memory").read("a") == b"2"
+    for local in (fs.LocalFileSystem(), LocalFileSystem()):
+        assert open_folder(tmp_path / "given", local).local_path == tmp_path / "given"
+
+
+def test_with_a_file_system_goes_a_path_in_it() -> None:
+    with pytest.raises(ValueError, match=r"`storage_path='s3://b/x'`: with `filesystem=` pass the path in it"):
+        open_folder("s3://b/x", fs.LocalFileSystem(), argument="storage_path")
+    with pytest.raises(TypeError, match="`filesystem='s3'`: need a file system of PyArrow or fsspec"):
+        open_folder("b/x", "s3")
+
+
+def test_an_unknown_scheme_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"`storage_path='nowhere://x'`: `nowhere` is unknown; allowed are .*`s3`"):
+        open_folder("nowhere://x", argument="storage_path")
+
+
+def test_a_missing_package_is_named_before_anything_is_connected() -> None:
+    with pytest.raises(ModuleNotFoundError, match=r"`path='oss://bucket/x'`.*ossfs.* on all nodes"):
+        open_folder("oss://bucket/x")
+
+
+WITHOUT = """
+    import sys
+
+    class Without:
+        def find_spec(self, name, *rest):
+            if name == "pyarrow":
+                raise ModuleNotFoundError("not there", name=name)
+
+    sys.meta_path.insert(0, Without())
+    from raysgd.storage import open_folder
+    try:
+        open_folder("s3://bucket/x")
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+
+
+def test_without_pyarrow_the_extra_is_named() -> None:
+    done = subprocess.run([sys.executable, "-c", textwrap.dedent(WITHOUT)], capture_output=True, text=True, check=True)
+    assert 'needs `pyarrow`, which is not installed. Run: pip install "raysgd[storage]"' in done.stdout
+
+
+def test_google_is_given_up_in_time() -> None:
+    assert isinstance(_filesystems.opened("gs://anonymous@bucket/x").filesystem, fs.GcsFileSystem)
+    assert _filesystems.opened("gs://anonymous@bucket/x").base == "bucket/x"
+
+
+def test_azure_is_known() -> None:
+    opened = _filesystems.opened("abfs://container@account.dfs.core.windows.net/x/y?enable_tls=true")
+    assert opened.base == "container/x/y"
+    assert opened.is_whole_at_close
+
+
+def test_connections_are_used_again(s3_server: S3Server) -> None:
+    first, second = (open_folder(s3_server.uri("x")) for _ in range(2))
+    assert first.filesystem is (second / "y").filesystem
+
+
+def test_chained_uris_of_fsspec_are_refused() -> None:
+    with pytest.raises(ValueError, match="to chain file systems, pass the object of fsspec"):
+        open_folder("simplecache::s3://bucket/x")
