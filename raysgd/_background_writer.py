@@ -25,10 +25,11 @@ class BackgroundWriter:
 
     Args:
         write: Writes a state to a path, whole or not at all.
+        shown: What the log calls a path.
     """
 
-    def __init__(self, write: Callable[[str, dict[str, Any]], object]) -> None:
-        self._write = write
+    def __init__(self, write: Callable[[str, dict[str, Any]], object], shown: Callable[[str], str] = str) -> None:
+        self._write, self._shown = write, shown
         self._jobs: collections.deque[_Job] = collections.deque()
         self._failures: collections.deque[BaseException] = collections.deque()
         self._changed = threading.Condition()
@@ -46,7 +47,7 @@ class BackgroundWriter:
             if self._is_closed:
                 raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
             self._raise_failure()
-            self._jobs.append(_Job(os.fspath(path), produce, self._write))
+            self._jobs.append(_Job(os.fspath(path), produce, self._write, self._shown))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 self._thread.start()
@@ -122,16 +123,17 @@ class _Job:
     path: str
     produce: Callable[[], dict[str, Any]]
     write: Callable[[str, dict[str, Any]], object]
+    shown: Callable[[str], str]
 
     def run(self) -> BaseException | None:
         """Write the file; return what went wrong."""
         try:
             self.write(self.path, self.produce())
         except BaseException as error:
-            logger.error("could not write checkpoint %s: %r", self.path, error)
+            logger.error("could not write checkpoint %s: %r", self.shown(self.path), error)
             _forget_variables(error)
             return error
-        logger.info("wrote checkpoint %s", self.path)
+        logger.info("wrote checkpoint %s", self.shown(self.path))
         return None
 
 

@@ -37,20 +37,20 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
     number = errno.ENOSPC
     failure = error or OSError(number, os.strerror(number))
     targets: set[str] = set()
-    replacing = writing.replacing
+    saving = writing.saving
     save = trainer.save
 
     @functools.wraps(save)
     def noting(checkpoint: Any, *args: Any, **keywords: Any) -> Any:
-        targets.add(os.path.realpath(checkpoint))
+        targets.add(os.fspath(checkpoint))
         return save(checkpoint, *args, **keywords)
 
     @contextlib.contextmanager
-    def failing(target: str) -> Iterator[Any]:
-        with replacing(target) as file:
-            yield _FullFile(file, after_bytes, failure) if target in targets else file
+    def failing(target: Any) -> Iterator[Any]:
+        with saving(target) as file:
+            yield _FullFile(file, after_bytes, failure) if os.fspath(target) in targets else file
 
-    writing.replacing = failing
+    writing.saving = failing
     trainer.save = noting
     try:
         yield
@@ -59,7 +59,7 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
         if thread is not None:
             thread.join()
         del trainer.save
-        writing.replacing = replacing
+        writing.saving = saving
 
 
 class _FullFile:

@@ -20,10 +20,10 @@ from typing import IO, Any
 
 import numpy as np
 
-from raysgd._atomic_file import replacing
 from raysgd._plain_pickle import NotPlainError, PlainUnpickler, array_of, check_depth, plain_dtype
 from raysgd._stored_archive import members
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
+from raysgd.storage.files import saving
 
 FORMAT_VERSION = 1
 """The newest format that this version of raysgd reads, and the one that it writes."""
@@ -54,7 +54,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
     tree = _encoded(state, "", arrays)
     names = {name: {"dtype": array.dtype.name, "shape": array.shape} for name, array in arrays.items()}
     index = json.dumps({"format": FORMAT_VERSION, "state": tree, "arrays": names})
-    with replacing(os.path.realpath(path)) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    with saving(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, _storable(array), allow_pickle=False)
@@ -71,11 +71,15 @@ def check(state: dict[str, Any]) -> None:
     _encoded(state, "", {})
 
 
-def read(path: str | os.PathLike[str]) -> dict[str, Any]:
+def read(path: str | os.PathLike[str], *, name: str | None = None) -> dict[str, Any]:
     """Reads a checkpoint, makes sure that it is undamaged, and returns the state that was written.
 
     Files of the former library, which are pickles of a dict of arrays, are read too, without running code. Their state
     has `FORMER_OPTIMIZER` in place of `optimizers`.
+
+    Args:
+        path: The file.
+        name: What errors call it, where it is a copy of something else.
 
     Raises:
         FileNotFoundError: There is no such file.
@@ -83,8 +87,8 @@ def read(path: str | os.PathLike[str]) -> dict[str, Any]:
         UnsafeCheckpointError: A file of the former library that holds more than arrays. A `ValueError`.
         ValueError: The content is not a training state, or in the format of a newer version of raysgd.
     """
-    name = os.fspath(path)
-    with open(name, "rb") as file:
+    name = name or os.fspath(path)
+    with open(path, "rb") as file:
         num_bytes = os.fstat(file.fileno()).st_size
         is_archive = file.read(len(_ZIP_START)) == _ZIP_START
         file.seek(0)

@@ -17,7 +17,6 @@ from typing import Any
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
-from raysgd._paths import check_path
 from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend, keras_of_driver
 from raysgd.compat.names import former_names
 from raysgd.engine.backend import Backend
@@ -28,6 +27,7 @@ from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import check_parts, load_into_all
 from raysgd.replicas.settings import GroupSettings
 from raysgd.replicas.trainer import ClassTrainer
+from raysgd.storage import files
 from raysgd.tf import arguments, checkpoint_file, datasets, registration, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.settings import TFSettings
@@ -159,7 +159,7 @@ class TFTrainer(ClassTrainer):
         arguments.check_config(settings.config, num_workers, backend)
         arguments.check_installed()
         self.model_creator, self.data_creator = model_creator, data_creator
-        super().__init__(group, settings, BackgroundWriter(checkpoint_file.write))
+        super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
 
     def _settings_to_send(self) -> TFSettings:
         """The settings with the dataset that `fit` is to validate on as something that other processes can use."""
@@ -312,7 +312,7 @@ class TFTrainer(ClassTrainer):
         """Writes the state to a file of the driver, atomically, with checksums. `numpy.load` reads the arrays too.
 
         Args:
-            checkpoint: The path.
+            checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last`.
             blocking: False returns once the state is copied and writes in the background; an error is raised by the
                 next `save` or by `shutdown`.
 
@@ -321,17 +321,19 @@ class TFTrainer(ClassTrainer):
 
         Raises:
             ValueError: The operator's own state has something that a file cannot give back without running code. Or the
-                path is a URI.
+                URI is not one of a file.
+            OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
         """
-        check_path("checkpoint", checkpoint)
+        files.check_location("checkpoint", checkpoint)
         _checks.refuse_text(blocking=blocking)
         snapshot = self._snapshot()
         state = {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}
-        if blocking:
-            self._writer.write(checkpoint, state)
-        else:
-            checkpoint_file.check(state)
-            self._writer.submit(checkpoint, lambda: state)
+        with files.state_is_kept():
+            if blocking:
+                self._writer.write(checkpoint, state)
+            else:
+                checkpoint_file.check(state)
+                self._writer.submit(checkpoint, lambda: state)
         return checkpoint
 
     def load(self, checkpoint: Any) -> None:
@@ -341,21 +343,23 @@ class TFTrainer(ClassTrainer):
         the optimizer stays as it is, and a warning says why.
 
         Args:
-            checkpoint: The path.
+            checkpoint: The path or the URI.
 
         Raises:
             FileNotFoundError: There is no such file.
+            StorageError: A store could not be reached. An `OSError`.
             CheckpointCorruptedError: The file is truncated or was changed.
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
-        check_path("checkpoint", checkpoint)
-        state = checkpoint_file.read(checkpoint)
+        files.check_location("checkpoint", checkpoint)
+        with files.local_copy(checkpoint) as path:
+            state = checkpoint_file.read(path, name=files.shown(checkpoint))
         if checkpoint_file.FORMER_OPTIMIZER in state:
             self._load_former(checkpoint, state)
         else:
             rank_states = state.pop(_RANKS, ())
             if not isinstance(rank_states, list | tuple):
-                raise ValueError(f"`{checkpoint}`: the random states are not a list. Nothing was loaded.")
+                raise ValueError(f"`{files.shown(checkpoint)}`: the random states are not a list. Nothing was loaded.")
             self._load(state, tuple(rank_states))
 
     restore = load
@@ -373,7 +377,7 @@ class TFTrainer(ClassTrainer):
             logger.warning(
                 "`%s` is a file of the old library. The weights and the epoch were loaded, and the optimizer was left "
                 "as it is, because %s.",
-                checkpoint,
+                files.shown(checkpoint),
                 obstacle,
             )
 

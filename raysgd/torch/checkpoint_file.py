@@ -30,11 +30,11 @@ from typing import IO, Any
 
 import torch
 
-from raysgd._atomic_file import replacing
 from raysgd._background_writer import BackgroundWriter
 from raysgd._plain_pickle import NotPlainError
 from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
+from raysgd.storage.files import saving, shown
 from raysgd.torch import _seal
 from raysgd.torch._loadable import check_loadable as check_loadable
 from raysgd.torch._seal import Seal
@@ -65,7 +65,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version
     """Write `state` to `path`. At any moment `path` is either the whole old file or the whole new one.
 
     Args:
-        path: Where to write. Its folder must exist. A symbolic link is followed.
+        path: Where to write: a path, whose folder must exist (a symbolic link is followed), or a URI.
         state: The state, with at least the keys in `REQUIRED_KEYS`. Pass it through `check_loadable` first.
         format_version: Stored in the file's state under its last key, `raysgd_format`.
 
@@ -78,7 +78,7 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version
         raise ValueError(f"`write({os.fspath(path)!r}, state)`: `state` lacks {missing}; {_REQUIRED_KEYS_HINT}")
     content = {key: value for key, value in state.items() if key != FORMAT_KEY}
     content[FORMAT_KEY] = format_version
-    with replacing(os.path.realpath(path)) as file:
+    with saving(path) as file:
         stream = _ChecksummedStream(file)
         stream.save(content)
         file.seek(-_ZIP_END_BYTES, os.SEEK_END)
@@ -109,17 +109,22 @@ def read(path: str | os.PathLike[str], *, weights_only: bool = True) -> dict[str
 
 
 @contextlib.contextmanager
-def mapped(path: str | os.PathLike[str], *, weights_only: bool = True) -> Iterator[OpenedFile]:
+def mapped(path: str | os.PathLike[str], *, weights_only: bool = True, name: str | None = None) -> Iterator[OpenedFile]:
     """Do what `read` does, but leave the tensors where they are: in the file, mapped into memory.
 
     Inside the `with` block they may be copied elsewhere. Keep none of them. Writing to one changes it in memory
     only. Files without a checksum, and those of file systems that cannot map, are read as by `read`.
 
+    Args:
+        path: The file.
+        weights_only: As in `read`.
+        name: What errors call it, where it is a copy of something else.
+
     Raises:
         CheckpointCorruptedError: Also at the end of the block, if the file was written to meanwhile.
         FileNotFoundError, UnsafeCheckpointError, ValueError: As in `read`.
     """
-    with _opened(os.fspath(path), weights_only, maps=True) as opened:
+    with _opened(os.fspath(path), weights_only, maps=True, name=name) as opened:
         yield opened
 
 
@@ -189,14 +194,15 @@ class OpenedFile:
 
 
 @contextlib.contextmanager
-def _opened(name: str, weights_only: bool, *, maps: bool) -> Iterator[OpenedFile]:
+def _opened(path: str, weights_only: bool, *, maps: bool, name: str | None = None) -> Iterator[OpenedFile]:
     """Check the file, and give out its state."""
-    with open(name, "rb", buffering=0) as file:
-        identity = FileIdentity.of(file, os.path.realpath(name))
+    name = name or path
+    with open(path, "rb", buffering=0) as file:
+        identity = FileIdentity.of(file, os.path.realpath(path))
         kind = _recognise(file, identity.num_bytes, name)
         is_mapped = kind.seal is not None and _check(file, identity.num_bytes, kind.seal, name, maps)
         try:
-            loaded = _load(_by_descriptor(file, name), identity.num_bytes, kind, weights_only, is_mapped)
+            loaded = _load(_by_descriptor(file, path), identity.num_bytes, kind, weights_only, is_mapped)
         except Exception as error:
             raise _explained(error, name, kind, weights_only) from error
         opened = OpenedFile(_training_state(loaded, name), identity, is_mapped, file)
@@ -225,7 +231,7 @@ class AsyncWriter(BackgroundWriter):
     """
 
     def __init__(self) -> None:
-        super().__init__(write)
+        super().__init__(write, shown)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from raysgd import _checks
-from raysgd._paths import check_path
 from raysgd._state_codec import decode
 from raysgd.backends.horovod import HorovodBackend
 from raysgd.backends.torch import TorchBackend
@@ -29,6 +28,7 @@ from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, merged
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.settings import GroupSettings
 from raysgd.replicas.trainer import ClassTrainer, NotYet
+from raysgd.storage import files
 from raysgd.torch import arguments, checkpoint_file, constants, retired
 from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.progress import ProgressBar
@@ -369,7 +369,7 @@ class TorchTrainer(ClassTrainer):
         """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
 
         Args:
-            checkpoint: The path.
+            checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last.pt`.
             blocking: False returns once the state is copied and writes in the background; an error is raised by the
                 next `save` or by `shutdown`.
             weights_only: False lets the operator's own state hold any object; such a file needs `load(...,
@@ -379,38 +379,43 @@ class TorchTrainer(ClassTrainer):
             `checkpoint`.
 
         Raises:
-            ValueError: The operator's own state could not be loaded back; the message names the key. Or the path is a
-                URI.
+            ValueError: The operator's own state could not be loaded back; the message names the key. Or the URI is
+                not one of a file.
+            OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
         """
-        check_path("checkpoint", checkpoint)
+        files.check_location("checkpoint", checkpoint)
         _checks.refuse_text(blocking=blocking, weights_only=weights_only)
         snapshot = self._snapshot()
         state = decode(snapshot.shared_state, copy=False)
         state = as_in_file(state)
         state[RESUME][RNG] = list(snapshot.rank_states)
         state = checkpoint_file.check_loadable(state, allow_pickle=not weights_only)
-        if blocking:
-            self._writer.write(checkpoint, state)
-        else:
-            self._writer.submit(checkpoint, partial(_first, state, snapshot))  # the state is a view of the snapshot
+        with files.state_is_kept():
+            if blocking:
+                self._writer.write(checkpoint, state)
+            else:
+                self._writer.submit(checkpoint, partial(_first, state, snapshot))  # the state is a view of the snapshot
         return checkpoint
 
     def load(self, checkpoint: Any, weights_only: bool = True) -> None:
         """Loads a file that `save` wrote, or that the old library wrote, into all workers.
 
         Args:
-            checkpoint: The path.
+            checkpoint: The path or the URI.
             weights_only: False also unpickles arbitrary objects. Only for files that you trust.
 
         Raises:
             FileNotFoundError: There is no such file.
+            StorageError: A store could not be reached. An `OSError`.
             CheckpointCorruptedError: The file is truncated or was changed.
             ValueError, KeyError: The file does not fit; the workers are as they were.
         """
-        check_path("checkpoint", checkpoint)
+        files.check_location("checkpoint", checkpoint)
         _checks.refuse_text(weights_only=weights_only)
         with ExitStack() as held:
-            file = held.enter_context(checkpoint_file.mapped(checkpoint, weights_only=weights_only))
+            path = held.enter_context(files.local_copy(checkpoint))
+            name = files.shown(checkpoint)
+            file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
             StateLoader(self._controller).load_file(file, weights_only, held)
 
     def restore(self, *args: Any) -> None:

@@ -104,7 +104,7 @@ def test_the_driver_loads_no_framework() -> None:
 
 
 @pytest.mark.parametrize("method", ["save", "load", "restore"])
-def test_a_uri_is_refused_before_anything_is_asked_of_a_worker(method: str) -> None:
+def test_a_uri_of_no_file_is_refused_before_anything_is_asked_of_a_worker(method: str) -> None:
     trainer = object.__new__(TFTrainer)  # there are no workers
-    with pytest.raises(ValueError, match="`checkpoint='s3://bucket/state'`: need a path on a local or mounted disk"):
-        getattr(trainer, method)("s3://bucket/state")
+    with pytest.raises(ValueError, match="`checkpoint='s3://bucket/'`: need the URI of a file"):
+        getattr(trainer, method)("s3://bucket/")

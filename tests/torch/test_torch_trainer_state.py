@@ -187,12 +187,18 @@ def test_what_was_used_of_the_data_by_the_last_call_is_not_told_after_a_load(
 
 
 @pytest.mark.parametrize("method", ["save", "load"])
-def test_a_uri_is_no_path(make_local: MakeTrainer, method: str) -> None:
+@pytest.mark.parametrize(
+    ("uri", "message"),
+    [
+        ("nowhere://bucket/state.pt", r"`checkpoint='nowhere://bucket/state\.pt'`: `nowhere` is unknown"),
+        ("s3://bucket/", r"`checkpoint='s3://bucket/'`: need the URI of a file"),
+        ("s3://bucket", r"`checkpoint='s3://bucket'`: need the URI of a file"),
+    ],
+)
+def test_a_uri_that_names_no_file_is_refused(make_local: MakeTrainer, method: str, uri: str, message: str) -> None:
     trainer = make_local()
-    with pytest.raises(
-        ValueError, match=r"`checkpoint='s3://bucket/state\.pt'`: need a path on a local or mounted disk"
-    ):
-        getattr(trainer, method)("s3://bucket/state.pt")
+    with pytest.raises(ValueError, match=message):
+        getattr(trainer, method)(uri)
     trainer.train()
 
 

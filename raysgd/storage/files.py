@@ -1,0 +1,97 @@
+"""Single files at any location, for trainers that save and load: the driver writes and reads them itself."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from raysgd._atomic_file import replacing
+from raysgd.exceptions import StorageError
+from raysgd.storage import _filesystems, _uris
+from raysgd.storage.folder import Folder
+from raysgd.storage.opening import open_folder
+
+
+def check_location(name: str, location: Any) -> None:
+    """Refuses what is neither the path of a file nor a URI of one. Connects to nothing.
+
+    Raises:
+        TypeError: It is no text and no path.
+        ValueError: It is empty; or the URI has an unknown scheme, or no file name.
+        ModuleNotFoundError: A package that the URI needs is missing.
+    """
+    text = _uris.checked_text(name, location)
+    if _uris.is_local(text):
+        _uris.local_path_of(name, text)
+    else:
+        _folder_and_name(text, name)
+
+
+@contextlib.contextmanager
+def saving(location: str | os.PathLike[str]) -> Iterator[IO[bytes]]:
+    """Opens a file, for writing and reading, that becomes the one at `location` when the block ends well.
+
+    Raises:
+        OSError: It could not be written; a `StorageError` where `location` is the URI of a store.
+    """
+    text = _uris.checked_text("path", location)
+    if _uris.is_local(text):
+        with replacing(os.path.realpath(_path_of(text))) as file:
+            yield file
+    else:
+        folder, name = _folder_and_name(text)
+        with folder.writing(name) as file:
+            yield file
+
+
+@contextlib.contextmanager
+def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
+    """The path of a file of this machine with what is at `location`: the file itself, or a copy for the block.
+
+    Raises:
+        FileNotFoundError: The store has no such file. A path of this machine is not looked at.
+        StorageError: The store could not be reached.
+    """
+    text = _uris.checked_text("path", location)
+    if _uris.is_local(text):
+        yield _path_of(text)
+        return
+    folder, name = _folder_and_name(text)
+    with tempfile.TemporaryDirectory(prefix="raysgd-") as temporary:
+        path = Path(temporary, name)
+        folder.fetch(name, path)
+        yield str(path)
+
+
+def shown(location: str | os.PathLike[str]) -> str:
+    """A location in words, without keys and passwords."""
+    return _uris.masked(_uris.checked_text("path", location))
+
+
+@contextlib.contextmanager
+def state_is_kept() -> Iterator[None]:
+    """Errors of a store say that the trainer still has what was to be saved."""
+    try:
+        yield
+    except StorageError as error:
+        told = StorageError(f"{error} The trainer still has its state: you can save it again, also to another place.")
+        told.errno = error.errno
+        raise told from error
+
+
+def _path_of(text: str) -> str:
+    return text if _uris.scheme_of(text) is None else str(_uris.local_path_of("path", text))
+
+
+def _folder_and_name(uri: str, argument: str = "path") -> tuple[Folder, str]:
+    store, path, query = _uris.divided(uri)
+    above, _, name = path.rpartition("/")
+    if not name or uri.removesuffix(query).endswith("/"):
+        example = f"{_uris.masked(store)}/folder/last.pt"
+        raise ValueError(f"`{argument}={_uris.masked(uri)!r}`: need the URI of a file, such as '{example}'.")
+    _filesystems.check(argument, uri)
+    return open_folder(_uris.child_of(f"{store}{query}", above)), name
