@@ -205,6 +205,13 @@ def test_storage_stands_on_the_utilities_and_knows_neither_ray_nor_a_framework()
     assert words(found for found in found if found.is_of("pyarrow", "fsspec") and not found.in_function) == []
 
 
+def test_the_values_of_a_run_stand_on_storage_and_the_utilities() -> None:
+    found = imports_of("raysgd/air")
+    allowed = ("raysgd.air", "raysgd.storage", *UTILITIES)
+    assert words(found for found in found if found.is_of("raysgd") and not found.is_of(*allowed)) == []
+    assert words(found for found in found if found.is_of("ray", "pandas", *FRAMEWORKS) and not found.in_function) == []
+
+
 def test_functions_do_not_know_what_operators_share() -> None:
     found = [found for found in imports_of("raysgd/train") if found.is_of("raysgd.replicas")]
     assert words(found) == []

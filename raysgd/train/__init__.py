@@ -19,6 +19,16 @@ from typing import TYPE_CHECKING
 from raysgd._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from raysgd.air.checkpoint import Checkpoint
+    from raysgd.air.config import (
+        CheckpointConfig,
+        FailureConfig,
+        RunConfig,
+        ScalingConfig,
+        SyncConfig,
+    )
+    from raysgd.air.constants import TRAIN_DATASET_KEY
+    from raysgd.air.result import Result
     from raysgd.train.backend import BackendConfig
     from raysgd.train.callbacks.callback import TrainingCallback
     from raysgd.train.checkpoint import CheckpointStrategy
@@ -35,7 +45,15 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BackendConfig",
+    "Checkpoint",
+    "CheckpointConfig",
     "CheckpointStrategy",
+    "FailureConfig",
+    "Result",
+    "RunConfig",
+    "ScalingConfig",
+    "SyncConfig",
+    "TRAIN_DATASET_KEY",
     "Trainer",
     "TrainingCallback",
     "TrainingIterator",
@@ -58,15 +76,20 @@ _SESSION = (
     "world_rank",
     "world_size",
 )
+_CONFIGS = ("CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig", "SyncConfig")
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "BackendConfig": "raysgd.train.backend",
+        "Checkpoint": "raysgd.air.checkpoint",
         "CheckpointStrategy": "raysgd.train.checkpoint",
+        "Result": "raysgd.air.result",
+        "TRAIN_DATASET_KEY": "raysgd.air.constants",
         "Trainer": "raysgd.train.trainer",
         "TrainingCallback": "raysgd.train.callbacks.callback",
         "TrainingIterator": "raysgd.train.trainer",
         "TrainWorkerGroup": "raysgd.train.trainer",
+        **dict.fromkeys(_CONFIGS, "raysgd.air.config"),
         **dict.fromkeys(_SESSION, "raysgd.train.session"),
     },
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from raysgd.air.constants import TRAIN_DATASET_KEY as TRAIN_DATASET_KEY
+
 # Keys that are filled in for every report.
 TIMESTAMP = "_timestamp"
 TIME_THIS_ITER_S = "_time_this_iter_s"

@@ -9,12 +9,13 @@ from dataclasses import dataclass
 
 from raysgd._optional import require_installed
 from raysgd.tf.datasets import prepare_dataset_shard
+from raysgd.train._tensorflow_checkpoint import TensorflowCheckpoint
 from raysgd.train._tf_cluster import TensorflowBackend
 from raysgd.train.backend import Backend, BackendConfig
 
 require_installed("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
 
-__all__ = ["TensorflowConfig", "prepare_dataset_shard"]
+__all__ = ["TensorflowCheckpoint", "TensorflowConfig", "prepare_dataset_shard"]
 
 
 @dataclass

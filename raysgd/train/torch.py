@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import os
 import random
-import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
-from pathlib import Path
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -25,20 +23,20 @@ import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
 from raysgd._checks import check_seconds  # noqa: E402
-from raysgd._paths import check_local  # noqa: E402
 from raysgd.backends.torch import TorchBackend as ProcessGroup  # noqa: E402
 from raysgd.backends.torch import end_process_group  # noqa: E402
 from raysgd.engine.backend import FORM_TIMEOUT_S  # noqa: E402
 from raysgd.engine.backend import Backend as Connection  # noqa: E402
-from raysgd.exceptions import SessionMisuseError  # noqa: E402
 from raysgd.torch.ddp import DDP  # noqa: E402
 from raysgd.torch.options import FSDPOptions  # noqa: E402
 from raysgd.torch.parallel import NoParallel  # noqa: E402
 from raysgd.torch.precision import NativeAmp, Precision  # noqa: E402
+from raysgd.train._running import running_session  # noqa: E402
 from raysgd.train._session import Session, current_session  # noqa: E402
+from raysgd.train._torch_checkpoint import TorchCheckpoint as TorchCheckpoint  # noqa: E402
 from raysgd.train._torch_data import DeviceLoader, divided  # noqa: E402
+from raysgd.train._torch_profiler import TorchWorkerProfiler as TorchWorkerProfiler  # noqa: E402
 from raysgd.train.backend import Backend, BackendConfig, EncodedData, Placed  # noqa: E402
-from raysgd.train.constants import PYTORCH_PROFILER_KEY  # noqa: E402
 
 if TYPE_CHECKING:
     from torch.utils.data import DataLoader
@@ -158,7 +156,7 @@ def accelerate(amp: bool = False) -> None:
         SessionMisuseError: Outside of a training function.
         RuntimeError: A helper was called before, or this was.
     """
-    session = _session("accelerate")
+    session = running_session("accelerate")
     if session.accelerator is not None:
         raise RuntimeError("call `accelerate` once, and before all other helpers of `raysgd.train.torch`.")
     device = _device_of(session)
@@ -204,7 +202,7 @@ def prepare_model(
     """
     strategy, options = _strategy_of(wrap_ddp, ddp_kwargs, parallel_strategy, parallel_strategy_kwargs)
     accelerator = _accelerator("prepare_model")
-    world = _session("prepare_model").world
+    world = running_session("prepare_model").world
     device = move_to_device if isinstance(move_to_device, torch.device) else accelerator.device
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -317,7 +315,7 @@ def prepare_data_loader(
     """
     accelerator = _accelerator("prepare_data_loader")
     if add_dist_sampler:
-        data_loader = divided(data_loader, _session("prepare_data_loader").world, accelerator.seed, exact)
+        data_loader = divided(data_loader, running_session("prepare_data_loader").world, accelerator.seed, exact)
     return DeviceLoader(data_loader, accelerator.device, auto_transfer) if move_to_device else data_loader
 
 
@@ -385,48 +383,8 @@ def enable_reproducibility(seed: int = 0) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-class TorchWorkerProfiler:
-    """Collects the traces of `torch.profiler` in a worker, for `TorchTensorboardProfilerCallback` in the driver.
-
-    Args:
-        trace_dir: Where traces are written in the worker. Default: a folder for temporary files.
-
-    Raises:
-        SessionMisuseError: Outside of a training function.
-    """
-
-    def __init__(self, trace_dir: str | None = None) -> None:
-        self._rank = _session("TorchWorkerProfiler").world.rank
-        check_local("trace_dir", trace_dir)
-        folder = Path(trace_dir) if trace_dir else Path(tempfile.gettempdir()) / "pytorch_profiler_worker_traces"
-        folder.mkdir(parents=True, exist_ok=True)
-        self.trace_dir = folder
-        self._names: list[str] = []
-
-    def trace_handler(self, p: torch.profiler.profile) -> None:
-        """Pass it to `torch.profiler.profile` as `on_trace_ready`."""
-        name = f"worker_{self._rank}_epoch_{p.step_num}.pt.trace.json"
-        p.export_chrome_trace(str(self.trace_dir / name))
-        self._names.append(name)
-
-    def get_and_clear_profile_traces(self) -> dict[str, list[tuple[str, str]]]:
-        """The traces since the last time, to be passed on: `report(**profiler.get_and_clear_profile_traces())`."""
-        names, self._names = self._names, []
-        return {PYTORCH_PROFILER_KEY: [(name, (self.trace_dir / name).read_text()) for name in names]}
-
-
-def _session(helper: str) -> Session:
-    session = current_session()
-    if session is None:
-        raise SessionMisuseError(
-            f"`{helper}` works only in the workers of a run: call it inside the function that you pass to "
-            "`Trainer.run`."
-        )
-    return session
-
-
 def _accelerator(helper: str) -> Accelerator:
-    session = _session(helper)
+    session = running_session(helper)
     if session.accelerator is None:
         session.accelerator = Accelerator(Precision(), _device_of(session))
     accelerator: Accelerator = session.accelerator

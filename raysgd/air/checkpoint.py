@@ -1,0 +1,318 @@
+"""`Checkpoint`: a state that a run saved, as a dict in memory, as a folder on a disk or in a remote storage.
+
+One class for what `ray.air.Checkpoint` and `ray.train.Checkpoint` were (ADR 69).
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import reprlib
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from raysgd.air._contents import TEMPORARY_PREFIX, Content, InFolder, InMemory, InObjectStore
+from raysgd.air._packing import DICT_FILE, META_SUFFIX
+from raysgd.air.constants import PREPROCESSOR_KEY
+
+if TYPE_CHECKING:
+    import ray
+
+    from raysgd.storage import Folder
+
+__all__ = ["Checkpoint"]
+
+CheckpointType = TypeVar("CheckpointType", bound="Checkpoint")
+_BYTES_KEY = "bytes_data"
+
+_short = reprlib.Repr()
+_short.maxdict = _short.maxlist = _short.maxtuple = 20
+_short.maxstring = _short.maxother = 200
+
+
+class Checkpoint:
+    """A saved state. What you made it from, you can get out of it in any other form.
+
+    Example:
+        >>> checkpoint = Checkpoint.from_dict({"epoch": 3})
+        >>> with checkpoint.as_directory() as folder:
+        ...     Checkpoint.from_directory(folder).to_dict()
+        {'epoch': 3}
+
+    A checkpoint in a folder of this machine is pickled with all that it holds, one in a remote storage by its place.
+    Reading one runs code that it may hold: read only those you trust.
+
+    Args:
+        path: A folder, the URI of one, or a `raysgd.storage.Folder`.
+        filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+        local_path: A folder.
+        data_dict: The state itself.
+        uri: The URI of a folder.
+        obj_ref: A reference to a dict in Ray's object store.
+
+    Raises:
+        ValueError: None of them, or more than one.
+    """
+
+    def __init__(
+        self,
+        path: str | Path | Folder | None = None,
+        filesystem: Any = None,
+        *,
+        local_path: str | Path | None = None,
+        data_dict: Mapping[str, Any] | None = None,
+        uri: str | None = None,
+        obj_ref: ray.ObjectRef[Any] | None = None,
+    ) -> None:
+        given = {"path": path, "local_path": local_path, "data_dict": data_dict, "uri": uri, "obj_ref": obj_ref}
+        named = [name for name, value in given.items() if value is not None]
+        if len(named) != 1:
+            raise ValueError(
+                f"A checkpoint is made from one of {', '.join(f'`{name}`' for name in given)}; given: "
+                f"{', '.join(named) or 'none of them'}."
+            )
+        self._content: Content
+        if data_dict is not None:
+            self._content = InMemory(_checked_dict(data_dict))
+        elif obj_ref is not None:
+            self._content = InObjectStore(obj_ref)
+        else:
+            self._content = InFolder(_opened(path or local_path or uri, filesystem, named[0]))
+
+    # ------------------------------------------------------------------------------------------------------- as a dict
+
+    @classmethod
+    def from_dict(cls: type[CheckpointType], data: Mapping[str, Any]) -> CheckpointType:
+        """A checkpoint of a dict.
+
+        Raises:
+            RuntimeError: It is no dict.
+            ValueError: It is empty.
+        """
+        return cls(data_dict=_checked_dict(data))
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as a dict. A folder without a dict comes as one archive, under the key `fs_checkpoint`."""
+        return self._content.as_dict()
+
+    @classmethod
+    def from_bytes(cls: type[CheckpointType], data: bytes) -> CheckpointType:
+        """A checkpoint from what `to_bytes` returned, or from a pickle of something else: `{"bytes_data": ...}`."""
+        content = pickle.loads(data)
+        return cls(data_dict=content if isinstance(content, dict) else {_BYTES_KEY: content})
+
+    def to_bytes(self) -> bytes:
+        """All of it, pickled."""
+        import cloudpickle
+
+        content = self.to_dict()
+        data: bytes = cloudpickle.dumps(content[_BYTES_KEY] if set(content) == {_BYTES_KEY} else content)
+        return data
+
+    @classmethod
+    def from_object_ref(cls: type[CheckpointType], obj_ref: ray.ObjectRef[Any]) -> CheckpointType:
+        """A checkpoint of a dict in Ray's object store."""
+        return cls(obj_ref=obj_ref)
+
+    def to_object_ref(self) -> ray.ObjectRef[Any]:
+        """A reference to all of it, in Ray's object store."""
+        if isinstance(self._content, InObjectStore):
+            return self._content.representation[1]
+        import ray
+
+        return ray.put(self.to_dict())
+
+    # ---------------------------------------------------------------------------------------------------- as a folder
+
+    @classmethod
+    def from_directory(cls: type[CheckpointType], path: str | Path) -> CheckpointType:
+        """A checkpoint of a folder, which is left where it is.
+
+        Raises:
+            RuntimeError: There is no such folder.
+        """
+        folder = Path(path).expanduser()
+        if not folder.is_dir():
+            what = "is a file" if folder.exists() else "does not exist"
+            raise RuntimeError(f"`path={str(path)!r}` {what}: need the folder of a checkpoint.")
+        return cls(path=folder)
+
+    def to_directory(self, path: str | Path | None = None) -> str:
+        """Writes all of it into a folder, and returns its path.
+
+        Args:
+            path: The folder; None for a new one among the temporary files, which you delete yourself.
+        """
+        target = Path(path).expanduser() if path is not None else Path(tempfile.mkdtemp(prefix=TEMPORARY_PREFIX))
+        target.mkdir(parents=True, exist_ok=True)
+        self._content.write(target)
+        return str(target)
+
+    @contextmanager
+    def as_directory(self) -> Iterator[str]:
+        """A folder with all of it: its own, which stays, or a temporary one, which is deleted after the block."""
+        if isinstance(self._content, InFolder):
+            with self._content.on_disk() as folder:
+                yield str(folder)
+            return
+        with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX) as copy:
+            yield self.to_directory(copy)
+
+    @classmethod
+    def from_uri(cls: type[CheckpointType], uri: str) -> CheckpointType:
+        """A checkpoint of a folder in a remote storage, such as `s3://bucket/folder`.
+
+        Raises:
+            RuntimeError: There is no file system for such a URI.
+        """
+        return cls(_storage(uri))
+
+    def to_uri(self, uri: str) -> str:
+        """Uploads all of it to a folder in a remote storage, and returns its URI.
+
+        Raises:
+            RuntimeError: There is no file system for such a URI.
+            OSError: It cannot be reached, or does not take the files.
+        """
+        target = _storage(uri)
+        if not (isinstance(self._content, InFolder) and self._content.folder.uri == target.uri):
+            with self.as_directory() as folder:
+                target.upload(Path(folder))
+        return uri
+
+    @property
+    def path(self) -> str:
+        """The folder, without the scheme of a URI.
+
+        Raises:
+            AttributeError: It is in memory and has no folder.
+        """
+        return self._folder("path").path
+
+    @property
+    def filesystem(self) -> Any:
+        """The `pyarrow.fs.FileSystem` of the folder.
+
+        Raises:
+            AttributeError: It is in memory and has no folder.
+        """
+        return self._folder("filesystem").filesystem
+
+    @property
+    def uri(self) -> str | None:
+        """The URI of the folder, `file://` for a local one; None for a checkpoint in memory."""
+        return self._content.folder.uri if isinstance(self._content, InFolder) else None
+
+    def _folder(self, name: str) -> Folder:
+        if isinstance(self._content, InFolder):
+            return self._content.folder
+        raise AttributeError(
+            f"This checkpoint is in memory and has no `{name}`: use `to_dict()`, or write it with `to_directory()`."
+        )
+
+    # ------------------------------------------------------------------------------------------------- what it carries
+
+    @classmethod
+    def from_checkpoint(cls: type[CheckpointType], other: Checkpoint) -> CheckpointType:
+        """The same checkpoint as one of this class: `TorchCheckpoint.from_checkpoint(result.checkpoint)`.
+
+        Raises:
+            TypeError: It is no checkpoint.
+        """
+        if not isinstance(other, Checkpoint):
+            raise TypeError(f"`other={other!r}`: need a `raysgd.air.Checkpoint`.")
+        made = cls.__new__(cls)
+        made.__dict__.update(other.__dict__)
+        return made
+
+    def get_internal_representation(self) -> tuple[str, Any]:
+        """What it is made from and its data: `local_path`, `data_dict`, `uri` or `object_ref`."""
+        return self._content.representation
+
+    def get_preprocessor(self) -> Any:
+        """The preprocessor that was saved with it; None if there is none."""
+        if not isinstance(self._content, InFolder):
+            return self.to_dict().get(PREPROCESSOR_KEY)
+        folder = self._content.folder
+        for name in (PREPROCESSOR_KEY, f"{PREPROCESSOR_KEY}{META_SUFFIX}"):
+            if folder.has(name):
+                return pickle.loads(folder.read(name))
+        return self.to_dict().get(PREPROCESSOR_KEY) if folder.has(DICT_FILE) else None
+
+    def get_metadata(self) -> dict[str, Any]:
+        """What was noted with `set_metadata` and `update_metadata`."""
+        return self._content.metadata()
+
+    def set_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Notes a dict beside the state, instead of what was noted before. In a folder it is `.metadata.json`.
+
+        Raises:
+            TypeError: It is no dict.
+            ValueError: It holds something that JSON cannot.
+        """
+        self._content.set_metadata(_checked_metadata(metadata))
+
+    def update_metadata(self, metadata: Mapping[str, Any]) -> None:
+        """Notes a dict beside the state, over what was noted before.
+
+        Raises:
+            TypeError: It is no dict.
+            ValueError: It holds something that JSON cannot.
+        """
+        self._content.set_metadata({**self.get_metadata(), **_checked_metadata(metadata)})
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both are the same folder; a checkpoint in memory equals only itself."""
+        if not isinstance(other, Checkpoint) or self.uri is None:
+            return self is other
+        return self.uri == other.uri
+
+    def __hash__(self) -> int:
+        return hash(self.uri) if self.uri is not None else id(self)
+
+    def __repr__(self) -> str:
+        kind, data = self._content.representation
+        shown = str(self._content.folder) if isinstance(self._content, InFolder) else _short.repr(data)
+        return f"{type(self).__name__}({kind}={shown})"
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_content": self._content.portable()}
+
+
+def _opened(place: Any, filesystem: Any, argument: str) -> Folder:
+    from raysgd.storage import Folder, open_folder
+
+    return place if isinstance(place, Folder) else open_folder(place, filesystem, argument=argument)
+
+
+def _storage(uri: str) -> Folder:
+    """The folder of a URI.
+
+    Raises:
+        RuntimeError: There is no file system for it.
+    """
+    try:
+        return _opened(uri, None, "uri")
+    except ValueError as error:
+        raise RuntimeError(str(error)) from error
+
+
+def _checked_dict(data: Any) -> Mapping[str, Any]:
+    if not isinstance(data, Mapping):
+        raise RuntimeError(f"`data={data!r:.200}`: a checkpoint needs a dict. Pass `{{'state': ...}}`.")
+    if not data:
+        raise ValueError("`data={}`: an empty dict is no checkpoint. Pass what the next run needs.")
+    return data
+
+
+def _checked_metadata(metadata: Any) -> Mapping[str, Any]:
+    if not isinstance(metadata, Mapping):
+        raise TypeError(f"`metadata={metadata!r:.200}`: need a dict.")
+    try:
+        json.dumps(dict(metadata))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`metadata={metadata!r:.200}`: need values that JSON can hold: {error}.") from error
+    return metadata

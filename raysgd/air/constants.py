@@ -1,0 +1,21 @@
+"""Names that stand in checkpoints and results, and that code for the old library may import."""
+
+from __future__ import annotations
+
+# Keys of a checkpoint.
+PREPROCESSOR_KEY = "_preprocessor"
+MODEL_KEY = "model"
+
+# Names of datasets.
+TRAIN_DATASET_KEY = "train"
+EVALUATION_DATASET_KEY = "evaluation"
+WILDCARD_KEY = "*"
+
+# Files in the folder of a trial.
+RESULT_FILE = "result.json"
+ERROR_FILE = "error.txt"
+ERROR_PICKLE_FILE = "error.pkl"
+CHECKPOINT_PREFIX = "checkpoint_"
+
+# The key of a report that names the folder of its checkpoint, inside the folder of the trial.
+CHECKPOINT_DIR_NAME = "checkpoint_dir_name"

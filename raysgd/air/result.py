@@ -1,0 +1,205 @@
+"""`Result`: what a run has come to, and how to read that from its folder later."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from numbers import Real
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysgd._optional import require
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import MAX, MIN
+from raysgd.air.constants import (
+    CHECKPOINT_DIR_NAME,
+    CHECKPOINT_PREFIX,
+    ERROR_FILE,
+    ERROR_PICKLE_FILE,
+    RESULT_FILE,
+)
+
+if TYPE_CHECKING:
+    import pandas
+
+    from raysgd.storage import Folder
+
+__all__ = ["Result", "flattened", "read_reports", "value_at"]
+
+Kept = tuple[Checkpoint, dict[str, Any]]
+
+
+@dataclass
+class Result:
+    """What a run has come to.
+
+    Attributes:
+        metrics: What rank 0 reported last, with the values that every report has; None if it never did.
+        checkpoint: The last checkpoint that was reported, not the best one; None if there was none.
+        error: What the run failed with; None if it ended well.
+        folder: The folder of the trial; None if it has none.
+        best_checkpoints: The checkpoints that were kept, with the metrics reported with them: the worst first, the best
+            last.
+        reports: All reports of rank 0, where they are not read from the folder.
+    """
+
+    metrics: dict[str, Any] | None
+    checkpoint: Checkpoint | None
+    error: Exception | None = None
+    folder: Folder | None = None
+    best_checkpoints: list[Kept] = field(default_factory=list)
+    reports: Sequence[Mapping[str, Any]] | None = field(default=None, repr=False)
+    _dataframe: Any = field(default=None, repr=False, compare=False)
+
+    @property
+    def path(self) -> str | None:
+        """The folder of the trial, without the scheme of a URI."""
+        return self.folder.path if self.folder is not None else None
+
+    @property
+    def log_dir(self) -> Path | None:
+        """The folder of the trial on this machine's disks; None if it is in a remote storage."""
+        return self.folder.local_path if self.folder is not None and self.folder.is_local else None
+
+    @property
+    def filesystem(self) -> Any:
+        """The `pyarrow.fs.FileSystem` of that folder."""
+        return self.folder.filesystem if self.folder is not None else None
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """What the run was configured with."""
+        return (self.metrics or {}).get("config")
+
+    @property
+    def metrics_dataframe(self) -> pandas.DataFrame:
+        """All reports of rank 0 as a `pandas.DataFrame`, a row for each. Keys of nested dicts are joined by slashes.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        if self._dataframe is None:
+            frames = require("pandas", extra="data", purpose="`Result.metrics_dataframe`")
+            self._dataframe = frames.DataFrame([flattened(each) for each in self._all_reports()])
+        return self._dataframe
+
+    def _all_reports(self) -> Sequence[Mapping[str, Any]]:
+        if self.reports is not None or self.folder is None:
+            return self.reports or []
+        return read_reports(self.folder)
+
+    def get_best_checkpoint(self, metric: str, mode: str) -> Checkpoint:
+        """The best of the checkpoints that were kept.
+
+        Args:
+            metric: The metric that was reported with them; slashes lead into nested dicts.
+            mode: Whether "max" or "min" of it is best.
+
+        Raises:
+            ValueError: Another mode.
+            RuntimeError: There are no checkpoints, or none was reported with that metric.
+        """
+        if mode not in (MAX, MIN):
+            raise ValueError(f'`mode={mode!r}`: allowed are "{MAX}" and "{MIN}".')
+        if not self.best_checkpoints:
+            raise RuntimeError("The run has kept no checkpoint, so there is no best one.")
+        having = [kept for kept in self.best_checkpoints if value_at(kept[1], metric) is not None]
+        if not having:
+            known = sorted({key for _, metrics in self.best_checkpoints for key in flattened(metrics)})
+            raise RuntimeError(f"`metric={metric!r}`: no checkpoint was reported with it. The metrics are {known}.")
+        return sorted(having, key=lambda kept: _quality(value_at(kept[1], metric), mode))[-1][0]
+
+    @classmethod
+    def from_path(cls, path: str | Path, storage_filesystem: Any = None) -> Result:
+        """Reads the result of a run from the folder of its trial. Reading an error runs what its pickle says.
+
+        Args:
+            path: That folder, or its URI: `Result.path` of the run, inside the folder with the run's name.
+            storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+
+        Raises:
+            RuntimeError: There is no such folder, or no trial has written it.
+        """
+        from raysgd.storage import open_folder
+
+        folder = open_folder(path, storage_filesystem)
+        if not folder.exists() or not folder.has(RESULT_FILE):
+            raise RuntimeError(
+                f"`path={str(path)!r}`: there is no `{RESULT_FILE}`. Pass the folder of a trial, which lies in the "
+                "folder with the run's name."
+            )
+        reports = read_reports(folder)
+        kept = _read_checkpoints(folder, reports)
+        return cls(
+            metrics=reports[-1] if reports else None,
+            checkpoint=kept[-1][0] if kept else None,
+            error=_read_error(folder),
+            folder=folder,
+            best_checkpoints=kept,
+        )
+
+
+def _quality(value: Any, mode: str) -> tuple[bool, float]:
+    """What to sort by for the best to be last; NaN, and what is no number, come first."""
+    if not isinstance(value, Real) or math.isnan(value):
+        return False, 0.0
+    return True, float(value) if mode == MAX else -float(value)
+
+
+def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A dict without dicts inside: their keys are joined by slashes.
+
+    >>> flattened({"loss": 0.5, "config": {"lr": 0.1, "model": {}}})
+    {'loss': 0.5, 'config/lr': 0.1, 'config/model': {}}
+    """
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, Mapping) and value:
+            flat |= flattened(value, f"{prefix}{key}/")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def value_at(metrics: Mapping[str, Any], name: str) -> Any:
+    """A metric by its name, in which slashes may lead into nested dicts; None if there is none.
+
+    >>> value_at({"val": {"loss": 0.5}}, "val/loss")
+    0.5
+    """
+    return metrics[name] if name in metrics else flattened(metrics).get(name)
+
+
+def read_reports(folder: Folder) -> list[dict[str, Any]]:
+    """The lines of `result.json`; a last one that is cut short, by a kill, is left out."""
+    if not folder.has(RESULT_FILE):
+        return []
+    reports = []
+    for line in folder.read(RESULT_FILE).decode().splitlines():
+        try:
+            reports.append(json.loads(line))
+        except ValueError:
+            break
+    return reports
+
+
+def _read_checkpoints(folder: Folder, reports: Iterable[Mapping[str, Any]]) -> list[Kept]:
+    """The checkpoints of a trial with the reports that they came with, the oldest first."""
+    by_name = {report[CHECKPOINT_DIR_NAME]: dict(report) for report in reports if report.get(CHECKPOINT_DIR_NAME)}
+    names = [name for name in folder.committed() if name.startswith(CHECKPOINT_PREFIX)]
+    return [(Checkpoint(folder / name), by_name.get(name, {})) for name in sorted(names)]
+
+
+def _read_error(folder: Folder) -> Exception | None:
+    """The error of a trial; in its own words where its class cannot be loaded any more."""
+    if folder.has(ERROR_PICKLE_FILE):
+        try:
+            error = pickle.loads(folder.read(ERROR_PICKLE_FILE))
+        except Exception:
+            error = None
+        if isinstance(error, Exception):
+            return error
+    return RuntimeError(folder.read(ERROR_FILE).decode()) if folder.has(ERROR_FILE) else None

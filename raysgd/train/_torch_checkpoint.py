@@ -1,0 +1,90 @@
+"""`TorchCheckpoint`: a checkpoint that holds a PyTorch model, or the state of one."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.nn.modules.utils import consume_prefix_in_state_dict_if_present
+
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.constants import MODEL_KEY, PREPROCESSOR_KEY
+
+logger = logging.getLogger(__name__)
+
+_WRAPPER_PREFIX = "module."
+
+
+class TorchCheckpoint(Checkpoint):
+    """A checkpoint with a model.
+
+    Example:
+        >>> import torch
+        >>> checkpoint = TorchCheckpoint.from_state_dict(torch.nn.Linear(2, 1).state_dict())
+        >>> checkpoint.get_model(torch.nn.Linear(2, 1))
+        Linear(in_features=2, out_features=1, bias=True)
+    """
+
+    @classmethod
+    def from_model(cls, model: torch.nn.Module, *, preprocessor: Any = None) -> TorchCheckpoint:
+        """A checkpoint with a whole model, which is pickled: its class has to be there when it is read.
+
+        Args:
+            model: The model, without or with the wrapper of `DistributedDataParallel`.
+            preprocessor: What its data goes through first.
+
+        Raises:
+            TypeError: It is no model.
+        """
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"`model={model!r:.200}`: need a `torch.nn.Module`. For its state: `from_state_dict`.")
+        is_wrapped = isinstance(model, torch.nn.parallel.DistributedDataParallel)
+        return cls.from_dict({PREPROCESSOR_KEY: preprocessor, MODEL_KEY: model.module if is_wrapped else model})
+
+    @classmethod
+    def from_state_dict(cls, state_dict: Mapping[str, Any], *, preprocessor: Any = None) -> TorchCheckpoint:
+        """A checkpoint with the state of a model.
+
+        Args:
+            state_dict: What `model.state_dict()` returns.
+            preprocessor: What its data goes through first.
+
+        Raises:
+            TypeError: It is no state.
+        """
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"`state_dict={state_dict!r:.200}`: need what `model.state_dict()` returns.")
+        return cls.from_dict({PREPROCESSOR_KEY: preprocessor, MODEL_KEY: dict(state_dict)})
+
+    def get_model(self, model: torch.nn.Module | None = None) -> torch.nn.Module:
+        """The model that was saved; or `model` with the state that was saved.
+
+        Args:
+            model: A model to load the state into. Not needed when the whole model was saved, and not used then.
+
+        Raises:
+            RuntimeError: The checkpoint has no model.
+            ValueError: It has a state only, and `model` was not passed.
+        """
+        saved = self._saved()
+        if isinstance(saved, torch.nn.Module):
+            if model is not None:
+                logger.warning("the checkpoint holds a whole model: `model` is not used")
+            return saved
+        if model is None:
+            raise ValueError("`model=None`: the checkpoint holds the state of a model. Pass a model to load it into.")
+        state = dict(saved)
+        consume_prefix_in_state_dict_if_present(state, _WRAPPER_PREFIX)
+        model.load_state_dict(state)
+        return model
+
+    def _saved(self) -> Any:
+        content = self.to_dict()
+        if MODEL_KEY not in content:
+            raise RuntimeError(
+                f'The checkpoint has no "{MODEL_KEY}", but {sorted(content)}: make it with `from_model` or '
+                "`from_state_dict`."
+            )
+        return content[MODEL_KEY]

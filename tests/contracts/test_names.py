@@ -1,0 +1,97 @@
+"""The names of the contract for `fit` and its values, where scripts for Ray import them: each is one object."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+import raysgd.air
+import raysgd.air.session
+import raysgd.train
+
+# A module path without `raysgd.`, and the name; then where the same object is defined.
+VALUES = [
+    *(
+        (f"{package}:{name}", f"air.config:{name}")
+        for package in ("air", "train")
+        for name in ("CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig", "SyncConfig")
+    ),
+    ("air:DatasetConfig", "air.config:DatasetConfig"),
+    ("air:Checkpoint", "air.checkpoint:Checkpoint"),
+    ("train:Checkpoint", "air.checkpoint:Checkpoint"),
+    ("air:Result", "air.result:Result"),
+    ("train:Result", "air.result:Result"),
+    ("train:TRAIN_DATASET_KEY", "air.constants:TRAIN_DATASET_KEY"),
+    ("train.constants:TRAIN_DATASET_KEY", "air.constants:TRAIN_DATASET_KEY"),
+]
+FRAMEWORKS = [
+    ("train.torch", "TorchConfig"),
+    ("train.torch", "TorchCheckpoint"),
+    ("train.tensorflow", "TensorflowConfig"),
+    ("train.tensorflow", "TensorflowCheckpoint"),
+    ("train.tensorflow", "prepare_dataset_shard"),
+    ("train.horovod", "HorovodConfig"),
+]
+OTHERS = [
+    ("train.backend:BackendConfig", "train:BackendConfig"),
+    ("train.error:SessionMisuseError", "exceptions:SessionMisuseError"),
+    ("train.trainer:TrainingIterator", "train:TrainingIterator"),
+    *(
+        (f"train.train_loop_utils:{name}", f"train:{name}")
+        for name in (
+            "get_dataset_shard",
+            "load_checkpoint",
+            "local_rank",
+            "report",
+            "save_checkpoint",
+            "world_rank",
+            "world_size",
+        )
+    ),
+]
+CONSTANTS = {
+    "MODEL_KEY": "model",
+    "PREPROCESSOR_KEY": "_preprocessor",
+    "TRAIN_DATASET_KEY": "train",
+    "EVALUATION_DATASET_KEY": "evaluation",
+    "WILDCARD_KEY": "*",
+}
+
+
+def found_at(place: str) -> Any:
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(f"raysgd.{module}"), name)
+
+
+@pytest.mark.parametrize(("place", "origin"), VALUES + OTHERS, ids=[place for place, _ in VALUES + OTHERS])
+def test_a_name_is_one_object_wherever_it_is_imported_from(place: str, origin: str) -> None:
+    assert found_at(place) is found_at(origin)
+
+
+@pytest.mark.parametrize(("module", "name"), FRAMEWORKS, ids=[name for _, name in FRAMEWORKS])
+def test_what_belongs_to_a_framework_is_in_its_module(module: str, name: str) -> None:
+    framework = module.rpartition(".")[2]
+    pytest.importorskip({"horovod": "horovod.torch"}.get(framework, framework))
+    assert callable(found_at(f"{module}:{name}"))
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_key_is_what_it_was(name: str) -> None:
+    assert getattr(raysgd.air.constants, name) == CONSTANTS[name]
+
+
+def test_the_session_has_its_two_names() -> None:
+    for name in ("report", "get_dataset_shard"):
+        assert getattr(raysgd.air.session, name) is getattr(raysgd.train, name)
+
+
+@pytest.mark.parametrize("package", [raysgd.air, raysgd.train], ids=lambda package: package.__name__)
+def test_all_public_names_can_be_found(package: Any) -> None:
+    assert [name for name in package.__all__ if not hasattr(package, name)] == []
+    assert set(package.__all__) <= set(dir(package))
+
+
+def test_encoded_data_is_there_for_backends() -> None:
+    assert found_at("train.backend:EncodedData") is Any
