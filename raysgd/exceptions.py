@@ -92,6 +92,10 @@ class TrainingWorkerError(RaySGDError, RuntimeError):
     """A worker of a function-based trainer died in a call outside a run."""
 
 
+class CallbackError(RaySGDError, RuntimeError):
+    """A callback of a run of `fit()` failed. The message names it and the hook; the cause is what it raised."""
+
+
 class StepMismatchError(RaySGDError, RuntimeError):
     """The functions on different workers did not report and save in step."""
 

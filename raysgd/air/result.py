@@ -174,21 +174,30 @@ def value_at(metrics: Mapping[str, Any], name: str) -> Any:
 
 
 def read_reports(folder: Folder) -> list[dict[str, Any]]:
-    """The lines of `result.json`; a last one that is cut short, by a kill, is left out."""
+    """The reports in the `result.json` of a trial. A line that is not whole, as after a kill, is left out."""
     if not folder.has(RESULT_FILE):
         return []
-    reports = []
-    for line in folder.read(RESULT_FILE).decode().splitlines():
-        try:
-            reports.append(json.loads(line))
-        except ValueError:
-            break
-    return reports
+    lines = folder.read(RESULT_FILE).decode(errors="replace").split("\n")
+    return [report for line in lines if (report := _as_report(line)) is not None]
+
+
+def _as_report(line: str) -> dict[str, Any] | None:
+    try:
+        report = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return report if isinstance(report, dict) else None
+
+
+def by_checkpoint(reports: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The reports that came with a checkpoint, by the name of its folder."""
+    named = ((report.get(CHECKPOINT_DIR_NAME), report) for report in reports)
+    return {name: dict(report) for name, report in named if isinstance(name, str)}
 
 
 def _read_checkpoints(folder: Folder, reports: Iterable[Mapping[str, Any]]) -> list[Kept]:
     """The checkpoints of a trial with the reports that they came with, the oldest first."""
-    by_name = {report[CHECKPOINT_DIR_NAME]: dict(report) for report in reports if report.get(CHECKPOINT_DIR_NAME)}
+    by_name = by_checkpoint(reports)
     names = [name for name in folder.committed() if name.startswith(CHECKPOINT_PREFIX)]
     return [(Checkpoint(folder / name), by_name.get(name, {})) for name in sorted(names)]
 

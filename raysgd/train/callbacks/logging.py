@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from raysgd._once import Once
 from raysgd._optional import require
 from raysgd._paths import check_local
+from raysgd.air.result import flattened
 from raysgd.compat.names import former_names
+from raysgd.train.callbacks._event_file import EventFile
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import (
@@ -140,15 +140,14 @@ class TBXLoggerCallback(TrainingCallback):
         worker_to_log: The rank whose reports are written.
     """
 
-    VALID_SUMMARY_TYPES = (int, float, np.float32, np.float64, np.int32, np.int64)
+    VALID_SUMMARY_TYPES = EventFile.VALID_SUMMARY_TYPES
     IGNORE_KEYS = frozenset({PID, TIMESTAMP, TIME_TOTAL_S, TRAINING_ITERATION})
 
     def __init__(self, logdir: str | None = None, worker_to_log: int = 0) -> None:
         self._logdir = LogdirManager(logdir)
         self.results_preprocessor = IndexedResultsPreprocessor(one_rank(worker_to_log))
-        self._tensorboard = require("tensorboardX", extra="tensorboard", purpose="`TBXLoggerCallback`")
-        self._writer: Any = None
-        self._once = Once()
+        require("tensorboardX", extra="tensorboard", purpose="`TBXLoggerCallback`")
+        self._file: EventFile | None = None
 
     @property
     def logdir(self) -> Path:
@@ -156,40 +155,18 @@ class TBXLoggerCallback(TrainingCallback):
         return self._logdir.logdir_path
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
-        self._writer = self._tensorboard.SummaryWriter(str(self._logdir.setup_logdir(logdir)), flush_secs=30)
+        self._file = EventFile(self._logdir.setup_logdir(logdir), "ray/train")
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         [result] = results
-        step = result[TRAINING_ITERATION]
+        assert self._file is not None
         shown = {key: value for key, value in result.items() if key not in self.IGNORE_KEYS}
-        for name, value in _flat(shown):
-            self._write(f"ray/train/{name}", value, step)
-        self._writer.flush()
-
-    def _write(self, name: str, value: Any, step: int) -> None:
-        if isinstance(value, self.VALID_SUMMARY_TYPES):
-            if not math.isnan(value):
-                self._writer.add_scalar(name, value, global_step=step)
-        elif isinstance(value, np.ndarray) and value.ndim == 5:
-            self._writer.add_video(name, value, global_step=step, fps=20)
-        elif isinstance(value, list | np.ndarray) and len(value) > 0:
-            self._try(name, value, step)
-        else:
-            self._warn(name, value)
-
-    def _try(self, name: str, value: Any, step: int) -> None:
-        try:
-            self._writer.add_histogram(name, value, global_step=step)
-        except (TypeError, ValueError):  # a list of something else than numbers
-            self._warn(name, value)
-
-    def _warn(self, name: str, value: Any) -> None:
-        if self._once.is_first(name):
-            logger.warning("`%s` is not written for TensorBoard: it is a %s", name, type(value).__name__)
+        self._file.write(shown, result[TRAINING_ITERATION])
+        self._file.flush()
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
-        if self._writer is not None:
-            self._writer.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def _parameters(config: Any) -> dict[str, Any]:
@@ -197,15 +174,6 @@ def _parameters(config: Any) -> dict[str, Any]:
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     return dict(vars(config)) if hasattr(config, "__dict__") else {"config": config}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of nested dicts, named by their path."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}/")
-        else:
-            yield f"{prefix}{key}", value
 
 
 def one_rank(worker_to_log: Any) -> int:
@@ -306,7 +274,7 @@ class MLflowLoggerCallback(TrainingCallback):
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         [result] = results
         metrics = {}
-        for name, value in _flat(result):
+        for name, value in flattened(result).items():
             try:
                 metrics[name] = float(value)
             except (TypeError, ValueError):

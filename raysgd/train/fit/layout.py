@@ -1,0 +1,161 @@
+"""Where a run of `fit()` keeps its files: the folder of the experiment, in it one folder for the trial.
+
+    <storage>/<name>/                               the experiment: trainer.pkl, run.json
+      <Trainer>_<5 hex>_00000_0_<date>/             the trial: result.json, progress.csv, params.json, error.txt, ...
+        checkpoint_000000/
+
+Programs that read the results of the old library find the same names here. Nothing is written before `make()`.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from raysgd.storage import Folder, open_folder
+
+DEFAULT_STORAGE = "~/ray_results"
+EXPERIMENT_TAG = "0"
+_CHECKPOINT = re.compile(r"checkpoint_(\d{6,})")
+_TRIAL = re.compile(rf"(?P<trainer>.+)_(?P<id>[0-9a-f]{{5}}_\d{{5}})_{EXPERIMENT_TAG}_[-\d]+_[-\d]+")
+
+
+def checkpoint_name(index: int) -> str:
+    """The name of a checkpoint's folder.
+
+    >>> checkpoint_name(3)
+    'checkpoint_000003'
+    """
+    return f"checkpoint_{index:06d}"
+
+
+def checkpoint_index(name: str) -> int | None:
+    """The number of a checkpoint, from the name of its folder; None for any other name.
+
+    >>> checkpoint_index("checkpoint_000003"), checkpoint_index("rank_0")
+    (3, None)
+    """
+    found = _CHECKPOINT.fullmatch(name)
+    return int(found[1]) if found else None
+
+
+class TrialFolder:
+    """The folders of one run.
+
+    Args:
+        experiment: The folder of the experiment.
+        dir_name: The name of the trial's folder in it.
+        is_new: Whether there is nothing in it yet.
+
+    Attributes:
+        experiment: The folder of the experiment.
+        trial: The folder of the trial, which is `Result.path`.
+        dir_name: The name of the trial's folder.
+        name: The trial's name: the trainer's class and `id`.
+        id: The trial's identity, such as `1f3a9_00000`.
+        trainer_name: The name of the trainer's class.
+        is_new: Whether there was nothing in it when the run began.
+
+    Raises:
+        ValueError: `dir_name` is not the name of a trial's folder.
+    """
+
+    def __init__(self, experiment: Folder, dir_name: str, *, is_new: bool = False) -> None:
+        parts = _TRIAL.fullmatch(dir_name)
+        if parts is None:
+            raise ValueError(f"`{dir_name}` is not the name of a trial's folder.")
+        self.experiment = experiment
+        self.dir_name = dir_name
+        self.trial = experiment / dir_name
+        self.id = parts["id"]
+        self.trainer_name = parts["trainer"]
+        self.name = f"{self.trainer_name}_{self.id}"
+        self.is_new = is_new
+        self._staging: Path | None = None
+
+    @property
+    def experiment_name(self) -> str:
+        """The name of the experiment's folder."""
+        return self.experiment.name
+
+    @property
+    def is_local(self) -> bool:
+        """Whether the trial's files are on a disk of this machine."""
+        return self.trial.is_local
+
+    @property
+    def local_path(self) -> Path:
+        """Where this process writes the trial's files.
+
+        That is the trial's folder, or a temporary one when the storage is remote; its files are then copied to the
+        storage.
+        """
+        if self.is_local:
+            return self.trial.local_path
+        if self._staging is None:
+            self._staging = Path(tempfile.mkdtemp(prefix="raysgd-fit-")) / self.experiment_name / self.dir_name
+        return self._staging
+
+    def make(self) -> None:
+        """Makes the folders."""
+        self.experiment.make()
+        self.trial.make()
+        self.local_path.mkdir(parents=True, exist_ok=True)
+
+    def close(self) -> None:
+        """Removes the temporary folder, if there is one."""
+        if self._staging is not None:
+            shutil.rmtree(self._staging.parents[1], ignore_errors=True)
+            self._staging = None
+
+    def checkpoint_name(self, index: int) -> str:
+        """The name of the folder of the checkpoint number `index`, from 0."""
+        return checkpoint_name(index)
+
+    def checkpoint_names(self) -> list[str]:
+        """The names of the checkpoints that are there and complete, oldest first."""
+        return _checkpoints_in(self.trial.committed())
+
+    @property
+    def next_index(self) -> int:
+        """The number that the next checkpoint gets: after all that are there, complete or not."""
+        present = [] if self.is_new else _checkpoints_in(self.trial.names())
+        return 1 + max((int(name.rpartition("_")[2]) for name in present), default=-1)
+
+
+def _checkpoints_in(names: Iterable[str]) -> list[str]:
+    found = {name: checkpoint_index(name) for name in names}
+    return [name for _, name in sorted((index, name) for name, index in found.items() if index is not None)]
+
+
+def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
+    """Chooses the folders of a new run. Writes nothing.
+
+    Args:
+        run_config: A `RunConfig`: `storage_path`, `storage_filesystem` and `name` count.
+        trainer_name: The name of the trainer's class.
+
+    Raises:
+        StorageError: The storage cannot be used.
+    """
+    root = open_folder(
+        run_config.storage_path or DEFAULT_STORAGE,
+        filesystem=run_config.storage_filesystem,
+        argument="storage_path",
+    )
+    date = time.strftime("%Y-%m-%d_%H-%M-%S")
+    experiment = root / run_config.name if run_config.name else _unused(root, f"{trainer_name}_{date}")
+    dir_name = f"{trainer_name}_{secrets.token_hex(3)[:5]}_00000_{EXPERIMENT_TAG}_{date}"
+    return TrialFolder(experiment, dir_name, is_new=True)
+
+
+def _unused(root: Folder, name: str) -> Folder:
+    """A folder of that name, or one like it when there is one: two runs may begin in the same second."""
+    folder = root / name
+    return root / f"{name}_{secrets.token_hex(2)}" if folder.exists() else folder

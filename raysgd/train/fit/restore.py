@@ -1,0 +1,248 @@
+"""Continues a run in a new process: `trainer.pkl`, `can_restore` and `restore`.
+
+`fit` writes the class of the trainer and its arguments into the experiment's folder. Datasets are left out: only their
+names are noted, because they can be large and may belong to a cluster that is gone.
+
+`trainer.pkl` is a pickle: loading it runs code that it names. Restore only from folders that you trust.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import RunConfig
+from raysgd.exceptions import StorageError
+from raysgd.storage import Folder, open_folder
+from raysgd.train.fit.layout import TrialFolder
+from raysgd.train.fit.recorder import RUN_FILE
+from raysgd.train.fit.trial import Trial
+
+logger = logging.getLogger(__name__)
+
+TRAINER_FILE = "trainer.pkl"
+_RUN_CONFIG_EXTRAS = ("callbacks", "progress_reporter", "stop")
+
+
+@dataclass(frozen=True)
+class RestoredRun:
+    """The run that a restored trainer continues.
+
+    Attributes:
+        experiment: The folder of the experiment.
+        folder: The folders of the trial; None when the run had not begun.
+        is_finished: Whether it ended well, so that `fit` returns its result and runs nothing.
+    """
+
+    experiment: Folder
+    folder: TrialFolder | None
+    is_finished: bool
+
+
+@dataclass(frozen=True)
+class _MissingDataset:
+    """Stands for a dataset in `trainer.pkl`."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class _CheckpointAt:
+    """Stands for a checkpoint in a folder of this machine, which `trainer.pkl` would hold with all its content."""
+
+    path: str
+
+    def opened(self) -> Checkpoint:
+        return Checkpoint.from_directory(self.path)
+
+
+# -------------------------------------------------------------------------------------------------------- writing it
+
+
+def save_trainer(experiment: Folder, trainer_class: type, arguments: Mapping[str, Any]) -> None:
+    """Writes what `restore` needs into the folder of an experiment.
+
+    Args:
+        experiment: The folder.
+        trainer_class: The class of the trainer.
+        arguments: The arguments that its constructor was given.
+    """
+    from ray import cloudpickle
+
+    kept = {name: _for_later(name, value) for name, value in arguments.items()}
+    try:
+        content = cloudpickle.dumps((trainer_class, kept))
+    except Exception as error:  # whatever an object of the user raises
+        logger.warning("this run cannot be restored: the trainer's arguments cannot be pickled: %r", error)
+        return
+    experiment.make()
+    experiment.write(TRAINER_FILE, content)
+
+
+def _for_later(name: str, value: Any) -> Any:
+    if name == "datasets" and isinstance(value, Mapping):
+        return {key: _MissingDataset(key) for key in value}
+    if isinstance(value, RunConfig):
+        return _without_what_cannot_be_pickled(value)
+    if isinstance(value, Checkpoint) and value.get_internal_representation()[0] == "local_path":
+        return _CheckpointAt(value.path)
+    return value
+
+
+def _without_what_cannot_be_pickled(run_config: RunConfig) -> RunConfig:
+    from ray import cloudpickle
+
+    lost: dict[str, Any] = {}
+    for name in _RUN_CONFIG_EXTRAS:
+        try:
+            cloudpickle.dumps(getattr(run_config, name))
+        except Exception as error:  # whatever an object of the user raises
+            lost[name] = None
+            logger.warning("a restored run has no `RunConfig(%s=...)`: it cannot be pickled: %r", name, error)
+    return replace(run_config, **lost)
+
+
+# -------------------------------------------------------------------------------------------------------- reading it
+
+
+def can_restore(path: str | Path, storage_filesystem: Any = None) -> bool:
+    """Whether there is a run in this folder that `restore` can continue.
+
+    Args:
+        path: The folder of the experiment, or its URI.
+        storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+
+    Raises:
+        StorageError: The storage cannot be reached.
+    """
+    return open_folder(path, storage_filesystem).has(TRAINER_FILE)
+
+
+def restore(
+    trainer_class: type, path: str | Path, storage_filesystem: Any = None, **replaced: Any
+) -> tuple[Any, RestoredRun]:
+    """Makes the trainer of a run again.
+
+    Args:
+        trainer_class: The class that `restore` was called on.
+        path: The folder of the experiment, or its URI.
+        storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+        **replaced: Arguments to use instead of the saved ones; None for the saved one.
+
+    Returns:
+        The trainer, and the run that its `fit` continues.
+
+    Raises:
+        ValueError: There is no run, its file is damaged, `datasets` are missing or others than the run had, or
+            `trainer_class` cannot be made with these arguments.
+        StorageError: The storage cannot be reached.
+    """
+    experiment = open_folder(path, storage_filesystem)
+    saved_class, arguments = _load(experiment, path)
+    arguments = _complete(arguments, {name: value for name, value in replaced.items() if value is not None})
+    arguments["run_config"] = _at_place(arguments.get("run_config"), experiment, path, storage_filesystem)
+    return _made(trainer_class, saved_class, arguments), _run_in(experiment)
+
+
+def _load(experiment: Folder, path: str | Path) -> tuple[type, dict[str, Any]]:
+    if not experiment.has(TRAINER_FILE):
+        raise ValueError(
+            f"`path={str(path)!r}`: there is no run to restore, because there is no `{TRAINER_FILE}`. Pass the folder "
+            f"with the run's name, in which `fit` made the folder of the trial.{_better_place(path)}"
+        )
+    try:
+        saved_class, arguments = pickle.loads(experiment.read(TRAINER_FILE))
+        return saved_class, dict(arguments)
+    except StorageError:
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"`path={str(path)!r}`: `{TRAINER_FILE}` cannot be read: {type(error).__name__}: {error}. If it names a "
+            "module that has moved, make that importable; if the file is damaged, make a new trainer with "
+            "`resume_from_checkpoint`."
+        ) from error
+
+
+def _better_place(path: str | Path) -> str:
+    """A hint, when `path` is that of a trial, of a checkpoint, or of the folder above the run."""
+    place = Path(str(path)).expanduser()
+    near = [*place.parents[:2], *sorted(found.parent for found in place.glob(f"*/{TRAINER_FILE}"))]
+    for folder in near:
+        if (folder / TRAINER_FILE).is_file():
+            return f" Did you mean {str(folder)!r}?"
+    return ""
+
+
+def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict[str, Any]:
+    """The saved arguments with those that were given now.
+
+    Raises:
+        ValueError: The datasets are missing or others.
+    """
+    saved = set(arguments.get("datasets") or {})
+    given = set(replaced.get("datasets") or {})
+    if saved != given:
+        raise ValueError(
+            f"`datasets`: the run had {sorted(saved) or 'none'}, and `restore` was given {sorted(given) or 'none'}. "
+            "Datasets are not saved with a run: pass all of them again, under the same names."
+        )
+    opened = {
+        name: value.opened() if isinstance(value, _CheckpointAt) and _is_there(value) else value
+        for name, value in arguments.items()
+        if not (isinstance(value, _CheckpointAt) and not _is_there(value))
+    }
+    return {**opened, **replaced}
+
+
+def _is_there(checkpoint: _CheckpointAt) -> bool:
+    return Path(checkpoint.path).is_dir()
+
+
+def _at_place(run_config: RunConfig | None, experiment: Folder, path: str | Path, filesystem: Any) -> RunConfig:
+    """The run's config with the place where the run is now: its folder may have been moved."""
+    text = str(path).rstrip("/")
+    parent = text[: -len(experiment.name)].rstrip("/") or "/"
+    return replace(run_config or RunConfig(), name=experiment.name, storage_path=parent, storage_filesystem=filesystem)
+
+
+def _made(trainer_class: type, saved_class: type, arguments: Mapping[str, Any]) -> Any:
+    is_same = _name_of(saved_class) == _name_of(trainer_class)
+    if not is_same:
+        warnings.warn(
+            f"Invalid trainer type. This run was made by `{saved_class.__name__}`, and is restored as "
+            f"`{trainer_class.__name__}`: call `restore` on the class that made it.",
+            stacklevel=5,
+        )
+    try:
+        return trainer_class(**arguments)
+    except (TypeError, ValueError) as error:
+        if is_same:
+            raise
+        raise ValueError(
+            f"Invalid trainer type: `{trainer_class.__name__}` cannot be made with the arguments of "
+            f"`{saved_class.__name__}`: {error}"
+        ) from error
+
+
+def _name_of(trainer_class: type) -> tuple[str, str]:
+    return trainer_class.__module__, trainer_class.__qualname__
+
+
+def _run_in(experiment: Folder) -> RestoredRun:
+    """The last run of an experiment. Its note may be damaged: then the run starts as a new one."""
+    if not experiment.has(RUN_FILE):
+        return RestoredRun(experiment, None, is_finished=False)
+    try:
+        note = json.loads(experiment.read(RUN_FILE))
+        folder = TrialFolder(experiment, str(note["trial"]))
+    except (ValueError, KeyError, TypeError) as error:
+        logger.warning("%s in %s is damaged, so a new trial is started: %s", RUN_FILE, experiment, error)
+        return RestoredRun(experiment, None, is_finished=False)
+    return RestoredRun(experiment, folder, is_finished=note.get("status") == Trial.TERMINATED)
