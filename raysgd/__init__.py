@@ -33,7 +33,20 @@ __getattr__, __dir__ = lazy_names(
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.creator_operator",
     },
-    submodules=("air", "data", "exceptions", "operators", "testing", "tf", "torch", "train", "tune", "utils", "v2"),
+    submodules=(
+        "air",
+        "data",
+        "exceptions",
+        "operators",
+        "testing",
+        "tf",
+        "torch",
+        "train",
+        "tune",
+        "util",
+        "utils",
+        "v2",
+    ),
 )
 
 _logging.install()

@@ -28,6 +28,7 @@ UTILITIES = {
     "raysgd._once",
     "raysgd._optional",
     "raysgd._paths",
+    "raysgd._ray_data",
     "raysgd._timers",
     "raysgd._version",
     "raysgd.compat.names",
@@ -35,6 +36,8 @@ UTILITIES = {
 ENGINE_MODULES_WITH_RAY = {"gathering", "members", "resources", "standby", "startup", "transfers", "worker"}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "lightning", "pytorch_lightning"}
 FRONT_ENDS = {"torch", "tf", "train", "data"}
+# Parallel iterators and data frames in shards need nothing but utilities until somebody asks for a framework's dataset.
+OUT_OF_UTIL = {"raysgd.torch.torch_dataset", "raysgd.tf.tf_dataset"}
 LEAVES = {"raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
 # The function-based front end wraps models, and marks datasets, with what the class-based one has.
 ALLOWED_BETWEEN_FRONT_ENDS = {
@@ -230,6 +233,19 @@ def test_front_ends_do_not_know_each_other() -> None:
     assert words(found) == []
 
 
+def test_iterators_stand_on_the_utilities_and_load_a_framework_only_when_asked() -> None:
+    found = [found for found in imports_of("raysgd/util") if found.is_of("raysgd", "ray", *FRAMEWORKS)]
+    allowed = ("raysgd.util", *UTILITIES)
+    assert words(found for found in found if not found.is_of(*allowed, *OUT_OF_UTIL)) == []
+    assert words(found for found in found if not found.is_of(*allowed) and not found.in_function) == []
+
+
+def test_datasets_stand_on_iterators() -> None:
+    found = imports_of("raysgd/data")
+    allowed = ("raysgd.data", "raysgd.util", *UTILITIES)
+    assert words(found for found in found if found.is_of("raysgd") and not found.is_of(*allowed)) == []
+
+
 def test_nobody_imports_a_leaf_but_lazily() -> None:
     found = [
         found
@@ -268,7 +284,7 @@ def test_imports_are_absolute() -> None:
 
 def test_the_rules_name_what_exists() -> None:
     modules = {name for name, _ in modules_of("raysgd", "operators")}
-    named = UTILITIES | LEAVES | {name for pair in ALLOWED_BETWEEN_FRONT_ENDS for name in pair}
+    named = UTILITIES | LEAVES | OUT_OF_UTIL | {name for pair in ALLOWED_BETWEEN_FRONT_ENDS for name in pair}
     assert named - {"examples"} - modules == set()
     assert {f"raysgd.{name}" for name in FRONT_ENDS} | {
         f"raysgd.engine.{name}" for name in ENGINE_MODULES_WITH_RAY

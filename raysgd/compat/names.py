@@ -23,12 +23,6 @@ MOVED = {
 """For each module the names that are found there too, and where they are: `module`, or `module:name` if renamed."""
 
 NOT_HERE = {
-    "raysgd.data": {
-        "Dataset": (
-            "`raysgd.data.Dataset` is not available yet. `TorchTrainer.train(dataset=...)` takes any object with "
-            "`set_num_shards(n)` and `get_shard(i)`; or register a loader in `setup`, which raysgd divides for you."
-        )
-    },
     "raysgd.torch": {
         "BaseTorchTrainable": (
             "`BaseTorchTrainable` is not available yet. Create the `TorchTrainer` inside a function of your own, and "

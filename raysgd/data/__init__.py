@@ -1,9 +1,17 @@
-"""Where `Dataset` of `ray.util.sgd.data` will be. Until then importing it says what to use instead."""
+"""Data for the class-based trainers: `Dataset`, and datasets of Ray Data as batches."""
 
 from __future__ import annotations
 
-from raysgd.compat.names import former_names
+from typing import TYPE_CHECKING
 
-__all__: list[str] = []
+from raysgd._lazy import lazy_names
 
-__getattr__, __dir__ = former_names(__name__)
+if TYPE_CHECKING:
+    from raysgd.data.dataset import Dataset
+    from raysgd.replicas.ray_batches import RayBatches
+
+__all__ = ["Dataset", "RayBatches"]
+
+__getattr__, __dir__ = lazy_names(
+    __name__, {"Dataset": "raysgd.data.dataset", "RayBatches": "raysgd.replicas.ray_batches"}
+)

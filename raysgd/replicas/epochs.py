@@ -18,13 +18,15 @@ class EpochRequest:
 
     A replica in the driver calls `redraw` between steps, some ten times a second: nothing else runs there that could
     show progress. `starts_over` makes an evaluation begin with the first batch, wherever the call before it stopped.
+
+    `shard_key` names data that takes the place of what is registered.
     """
 
     num_steps: int | None
     info: Mapping[str, Any]
     profile: bool
     seed: int
-    shard: Any = None
+    shard_key: str | None = None
     redraw: Callable[[], None] | None = None
     starts_over: bool = False
 

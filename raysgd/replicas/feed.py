@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 from raysgd.engine.types import DataLedger
 from raysgd.replicas.epochs import EpochRequest
+from raysgd.replicas.ray_batches import RayLoader
 from raysgd.replicas.streams import Remainder
 
 logger = logging.getLogger(__name__)
@@ -21,6 +22,7 @@ class Feed(ABC):
         epoch: How many passes over the train data were begun.
         train_stream: The one over the registered train data, once a call has used it.
         validation: The streams to evaluate on.
+        data_of_call: This worker's share of what a call brought along last.
         divided_source: The class of sources whose position means the same on any number of workers.
     """
 
@@ -29,6 +31,7 @@ class Feed(ABC):
     def __init__(self) -> None:
         self.epoch = 0
         self.train_stream: Any = None
+        self.data_of_call: Any = None
         self.validation = Remainder(self._open_validation)
         self._to_resume: Mapping[str, Any] | None = None
 
@@ -55,6 +58,26 @@ class Feed(ABC):
     @abstractmethod
     def _go_to_position(self, stream: Any, position: Mapping[str, Any]) -> None:
         """Continues at a saved position, where this stream over divided data can get there."""
+
+    @abstractmethod
+    def ray_loader(self, name: str) -> RayLoader | None:
+        """What is registered under "train" or "validation", if it is of Ray Data."""
+
+    def take_share(self, name: str, request: EpochRequest, share: Any) -> None:
+        """Notes this worker's share of what the driver divides, if one came along.
+
+        A stream over another share of the same data is of no use any more.
+        """
+        if share is None:
+            return
+        if request.shard_key is not None:
+            self.data_of_call = share
+            return
+        loader = self.ray_loader(name)
+        assert loader is not None, "the driver divides what is registered"
+        loader.iterator = share.iterator
+        if name == "train":
+            self.train_stream = None
 
     def training(self, request: EpochRequest) -> Any:
         """The stream to train on."""

@@ -267,20 +267,26 @@ class ClassRunner(ABC):
         if self._world.rank == 0 and self._run is not None:
             self._run.count(part.metrics for part in orphans)
 
-    def train_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
-        """Runs the operator's `train_epoch` once."""
+    def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | Held:
+        """Runs the operator's `train_epoch` once.
+
+        Args:
+            request: What is asked.
+            share: This replica's part of data that the driver divides; None if it has that already.
+        """
         self._loop.begin_call()
+        self._feed.take_share("train", request, share)
         stream = self._loop.stream(request)
         self._arm_timers(request.profile)
         self._inside.clear()
         self._run = EpochRun(self._loop.pass_index(stream), request.num_steps, self._new_meters())
         return self._go_through(self._run, stream, request)
 
-    def resume_epoch(self, request: EpochRequest) -> EpochAnswer | Held:
+    def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | Held:
         """Goes on with a `train_epoch` that broke off or was held, wherever in the data it is by now."""
         run = self._run
         if run is None:  # nothing was begun yet when it broke off
-            return self.train_epoch(request)
+            return self.train_epoch(request, share)
         if run.answer is not None:
             return run.answer
         if run.is_finished:  # by another rank's account: there is nothing left but to say what was seen here
@@ -328,10 +334,11 @@ class ClassRunner(ABC):
         self._loop.end_call()
         return answer
 
-    def validate(self, request: EpochRequest) -> EpochAnswer:
-        """Runs the operator's `validate` once."""
+    def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
+        """Runs the operator's `validate` once; arguments as in `train_epoch`."""
         operator, options = self._operator, self._loop.validation_options(request)
         self._arm_timers(request.profile)
+        self._feed.take_share("validation", request, share)
         with self._evaluating(), self._feed.validation.stream(request) as stream:
             began_at = stream.num_steps_taken
             self._running = (stream, began_at, request.num_steps, request.info)

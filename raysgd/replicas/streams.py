@@ -285,6 +285,9 @@ class Remainder:
     @contextmanager
     def stream(self, request: EpochRequest) -> Iterator[Any]:
         """The stream for one call."""
+        if request.shard_key is not None:  # over other data
+            yield self._open(request)
+            return
         left, self._left = self._left, None
         stream = self._open(request) if left is None or request.starts_over else left
         yield stream

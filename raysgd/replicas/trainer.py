@@ -28,6 +28,7 @@ from raysgd.exceptions import UnpicklableError
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
+from raysgd.replicas.sharing import Sharing
 from raysgd.replicas.throughput import Throughput
 from raysgd.utils import BATCH_SIZE
 
@@ -94,6 +95,7 @@ class ClassTrainer(ABC):
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
         self._group_settings, self._settings, self._writer = group, settings, writer
+        self._sharing = Sharing(settings.config, self._placed)
         self._show_options(group, settings)
         self._begin(self._make_controller())
         self._check_same_data(("train_data", "validation_data"))
@@ -188,6 +190,33 @@ class ClassTrainer(ABC):
         request = replace(asked, seed=self._seed_of_order)
         return [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
 
+    def _requests_with_data(
+        self, name: str, asked: EpochRequest, dataset: Any, worlds: Sequence[World]
+    ) -> list[tuple[Any, ...]]:
+        """The same with each rank's part of what the driver divides.
+
+        Args:
+            name: "train" or "validation".
+            asked: What every replica is asked.
+            dataset: What takes the place of the registered data; None if nothing does.
+            worlds: The group.
+        """
+        batches = self._facts.ray_batches.get(name)
+        if name == "validation" and batches is not None:
+            asked = replace(asked, starts_over=True)
+        requests: list[tuple[Any, ...]] = [*self._requests(asked, worlds)]
+        if dataset is not None:
+            return self._sharing.with_data_of_call(requests, name, dataset, worlds)
+        return self._sharing.with_registered(requests, name, batches, worlds)
+
+    def _placed(self, rank: int, share: Any) -> Any:
+        """A share where its rank can take it from. Ray knows who holds it only if it travels by itself."""
+        if self.use_local and rank == 0:
+            return share
+        import ray
+
+        return ray.put(share)
+
     @property
     @abstractmethod
     def _seed_of_order(self) -> int:
@@ -195,7 +224,7 @@ class ClassTrainer(ABC):
 
     def _train(
         self,
-        requests: Callable[[Sequence[World]], list[tuple[EpochRequest]]],
+        requests: Callable[[Sequence[World]], list[tuple[Any, ...]]],
         max_retries: int,
         can_resume: bool = True,
         on_wait: Callable[[], None] | None = None,
@@ -211,16 +240,20 @@ class ClassTrainer(ABC):
         runner = self._runner_cls
         resume = runner.resume_epoch if can_resume else None
         call = Call(runner.train_epoch, requests, changes_state=True, keeps_alike=True, on_wait=on_wait, resume=resume)
-        return self._throughput.run(call, max_retries)
+        try:
+            return self._throughput.run(call, max_retries)
+        except BaseException:
+            self._sharing.forget()
+            raise
 
-    def _validate(self, asked: EpochRequest) -> list[EpochAnswer]:
+    def _validate(self, asked: EpochRequest, dataset: Any = None) -> list[EpochAnswer]:
         """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all."""
-        call = Call(
-            self._runner_cls.validate, partial(self._requests, asked), changes_state=self._facts.keeps_own_state
-        )
+        requests = partial(self._requests_with_data, "validation", asked, dataset)
+        call = Call(self._runner_cls.validate, requests, changes_state=self._facts.keeps_own_state)
         try:
             answers: list[EpochAnswer] = self._controller.run(call)
         except BaseException:
+            self._sharing.forget()
             self._validation_starts_over = True
             raise
         self._validation_starts_over = False

@@ -13,9 +13,10 @@ from raysgd.engine.types import DataLedger, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas import feed
 from raysgd.replicas.epochs import EpochRequest
+from raysgd.replicas.ray_batches import RayLoader
 from raysgd.tf import datasets
 from raysgd.tf.keras_sync import Synchronizer
-from raysgd.tf.streams import BatchStream, DividedSource, OwnSource, Passes, Source
+from raysgd.tf.streams import BatchStream, DividedSource, OncePerCall, OwnSource, Passes, Source
 from raysgd.tf.training_operator import TrainingOperator
 
 logger = logging.getLogger(__name__)
@@ -64,8 +65,13 @@ class Feed(feed.Feed):
         source, operator = self._source("train_dataset", training=True), self._operator_of()
         return BatchStream(source, self._synchronizer.step, self.begin_pass, lambda: undo_of_padding(operator))
 
+    def ray_loader(self, name: str) -> RayLoader | None:
+        return self._operator_of()._raysgd.data.ray_loaders.get(name)
+
     def _open_validation(self, request: EpochRequest) -> BatchStream:
         source = self._source("validation_dataset", training=False)
+        if self.ray_loader("validation") is not None:
+            source = OncePerCall(source)
         return BatchStream(source, self._synchronizer.validation_step, lambda: 0)
 
     def _source(self, name: str, *, training: bool) -> Source:
@@ -89,6 +95,8 @@ class Feed(feed.Feed):
         dataset = getattr(self._operator_of(), f"{name}_dataset")
         if dataset is None or datasets.is_divided(dataset):
             return None
+        if self.ray_loader(name) is not None:
+            return f"Ray Data divides the {name} dataset, and keeps no position"
         known_as = {"validation": "test"}.get(name, name)
         return f"the {known_as} dataset is not divided by the library (its auto-shard policy is OFF)"
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.replicas.operator import Internals
+from raysgd.replicas.ray_batches import RayLoader
 from raysgd.tf.datasets import Sharding, num_samples
 from raysgd.tf.fit_run import FitStream
 from raysgd.tf.joint_metrics import variables_of
@@ -26,11 +27,16 @@ class Registered:
 
 @dataclass(frozen=True)
 class RegisteredData:
-    """The record of what `register_data` was given."""
+    """The record of what `register_data` was given.
+
+    Attributes:
+        ray_loaders: What is behind datasets that were of Ray Data, under "train" and "validation".
+    """
 
     train_dataset: Any = None
     validation_dataset: Any = None
     sharding: Sharding = "worker"
+    ray_loaders: Mapping[str, RayLoader] = field(default_factory=dict)
 
 
 class TFInternals(Internals):

@@ -171,6 +171,23 @@ class OwnSource:
         return number if self._votes is None and number >= 0 else None
 
 
+class OncePerCall:
+    """An evaluation on data whose ranks all begin a pass together: none may begin another one by itself."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._is_used = False
+
+    def open(self, consumed: int) -> Iterator[Item]:
+        if self._is_used:
+            return iter(())
+        self._is_used = True
+        return self._source.open(consumed)
+
+    def num_steps(self) -> int | None:
+        return self._source.num_steps()
+
+
 def in_lockstep(items: Iterator[Any], votes: Votes) -> Iterator[Any]:
     """The items of this rank, then None until all ranks have run out."""
     coming = next(items, None)

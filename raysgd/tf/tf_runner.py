@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._meters import AverageMeterCollection
@@ -18,6 +18,7 @@ from raysgd.exceptions import IncompatibleModelError
 from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.operator import take_place
+from raysgd.replicas.ray_batches import RayBatches, ray_batches_of
 from raysgd.replicas.runner import ClassRunner
 from raysgd.tf import building, datasets, registration, rng, serializing
 from raysgd.tf.creator_operator import CreatorOperator
@@ -46,6 +47,7 @@ class RunnerFacts:
         validation_data: The same for validation.
         keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
         epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
+        ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
     """
 
     num_models: int
@@ -54,6 +56,7 @@ class RunnerFacts:
     validation_data: DatasetSignature | None
     keeps_own_state: bool
     epoch_obstacle: str | None = None
+    ray_batches: Mapping[str, RayBatches] = field(default_factory=dict)
 
 
 class TFRunner(ClassRunner):
@@ -127,6 +130,7 @@ class TFRunner(ClassRunner):
             validation_data=self._signature(operator.validation_dataset),
             keeps_own_state=type(operator).state_dict is not TrainingOperator.state_dict,
             epoch_obstacle=self._epoch_obstacle,
+            ray_batches={} if self._world.rank else ray_batches_of(operator._raysgd.data.ray_loaders),
         )
 
     def _signature(self, dataset: Any) -> DatasetSignature | None:

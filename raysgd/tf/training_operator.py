@@ -21,10 +21,12 @@ from raysgd.replicas.operator import NUM_STEPS as NUM_STEPS  # is found here too
 from raysgd.replicas.operator import BaseOperator, View, required
 from raysgd.replicas.parts import Parts, refuse_unknown
 from raysgd.replicas.putting_back import putting_back
+from raysgd.replicas.ray_batches import RayLoader, ray_batches
 from raysgd.tf import registration
 from raysgd.tf.datasets import Sharding, check_dataset, zeros
 from raysgd.tf.internals import Registered, RegisteredData, TFInternals
 from raysgd.tf.operator_context import OperatorContext
+from raysgd.tf.ray_dataset import dataset_over, loader_of
 from raysgd.utils import BATCH_WEIGHT, IS_PADDING, NUM_SAMPLES
 
 _REGISTER = "Pass what you make to `self.register` in `setup`, and keep what that returns."
@@ -268,7 +270,8 @@ class TrainingOperator(BaseOperator):
         """Hands the datasets to the library, which divides them over the workers.
 
         Args:
-            train_dataset: A `tf.data.Dataset` of batches, the same on every worker.
+            train_dataset: A `tf.data.Dataset` of batches, the same on every worker. Or a dataset of Ray Data, or
+                `raysgd.data.RayBatches` of one.
             validation_dataset: The same for validation.
             sharding: `"worker"`: a batch is that of one worker. `"global"`: a batch is that of all workers together, as
                 with TensorFlow's strategies. A dataset whose auto-shard policy is OFF is used as it is.
@@ -279,10 +282,16 @@ class TrainingOperator(BaseOperator):
         """
         if sharding not in ("worker", "global"):
             raise ValueError(f'`sharding={sharding!r}`: allowed are "worker" and "global".')
-        for name, dataset in (("train_dataset", train_dataset), ("validation_dataset", validation_dataset)):
-            if dataset is not None:
-                check_dataset(name, dataset)
-        self._raysgd.data = RegisteredData(train_dataset, validation_dataset, sharding)
+        given = {"train": train_dataset, "validation": validation_dataset}
+        loaders: dict[str, RayLoader] = {}
+        for name, dataset in given.items():
+            batches = ray_batches(dataset)
+            if batches is not None:
+                loaders[name] = loader_of(batches, self.config, self._raysgd.context.world)
+                given[name] = dataset_over(loaders[name])
+            elif dataset is not None:
+                check_dataset(f"{name}_dataset", dataset)
+        self._raysgd.data = RegisteredData(given["train"], given["validation"], sharding, loaders)
 
     def average_gradients(self, gradients: Sequence[Any]) -> list[Any]:
         """The mean of all workers' gradients by samples, for optimizers that are not registered."""

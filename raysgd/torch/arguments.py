@@ -18,6 +18,7 @@ from raysgd._checks import is_number, refuse_text
 from raysgd._once import Once
 from raysgd.backends.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.replicas.batching import split_batch_size
+from raysgd.replicas.ray_batches import ray_batches
 from raysgd.replicas.settings import GroupSettings
 from raysgd.torch import constants
 from raysgd.torch.options import FSDPOptions
@@ -70,12 +71,21 @@ def check_operator_class(operator_cls: Any) -> None:
     raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `TrainingOperator`, the class itself.")
 
 
-def check_dataset(dataset: Any) -> None:
-    """Refuses what cannot be divided over the workers."""
-    if dataset is not None and not (hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")):
+def check_dataset(dataset: Any, *, steps_apart: bool = False) -> None:
+    """Refuses what cannot be divided over the workers, which step each by itself if they step apart."""
+    if dataset is None:
+        return
+    if ray_batches(dataset) is not None:
+        if steps_apart:
+            raise ValueError(
+                "`train(dataset=...)` got a dataset of Ray Data, which several workers share only if they step "
+                'together: omit `parallel="none"`.'
+            )
+        return
+    if not (hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")):
         raise TypeError(
-            f"`train(dataset=...)` got `{type(dataset).__name__}`: need an object with `set_num_shards(n)` and "
-            "`get_shard(i)`. Register an ordinary loader in `setup`, with `register_data`."
+            f"`dataset=` got `{type(dataset).__name__}`: need a dataset of Ray Data, or an object with "
+            "`set_num_shards(n)` and `get_shard(i)`. Register an ordinary loader in `setup`, with `register_data`."
         )
 
 

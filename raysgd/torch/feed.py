@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -13,12 +13,22 @@ from raysgd.engine.types import DataLedger
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas import feed
 from raysgd.replicas.epochs import EpochRequest
+from raysgd.replicas.ray_batches import RayLoader, RayShare
 from raysgd.torch.batch_sampler import ElasticBatchSampler
 from raysgd.torch.parallel import NoParallel, Summation
+from raysgd.torch.ray_tensors import as_batch
 from raysgd.torch.sample_order import SamplerOrder
 from raysgd.torch.sampling import ShardedLoader, Unsharded
 from raysgd.torch.step import Step
-from raysgd.torch.streams import Agreement, BatchStream, DividedSource, LockstepSource, PlainSource, Source
+from raysgd.torch.streams import (
+    Agreement,
+    BatchStream,
+    DividedSource,
+    LockstepSource,
+    OncePerCall,
+    PlainSource,
+    Source,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -50,23 +60,45 @@ class Feed(feed.Feed):
         self._agreement: Agreement | None = None
         self._summation: Summation | None = None
         self._order_before: int | None = None
+        self._of_call: tuple[str | None, BatchStream | None] = (None, None)
 
     def training(self, request: EpochRequest) -> BatchStream:
-        """The stream to train on: the shard of the request if it has one, else the train loader."""
-        if request.shard is not None:
-            self.epoch += 1
-            source = self._plain_source(_joined_pairs(request.shard), lockstep=True)
-            return BatchStream(source, self._parallel.step, lambda: self.epoch - 1, self._undo)
+        """The stream to train on: over the data of the request if it has some, else over the train loader."""
+        if request.shard_key is not None:
+            return self._stream_of_call(request)
         stream: BatchStream = super().training(request)
         if isinstance(stream.source, DividedSource):
             self._prepare_check(stream.source)
         return stream
+
+    def _stream_of_call(self, request: EpochRequest) -> BatchStream:
+        """One that goes on where the last call with the same data stopped."""
+        self.epoch += 1
+        key, stream = self._of_call
+        if stream is None or key != request.shard_key:
+            source = self._plain_source(_DataOfCall(self.data_of_call), lockstep=True)
+            stream = BatchStream(source, self._parallel.step, lambda: self.epoch - 1, self._undo)
+            self._of_call = request.shard_key, stream
+        return stream
+
+    def ray_loader(self, name: str) -> RayLoader | None:
+        loader = getattr(self._data_of(name), "loader", None)
+        return loader if isinstance(loader, RayLoader) else None
+
+    def close(self) -> None:
+        super().close()
+        self._of_call = None, None
 
     def _open_training(self, request: EpochRequest) -> BatchStream:
         source = self._source("train", request.seed, lockstep=True)
         return BatchStream(source, self._parallel.step, self.begin_pass, self._undo)
 
     def _open_validation(self, request: EpochRequest) -> BatchStream:
+        if request.shard_key is not None:
+            return BatchStream(OncePerCall(_DataOfCall(self.data_of_call)), Step(), lambda: 0)
+        loader = self.ray_loader("validation")
+        if loader is not None:
+            return BatchStream(OncePerCall(loader), Step(), lambda: 0)
         return BatchStream(self._source("validation", request.seed, lockstep=False), Step(), lambda: 0)
 
     def _source(self, name: str, seed: int, *, lockstep: bool) -> Source:
@@ -130,6 +162,7 @@ class Feed(feed.Feed):
         """
         self._world_size = size
         self._summation = None
+        self._of_call = None, None
         self.validation.drop()
         for name in ("train", "validation"):
             data = self._data_of(name)
@@ -184,13 +217,22 @@ class _Missing:
         )
 
 
-def _joined_pairs(batches: Iterable[Any]) -> Iterator[Any]:
-    """Batches of a dataset, lists of `(input, label)` tensors, as one tensor of inputs and one of labels."""
-    for batch in batches:
-        if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
-            yield tuple(_joined(list(parts)) for parts in zip(*batch, strict=True))
-        else:
-            yield batch
+class _DataOfCall:
+    """Batches of a dataset that a call brought along. Lists of tuples of tensors become one tensor for each place."""
+
+    def __init__(self, shard: Any) -> None:
+        self._shard = shard
+
+    def __iter__(self) -> Iterator[Any]:
+        if isinstance(self._shard, RayShare):
+            return (as_batch(arrays, self._shard.form) for arrays in self._shard.arrays())
+        return map(_in_tensors, self._shard)
+
+
+def _in_tensors(batch: Any) -> Any:
+    if isinstance(batch, list) and batch and isinstance(batch[0], tuple):
+        return tuple(_joined(list(parts)) for parts in zip(*batch, strict=True))
+    return batch
 
 
 def _joined(parts: list[torch.Tensor]) -> torch.Tensor:

@@ -13,13 +13,17 @@ from typing import Any, Protocol
 
 import torch
 
+from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError
+from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.parts import Parts
+from raysgd.replicas.ray_batches import RayBatches, RayLoader, ray_batches, ray_batches_of
 from raysgd.torch import registration
 from raysgd.torch.blocks import checkpoint_activations
 from raysgd.torch.ddp_hooks import COMM_HOOK
 from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.parallel import unwrap
+from raysgd.torch.ray_tensors import as_batch
 from raysgd.torch.sampling import ShardedLoader, Unsharded, shard_loader
 
 logger = logging.getLogger(__name__)
@@ -73,6 +77,11 @@ class RegisteredData:
 
     train: ShardedLoader | Unsharded | None = None
     validation: ShardedLoader | Unsharded | None = None
+
+    @property
+    def ray_batches(self) -> dict[str, RayBatches]:
+        """What is of Ray Data and is to be divided, as the driver needs it: "train", "validation", both or neither."""
+        return ray_batches_of({"train": self.train_loader, "validation": self.validation_loader})
 
     @property
     def train_loader(self) -> Any:
@@ -255,8 +264,9 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
     Raises:
         InvalidRegistrationError: One of them yields no batches.
     """
-    registration.check_loader("train_loader", train_loader)
-    registration.check_loader("validation_loader", validation_loader)
+    for name, loader in (("train_loader", train_loader), ("validation_loader", validation_loader)):
+        if ray_batches(loader) is None:
+            registration.check_loader(name, loader)
     return RegisteredData(
         _divided(context, train_loader, training=True), _divided(context, validation_loader, training=False)
     )
@@ -265,6 +275,9 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
 def _divided(context: OperatorContext, loader: Any, *, training: bool) -> ShardedLoader | Unsharded | None:
     if loader is None:
         return None
+    batches = ray_batches(loader)
+    if batches is not None:
+        return _of_ray(context, batches, training=training)
     if not context.settings.add_dist_sampler:
         return Unsharded(loader, "`add_dist_sampler=False`", warn=False)
     world, pins = context.world, context.use_gpu
@@ -276,6 +289,21 @@ def _divided(context: OperatorContext, loader: Any, *, training: bool) -> Sharde
             data.reason,
         )
     return data
+
+
+def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) -> Unsharded:
+    """What the driver divides with the help of Ray Data, unless every worker is to read all of it."""
+    world, settings = context.world, context.settings
+    is_shared = world.is_distributed and settings.add_dist_sampler
+    if training and is_shared and not context.parallel.synchronizes:
+        raise InvalidRegistrationError(
+            "`register_data(train_loader=...)` got a dataset of Ray Data, which several workers share only if they "
+            'step together. With `parallel="none"` pass `add_dist_sampler=False` too, and give each worker a dataset '
+            "of its own."
+        )
+    sized = batches.sized(config_for_worker(settings.config, world.size))
+    loader = RayLoader(sized, world if is_shared else World(0, 1), as_batch)
+    return Unsharded(loader, "Ray Data divides it, and keeps no position", warn=False)
 
 
 def _returned(record: Registered, given: Given) -> tuple[Any, ...]:

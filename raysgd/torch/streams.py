@@ -101,6 +101,20 @@ class PlainSource:
         return 0
 
 
+class OncePerCall(PlainSource):
+    """An evaluation on data whose ranks all begin a pass together: none may begin another one by itself."""
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._is_used = False
+
+    def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
+        if self._is_used:
+            return iter(())
+        self._is_used = True
+        return super().open(pass_index, consumed)
+
+
 class LockstepSource(PlainSource):
     """Any iterable on ranks that step together, however many batches each of them has.
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,6 +20,7 @@ from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.operator import Internals, take_place
 from raysgd.replicas.putting_back import MOST_BYTES, putting_back
+from raysgd.replicas.ray_batches import RayBatches
 from raysgd.replicas.runner import ClassRunner
 from raysgd.torch import handover as handing_over
 from raysgd.torch import metric_objects
@@ -59,6 +60,7 @@ class RunnerFacts:
         is_synchronous: Whether every step involves all ranks.
         is_sharded: Whether it takes all ranks to read a model.
         epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
+        ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
     """
 
     num_models: int
@@ -71,6 +73,7 @@ class RunnerFacts:
     is_synchronous: bool
     is_sharded: bool = False
     epoch_obstacle: str | None = None
+    ray_batches: Mapping[str, RayBatches] = field(default_factory=dict)
 
 
 class TorchRunner(ClassRunner):
@@ -128,6 +131,7 @@ class TorchRunner(ClassRunner):
             is_synchronous=self._parallel.synchronizes,
             is_sharded=self._parallel.is_sharded,
             epoch_obstacle=self._epoch_obstacle,
+            ray_batches={} if self._world.rank else self._internals.data.ray_batches,
         )
 
     def restore_file(self, identity: FileIdentity, weights_only: bool, own_state: Any) -> None:

@@ -245,7 +245,8 @@ class TorchTrainer(ClassTrainer):
             reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
             max_retries: How many times this call is run again after a loss of workers.
             info: Handed to the operator.
-            dataset: Trained on instead of the registered loader, for this call: has `set_num_shards(n)` and
+            dataset: Trained on instead of the registered loader, for this call: a dataset of Ray Data, one in
+                `raysgd.data.RayBatches`, a `raysgd.data.Dataset`, or something else with `set_num_shards(n)` and
                 `get_shard(i)`.
 
         Returns:
@@ -258,7 +259,7 @@ class TorchTrainer(ClassTrainer):
         """
         _checks.check_max_retries(max_retries)
         asked = self._asked(num_steps, profile, reduce_results, info)
-        arguments.check_dataset(dataset)
+        arguments.check_dataset(dataset, steps_apart=self.num_workers > 1 and not self._facts.is_synchronous)
         with ExitStack() as stack:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
             redraw = (lambda: bar.show(self._progress())) if bar is not None else None
@@ -277,10 +278,12 @@ class TorchTrainer(ClassTrainer):
         profile: bool = False,
         reduce_results: bool = True,
         info: Mapping[str, Any] | None = None,
+        dataset: Any = None,
     ) -> Any:
         """Evaluates on the validation loader, every sample once; arguments and result as in `train`, no `epoch`."""
         asked = self._asked(num_steps, profile, reduce_results, info)
-        answers = self._validate(asked)
+        arguments.check_dataset(dataset)
+        answers = self._validate(asked, dataset)
         self._controller.snapshots.touch()  # it may have drawn random numbers, which `save` keeps
         _warn_of_nothing("validation", answers, asked.num_steps)
         return merged(answers, reduce_results)
@@ -291,14 +294,11 @@ class TorchTrainer(ClassTrainer):
 
     def _training_requests(
         self, asked: EpochRequest, dataset: Any, redraw: Callable[[], None] | None, worlds: Sequence[World]
-    ) -> list[tuple[EpochRequest]]:
-        requests = self._requests(asked, worlds)
-        if dataset is not None:
-            dataset.set_num_shards(len(worlds))
-            shards = [dataset.get_shard(world.rank) for world in worlds]
-            requests = [(replace(each, shard=shard),) for (each,), shard in zip(requests, shards, strict=True)]
+    ) -> list[tuple[Any, ...]]:
+        requests = self._requests_with_data("train", asked, dataset, worlds)
         if self.use_local:
-            requests[0] = (replace(requests[0][0], redraw=redraw),)
+            request, *share = requests[0]
+            requests[0] = (replace(request, redraw=redraw), *share)
         return requests
 
     def _progress(self) -> Any:

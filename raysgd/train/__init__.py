@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from raysgd.train.backend import BackendConfig
     from raysgd.train.callbacks.callback import TrainingCallback
     from raysgd.train.checkpoint import CheckpointStrategy
+    from raysgd.train.fit.data import DataConfig
     from raysgd.train.session import (
         get_dataset_shard,
         load_checkpoint,
@@ -48,6 +49,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointConfig",
     "CheckpointStrategy",
+    "DataConfig",
     "FailureConfig",
     "Result",
     "RunConfig",
@@ -83,6 +85,7 @@ __getattr__, __dir__ = lazy_names(
         "BackendConfig": "raysgd.train.backend",
         "Checkpoint": "raysgd.air.checkpoint",
         "CheckpointStrategy": "raysgd.train.checkpoint",
+        "DataConfig": "raysgd.train.fit.data",
         "Result": "raysgd.air.result",
         "TRAIN_DATASET_KEY": "raysgd.air.constants",
         "Trainer": "raysgd.train.trainer",

@@ -44,9 +44,14 @@ class DividedData:
         return [{name: parts[rank] for name, parts in by_name.items()} for rank in range(num_workers)]
 
     def _split(self, dataset: Any, num_workers: int) -> list[Any]:
-        if self._actors is None or "locality_hints" not in inspect.signature(dataset.split).parameters:
-            return list(dataset.split(num_workers, equal=True))
-        return list(dataset.split(num_workers, equal=True, locality_hints=list(self._actors())))
+        return divided(dataset, num_workers, self._actors)
+
+
+def divided(dataset: Any, num_workers: int, actors: Callable[[], Sequence[Any]] | None = None) -> list[Any]:
+    """The parts of a dataset that can divide itself; each near its worker where the dataset can see to that."""
+    if actors is None or "locality_hints" not in inspect.signature(dataset.split).parameters:
+        return list(dataset.split(num_workers, equal=True))
+    return list(dataset.split(num_workers, equal=True, locality_hints=list(actors())))
 
 
 def with_to_torch(shard: Any) -> Any:

@@ -24,6 +24,7 @@ import ray
 import torch
 import torch.distributed.fsdp
 
+from raysgd.data import Dataset
 from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
@@ -93,7 +94,7 @@ def test_arguments_are_keywords_with_the_defaults_of_old() -> None:
                 "dataset": None,
             },
         ),
-        ("validate", {"num_steps": None, "profile": False, "reduce_results": True, "info": None}),
+        ("validate", {"num_steps": None, "profile": False, "reduce_results": True, "info": None, "dataset": None}),
         ("get_model", {"to_cpu": False}),
         ("shutdown", {"force": False}),
     ],
@@ -524,7 +525,7 @@ def test_info_is_a_dict(what: str, make_local: MakeTrainer) -> None:
 
 
 def test_a_dataset_is_something_that_can_be_divided(make_local: MakeTrainer) -> None:
-    with pytest.raises(TypeError, match=r"`train\(dataset=...\)` got `list`"):
+    with pytest.raises(TypeError, match=r"`dataset=` got `list`"):
         make_local().train(dataset=[1])
 
 
@@ -573,9 +574,52 @@ class ShardedDataset:
 def test_a_dataset_replaces_the_loader_for_one_call(make_local: MakeTrainer) -> None:
     trainer, data = make_local(), ShardedDataset()
     assert trainer.train(dataset=data)["num_samples"] == 6
+    assert trainer.train(num_steps=1, dataset=data)["num_samples"] == 2
     assert data.num_shards == 1
     result = trainer.train()
-    assert (result["num_samples"], result["epoch"]) == (20, 2)
+    assert (result["num_samples"], result["epoch"]) == (20, 3)
+
+
+def test_a_dataset_replaces_the_validation_loader_for_one_call(make_local: MakeTrainer) -> None:
+    trainer, data = make_local(), ShardedDataset()
+    assert trainer.validate(num_steps=3)["batch_count"] == 3
+    assert trainer.validate(dataset=data)["num_samples"] == 6
+    assert trainer.validate(num_steps=2, dataset=data)["num_samples"] == 4
+    assert trainer.validate()["batch_count"] == 7
+
+
+def identity(samples: int) -> Dataset:
+    return Dataset([(torch.tensor([[n / samples]]), torch.tensor([[n / samples]])) for n in range(samples)], 2)
+
+
+class SeenInputs(LinearOperator):
+    """Tells the inputs of the last batch."""
+
+    def train_batch(self, batch: Any, batch_info: Any) -> dict[str, Any]:
+        return {"first": round(4 * batch[0][0].item()), "num_samples": len(batch[0])}
+
+
+def test_calls_with_a_dataset_of_pairs_continue_where_the_last_one_stopped(make_local: MakeTrainer) -> None:
+    trainer, data = make_local(SeenInputs), identity(4)
+    results = [trainer.train(num_steps=1, dataset=data) for _ in range(3)]
+    assert [(result["first"], result["num_samples"]) for result in results] == [(0, 2), (2, 2), (0, 2)]
+    assert trainer.train(num_steps=1, dataset=identity(4))["first"] == 0
+    assert trainer.train(num_steps=1, dataset=data)["first"] == 0
+
+
+class FailsOnce(SeenInputs):
+    def train_batch(self, batch: Any, batch_info: Any) -> dict[str, Any]:
+        if batch_info[NUM_STEPS] == 2:
+            raise ValueError("asked to")
+        return super().train_batch(batch, batch_info)
+
+
+def test_after_a_call_that_failed_a_dataset_begins_anew(make_local: MakeTrainer) -> None:
+    trainer, data = make_local(FailsOnce), identity(4)
+    assert trainer.train(num_steps=1, dataset=data)["first"] == 0
+    with pytest.raises(ValueError, match="asked to"):
+        trainer.train(num_steps=2, dataset=data)
+    assert trainer.train(num_steps=1, dataset=data)["first"] == 0
 
 
 # ------------------------------------------------------------------------------------------------ schedulers
@@ -1123,7 +1167,6 @@ def test_what_is_not_there_yet_says_what_to_use(name: str, make_local: MakeTrain
     ("statement", "words"),
     [
         ("from raysgd.torch import BaseTorchTrainable", "Ray Tune"),
-        ("from raysgd.data import Dataset", "set_num_shards"),
     ],
 )
 def test_names_of_the_old_library_that_are_not_there_yet_say_what_to_use(statement: str, words: str) -> None:

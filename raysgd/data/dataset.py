@@ -1,0 +1,101 @@
+"""`Dataset`: samples from anywhere, in batches that are dealt to the workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from raysgd._checks import check_count
+from raysgd.util.iter import LocalIterator, ParallelIterator, from_iterators
+
+logger = logging.getLogger(__name__)
+
+
+class Dataset:
+    """Samples in batches, for `TorchTrainer.train(dataset=...)`. Their batches are dealt to the workers one by one.
+
+    What you pass as a list or another iterable repeats without end, so give `num_steps` to `train`: an epoch over
+    `len(data)` samples has `len(data) / (num_workers * batch_size)` steps. A call of `train` goes on where the last one
+    with the same dataset stopped. After a loss of workers it begins with the first sample.
+
+    Args:
+        data: An iterable that can be iterated over again and again, a function without arguments that returns an
+            iterable, or a `ParallelIterator`.
+        batch_size: Samples for each worker in each step.
+        download_func: Makes a pair of input and label of each item. Without, the items are such pairs.
+        max_concurrency: How many of its calls may run at a time in a worker, in threads; 0 leaves the number open.
+        transform: Called with each input, in the worker.
+
+    Attributes:
+        iter: The parallel iterator of the batches, lists of pairs.
+
+    Raises:
+        TypeError: `data` cannot be iterated over.
+        InvalidCountError: `batch_size` is not a positive number.
+
+    Example:
+        >>> dataset = Dataset([(1, 2), (3, 4), (5, 6)], batch_size=2)
+        >>> dataset.set_num_shards(1)
+        >>> dataset.get_shard(0).take(2)
+        [[(1, 2), (3, 4)], [(5, 6), (1, 2)]]
+    """
+
+    keeps_position = True
+    """Workers go on with their shards in the next call of `train`."""
+
+    def __init__(
+        self,
+        data: Iterable[Any] | Callable[[], Iterable[Any]] | ParallelIterator,
+        batch_size: int = 32,
+        download_func: Callable[[Any], tuple[Any, Any]] | None = None,
+        max_concurrency: int = 0,
+        transform: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self.batch_size = check_count("batch_size", batch_size, "It is the number of samples for each worker.")
+        self.max_concurrency = max_concurrency
+        self.transform = transform
+        items = _in_one_shard(data)
+        if download_func is not None:
+            items = items.for_each(download_func, max_concurrency=max_concurrency)
+        if transform is not None:
+            items = items.for_each(_OnInput(transform))
+        self.iter = items.batch(self.batch_size)
+
+    def set_num_shards(self, num_shards: int) -> None:
+        """Deals the batches to so many shards. A trainer calls this with the number of its workers."""
+        if num_shards != self.iter.num_shards():
+            logger.info("dividing a dataset over %s shards instead of %s", num_shards, self.iter.num_shards())
+            self.iter = self.iter.repartition(num_shards)
+
+    def get_shard(self, i: int) -> LocalIterator:
+        """The batches of one worker, which can travel to it.
+
+        Raises:
+            AssertionError: There are not so many shards.
+        """
+        num_shards = self.iter.num_shards()
+        assert 0 <= i < num_shards, f"`get_shard({i})`: there are {num_shards} shards; call `set_num_shards` first."
+        return self.iter.get_shard(i)
+
+
+class _OnInput:
+    """A function of the input in a pair of input and label."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        self._function = function
+
+    def __call__(self, sample: tuple[Any, ...]) -> tuple[Any, ...]:
+        first, *rest = sample
+        return (self._function(first), *rest)
+
+
+def _in_one_shard(data: Any) -> ParallelIterator:
+    if isinstance(data, ParallelIterator):
+        return data if data.num_shards() == 1 else data.repartition(1)
+    if not callable(data) and (isinstance(data, str | bytes) or not isinstance(data, Iterable)):
+        raise TypeError(
+            f"`Dataset` got a `{type(data).__name__}`: need an iterable of samples, a function without arguments that "
+            "returns one, or a `ParallelIterator`."
+        )
+    return from_iterators([data], repeat=True)

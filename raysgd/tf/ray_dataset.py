@@ -1,0 +1,61 @@
+"""Batches of Ray Data as `tf.data`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from raysgd.engine.types import World
+from raysgd.replicas.ray_batches import BatchForm, RayBatches, RayLoader, chosen
+from raysgd.tf.datasets import prepare_dataset_shard
+
+
+def loader_of(batches: RayBatches, config: Mapping[str, Any], world: World) -> RayLoader:
+    """What waits for this worker's share.
+
+    Raises:
+        ValueError: There is no batch size.
+    """
+    return RayLoader(batches.sized(config), world, as_batch)
+
+
+def dataset_over(loader: RayLoader) -> Any:
+    """A `tf.data.Dataset` of the batches that a loader has when somebody iterates; it is not divided again.
+
+    Looks at the first row of the dataset, to know what batches are like.
+    """
+    import tensorflow as tf
+
+    first = as_batch(loader.batches.dataset.take_batch(1, batch_format="numpy"), loader.batches.form)
+    signature = tf.nest.map_structure(_spec, first)
+    return prepare_dataset_shard(tf.data.Dataset.from_generator(lambda: iter(loader), output_signature=signature))
+
+
+def as_batch(arrays: Mapping[str, Any], form: BatchForm) -> Any:
+    """What a step gets: a dict of arrays, or features and label. float64 becomes float32, as models have it."""
+    columns = {name: _as_array(values) for name, values in arrays.items()}
+    batch: Any = columns
+    if form.label_column is not None:
+        batch = chosen(columns, form.feature_columns, _joined), chosen(columns, form.label_column, _joined)
+    return batch if form.transform is None else form.transform(batch)
+
+
+def _as_array(values: Any) -> Any:
+    values = np.asarray(values)
+    if values.dtype == object and len(values) and isinstance(values[0], np.ndarray):
+        values = np.stack(list(values))
+    return values.astype(np.float32) if values.dtype == np.float64 else values
+
+
+def _joined(columns: list[Any]) -> Any:
+    """Columns side by side; one of single numbers is one wide."""
+    return np.concatenate([column[:, None] if column.ndim == 1 else column for column in columns], axis=1)
+
+
+def _spec(values: Any) -> Any:
+    import tensorflow as tf
+
+    tensor = tf.convert_to_tensor(values)
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)

@@ -1,0 +1,36 @@
+"""Batches of Ray Data as tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from raysgd.replicas.ray_batches import BatchForm, chosen
+
+
+def as_batch(arrays: Mapping[str, Any], form: BatchForm) -> Any:
+    """What `train_batch` gets: a dict of tensors, or features and label."""
+    tensors = {name: as_tensor(values) for name, values in arrays.items()}
+    batch: Any = tensors
+    if form.label_column is not None:
+        batch = chosen(tensors, form.feature_columns, _joined), chosen(tensors, form.label_column, _joined)
+    return batch if form.transform is None else form.transform(batch)
+
+
+def as_tensor(values: Any) -> Any:
+    """An array as a tensor. float64 becomes PyTorch's default float, as models have it; text stays an array."""
+    values = np.asarray(values)
+    if values.dtype == object and len(values) and isinstance(values[0], np.ndarray):
+        values = np.stack(list(values))
+    if values.dtype.kind not in "biuf":
+        return values
+    kind = torch.get_default_dtype() if values.dtype == np.float64 else None
+    return torch.tensor(values, dtype=kind)
+
+
+def _joined(columns: list[torch.Tensor]) -> torch.Tensor:
+    """Columns side by side; one of single numbers is one wide."""
+    return torch.cat([column.unsqueeze(1) if column.ndim == 1 else column for column in columns], dim=1)

@@ -1,0 +1,128 @@
+"""`TorchMLDataset`: shards of data frames as datasets of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import IterableDataset
+
+
+class TorchMLDataset:
+    """Rows of data frames that lie in shards, as a dataset of tuples `(*features, label)` for each shard.
+
+    Make a `DataLoader` of the shard `self.world_rank` in `setup`. The shards may have different lengths, so give
+    `num_steps` to `train`, or let the library see to it with `add_dist_sampler=False`.
+
+    Args:
+        ds: A `raysgd.util.data.MLDataset`.
+        feature_columns: Names of the columns of features.
+        feature_shapes: The shape of each of them in a row, `(1,)` by default.
+        feature_types: Their `torch.dtype`s, `torch.float` by default.
+        label_column: Name of the column of labels.
+        label_shape: Its shape in a row.
+        label_type: Its `torch.dtype`.
+
+    Raises:
+        AssertionError: A list has another length than `feature_columns`, or a type is none.
+    """
+
+    def __init__(
+        self,
+        ds: Any = None,
+        feature_columns: Any = None,
+        feature_shapes: Any = None,
+        feature_types: Any = None,
+        label_column: Any = None,
+        label_shape: Any = None,
+        label_type: Any = None,
+    ) -> None:
+        assert feature_columns is not None, "`feature_columns=None`: name at least one column."
+        assert label_column is not None, "`label_column=None`: name the column of labels."
+        names = _listed(feature_columns)
+        shapes = _one_each("feature_shapes", feature_shapes, len(names))
+        types = _one_each("feature_types", feature_types, len(names))
+        self._ds = ds
+        self._columns = [
+            *(_Column(*facts) for facts in zip(names, shapes, types, strict=True)),
+            _Column(label_column, label_shape, label_type),
+        ]
+
+    def set_num_shards(self, num_shards: int) -> None:
+        """Divides the data again if there are not as many shards."""
+        if num_shards != self._ds.num_shards():
+            self._ds = self._ds.repartition(num_shards)
+
+    def get_shard(
+        self,
+        shard_index: int,
+        batch_ms: int = 0,
+        num_async: int = 1,
+        shuffle: bool = False,
+        shuffle_buffer_size: int = 1,
+        seed: int | None = None,
+    ) -> IterableDataset[tuple[torch.Tensor, ...]]:
+        """The rows of one shard; arguments as in `MLDataset.get_repeatable_shard`."""
+        frames = self._ds.get_repeatable_shard(shard_index, batch_ms, num_async, shuffle, shuffle_buffer_size, seed)
+        return _Rows(frames, self._columns)
+
+
+class _Rows(IterableDataset[tuple[torch.Tensor, ...]]):
+    """The rows of data frames."""
+
+    def __init__(self, frames: Any, columns: Sequence[_Column]) -> None:
+        self._frames = frames
+        self._columns = columns
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        for frame in iter(self._frames):
+            yield from zip(*(column.of(frame) for column in self._columns), strict=True)
+
+
+@dataclass(frozen=True)
+class _Column:
+    """One column: how its values become a tensor."""
+
+    name: Any
+    shape: Any
+    kind: torch.dtype | None
+
+    def __post_init__(self) -> None:
+        assert self.kind is None or isinstance(self.kind, torch.dtype), (
+            f"`{self.kind!r}` is the type of column {self.name!r}: need a `torch.dtype`, such as `torch.float`."
+        )
+
+    def of(self, frame: Any) -> torch.Tensor:
+        """Its values in a frame."""
+        values = frame[self.name].to_numpy()
+        if values.dtype == object:
+            values = np.stack([self._array(value) for value in values])
+        tensor = torch.tensor(values, dtype=self.kind or torch.float)
+        return tensor.view(-1, *self._shape_of_row())
+
+    def _array(self, value: Any) -> Any:
+        if not isinstance(value, np.ndarray | list | tuple):
+            raise TypeError(
+                f"Column {self.name!r} has a `{type(value).__name__}`: need numbers, arrays, lists or tuples."
+            )
+        return np.asarray(value)
+
+    def _shape_of_row(self) -> tuple[int, ...]:
+        if self.shape is None or self.shape == 0:
+            return (1,)
+        return (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
+
+
+def _listed(given: Any) -> list[Any]:
+    return list(given) if isinstance(given, list | tuple) else [given]
+
+
+def _one_each(name: str, given: Any, number: int) -> list[Any]:
+    if given is None:
+        return [None] * number
+    listed = list(given) if isinstance(given, list) else [given]
+    assert len(listed) == number, f"`{name}` has {len(listed)} entries for {number} feature columns: give one for each."
+    return listed

@@ -1,0 +1,189 @@
+"""Data frames in shards: `MLDataset`, and how it is made of a parallel iterator. What `ray.util.data` was.
+
+pandas is imported where the first frame is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from raysgd._optional import require, require_installed
+from raysgd.util._shard import Shard, Shuffle
+from raysgd.util.iter import LocalIterator, ParallelIterator
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from raysgd.tf.tf_dataset import TFMLDataset
+    from raysgd.torch.torch_dataset import TorchMLDataset
+
+__all__ = ["MLDataset", "from_parallel_iter"]
+
+
+def from_parallel_iter(
+    para_it: ParallelIterator, need_convert: bool = True, batch_size: int = 32, repeated: bool = False
+) -> MLDataset:
+    """A dataset of data frames.
+
+    Args:
+        para_it: Its elements are records: lists or other iterables, dicts, or dataclasses. Or data frames already.
+        need_convert: Whether they are records. False: data frames.
+        batch_size: How many records make a frame.
+        repeated: Whether the shards repeat without end.
+
+    Raises:
+        ImportError: pandas is not installed.
+    """
+    require_installed("pandas", extra="data", purpose="`MLDataset`")
+    frames = para_it.batch(batch_size).for_each(_frame) if need_convert else para_it
+    return MLDataset(frames._shards, f"from_parallel_iter[{para_it}]", batch_size, repeated)
+
+
+class MLDataset(ParallelIterator):
+    """Data frames in shards.
+
+    Args:
+        shards: The shards.
+        name: For `repr`.
+        batch_size: How many rows a frame has, at most; 0 if it is not known.
+        repeated: Whether the shards repeat without end.
+    """
+
+    def __init__(self, shards: Sequence[Shard], name: str, batch_size: int = 0, repeated: bool = False) -> None:
+        super().__init__(shards, name)
+        self.batch_size = batch_size
+        self.repeated = repeated
+
+    def __repr__(self) -> str:
+        return f"MLDataset[{self.name}]"
+
+    def _with(self, shards: Sequence[Shard], name: str) -> MLDataset:
+        return MLDataset(shards, name, self.batch_size, self.repeated)
+
+    def batch(self, batch_size: int) -> MLDataset:
+        """Frames of so many rows; the last one of a shard may have fewer."""
+        cut = self.transform(_Cut(batch_size))
+        return MLDataset(cut._shards, f"{self.name}.batch({batch_size})", batch_size, self.repeated)
+
+    def get_repeatable_shard(
+        self,
+        shard_index: int,
+        batch_ms: int = 0,
+        num_async: int = 1,
+        shuffle: bool = False,
+        shuffle_buffer_size: int = 1,
+        seed: int | None = None,
+    ) -> LocalIterator:
+        """One shard; `iter()` begins it anew each time.
+
+        Args:
+            shard_index: Which one.
+            batch_ms: Accepted for compatibility: nothing travels.
+            num_async: The same.
+            shuffle: Whether to shuffle the order of the frames, and the rows in each.
+            shuffle_buffer_size: Among how many frames.
+            seed: What the order comes from; None for another order each time.
+
+        Raises:
+            ValueError: There is no such shard.
+        """
+        shard = self._shard(shard_index)
+        if shuffle:
+            shard = shard.then(Shuffle(shuffle_buffer_size, seed)).then(_ShuffleRows(seed))
+        return LocalIterator(shard, f"{self.name}.shard[{shard_index}]")
+
+    def to_torch(
+        self,
+        feature_columns: Any = None,
+        feature_shapes: Any = None,
+        feature_types: Any = None,
+        label_column: Any = None,
+        label_shape: Any = None,
+        label_type: Any = None,
+    ) -> TorchMLDataset:
+        """The same as datasets of PyTorch, one for each shard; arguments as in `TorchMLDataset`."""
+        from raysgd.torch.torch_dataset import TorchMLDataset
+
+        return TorchMLDataset(
+            self, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type
+        )
+
+    def to_tf(
+        self,
+        feature_columns: Any = None,
+        feature_shapes: Any = None,
+        feature_types: Any = None,
+        label_column: Any = None,
+        label_shape: Any = None,
+        label_type: Any = None,
+    ) -> TFMLDataset:
+        """The same as `tf.data`, one dataset for each shard; arguments as in `TFMLDataset`."""
+        from raysgd.tf.tf_dataset import TFMLDataset
+
+        return TFMLDataset(self, feature_columns, feature_shapes, feature_types, label_column, label_shape, label_type)
+
+
+@dataclasses.dataclass(frozen=True)
+class _ShuffleRows:
+    """Each frame with its rows in another order."""
+
+    seed: int | None
+
+    def __call__(self, frames: Iterator[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+        import numpy as np
+
+        draw = np.random.RandomState(self.seed)
+        for frame in frames:
+            yield frame.sample(frac=1.0, random_state=draw).reset_index(drop=True)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """Frames of another number of rows, in the same order."""
+
+    num_rows: int
+
+    def __call__(self, frames: Iterable[pd.DataFrame]) -> Iterator[pd.DataFrame]:
+        import pandas as pd
+
+        rest: list[pd.DataFrame] = []
+        for frame in frames:
+            whole = pd.concat([*rest, frame], ignore_index=True)
+            num_full = len(whole) // self.num_rows * self.num_rows
+            for start in range(0, num_full, self.num_rows):
+                yield whole.iloc[start : start + self.num_rows].reset_index(drop=True)
+            rest = [whole.iloc[num_full:]]
+        if rest and len(rest[0]):
+            yield rest[0].reset_index(drop=True)
+
+
+def _frame(records: list[Any]) -> pd.DataFrame:
+    pandas: Any = require("pandas", extra="data", purpose="`MLDataset`")
+    return pandas.DataFrame([_record(record) for record in records])
+
+
+def _record(record: Any) -> Any:
+    as_record = next((convert for fits, convert in _KINDS if fits(record)), None)
+    if as_record is None:
+        raise ValueError(
+            f"`MLDataset` got a record that is a `{type(record).__name__}`: need a list or another iterable, a dict, "
+            "or a dataclass."
+        )
+    return as_record(record)
+
+
+def _is_dataclass(record: Any) -> bool:
+    return dataclasses.is_dataclass(record) and not isinstance(record, type)
+
+
+def _fields(record: Any) -> dict[str, Any]:
+    return {each.name: getattr(record, each.name) for each in dataclasses.fields(record)}
+
+
+_KINDS: tuple[tuple[Callable[[Any], bool], Callable[[Any], Any]], ...] = (
+    (_is_dataclass, _fields),
+    (lambda record: isinstance(record, dict), lambda record: record),
+    (lambda record: isinstance(record, Iterable) and not isinstance(record, str | bytes), list),
+)

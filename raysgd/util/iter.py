@@ -1,0 +1,282 @@
+"""Parallel iterators: elements in shards, each of which one worker reads. What `ray.util.iter` was, on plain iterators.
+
+Nothing runs until somebody iterates over a shard, and it runs there: in the process and thread that iterate. To
+iterate once more begins anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+from raysgd._checks import check_count
+from raysgd.util._shard import (
+    Batch,
+    Filter,
+    Flatten,
+    Given,
+    InTurn,
+    Map,
+    Shard,
+    Shuffle,
+    Stage,
+    Through,
+)
+
+__all__ = ["LocalIterator", "ParallelIterator", "from_items", "from_iterators", "from_range"]
+
+StagesT = TypeVar("StagesT", bound="_Stages")
+
+
+def from_items(items: Iterable[Any], num_shards: int = 2, repeat: bool = False) -> ParallelIterator:
+    """Items, dealt to the shards one after the other.
+
+    >>> list(from_items([1, 2, 3], num_shards=2).get_shard(0))
+    [1, 3]
+
+    Args:
+        items: The items.
+        num_shards: How many shards.
+        repeat: Whether each shard begins again at its end.
+    """
+    known = list(items)
+    num_shards = _check_shards(num_shards)
+    parts = [known[start::num_shards] for start in range(num_shards)]
+    return from_iterators(parts, repeat, f"from_items[{len(known)}, shards={num_shards}{_repeats(repeat)}]")
+
+
+def from_range(n: int, num_shards: int = 2, repeat: bool = False) -> ParallelIterator:
+    """The numbers below `n`, in shards of numbers that follow each other; the last one has what is left over.
+
+    >>> [list(shard) for shard in from_range(5, num_shards=2).shards()]
+    [[0, 1], [2, 3, 4]]
+    """
+    num_shards = _check_shards(num_shards)
+    size = n // num_shards
+    starts = [size * index for index in range(num_shards)]
+    parts = [range(start, stop) for start, stop in zip(starts, [*starts[1:], n], strict=True)]
+    return from_iterators(parts, repeat, f"from_range[{n}, shards={num_shards}{_repeats(repeat)}]")
+
+
+def from_iterators(generators: Iterable[Any], repeat: bool = False, name: str | None = None) -> ParallelIterator:
+    """A shard for each iterable, or for each function without arguments that returns one.
+
+    Args:
+        generators: The iterables or functions.
+        repeat: Whether each shard begins again at its end. What can be iterated over only once raises `ValueError`
+            there.
+        name: For `repr`.
+    """
+    shards = [Shard(Given(each, repeat)) for each in generators]
+    return ParallelIterator(shards, name or f"from_iterators[shards={len(shards)}{_repeats(repeat)}]")
+
+
+class _Stages:
+    """What can be done to elements, of one shard or of many."""
+
+    def _then(self: StagesT, stage: Stage, name: str) -> StagesT:
+        raise NotImplementedError
+
+    def for_each(self: StagesT, fn: Callable[[Any], Any], max_concurrency: int = 1, resources: Any = None) -> StagesT:
+        """A function of each element.
+
+        Args:
+            fn: The function.
+            max_concurrency: How many calls may run at a time in one shard, in threads; 0 leaves the number open.
+            resources: Accepted for compatibility: the calls run in the process that iterates.
+
+        Raises:
+            AssertionError: `max_concurrency` is negative.
+        """
+        assert max_concurrency >= 0, f"`max_concurrency={max_concurrency}`: need 0 or more."
+        return self._then(Map(fn, max_concurrency), ".for_each()")
+
+    def filter(self: StagesT, filter_fn: Callable[[Any], bool]) -> StagesT:
+        """The elements of which a function is true."""
+        return self._then(Filter(filter_fn), ".filter()")
+
+    def batch(self: StagesT, n: int) -> StagesT:
+        """Lists of `n` elements; the last one of a shard may be shorter."""
+        return self._then(Batch(check_count("n", n, "It is the size of a batch.")), f".batch({n})")
+
+    def flatten(self: StagesT) -> StagesT:
+        """The elements of the elements."""
+        return self._then(Flatten(), ".flatten()")
+
+    def combine(self: StagesT, fn: Callable[[Any], Iterable[Any]]) -> StagesT:
+        """The elements of what a function makes of each element."""
+        return self.for_each(fn).flatten()
+
+    def transform(self: StagesT, fn: Callable[[Iterable[Any]], Iterable[Any]]) -> StagesT:
+        """What a function makes of a whole shard: it takes an iterator, and returns one."""
+        return self._then(Through(fn), ".transform()")
+
+    def _shuffled(self: StagesT, buffer_size: int, seed: int | None) -> StagesT:
+        size = check_count("shuffle_buffer_size", buffer_size, "Elements are drawn from a buffer of so many.")
+        return self._then(Shuffle(size, seed), f".local_shuffle({size}, {seed})")
+
+
+class ParallelIterator(_Stages):
+    """Elements in shards. Methods return new ones; nothing runs before a shard is iterated over.
+
+    Args:
+        shards: The shards.
+        name: For `repr`.
+    """
+
+    def __init__(self, shards: Sequence[Shard], name: str) -> None:
+        self._shards = tuple(shards)
+        self.name = name
+
+    def __iter__(self) -> Iterator[Any]:
+        raise TypeError(
+            "A `ParallelIterator` has shards, so say in which order you want their elements: iterate over "
+            "`gather_sync()`, or over the shards of `shards()`."
+        )
+
+    def __str__(self) -> str:
+        return repr(self)
+
+    def __repr__(self) -> str:
+        return f"ParallelIterator[{self.name}]"
+
+    def _then(self, stage: Stage, name: str) -> ParallelIterator:
+        return self._with([shard.then(stage) for shard in self._shards], self.name + name)
+
+    def _with(self, shards: Sequence[Shard], name: str) -> ParallelIterator:
+        return type(self)(shards, name)
+
+    def local_shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> ParallelIterator:
+        """Each shard in another order: elements are drawn from a buffer of so many."""
+        return self._shuffled(shuffle_buffer_size, seed)
+
+    def repartition(self, num_partitions: int, batch_ms: int = 0) -> ParallelIterator:
+        """Another number of shards: the elements are dealt to them one after the other.
+
+        Each new shard reads all former ones, and leaves out what is not its own as early as it can. What ran before on
+        each element still runs once for each: only what comes before a `filter` or a `transform`, say, runs in every
+        shard.
+
+        Args:
+            num_partitions: How many.
+            batch_ms: Accepted for compatibility: nothing travels.
+        """
+        number = _check_shards(num_partitions)
+        parts = [Shard(InTurn([shard.every(number, index) for shard in self._shards])) for index in range(number)]
+        if len(self._shards) == 1:
+            parts = [self._shards[0].every(number, index) for index in range(number)]
+        return self._with(parts, f"{self.name}.repartition[num_partitions={number}]")
+
+    def union(self, other: ParallelIterator) -> ParallelIterator:
+        """The shards of both."""
+        return self._with([*self._shards, *other._shards], f"ParallelUnion[{self}, {other}]")
+
+    def select_shards(self, shards_to_keep: Sequence[int]) -> ParallelIterator:
+        """Some of the shards, by their numbers.
+
+        Raises:
+            ValueError: There is no such shard, or none is selected.
+        """
+        if not shards_to_keep:
+            raise ValueError("`shards_to_keep` is empty: name at least one shard.")
+        kept = [self._shard(index) for index in shards_to_keep]
+        return self._with(kept, f"{self.name}.select_shards({len(kept)} total)")
+
+    def num_shards(self) -> int:
+        """How many shards there are."""
+        return len(self._shards)
+
+    def shards(self) -> list[LocalIterator]:
+        """All shards."""
+        return [self.get_shard(index) for index in range(len(self._shards))]
+
+    def get_shard(self, shard_index: int, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
+        """One shard, to iterate over wherever it is.
+
+        Args:
+            shard_index: Which one.
+            batch_ms: Accepted for compatibility: nothing travels.
+            num_async: The same.
+
+        Raises:
+            ValueError: There is no such shard.
+        """
+        return LocalIterator(self._shard(shard_index), f"{self.name}.shard[{shard_index}]")
+
+    def gather_sync(self) -> LocalIterator:
+        """All elements: one of each shard after the other."""
+        return LocalIterator(Shard(InTurn(self._shards)), f"{self}.gather_sync()")
+
+    def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
+        """All elements, in an order that nobody may rely on."""
+        return LocalIterator(Shard(InTurn(self._shards)), f"{self}.gather_async()")
+
+    def take(self, n: int) -> list[Any]:
+        """Up to `n` elements."""
+        return self.gather_sync().take(n)
+
+    def show(self, n: int = 20) -> None:
+        """Prints up to `n` elements."""
+        self.gather_sync().show(n)
+
+    def _shard(self, index: int) -> Shard:
+        if not 0 <= index < len(self._shards):
+            raise ValueError(f"`shard_index={index}`: there are shards 0 to {len(self._shards) - 1}.")
+        return self._shards[index]
+
+
+class LocalIterator(_Stages):
+    """The elements of one shard. `iter()` begins anew each time; `next()` goes on.
+
+    Args:
+        shard: The shard.
+        name: For `repr`.
+    """
+
+    def __init__(self, shard: Shard, name: str) -> None:
+        self._shard = shard
+        self.name = name
+        self._running: Iterator[Any] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._shard)
+
+    def __next__(self) -> Any:
+        if self._running is None:
+            self._running = iter(self)
+        return next(self._running)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_running": None}
+
+    def __repr__(self) -> str:
+        return f"LocalIterator[{self.name}]"
+
+    def _then(self, stage: Stage, name: str) -> LocalIterator:
+        return LocalIterator(self._shard.then(stage), self.name + name)
+
+    def shuffle(self, shuffle_buffer_size: int, seed: int | None = None) -> LocalIterator:
+        """In another order: elements are drawn from a buffer of so many."""
+        return self._shuffled(shuffle_buffer_size, seed)
+
+    def union(self, other: LocalIterator) -> LocalIterator:
+        """The elements of both, one after the other in turn."""
+        return LocalIterator(Shard(InTurn([self._shard, other._shard])), f"LocalUnion[{self}, {other}]")
+
+    def take(self, n: int) -> list[Any]:
+        """Up to `n` elements, from the first one on."""
+        return list(islice(iter(self), n))
+
+    def show(self, n: int = 20) -> None:
+        """Prints up to `n` elements."""
+        for element in self.take(n):
+            print(element)
+
+
+def _check_shards(num_shards: int) -> int:
+    return check_count("num_shards", num_shards, "Each shard is for one worker.")
+
+
+def _repeats(repeat: bool) -> str:
+    return ", repeat=True" if repeat else ""
