@@ -1,6 +1,6 @@
 """Stand-ins for the parts that the engine is made of, small enough to be read before a test that uses them.
 
-`CountingReplica` and `NullBackend` also run in real worker processes, which then need no framework. The others
+`CountingReplica` and `NullConnection` also run in real worker processes, which then need no framework. The others
 stand in for a cluster: `FakeCluster` has slots for workers, makes groups that live in this process, and lets
 happen to them what a test scripted.
 """
@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 from raysgd.engine import ranks
-from raysgd.engine.backend import Backend
+from raysgd.engine.connection import Connection
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import Clock
@@ -59,7 +59,7 @@ WORDS = Words(
 """What a front end would tell its users."""
 
 
-class NullBackend(Backend):
+class NullConnection(Connection):
     """Connects nothing."""
 
     def load(self) -> None: ...

@@ -92,7 +92,8 @@ def test_a_config_whose_framework_is_missing_says_so_and_the_others_are_there(
     monkeypatch: pytest.MonkeyPatch, config: str, module: str, missing: str
 ) -> None:
     monkeypatch.delattr(raysgd.v2, config)  # which finds it, or an earlier test has
-    monkeypatch.delitem(sys.modules, module, raising=False)
+    for name in [name for name in sys.modules if name == module or name.startswith("raysgd.train._torch")]:
+        monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, missing.partition(".")[0], None)
     monkeypatch.setitem(sys.modules, missing, None)
     with pytest.raises(MissingFrameworkError, match=r"which is not installed\. Run: ") as caught:

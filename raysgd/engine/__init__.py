@@ -6,7 +6,7 @@ What it guarantees:
 * Worker and node loss is answered in one place, `controller.py`; nothing else retries.
 * After `stop` no actor, placement group or thread of the engine is left.
 
-What it leaves to others: frameworks (a `Replica` brings its own), communication (a `Backend`), words for users (a
+What it leaves to others: frameworks (a `Replica` brings its own), communication (a `Connection`), words for users (a
 front end). Nothing in here imports a training framework, and the modules that only decide (`types`, `replica`,
 `ranks`, `policies`, `failures`) do not import Ray either.
 """

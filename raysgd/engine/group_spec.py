@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._logging import Relay
-from raysgd.engine.backend import Backend
+from raysgd.engine.connection import Connection
 from raysgd.engine.replica import ReplicaFactory
 from raysgd.engine.types import Resources
 
@@ -40,7 +40,7 @@ class GroupSpec:
     """What every group of a trainer is started from.
 
     Attributes:
-        backend: Connects the workers.
+        connection: Connects the workers.
         make_replica: Builds a worker's replica; shipped to the worker.
         resources: What one worker needs.
         use_local: Whether rank 0 is the driver itself.
@@ -57,7 +57,7 @@ class GroupSpec:
         words: What the front end tells its users behind the engine's facts.
     """
 
-    backend: Backend
+    connection: Connection
     make_replica: ReplicaFactory
     resources: Resources = field(default_factory=Resources)
     use_local: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.engine.backend import Backend
+from raysgd.engine.connection import Connection
 from raysgd.engine.types import Failure
 from raysgd.engine.worker import WorkerFailed, WorkerProcess
 
@@ -37,9 +37,9 @@ class LocalWorker:
 
     is_local = True
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, connection: Connection) -> None:
         # The number of threads of the driver is the user's business.
-        self._process = WorkerProcess(backend, num_threads=None, is_remote=False)
+        self._process = WorkerProcess(connection, num_threads=None, is_remote=False)
 
     def submit(self, method: str, *args: Any) -> LocalCall:
         """Notes the call; nothing runs yet."""

@@ -138,7 +138,7 @@ class StandbyWorkers:
         """Begins to make one worker ready on each of `slots`, for a group of `world_size`. Does not wait."""
         for index, slot in enumerate(slots):
             world = World(rank=max(0, world_size - len(slots) + index), size=world_size)
-            worker = RemoteWorker(slot, self._spec.backend, self._spec.num_threads)
+            worker = RemoteWorker(slot, self._spec.connection, self._spec.num_threads)
             call = worker.submit("prepare_standby", self._spec.initialization_hook, world, self._spec.make_replica)
             self._coming.append((worker, call))
             self._startup.add(worker)

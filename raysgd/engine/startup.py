@@ -65,7 +65,7 @@ class Startup:
     def _create(self, num_workers: int, num_spares: int, timeout_s: float) -> None:
         spec, workers = self._spec, self._members.workers
         if spec.use_local:
-            workers.append(LocalWorker(copy.deepcopy(spec.backend)))  # the one of the spec is sent to others
+            workers.append(LocalWorker(copy.deepcopy(spec.connection)))  # the one of the spec is sent to others
         if num_workers == len(workers):
             return
         packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
@@ -74,12 +74,12 @@ class Startup:
         self._slots.reserve(num_workers + num_spares, timeout_s, has_driver=spec.use_local, check=self.check_wanted)
         slot_of_driver = self._slots.take() if spec.use_local else None
         for _ in range(len(workers), num_workers):
-            worker = RemoteWorker(self._slots.take(), spec.backend, spec.num_threads)
+            worker = RemoteWorker(self._slots.take(), spec.connection, spec.num_threads)
             workers.append(worker)
             self._startup.add(worker)
         self.check_wanted()
         if slot_of_driver is not None:
-            spec.backend.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
+            spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
 
     def _prepare(self, timeout_s: float) -> GroupReport:
         placed = self._members.submit("describe", ranks=self._members.remote_ranks)  # answered beside the user's hook

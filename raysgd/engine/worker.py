@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from raysgd import _logging
 from raysgd._logging import Note
-from raysgd.engine.backend import Backend
+from raysgd.engine.connection import Connection
 from raysgd.engine.faults import describe_fault
 from raysgd.engine.replica import Capture, Replica, ReplicaFactory
 from raysgd.engine.slots import Slot
@@ -125,11 +125,11 @@ class WorkerProcess:
     """Hosts one replica. It lives in a Ray actor, or in the driver itself for the local worker."""
 
     def __init__(
-        self, backend: Backend, num_threads: int | None, is_remote: bool = True, log_level: int | None = None
+        self, connection: Connection, num_threads: int | None, is_remote: bool = True, log_level: int | None = None
     ) -> None:
         if log_level is not None:
             _logging.collect(log_level)
-        self._backend = backend
+        self._connection = connection
         self._num_threads = num_threads
         self._is_remote = is_remote
         self._world = World(rank=-1, size=0)
@@ -146,14 +146,14 @@ class WorkerProcess:
 
     def _prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
         if self._num_threads is not None:
-            self._backend.limit_threads(self._num_threads)
+            self._connection.limit_threads(self._num_threads)
         if initialization_hook is not None:
             initialization_hook()
         if self._is_remote:
             with _without_collections():
-                self._backend.load()
+                self._connection.load()
         else:
-            self._backend.load_in_driver()
+            self._connection.load_in_driver()
         return self.describe()
 
     def open_endpoint(self, host: str, rank: int) -> int:
@@ -166,8 +166,8 @@ class WorkerProcess:
 
         def body() -> int:
             if self._replica is not None:  # one that was made ready to step in is in a group of its own
-                self._backend.leave()
-            return self._backend.open_endpoint(host, rank)
+                self._connection.leave()
+            return self._connection.open_endpoint(host, rank)
 
         return self._guarded(body)
 
@@ -176,7 +176,7 @@ class WorkerProcess:
 
         def body() -> Answer:
             self._world = world
-            self._backend.join(rendezvous, world)
+            self._connection.join(rendezvous, world)
             self._replica = make_replica(world)
             facts = self._replica.setup()
             return Answer(facts, self._replica.capture(None) if capture else None, _logging.drain())
@@ -196,8 +196,8 @@ class WorkerProcess:
 
         def body() -> StandbyReady:
             info = self._prepare(hook)
-            alone = Rendezvous(((LOOPBACK, self._backend.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
-            self._backend.join(alone, World(rank=0, size=1), even_alone=True)
+            alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
+            self._connection.join(alone, World(rank=0, size=1), even_alone=True)
             replica: Any = make_replica(world)
             self._replica = replica
             facts = replica.setup()
@@ -210,7 +210,7 @@ class WorkerProcess:
         """Leaves the group, whatever is left of it, and says how far the replica is."""
 
         def body() -> ReplicaProgress:
-            self._backend.leave()
+            self._connection.leave()
             replica: Any = self.replica
             replica_progress: ReplicaProgress = replica.replica_progress()
             return replica_progress
@@ -222,7 +222,7 @@ class WorkerProcess:
 
         def body() -> Any:
             self._world = world
-            self._backend.join(rendezvous, world, even_alone=True)
+            self._connection.join(rendezvous, world, even_alone=True)
             replica: Any = self.replica
             return replica.regroup(world, handover)
 
@@ -271,7 +271,7 @@ class WorkerProcess:
 
     def interrupt(self) -> None:
         """From another thread: ends all waiting for other ranks."""
-        self._backend.interrupt()
+        self._connection.interrupt()
 
     def stack(self) -> str:
         """From another thread: where the thread is that runs the calls, from the replica inwards."""
@@ -289,7 +289,7 @@ class WorkerProcess:
             if replica is not None:
                 replica.shutdown()
         finally:
-            self._backend.leave()
+            self._connection.leave()
 
     @property
     def replica(self) -> Replica:
@@ -307,7 +307,7 @@ class WorkerProcess:
             fault = describe_fault(error, self._world.rank, _node()[1], portable=self._is_remote)
             failure = Failure(kind, fault, _logging.drain())
         if kind == "disconnected":
-            self._backend.interrupt()  # only this tells the ranks that wait for this one
+            self._connection.interrupt()  # only this tells the ranks that wait for this one
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
@@ -316,7 +316,7 @@ class WorkerProcess:
 
     def _has_lost_its_group(self, error: BaseException) -> bool:
         """A worker without others has no group to lose: any connection it speaks of is the user's own."""
-        return self._world.is_distributed and self._backend.is_connection_error(error)
+        return self._world.is_distributed and self._connection.is_connection_error(error)
 
 
 def cannot_import(module: str | None) -> ModuleNotFoundError:
@@ -334,9 +334,9 @@ class RemoteWorker:
 
     is_local = False
 
-    def __init__(self, slot: Slot, backend: Backend, num_threads: int | None) -> None:
+    def __init__(self, slot: Slot, connection: Connection, num_threads: int | None) -> None:
         self.slot = slot
-        self.actor = _actor_class().options(**slot.options).remote(backend, num_threads, log_level=_logging.level())
+        self.actor = _actor_class().options(**slot.options).remote(connection, num_threads, log_level=_logging.level())
 
     def submit(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Starts a call and returns Ray's reference to its result."""

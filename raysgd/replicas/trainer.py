@@ -13,8 +13,8 @@ from weakref import finalize
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
-from raysgd.engine.backend import Backend
 from raysgd.engine.call import Call
+from raysgd.engine.connection import Connection
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import ElasticRules
@@ -112,7 +112,7 @@ class ClassTrainer(ABC):
             vars(self).update({name: getattr(each, name) for name in names})
 
     @abstractmethod
-    def _make_backend(self) -> Backend:
+    def _make_connection(self) -> Connection:
         """What connects the workers."""
 
     @property
@@ -135,7 +135,7 @@ class ClassTrainer(ABC):
         rejoins = settings.recovery == "rejoin" and not settings.is_driver_only and self._keeps_survivors
         num_gpus = settings.num_gpus_per_worker if self._settings.use_gpu else 0
         group = GroupSpec(
-            backend=self._make_backend(),
+            connection=self._make_connection(),
             make_replica=partial(self._runner_cls, self._settings_to_send()),
             resources=Resources(settings.num_cpus_per_worker, num_gpus),
             use_local=settings.use_local,

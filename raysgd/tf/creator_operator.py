@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.backends import tensorflow as backends
+from raysgd.connections import tensorflow as connections
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
 from raysgd.tf import datasets, registration
 from raysgd.tf.datasets import check_dataset, is_divided
@@ -210,7 +210,7 @@ class CreatorOperator(TrainingOperator):
         pieces = datasets.own_part_of(dataset, world.size)
         if not world.is_distributed:
             return pieces
-        return lockstep_dataset(pieces, backends.votes())
+        return lockstep_dataset(pieces, connections.votes())
 
     def warm_up(self) -> None:
         """Trains on zeros, so that everything that happens for the first time has happened."""

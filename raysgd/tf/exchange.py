@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.backends.group import Array
+from raysgd.connections.group import Array
 
 _ALIGNMENT = 64
 """Bytes to whose multiple every gradient starts in the buffer: TensorFlow then uses it where it lies."""

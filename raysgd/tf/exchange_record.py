@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from raysgd.backends.group import Group
+from raysgd.connections.group import Group
 
 
 class ExchangeRecord:

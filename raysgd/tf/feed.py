@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.backends import tensorflow as backends
+from raysgd.connections import tensorflow as connections
 from raysgd.engine.types import DataLedger, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas import feed
@@ -83,7 +83,7 @@ class Feed(feed.Feed):
             passes, num_joint = self._passes_of(name), self._num_joint or world.size
             return DividedSource(passes, operator._raysgd.data.sharding, world, pads=training, num_joint=num_joint)
         if training and world.is_distributed:
-            return OwnSource(dataset, backends.votes())
+            return OwnSource(dataset, connections.votes())
         return OwnSource(dataset, None)
 
     def take_place(self, world: World) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.backends.group import Array
+from raysgd.connections.group import Array
 from raysgd.tf.exchange import Layout
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.sample_weights import SampleWeights

@@ -18,8 +18,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
-from raysgd.backends.group import Group
-from raysgd.backends.tensorflow import group_of
+from raysgd.connections.group import Group
+from raysgd.connections.tensorflow import group_of
 from raysgd.engine.types import World
 from raysgd.tf import shared_variables
 from raysgd.tf.exchange_record import ExchangeRecord

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from raysgd._meters import as_weight
-from raysgd.backends.group import Array
+from raysgd.connections.group import Array
 from raysgd.tf import losses, registration
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.replaced_methods import is_replaced, mark_replaced

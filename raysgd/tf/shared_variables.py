@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.backends.group import Array, Group
+from raysgd.connections.group import Array, Group
 
 
 @contextmanager

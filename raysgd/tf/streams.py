@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from raysgd.backends.group import Votes
+from raysgd.connections.group import Votes
 from raysgd.engine.types import DataLedger, World
 from raysgd.replicas import streams
 from raysgd.tf import datasets

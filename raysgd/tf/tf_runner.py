@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._meters import AverageMeterCollection
-from raysgd.backends import tensorflow as backends
+from raysgd.connections import tensorflow as connections
 from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.replicas.batching import config_for_worker
@@ -75,7 +75,7 @@ class TFRunner(ClassRunner):
     def __init__(self, settings: TFSettings, world: World) -> None:
         self._settings = settings
         self._num_workers = settings.num_workers or world.size
-        self._strategy = backends.strategy()
+        self._strategy = connections.strategy()
         counts_steps = self._num_workers > 1 or settings.snapshot_every_n_steps is not None
         self._synchronizer = Synchronizer(world, counts_steps) if self._strategy is None else Synchronizer(World(0, 1))
         # With a batch size of all workers together a step is the same for any number of them.

@@ -17,10 +17,10 @@ from typing import Any
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
-from raysgd.backends.tensorflow import MultiWorkerBackend, TensorFlowBackend, keras_of_driver
 from raysgd.compat.names import former_names
-from raysgd.engine.backend import Backend
+from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
 from raysgd.engine.call import Call
+from raysgd.engine.connection import Connection
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.epochs import EpochAnswer, merged
 from raysgd.replicas.replica_state import RESUME
@@ -186,11 +186,11 @@ class TFTrainer(ClassTrainer):
     def _reservation_timeout_s(self) -> float:
         return arguments.reservation_timeout_s()
 
-    def _make_backend(self) -> Backend:
+    def _make_connection(self) -> Connection:
         variables = _variables_for_workers()
         if self.backend == "mwms" and self.max_replicas > 1:
-            return MultiWorkerBackend(variables)
-        return TensorFlowBackend(variables, timeout_s=self.timeout_s, form_timeout_s=self.form_timeout_s)
+            return MultiWorkerConnection(variables)
+        return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=self.form_timeout_s)
 
     # ------------------------------------------------------------------------------------------------ epochs
 

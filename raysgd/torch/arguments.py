@@ -16,7 +16,7 @@ import torch
 
 from raysgd._checks import is_number, refuse_text
 from raysgd._once import Once
-from raysgd.backends.horovod import INSTALL_COMMAND, import_horovod
+from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.ray_batches import ray_batches
 from raysgd.replicas.settings import GroupSettings

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from raysgd.backends.group import Group
-from raysgd.backends.torch import exchanges_at_once, is_on_one_node
+from raysgd.connections.group import Group
+from raysgd.connections.torch import exchanges_at_once, is_on_one_node
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.step import Step
 

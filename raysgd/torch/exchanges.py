@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.distributed import DistNetworkError
 
-from raysgd.backends.torch import is_connection_error, is_group_broken
+from raysgd.connections.torch import is_connection_error, is_group_broken
 
 
 class Exchanges:
@@ -76,7 +76,7 @@ class Exchanges:
         """Ends a step; raises if it cannot count because the group broke in it.
 
         Raises:
-            RuntimeError: One that the backend takes for a lost connection.
+            RuntimeError: One that `is_lost` takes for a lost connection.
         """
         num_made, self._num_made = self._num_made, 0
         if self._error is not None:

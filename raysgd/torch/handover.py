@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from raysgd._state_codec import EncodedState, decode, lend
-from raysgd.backends.torch import board_of_group
+from raysgd.connections.torch import board_of_group
 
 _KEY_LENGTH = 16
 _ARRIVAL_S = 60.0  # it was sent before the tensors

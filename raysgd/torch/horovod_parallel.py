@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from raysgd.backends.horovod import import_horovod, is_connection_error
+from raysgd.connections.horovod import import_horovod, is_connection_error
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.parallel import NoParallel, Summation, no_weights

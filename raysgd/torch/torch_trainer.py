@@ -17,10 +17,10 @@ import torch
 
 from raysgd import _checks
 from raysgd._state_codec import decode
-from raysgd.backends.horovod import HorovodBackend
-from raysgd.backends.torch import TorchBackend
-from raysgd.engine.backend import Backend
+from raysgd.connections.horovod import HorovodConnection
+from raysgd.connections.torch import TorchConnection
 from raysgd.engine.call import Call
+from raysgd.engine.connection import Connection
 from raysgd.engine.types import World
 from raysgd.exceptions import UnevenStepsError
 from raysgd.replicas import results
@@ -213,10 +213,10 @@ class TorchTrainer(ClassTrainer):
         """Whether models are wrapped in `DistributedDataParallel`; the older way to ask for `parallel`."""
         return self.parallel == "ddp"
 
-    def _make_backend(self) -> Backend:
+    def _make_connection(self) -> Connection:
         if self.backend == "horovod":
-            return HorovodBackend(self.timeout_s, self.form_timeout_s)
-        return TorchBackend(self.backend, self.timeout_s, self.form_timeout_s)
+            return HorovodConnection(self.timeout_s, self.form_timeout_s)
+        return TorchConnection(self.backend, self.timeout_s, self.form_timeout_s)
 
     @property
     def _keeps_survivors(self) -> bool:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from raysgd.train._worker_handles import WorkerHandle
 from raysgd.train.executor import BackendExecutor
-from raysgd.train.worker_group import WorkerGroup, WorkerHandle
+from raysgd.train.worker_group import WorkerGroup
 
 
 class TrainWorkerGroup:

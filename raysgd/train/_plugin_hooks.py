@@ -10,8 +10,9 @@ from typing import Any
 from raysgd.engine.group_hooks import GroupHooks
 from raysgd.engine.types import GroupReport, Resources
 from raysgd.engine.worker_group import WorkerGroup as EngineGroup
+from raysgd.train._worker_handles import LostDuringCallError, WorkerObject
 from raysgd.train.backend import Backend, BackendConfig
-from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, WorkerObject
+from raysgd.train.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

@@ -94,7 +94,7 @@ class WorkerSettings:
     def group_spec(self, config: BackendConfig, initialization_hook: Callable[[], Any] | None) -> GroupSpec:
         """What the engine starts every group from."""
         return GroupSpec(
-            backend=self._connection(config),
+            connection=self._connection(config),
             make_replica=FunctionReplica,
             resources=self.resources,
             initialization_hook=initialization_hook,

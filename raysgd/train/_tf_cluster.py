@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from raysgd.backends.tensorflow import keras_of_driver
+from raysgd.connections.tensorflow import keras_of_driver
 from raysgd.train.backend import Backend, BackendConfig
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 A plug-in is a `BackendConfig`, which users make, and a `Backend`, whose methods run in the driver and reach the workers
 through a `WorkerGroup`. What has to run in the workers before anything else, a process group that is joined by all
-ranks at a time, is the config's `connection`: a backend of the engine.
+ranks at a time, is the `connection` of the config.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysgd.compat.names import MOVED, former_names
-from raysgd.engine.backend import Backend as Connection
+from raysgd.engine.connection import Connection
 from raysgd.engine.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 

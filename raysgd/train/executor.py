@@ -29,9 +29,10 @@ from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._run import FunctionRun, Step
 from raysgd.train._settings import WorkerSettings
 from raysgd.train._shards import DividedData
+from raysgd.train._worker_handles import LostDuringCallError, WorkerObject, gather
 from raysgd.train.backend import BackendConfig, backend_of
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
-from raysgd.train.worker_group import LostDuringCallError, WorkerGroup, WorkerObject, gather
+from raysgd.train.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raysgd.backends.horovod import HorovodBackend, import_horovod
-from raysgd.engine.backend import Backend as Connection
+from raysgd.connections.horovod import HorovodConnection, import_horovod
+from raysgd.engine.connection import Connection
 from raysgd.train.backend import Backend, BackendConfig, Placed
 
 import_horovod()
 
-from raysgd.train.torch import TorchBackend  # noqa: E402
+from raysgd.train._torch.process_group import TorchBackend  # noqa: E402
 
 
 @dataclass
@@ -71,4 +71,4 @@ class HorovodConfig(BackendConfig):
 
     def connection(self, num_gpus_per_worker: float) -> Connection:
         names = [self.nics] if isinstance(self.nics, str) else self.nics or ()
-        return Placed(HorovodBackend(start_timeout_s=float(self.timeout_s), interfaces=tuple(sorted(names))))
+        return Placed(HorovodConnection(start_timeout_s=float(self.timeout_s), interfaces=tuple(sorted(names))))

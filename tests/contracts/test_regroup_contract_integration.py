@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.backends.torch import TorchBackend
+from raysgd.connections.torch import TorchConnection
 from raysgd.engine import standby
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import choose_source, takers
@@ -21,7 +21,7 @@ from raysgd.engine.types import GroupReport, Handover, Resources, World
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError
 from tests.failure_plan import FailurePlan
-from tests.fakes import NullBackend, SteppingReplica
+from tests.fakes import NullConnection, SteppingReplica
 from tests.processes import is_alive
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -111,7 +111,7 @@ def make(ray_cluster: None, tmp_path: Path) -> Iterator[Make]:
         plan: Callable[[FailurePlan], FailurePlan] = lambda plan: plan, num_workers: int = 3, **options: Any
     ) -> Rig:
         values: dict[str, Any] = {
-            "backend": TorchBackend(timeout_s=60),
+            "connection": TorchConnection(timeout_s=60),
             "make_replica": JoinedReplica,
             "resources": Resources(num_cpus=0.5),
             "regroups": True,
@@ -176,7 +176,7 @@ def die_at_once(replica: JoinedReplica, plan: FailurePlan) -> None:
 
 
 def test_a_rank_that_answered_before_the_loss_counts_as_a_survivor(make: Make) -> None:
-    rig = make(lambda plan: plan.die(rank=1, step=None), backend=NullBackend(), make_replica=SteppingReplica)
+    rig = make(lambda plan: plan.die(rank=1, step=None), connection=NullConnection(), make_replica=SteppingReplica)
     report = rig.on_all(check, rig.plan)
     assert rig.group.settle(report) == [0, 2]
 
@@ -186,7 +186,7 @@ def check(replica: SteppingReplica, plan: FailurePlan) -> None:
 
 
 def test_a_survivor_that_dies_meanwhile_is_told_when_it_is_to_stand(make: Make) -> None:
-    rig = make(backend=NullBackend(), make_replica=SteppingReplica)
+    rig = make(connection=NullConnection(), make_replica=SteppingReplica)
     os.kill(rig.pids()[1], signal.SIGKILL)
     wait_until(lambda: not is_alive(rig.pids()[1]))
     report = rig.group.leave_group([1, 2])
@@ -200,7 +200,7 @@ def set_done(num_done: int, replica: SteppingReplica) -> None:
 
 
 def test_ranks_answer_beside_their_work_without_those_that_are_late_and_say_how_far_they_are(make: Make) -> None:
-    rig = make(backend=NullBackend(), make_replica=SteppingReplica, use_local=True)
+    rig = make(connection=NullConnection(), make_replica=SteppingReplica, use_local=True)
     rig.on_all(partial(set_done, 4))
     os.kill(rig.pids()[2], signal.SIGSTOP)
     try:
@@ -240,7 +240,7 @@ def ready(rig: Rig, count: int) -> bool:
 
 
 def test_spares_are_primed_take_a_seat_and_give_it_back(make: Make) -> None:
-    rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
+    rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
     assert rig.group.start_standby(5, 2) == 1, "room for one is reserved"
     assert rig.group.start_standby(1, 2) == 0
     wait_until(lambda: rig.group.standby.num_coming == 0)  # being asked is enough to see who is ready
@@ -254,7 +254,7 @@ def test_spares_are_primed_take_a_seat_and_give_it_back(make: Make) -> None:
 
 
 def test_nobody_is_called_up_on_a_node_to_avoid_and_those_there_are_sent_away(make: Make) -> None:
-    rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1, num_spares=2)
+    rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1, num_spares=2)
     node = frozenset({rig.group.infos[0].node_id})
     assert rig.group.start_standby(1, 2, avoid=node) == 0
     assert rig.group.start_standby(-1, 2) == 0, "there are more than enough already"
@@ -272,7 +272,7 @@ def test_whoever_fails_while_being_made_ready_is_told_and_leaves_the_seat(
     fails = partial(FailsLater, plan)
     folder.mkdir()
     (folder / "fired-0-0").touch()
-    rig = make(backend=NullBackend(), make_replica=fails, num_workers=1, num_spares=1)
+    rig = make(connection=NullConnection(), make_replica=fails, num_workers=1, num_spares=1)
     (folder / "fired-0-0").unlink()
     rig.group.start_standby(1, 2)
     wait_until(lambda: rig.group.standby.num_coming == 0)
@@ -305,7 +305,7 @@ def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
     order = tmp_path / "freeze"
     order.touch()
     freezes = partial(FreezesLater, order)
-    rig = make(backend=NullBackend(), make_replica=freezes, num_workers=1, num_spares=1, heartbeat_s=3.0)
+    rig = make(connection=NullConnection(), make_replica=freezes, num_workers=1, num_spares=1, heartbeat_s=3.0)
     rig.group.start_standby(1, 2)
     wait_until(lambda: rig.group.standby.num_coming == 0)
     assert rig.group.standby.num_ready == 0
@@ -315,7 +315,7 @@ def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
 
 
 def test_a_spare_that_died_while_it_waited_does_not_step_in(make: Make, caplog: pytest.LogCaptureFixture) -> None:
-    rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
+    rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
     rig.group.start_standby(1, 2)
     wait_until(lambda: ready(rig, 1))
     os.kill(rig.group.standby._ready[0].info.pid, signal.SIGKILL)
@@ -325,7 +325,7 @@ def test_a_spare_that_died_while_it_waited_does_not_step_in(make: Make, caplog: 
 
 
 def test_room_for_more_is_reserved_or_refused_and_then_nothing_is_held(make: Make) -> None:
-    rig = make(backend=NullBackend(), make_replica=SteppingReplica, num_workers=1)
+    rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1)
     assert rig.group.start_standby(1, 2) == 0
     with pytest.raises(ReservationTimeoutError):
         rig.group.reserve(100, 0.2)

@@ -21,7 +21,7 @@ from raysgd.engine.replica import Capture
 from raysgd.engine.types import GroupReport, Resources, World
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import worker_error
-from tests.fakes import CountingReplica, NullBackend, add, read
+from tests.fakes import CountingReplica, NullConnection, add, read
 
 pytestmark = pytest.mark.integration
 
@@ -29,7 +29,7 @@ STEPS: list[str] = []  # what happened in this process, in order
 
 
 @dataclass
-class NotingBackend(NullBackend):
+class NotingConnection(NullConnection):
     """Notes what is asked of it in the list of its process."""
 
     def limit_threads(self, num_threads: int) -> None:
@@ -68,7 +68,7 @@ def hook() -> None:
 
 def spec(**options: Any) -> GroupSpec:
     values: dict[str, Any] = {
-        "backend": NotingBackend(),
+        "connection": NotingConnection(),
         "make_replica": NotingReplica,
         "initialization_hook": hook,
         "resources": Resources(num_cpus=0.5),  # several groups live side by side here
@@ -435,7 +435,7 @@ def test_a_worker_that_sends_its_state_for_long_gives_signs_of_life_and_can_be_i
 
 
 @dataclass
-class FilingBackend(NullBackend):
+class FilingConnection(NullConnection):
     """Notes in a file when it leaves."""
 
     path: Path
@@ -470,7 +470,7 @@ def test_at_the_end_each_replica_shuts_down_and_then_leaves_the_group(
     diary = tmp_path / "diary"
     make_replica = partial(FilingReplica, diary, fails)
     group = WorkerGroup(
-        spec(backend=FilingBackend(diary), make_replica=make_replica, use_local=kind.use_local),
+        spec(connection=FilingConnection(diary), make_replica=make_replica, use_local=kind.use_local),
         kind.num_workers,
     )
     assert group.start().ok

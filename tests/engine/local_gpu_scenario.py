@@ -16,10 +16,10 @@ import ray
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import Resources
 from raysgd.engine.worker_group import WorkerGroup
-from tests.fakes import CountingReplica, NullBackend
+from tests.fakes import CountingReplica, NullConnection
 
 
-class NotesGPUs(NullBackend):
+class NotesGPUs(NullConnection):
     """Remembers which GPUs it was told to use."""
 
     def use_gpus(self, gpu_ids: Sequence[str]) -> None:
@@ -31,14 +31,14 @@ def visible(replica: Any) -> str | None:
 
 
 def tell() -> dict[str, Any]:
-    backend = NotesGPUs()
-    spec = GroupSpec(backend, CountingReplica, Resources(1, 1), use_local=True, reservation_timeout_s=60)
+    connection = NotesGPUs()
+    spec = GroupSpec(connection, CountingReplica, Resources(1, 1), use_local=True, reservation_timeout_s=60)
     group = WorkerGroup(spec, 2)
     report = group.start()
     assert report.ok, report
     answers = group.on_replica(visible, {0: (), 1: ()}).values
     seen = {
-        "driver": backend.told,
+        "driver": connection.told,
         "remote": answers[1].value,
         "driver's variable": answers[0].value,
         "free during": ray.available_resources().get("GPU", 0.0),
@@ -55,7 +55,7 @@ def main() -> None:
         alone = GroupSpec(NotesGPUs(), CountingReplica, Resources(1, 1), use_local=True)
         group = WorkerGroup(alone, 1)
         group.start()
-        seen = {"first": first, "second": second, "alone": getattr(alone.backend, "told", None)}
+        seen = {"first": first, "second": second, "alone": getattr(alone.connection, "told", None)}
         group.stop(1.0)
     finally:
         ray.shutdown()

@@ -23,7 +23,7 @@ from raysgd.engine.policies import ScalingPolicy, capacity
 from raysgd.engine.resources import cluster_view
 from raysgd.engine.types import Resources
 from raysgd.engine.worker_group import WorkerGroup
-from tests.fakes import CountingReplica, NullBackend, add
+from tests.fakes import CountingReplica, NullConnection, add
 
 CPUS_PER_NODE = 3
 NUM_SMALL = 4
@@ -56,7 +56,7 @@ class Story:
         self.cluster = cluster
         self.nodes = [add_node(cluster), add_node(cluster)]
         self.controller = ElasticController(
-            GroupSpec(NullBackend(), partial(CountingReplica, is_large=True), NEED, reservation_timeout_s=60),
+            GroupSpec(NullConnection(), partial(CountingReplica, is_large=True), NEED, reservation_timeout_s=60),
             ScalingPolicy(max_workers=2, first_delay_s=0.2),
         )
         self.seen: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Story:
 
     def look_at_many_small_workers(self) -> None:
         """Ray deals them out to the nodes in turns."""
-        group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica, reservation_timeout_s=60), NUM_SMALL)
+        group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, reservation_timeout_s=60), NUM_SMALL)
         assert group.start().ok
         self.seen["small"] = [(world.node_rank, world.local_rank) for world in group.worlds]
         answers = group.on_replica(where, dict.fromkeys(range(NUM_SMALL), ())).values

@@ -12,7 +12,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
-from tests.fakes import WORDS, Event, FakeClock, FakeCluster, FakeGroup, NullBackend, SteppingReplica, walk, walk_on
+from tests.fakes import WORDS, Event, FakeClock, FakeCluster, FakeGroup, NullConnection, SteppingReplica, walk, walk_on
 
 
 class Trainer:
@@ -37,7 +37,7 @@ class Trainer:
         self.leaving: set[str] = set()
         self.controller = ElasticController(
             GroupSpec(
-                NullBackend(),
+                NullConnection(),
                 partial(SteppingReplica, is_large=is_large),
                 use_local=use_local,
                 regroups=True,

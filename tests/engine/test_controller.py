@@ -30,7 +30,7 @@ from tests.fakes import (
     FakeGroup,
     Interrupted,
     Lost,
-    NullBackend,
+    NullConnection,
     Raised,
     ShutDown,
     Stopper,
@@ -59,7 +59,7 @@ class Trainer:
         self.clock = FakeClock()
         self.controller = ElasticController(
             GroupSpec(
-                NullBackend(),
+                NullConnection(),
                 partial(CountingReplica, is_large=is_large),
                 use_local=use_local,
                 captures=captures,

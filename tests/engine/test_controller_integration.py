@@ -15,7 +15,7 @@ import pytest
 import ray
 from ray.util import placement_group, remove_placement_group
 
-from raysgd.backends.torch import TorchBackend
+from raysgd.connections.torch import TorchConnection
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec
@@ -25,7 +25,7 @@ from raysgd.engine.types import ClusterView, Resources, World
 from raysgd.exceptions import TrainerShutdownError, WorkerError, WorkersLostError
 from tests.conftest import NUM_CPUS
 from tests.failure_plan import FailurePlan, InjectedError
-from tests.fakes import CountingReplica, NullBackend
+from tests.fakes import CountingReplica, NullConnection
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 FOR_EVER_S = 60.0
@@ -84,7 +84,7 @@ class Trainer:
         **spec: Any,
     ) -> None:
         values: dict[str, Any] = {
-            "backend": NullBackend(),
+            "connection": NullConnection(),
             "make_replica": partial(PlannedReplica, plan, is_large),
             "reservation_timeout_s": 60.0,
             **spec,
@@ -185,7 +185,7 @@ def test_a_large_state_that_was_on_its_way_when_its_worker_died_is_made_again(ma
 
 
 def test_in_a_real_process_group_a_death_is_told_from_the_errors_that_follow(make: Make, plan: FailurePlan) -> None:
-    trainer = make(plan.die(rank=0, step=2), backend=TorchBackend(timeout_s=60))
+    trainer = make(plan.die(rank=0, step=2), connection=TorchConnection(timeout_s=60))
     for step, total in ((1, 1), (2, 3), (3, 6)):
         assert trainer.train(step, max_retries=1, function=train_together) == [(total, step)] * 2
     assert trainer.controller.history.num_failures == 1
@@ -197,7 +197,7 @@ def test_in_a_real_process_group_a_death_is_told_from_the_errors_that_follow(mak
 def test_an_exception_ends_the_wait_of_a_rank_in_a_collective_and_comes_as_its_own_class(
     make: Make, plan: FailurePlan
 ) -> None:
-    trainer = make(plan.fail(rank=1, step=2), backend=TorchBackend(timeout_s=FOR_EVER_S))
+    trainer = make(plan.fail(rank=1, step=2), connection=TorchConnection(timeout_s=FOR_EVER_S))
     trainer.train(1, function=train_together)
     pids = trainer.pids()
     with pytest.raises(InjectedError) as caught:
@@ -321,7 +321,7 @@ def test_with_the_driver_as_a_worker_a_lost_process_is_replaced_and_the_state_ke
     make: Make, plan: FailurePlan
 ) -> None:
     plan = plan.die(rank=1, step=2)
-    trainer = make(plan, use_local=True, backend=TorchBackend(timeout_s=60))
+    trainer = make(plan, use_local=True, connection=TorchConnection(timeout_s=60))
     for step, total in ((1, 1), (2, 3), (3, 6)):
         assert trainer.train(step, max_retries=1, function=train_together) == [(total, step)] * 2
     assert trainer.controller.history.num_failures == 1

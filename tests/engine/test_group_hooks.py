@@ -12,7 +12,7 @@ from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.types import Failure, GroupReport, Outcome
 from raysgd.exceptions import TrainerShutdownError, WorkerFault
-from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullBackend, ShutDown, Stopper, read
+from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, ShutDown, Stopper, read
 
 FAULT = WorkerFault(0, "node", RuntimeError(), "ActorDiedError", "gone", "", "")
 LOST = GroupReport((Outcome(0, failure=Failure("died", FAULT)),))
@@ -50,7 +50,7 @@ class Trainer:
         self.cluster = FakeCluster()
         self.hooks = NotingHooks(self.cluster)
         self.controller = ElasticController(
-            GroupSpec(NullBackend(), CountingReplica),
+            GroupSpec(NullConnection(), CountingReplica),
             ScalingPolicy(2, draw=lambda: 0.0),
             make_group=self.cluster.make_group,
             view=self.cluster.view,

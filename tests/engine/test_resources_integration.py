@@ -22,7 +22,7 @@ from raysgd.engine.types import Resources
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
-from tests.fakes import CountingReplica, NullBackend, add
+from tests.fakes import CountingReplica, NullConnection, add
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -118,7 +118,7 @@ def test_what_is_not_granted_is_told_in_numbers_and_nothing_stays_reserved(holde
     "need", [Resources(num_cpus=100), Resources(num_gpus=1), Resources(custom={"no_such_thing": 1})]
 )
 def test_what_the_cluster_never_had_is_a_timeout_too(need: Resources, ray_cluster: None) -> None:
-    group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica, need), 1)
+    group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, need), 1)
     with pytest.raises(ReservationTimeoutError, match="did not grant 1 workers"):
         group.start(0.3)
     assert set(states_of_own_groups()) <= {"REMOVED"}
@@ -157,7 +157,7 @@ def test_a_cluster_that_grants_at_once_is_not_talked_about(ray_cluster: None, ca
 
 
 def test_ctrl_c_while_resources_are_awaited_is_heard_at_once_and_leaves_nothing_reserved(ray_cluster: None) -> None:
-    group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica, Resources(num_cpus=100)), 1)
+    group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, Resources(num_cpus=100)), 1)
     press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
     press.start()
     with pytest.raises(KeyboardInterrupt):
@@ -181,7 +181,7 @@ def ask_for_twice(replica: CountingReplica, value: int) -> int:
 
 
 def test_a_task_inside_a_worker_finds_room_beside_the_full_reservation(ray_cluster: None) -> None:
-    group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica), 2)
+    group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica), 2)
     group.start(20)
     try:
         report = group.on_replica(ask_for_twice, {0: (3,), 1: (4,)})
@@ -218,7 +218,7 @@ def in_a_trial(num_bundles: int, function: Callable[[], Any], captures: bool = T
 
 def train_two_workers() -> tuple[list[float], list[str], list[str], int]:
     before = states_of_own_groups()
-    spec = GroupSpec(NullBackend(), CountingReplica)
+    spec = GroupSpec(NullConnection(), CountingReplica)
     num_fitting = capacity(cluster_view(), spec.resources)
     group = WorkerGroup(spec, 2)
     group.start(20)
@@ -251,7 +251,7 @@ def test_inside_a_group_that_is_not_meant_for_what_is_started_there_an_own_one_i
 
 def start_with_slow_hook() -> bool:
     hook = partial(time.sleep, 6.0)
-    group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica, initialization_hook=hook), 1)
+    group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, initialization_hook=hook), 1)
     try:
         return group.start(5.0).ok
     finally:
@@ -264,7 +264,7 @@ def test_a_slow_hook_is_not_taken_for_a_lack_of_room(ray_cluster: None) -> None:
 
 def test_a_group_of_somebody_else_that_is_too_small_is_a_timeout_with_a_table(ray_cluster: None) -> None:
     def start_three() -> str:
-        group = WorkerGroup(GroupSpec(NullBackend(), CountingReplica), 3)
+        group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica), 3)
         try:
             group.start(1.0)
         except TimeoutError as error:

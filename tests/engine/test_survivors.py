@@ -13,7 +13,7 @@ from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.members import Members
 from raysgd.engine.survivors import Survivors
 from raysgd.engine.types import GroupReport, Outcome, WorkerInfo
-from tests.fakes import CountingReplica, FakeClock, NullBackend, failure
+from tests.fakes import CountingReplica, FakeClock, NullConnection, failure
 
 NEVER = float("inf")
 
@@ -134,7 +134,7 @@ class Scene:
         self.poller = ScriptedPoller()
         self.told_stuck_at: list[float] = []
         members = Members()
-        self.survivors = Survivors(GroupSpec(NullBackend(), CountingReplica), members, self.poller)
+        self.survivors = Survivors(GroupSpec(NullConnection(), CountingReplica), members, self.poller)
         self.workers = [LightWorker(rank, self.poller, interrupted_after_s(rank), rank == 1) for rank in range(size)]
         infos = [WorkerInfo("node", "10.0.0.1", rank) for rank in range(size)]
         members.give_ranks(self.workers, infos)  # type: ignore[arg-type]

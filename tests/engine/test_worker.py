@@ -9,7 +9,7 @@ import pytest
 from raysgd.engine.faults import describe_fault
 from raysgd.engine.types import Failure, Handover, Held, Rendezvous, World
 from raysgd.engine.worker import WorkerFailed, WorkerProcess
-from tests.fakes import CountingReplica, NullBackend, SteppingReplica, meeting, walk, walk_on
+from tests.fakes import CountingReplica, NullConnection, SteppingReplica, meeting, walk, walk_on
 
 
 def test_the_carrier_of_a_failure_is_brief_and_brings_all_of_it() -> None:
@@ -22,7 +22,7 @@ def test_the_carrier_of_a_failure_is_brief_and_brings_all_of_it() -> None:
 # -------------------------------------------------------------------------------------------- changing the group
 
 
-class Diary(NullBackend):
+class Diary(NullConnection):
     """Notes what is asked of it; `fails_with` is what the next join raises."""
 
     def __init__(self) -> None:
@@ -159,7 +159,7 @@ def interrupt(replica: CountingReplica) -> None:
 
 def test_an_interrupt_is_the_users_code_in_a_process_of_its_own_and_the_user_in_the_driver() -> None:
     for is_remote in (True, False):
-        process = WorkerProcess(NullBackend(), num_threads=None, is_remote=is_remote)
+        process = WorkerProcess(NullConnection(), num_threads=None, is_remote=is_remote)
         process.build(World(0, 1), meeting(1), CountingReplica, capture=False)
         with pytest.raises(WorkerFailed if is_remote else KeyboardInterrupt) as caught:
             process.on_replica(interrupt, False, None)

@@ -18,7 +18,7 @@ import pytest
 import ray
 from ray.util import placement_group_table
 
-from raysgd.backends.torch import TorchBackend
+from raysgd.connections.torch import TorchConnection
 from raysgd.engine import gathering, members, standby
 from raysgd.engine.failures import classify
 from raysgd.engine.group_spec import GroupSpec
@@ -27,7 +27,7 @@ from raysgd.engine.types import GroupReport, Resources, World
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import worker_error
 from tests.failure_plan import FailurePlan
-from tests.fakes import CountingReplica, NullBackend, add, read
+from tests.fakes import CountingReplica, NullConnection, add, read
 from tests.processes import is_alive
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -35,7 +35,9 @@ FOR_EVER_S = 60.0  # an answer that must not be waited for comes so late; that i
 
 
 def make_group(num_workers: int = 2, **options: Any) -> WorkerGroup:
-    return WorkerGroup(GroupSpec(**{"backend": NullBackend(), "make_replica": CountingReplica, **options}), num_workers)
+    return WorkerGroup(
+        GroupSpec(**{"connection": NullConnection(), "make_replica": CountingReplica, **options}), num_workers
+    )
 
 
 @pytest.fixture
@@ -297,7 +299,7 @@ def mixed(ray_cluster: None) -> Iterator[WorkerGroup]:
 @pytest.fixture
 def connected(ray_cluster: None) -> Iterator[WorkerGroup]:
     """The same, in a real process group."""
-    group = make_group(use_local=True, backend=TorchBackend(timeout_s=20))
+    group = make_group(use_local=True, connection=TorchConnection(timeout_s=20))
     assert group.start().ok
     yield group
     group.kill(10)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from raysgd.backends.group import Array, Group
+from raysgd.connections.group import Array, Group
 from raysgd.engine.types import World
 
 

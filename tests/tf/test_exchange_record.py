@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from raysgd.backends.group import Group
+from raysgd.connections.group import Group
 from raysgd.engine.types import World
 from raysgd.tf.exchange_record import ExchangeRecord
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.backends.group import Group
+from raysgd.connections.group import Group
 from raysgd.engine.types import DataLedger, World
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.fit_run import FitPlace, FitStream, one_part

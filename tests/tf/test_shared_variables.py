@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.backends.group import Group
+from raysgd.connections.group import Group
 from raysgd.engine.types import World
 from raysgd.tf.shared_variables import merge_statistics, share_first, summed
 from tests.tf.alike import TwoAlike

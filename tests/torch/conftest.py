@@ -9,7 +9,7 @@ import pytest
 import ray.cloudpickle
 import torch.distributed as dist
 
-from raysgd.backends.torch import end_process_group
+from raysgd.connections.torch import end_process_group
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch import lab, operators_for_tests
 from tests.torch.operators_for_tests import LinearOperator

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ray.util.metrics import Gauge
 
 from raysgd import testing
-from raysgd.backends import torch as torch_backend
+from raysgd.connections import torch as torch_connection
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import DataLedger
 from raysgd.torch import TorchTrainer
@@ -38,8 +38,8 @@ class GoesOn(Ledger):
         note = Path(self.config.get("note_of_cut", "."))
         if self.world_rank == 1 and batch_info["global_step"] == 7 and not note.exists():
             note.touch()
-            assert torch_backend._joined is not None
-            torch_backend._joined.interrupt()
+            assert torch_connection._joined is not None
+            torch_connection._joined.interrupt()
         try:
             return super().train_batch(batch, batch_info)
         except Exception:

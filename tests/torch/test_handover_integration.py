@@ -11,7 +11,7 @@ import pytest
 import ray
 import torch
 
-from raysgd.backends.torch import TorchBackend
+from raysgd.connections.torch import TorchConnection
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import Resources
 from raysgd.engine.worker import WorkerFailed
@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(scope="module")
 def pair(ray_cluster: None) -> Iterator[WorkerGroup]:
-    group = WorkerGroup(GroupSpec(TorchBackend(timeout_s=60), CountingReplica, Resources(num_cpus=0.5)), 2)
+    group = WorkerGroup(GroupSpec(TorchConnection(timeout_s=60), CountingReplica, Resources(num_cpus=0.5)), 2)
     assert group.start().ok
     yield group
     group.kill(10)
@@ -89,7 +89,7 @@ def wait_for_the_other(replica: CountingReplica) -> None:
 
 
 def test_an_interruption_frees_a_rank_whose_peer_is_stopped(ray_cluster: None) -> None:
-    group = WorkerGroup(GroupSpec(TorchBackend(timeout_s=600), CountingReplica, Resources(num_cpus=0.5)), 2)
+    group = WorkerGroup(GroupSpec(TorchConnection(timeout_s=600), CountingReplica, Resources(num_cpus=0.5)), 2)
     assert group.start().ok
     try:
         os.kill(group.infos[1].pid, signal.SIGSTOP)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd.backends.horovod import HorovodBackend, import_horovod
+from raysgd.connections.horovod import HorovodConnection, import_horovod
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch import TorchTrainer, arguments
@@ -24,10 +24,10 @@ from tests.torch.operators_for_tests import LinearOperator, equal
 @pytest.fixture
 def parallel() -> Iterator[HorovodParallel]:
     """In a process in which Horovod runs, alone."""
-    backend = HorovodBackend()
-    backend.join(meeting(backend.open_endpoint("127.0.0.1", 0)), World(0, 1))
+    connection = HorovodConnection()
+    connection.join(meeting(connection.open_endpoint("127.0.0.1", 0)), World(0, 1))
     yield HorovodParallel(world_size=1)
-    backend.leave()
+    connection.leave()
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from raysgd.backends.torch import end_process_group
+from raysgd.connections.torch import end_process_group
 from raysgd.torch.ddp import DDP
 from raysgd.torch.sampling import ShardedLoader, shard_loader
 from raysgd.torch.step import Step

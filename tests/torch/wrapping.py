@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from raysgd.backends.torch import end_process_group
+from raysgd.connections.torch import end_process_group
 from raysgd.torch.ddp import DDP
 from raysgd.torch.parallel import NoParallel, unwrap
 

@@ -15,13 +15,15 @@ from raysgd.exceptions import InactiveWorkerGroupError, TrainerShutdownError, Un
 from raysgd.train import Trainer
 from raysgd.train._settings import WorkerSettings
 from raysgd.train.backend import Backend, BackendConfig
-from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullBackend, ShutDown, Stopper, read
+from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, ShutDown, Stopper, read
 
 
 def controller(cluster: FakeCluster) -> ElasticController:
     """The controller of a function trainer, over a fake cluster."""
     settings = WorkerSettings.checked(Backend(), 2, 1, 0, None, 60.0)
-    spec = replace(settings.group_spec(BackendConfig(), None), backend=NullBackend(), make_replica=CountingReplica)
+    spec = replace(
+        settings.group_spec(BackendConfig(), None), connection=NullConnection(), make_replica=CountingReplica
+    )
     made = ElasticController(
         spec, settings.scaling, make_group=cluster.make_group, view=cluster.view, clock=FakeClock().as_clock()
     )

@@ -1,6 +1,6 @@
 """The executor and the worker group, driven as their developers do.
 
-Covers `raysgd.train.worker_group`: it is a view of the workers that an executor starts.
+Covers `raysgd.train.worker_group` and `raysgd.train._worker_handles`: views of the workers that an executor starts.
 """
 
 from __future__ import annotations
@@ -305,7 +305,7 @@ def placement_group_of() -> str | None:
 
 
 def gather_death(group: WorkerGroup) -> None:
-    from raysgd.train.worker_group import gather
+    from raysgd.train._worker_handles import gather
 
     gather([group.execute_single_async(0, os.getpid), group.execute_single_async(1, die)])
 

@@ -6,15 +6,15 @@ from pathlib import Path
 import pytest
 
 import raysgd.v2
-from raysgd.backends.horovod import HorovodBackend
+from raysgd.connections.horovod import HorovodConnection
 from raysgd.train.backend import Placed, resolve
 from raysgd.train.horovod import HorovodConfig
 
 
-def connection_of(config: HorovodConfig) -> HorovodBackend:
+def connection_of(config: HorovodConfig) -> HorovodConnection:
     placed = config.connection(0)
     assert isinstance(placed, Placed)
-    assert isinstance(placed.inner, HorovodBackend)
+    assert isinstance(placed.inner, HorovodConnection)
     return placed.inner
 
 
@@ -24,7 +24,7 @@ def test_it_is_found_by_its_name() -> None:
 
 
 def test_the_start_has_a_patience_of_its_own() -> None:
-    assert connection_of(HorovodConfig(timeout_s=7)) == HorovodBackend(start_timeout_s=7.0)
+    assert connection_of(HorovodConfig(timeout_s=7)) == HorovodConnection(start_timeout_s=7.0)
     assert connection_of(HorovodConfig()).timeout_s > connection_of(HorovodConfig()).start_timeout_s == 300  # type: ignore[operator]
 
 

@@ -10,8 +10,8 @@ from raysgd.engine.worker_group import WorkerGroup as EngineGroup
 from raysgd.exceptions import WorkerFault
 from raysgd.train import _plugin_hooks
 from raysgd.train._plugin_hooks import PluginHooks
+from raysgd.train._worker_handles import LostDuringCallError, WorkerObject
 from raysgd.train.backend import Backend, BackendConfig
-from raysgd.train.worker_group import LostDuringCallError, WorkerObject
 
 FAULT = WorkerFault(1, "node", RuntimeError(), "ActorDiedError", "gone", "", "")
 LOST = GroupReport((Outcome(0, None), Outcome(1, failure=Failure("died", FAULT))))

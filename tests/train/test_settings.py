@@ -28,13 +28,13 @@ def test_workers_see_the_gpus_of_others_if_they_are_to(
 ) -> None:
     monkeypatch.setenv("TRAIN_ENABLE_SHARE_CUDA_VISIBLE_DEVICES", shares)
     made = settings(num_gpus=num_gpus)
-    alone = made.group_spec(BackendConfig(), None).backend
+    alone = made.group_spec(BackendConfig(), None).connection
     if shares == "1" and num_gpus:
         assert isinstance(alone, Placed)
         assert alone.shares_gpus
     else:
         assert isinstance(alone, Unconnected)
-    of_torch = made.group_spec(TorchConfig(), None).backend
+    of_torch = made.group_spec(TorchConfig(), None).connection
     assert isinstance(of_torch, Placed)
     assert of_torch.shares_gpus is (shares == "1")
 

@@ -1,6 +1,6 @@
 """What a function for several workers uses of PyTorch.
 
-Covers `raysgd.train._torch_data`: users reach it through the functions tested here.
+Covers `raysgd.train._torch.loaders`: users reach it through the functions tested here.
 """
 
 from __future__ import annotations
@@ -33,6 +33,9 @@ from raysgd.train import torch as helpers
 from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._mailbox import Ended
 from raysgd.train._messages import FunctionSpec
+from raysgd.train._torch.accelerator import Accelerator
+from raysgd.train._torch.models import InContext
+from raysgd.train._torch.process_group import unwrapped
 from raysgd.train.session import current_session
 
 
@@ -171,7 +174,7 @@ class TestForwardInAContext:
             log.append("out")
 
         model = Picky(2, 1)
-        model.forward = helpers._InContext(model, context)  # type: ignore[method-assign]
+        model.forward = InContext(model, context)  # type: ignore[method-assign]
         return model, log
 
     def test_runs_there(self) -> None:
@@ -242,7 +245,7 @@ class TestOptimizers:
         def function() -> torch.optim.Optimizer:
             session = current_session()
             assert session is not None
-            session.accelerator = helpers.Accelerator(precision, torch.device("cpu"))
+            session.accelerator = Accelerator(precision, torch.device("cpu"))
             return helpers.prepare_optimizer(optimizer)
 
         made: torch.optim.Optimizer = inside(function)
@@ -451,7 +454,7 @@ class TestReproducibility:
 
         import numpy as np
 
-        from raysgd.train._torch_data import _seeding
+        from raysgd.train._torch.loaders import _seeding
 
         called: list[int] = []
         before = random.getstate(), np.random.get_state()
@@ -491,4 +494,4 @@ def test_traces_are_read_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [3, "text", torch.nn.Linear(1, 1)])
 def test_only_a_wrapper_is_unwrapped(value: Any) -> None:
-    assert helpers.unwrapped(value) is value
+    assert unwrapped(value) is value

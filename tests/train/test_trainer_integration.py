@@ -12,8 +12,8 @@ import pytest
 from raysgd import train
 from raysgd.exceptions import InactiveWorkerGroupError, StepMismatchError, WorkerError, WorkersLostError
 from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
+from raysgd.train._worker_handles import WorkerHandle
 from raysgd.train.backend import BackendConfig
-from raysgd.train.worker_group import WorkerHandle
 from tests.train import lab
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]

@@ -1,5 +1,0 @@
-"""How the workers of a group find each other and talk: one module per way.
-
-A backend is a small picklable object. It travels to each worker and is used there only; the framework is imported
-inside its methods, so that the driver needs none.
-"""

@@ -1,0 +1,274 @@
+"""Defers the import of PyTorch's compiler, `torch._dynamo`, until something needs it.
+
+That import takes nearly as long as PyTorch's own. Programs that compile nothing trigger it all the same: the first
+optimizer, `DistributedDataParallel` and process groups ask the compiler for things that mean nothing outside compiled
+code. A stand-in module answers those. Any other request imports the real module, which replaces the stand-in for good.
+
+`torch._dynamo` is private to PyTorch, so the stand-in is used only with the versions whose behavior
+`tests/connections/test_compiler.py` has verified, and `RAYSGD_EAGER_COMPILER=1` turns it off. What it saves, and what
+would make it unnecessary: docs/adr/0012-the-compiler-is-imported-when-needed.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec, PathFinder
+from types import FunctionType, ModuleType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+TESTED_VERSIONS = ("2.13",)
+"""The minor versions of PyTorch that the stand-in is used with: those that its tests have run with."""
+
+SWITCH = "RAYSGD_EAGER_COMPILER"
+"""The environment variable that turns the stand-in off."""
+
+_NAME = "torch._dynamo"
+_KEPT = "__dynamo_disable"  # where PyTorch keeps what `disable` made of one of its own functions
+
+
+def defer_compiler() -> None:
+    """Defers the import of the compiler, or leaves it to PyTorch; a debug line in the log says which."""
+    import torch
+
+    obstacle = _obstacle(torch.__version__, os.environ.get(SWITCH, ""))
+    spec = importlib.util.find_spec(_NAME) if not obstacle and _NAME not in sys.modules else None
+    if spec is None:
+        reason = obstacle or "it is imported already, or not there"
+        logger.debug("the import of PyTorch's compiler is left to PyTorch %s: %s", torch.__version__, reason)
+        return
+    deferred = _DeferredImport(spec)
+    sys.modules[_NAME] = torch._dynamo = deferred.stand_in
+    sys.meta_path.insert(0, deferred.finder)
+    logger.debug("the import of PyTorch's compiler is deferred until something needs it (%s=1 turns this off)", SWITCH)
+
+
+def _obstacle(version: str, switch: str) -> str:
+    """Why this version of PyTorch is to import its compiler by itself; empty if it is not."""
+    if switch not in ("", "0"):
+        return f"{SWITCH}={switch}"
+    if ".".join(version.split(".")[:2]) not in TESTED_VERSIONS:
+        return f"deferring it was tested with {', '.join(TESTED_VERSIONS)} only"
+    return ""
+
+
+class _DeferredImport:
+    """The import that is deferred.
+
+    Args:
+        spec: The spec of the real module.
+
+    Attributes:
+        module: The real module, once it is imported.
+    """
+
+    def __init__(self, spec: ModuleSpec) -> None:
+        self.module: ModuleType | None = None
+        self.stand_in = _StandIn(spec, self)
+        self.finder = _FinderOfParts(self)
+        self._disabled: weakref.WeakSet[_Disabled] = weakref.WeakSet()
+        self._lock = threading.Lock()  # not held during the import, which has its own locks
+
+    def real(self) -> ModuleType:
+        """The real module; imports it if that has not happened yet."""
+        if self.module is None:
+            self._put(None)
+            try:
+                module = importlib.import_module(_NAME)
+            except BaseException:
+                self._put(self.stand_in)
+                raise
+            if getattr(module.__spec__, "_initializing", False):  # its own import asks for it
+                return module
+            self._take(module)
+        assert self.module is not None
+        return self.module
+
+    def _put(self, stand_in: ModuleType | None) -> None:
+        import torch
+
+        with self._lock:
+            if stand_in is not None:
+                sys.modules[_NAME] = torch._dynamo = stand_in
+            elif sys.modules.get(_NAME) is self.stand_in:
+                del sys.modules[_NAME], torch._dynamo
+
+    def _take(self, module: ModuleType) -> None:
+        with self._lock:
+            if self.module is None:
+                self.module = module
+                sys.meta_path.remove(self.finder)
+                for function in list(self._disabled):
+                    function.renew(module)
+
+    def disable(self, fn: Any = None, *args: Any, **options: Any) -> Any:
+        """What `torch._dynamo.disable` makes of a function: one that compiled code does not enter."""
+        if not isinstance(fn, FunctionType):
+            return self.real().disable(fn, *args, **options)
+        function = _Disabled(fn, args, options)
+        self._disabled.add(function)
+        return function.call
+
+
+class _Disabled:
+    """A function that compiled code is not to enter, disabled before the compiler was imported.
+
+    Args:
+        fn: The function.
+        args: Further positional arguments of `disable`.
+        options: Keyword arguments of `disable`.
+    """
+
+    def __init__(self, fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> None:
+        self._fn, self._args, self._options = fn, args, options
+        self._target = fn
+
+    @functools.cached_property
+    def call(self) -> Any:
+        """Calls the function itself, or what the real module has made of it by then."""
+
+        @functools.wraps(self._fn)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return self._target(*args, **kwargs)
+
+        return call
+
+    def renew(self, module: ModuleType) -> None:
+        """From now on calls what the real module makes of the function."""
+        self._target = module.disable(self._fn, *self._args, **self._options)
+        if getattr(self._fn, _KEPT, None) is self.call:
+            setattr(self._fn, _KEPT, self._target)
+
+
+class _StandIn(ModuleType):
+    """Answers in place of the real module.
+
+    Args:
+        spec: The spec of the real module.
+        deferred: The deferred import.
+    """
+
+    def __init__(self, spec: ModuleSpec, deferred: _DeferredImport) -> None:
+        vars(self).update(
+            __name__=_NAME,
+            __package__=_NAME,
+            __spec__=spec,
+            __loader__=spec.loader,
+            __file__=spec.origin,
+            __path__=spec.submodule_search_locations,
+            _deferred=deferred,
+            _answers={
+                "graph_break": _do_nothing,
+                "disable": deferred.disable,
+                "utils": _Part(deferred, "utils", {"get_optimize_ddp_mode": lambda: "ddp_optimizer"}),
+                "trace_rules": _Part(deferred, "trace_rules", {"clear_lru_cache": _do_nothing}),
+            },
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        deferred = self._deferred
+        if deferred.module is None:
+            if name in self._answers:
+                return self._answers[name]
+            if name.startswith("__"):  # code that looks through all modules
+                raise AttributeError(name)
+        return getattr(deferred.real(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._deferred.real(), name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._deferred.real(), name)
+
+    def __dir__(self) -> list[str]:
+        return dir(self._deferred.real())
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return importlib.import_module, (_NAME,)
+
+
+class _Part:
+    """Answers in place of a module inside the compiler.
+
+    Args:
+        deferred: The deferred import.
+        name: The name of the module.
+        answers: What is known without importing it.
+    """
+
+    def __init__(self, deferred: _DeferredImport, name: str, answers: Mapping[str, Any]) -> None:
+        vars(self).update(_deferred=deferred, _name=name, _answers=answers)
+
+    def __getattr__(self, name: str) -> Any:
+        if self._deferred.module is None and name in self._answers:
+            return self._answers[name]
+        return getattr(self._real(), name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._real(), name, value)
+
+    def _real(self) -> Any:
+        return getattr(self._deferred.real(), self._name)
+
+
+class _FinderOfParts(MetaPathFinder):
+    """Imports the compiler before any module inside it, as Python always does.
+
+    Args:
+        deferred: The deferred import.
+    """
+
+    def __init__(self, deferred: _DeferredImport) -> None:
+        self._deferred = deferred
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        """Finds a module inside the compiler; the loader imports it, because Python holds a lock during this call."""
+        if not fullname.startswith(f"{_NAME}.") or sys.modules.get(_NAME) is not self._deferred.stand_in:
+            return None
+        return ModuleSpec(fullname, _LoaderOfPart(self._deferred))
+
+
+class _LoaderOfPart(Loader):
+    """Loads a module inside the compiler, unless importing the compiler has loaded it.
+
+    Args:
+        deferred: The deferred import.
+    """
+
+    def __init__(self, deferred: _DeferredImport) -> None:
+        self._deferred = deferred
+        self._spec: ModuleSpec | None = None
+        self._is_loaded = True
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        real = self._deferred.real()
+        module = sys.modules.get(spec.name)
+        if module is not None:
+            self._spec = vars(module)["__spec__"]
+            return module
+        self._spec = PathFinder.find_spec(spec.name, real.__path__)
+        if self._spec is None:
+            raise ModuleNotFoundError(f"No module named {spec.name!r}", name=spec.name)
+        self._is_loaded = False
+        return importlib.util.module_from_spec(self._spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__spec__"] = self._spec  # Python has just set the finder's spec
+        if not self._is_loaded:
+            assert self._spec is not None
+            assert self._spec.loader is not None
+            self._spec.loader.exec_module(module)
+
+
+def _do_nothing(*args: Any, **options: Any) -> None:
+    """What these functions do outside compiled code."""

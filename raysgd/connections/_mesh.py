@@ -1,0 +1,250 @@
+"""Connections from each rank to every other, over which bytes are swapped. Needs only sockets.
+
+Every rank has to make the same swaps in the same order. What a swap finds wrong ends all connections of this rank, so
+that no other rank waits for it; so does `interrupt`, from any thread.
+
+Why gradients on the host do not use gloo: ADR 35.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any, Protocol, TypeAlias
+
+from raysgd.connections._handshake import ConnectFailed, Credentials
+from raysgd.connections._peers import Deadline, PeerListener
+from raysgd.engine.types import Rendezvous
+
+_HEAD = struct.Struct("<QI")  # how many bytes follow, and of what kind they are
+_LONGEST_POLL_MS = 2**31 - 1
+
+_IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere it is seen once the connection is used
+
+Bytes: TypeAlias = memoryview
+Connections: TypeAlias = dict[int, socket.socket]
+"""The socket to each other rank."""
+
+
+class MeshBroken(ConnectionError):
+    """A connection to another rank ended, or kept this rank waiting for too long."""
+
+
+class Endpoint:
+    """Where a rank listens for others that are about to connect.
+
+    Args:
+        host: Under which address.
+    """
+
+    def __init__(self, host: str) -> None:
+        self._listener = PeerListener(host)
+
+    @property
+    def port(self) -> int:
+        """Where it is."""
+        return self._listener.port
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._listener.close()
+
+    def connect(self, rendezvous: Rendezvous, rank: int, num_lanes: int, deadline: Deadline) -> list[Connections]:
+        """Connects to all ranks, which must all do so at this time, once for each lane. No rank listens after that.
+
+        Args:
+            rendezvous: Where all listen.
+            rank: Who this is.
+            num_lanes: How many connections to make to each of the others.
+            deadline: How long to wait for another rank.
+
+        Raises:
+            ConnectFailed: Another rank is gone, or did not come in time.
+        """
+        credentials = Credentials(rank, rendezvous.secret)
+        before = list(enumerate(rendezvous.addresses[:rank]))
+        num_after = len(rendezvous.addresses) - 1 - rank
+        try:
+            peers = self._listener.connect_all(credentials, before, num_after, num_lanes, deadline)
+        except OSError as error:
+            if isinstance(error, ConnectFailed):
+                raise
+            raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
+        finally:
+            self.close()
+        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(num_lanes)]
+
+
+class Mesh:
+    """The connections of one rank, of one lane.
+
+    Args:
+        connections: The socket to each other rank.
+        timeout_s: How long a swap waits for something to arrive or to be taken.
+    """
+
+    def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
+        self._connections = dict(connections)
+        self._timeout_s = timeout_s
+        self._is_broken = False
+        for connection in self._connections.values():
+            connection.setblocking(False)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def swap(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], kind: int = 0) -> None:
+        """Sends bytes to some ranks and receives from some, all at the same time.
+
+        Args:
+            outgoing: What to send, by rank.
+            incoming: Where to put what comes, by rank; as long as what that rank sends.
+            kind: What is sent and expected, as a number that all ranks know it by.
+
+        Raises:
+            MeshBroken: A connection ended, or nothing moved for too long.
+            ValueError: A rank sends another number of bytes, or another kind: it is not at the same exchange.
+        """
+        try:
+            if self._is_broken:
+                raise MeshBroken("the connections to the other ranks have ended")
+            self._move(
+                {rank: _Sending(self._connections[rank], view, kind) for rank, view in outgoing.items()},
+                {rank: _Receiving(self._connections[rank], rank, view, kind) for rank, view in incoming.items()},
+            )
+        except BaseException as error:
+            self.interrupt()
+            if isinstance(error, OSError) and not isinstance(error, MeshBroken):
+                raise MeshBroken(f"the connection to another rank ended: {error}") from error
+            raise
+
+    def _move(self, sending: dict[int, _Task], receiving: dict[int, _Task]) -> None:
+        while True:
+            has_moved = False
+            for tasks in (sending, receiving):
+                for rank, task in list(tasks.items()):
+                    has_moved |= task.go_on()
+                    if task.is_done:
+                        del tasks[rank]
+            if not sending and not receiving:
+                return
+            if not has_moved:
+                self._wait(sending, receiving)
+
+    def _wait(self, sending: Mapping[int, _Task], receiving: Mapping[int, _Task]) -> None:
+        poll, ranks = select.poll(), {}
+        for rank, connection in self._connections.items():
+            # A rank that nothing is expected from may have ended its connection: it will not take what is sent to it,
+            # nor be there for the next swap, and those that wait for it may wait forever.
+            events = select.POLLIN if rank in receiving else _IS_GONE
+            try:
+                poll.register(connection, events | (select.POLLOUT if rank in sending else 0))
+            except ValueError as error:
+                raise MeshBroken("the connections to the other ranks were closed") from error
+            ranks[connection.fileno()] = rank
+        ready = poll.poll(min(self._timeout_s * 1000, _LONGEST_POLL_MS))
+        if not ready:
+            awaited = ", ".join(map(str, sorted({*sending, *receiving})))
+            raise MeshBroken(f"rank {awaited} did not answer within {self._timeout_s:g} s")
+        gone = [ranks[number] for number, event in ready if ranks[number] not in receiving and event & ~select.POLLOUT]
+        if len(gone) == len(ready):
+            raise MeshBroken(f"rank {', '.join(map(str, sorted(gone)))} has ended its connection")
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether the connections have ended, as far as this rank has noticed."""
+        return self._is_broken
+
+    def interrupt(self) -> None:
+        """From any thread: ends all connections, and with them the swaps of this rank and of those that wait for it."""
+        self._is_broken = True
+        for connection in self._connections.values():
+            with suppress(OSError):  # ended already
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Ends the connections and gives their sockets back."""
+        self.interrupt()
+        for connection in self._connections.values():
+            connection.close()
+
+
+class _Task(Protocol):
+    """One message on its way."""
+
+    is_done: bool
+
+    def go_on(self) -> bool:
+        """Moves what can be moved now; returns whether that was anything."""
+
+
+class _Sending:
+    """A message on its way out: its head, then its bytes."""
+
+    __slots__ = ("_connection", "_parts", "is_done")
+
+    def __init__(self, connection: socket.socket, view: Bytes, kind: int) -> None:
+        self._connection = connection
+        self._parts: list[Any] = [_HEAD.pack(len(view), kind), view]
+        self.is_done = False
+
+    def go_on(self) -> bool:
+        try:
+            num_sent = self._connection.sendmsg(self._parts)
+        except BlockingIOError:
+            return False
+        self._parts = list(_rest_of(self._parts, num_sent))
+        self.is_done = not self._parts
+        return True
+
+
+class _Receiving:
+    """A message on its way in."""
+
+    __slots__ = ("_connection", "_head", "_kind", "_rank", "_view", "is_done")
+
+    def __init__(self, connection: socket.socket, rank: int, view: Bytes, kind: int) -> None:
+        self._connection, self._rank, self._view, self._kind = connection, rank, view, kind
+        self._head: bytes | None = b""
+        self.is_done = False
+
+    def go_on(self) -> bool:
+        try:
+            return self._receive_head() if self._head is not None else self._receive_body()
+        except BlockingIOError:
+            return False
+
+    def _receive_head(self) -> bool:
+        assert self._head is not None
+        self._head += self._nonempty(self._connection.recv(_HEAD.size - len(self._head)))
+        if len(self._head) == _HEAD.size:
+            length, kind = _HEAD.unpack(self._head)
+            if (length, kind) != (len(self._view), self._kind):
+                what = "bytes" if kind == self._kind else "bytes of another kind"
+                raise ValueError(
+                    f"rank {self._rank} sends {length} {what} where this rank expects {len(self._view)}: the ranks are "
+                    "not at the same exchange. All of them have to average the same gradients in the same order."
+                )
+            self._head = None
+            self.is_done = not length
+        return True
+
+    def _receive_body(self) -> bool:
+        num_received = self._nonempty(self._connection.recv_into(self._view))
+        self._view = self._view[num_received:]
+        self.is_done = not len(self._view)
+        return True
+
+    def _nonempty(self, received: Any) -> Any:
+        if not received:
+            raise MeshBroken(f"rank {self._rank} is gone: it has ended its connection")
+        return received
+
+
+def _rest_of(parts: Sequence[Any], num_sent: int) -> Iterator[Any]:
+    """What is left of a message after its first bytes were sent."""
+    for part in parts:
+        if num_sent < len(part):
+            yield memoryview(part)[num_sent:]
+        num_sent = max(0, num_sent - len(part))

@@ -1,0 +1,329 @@
+"""`torch.distributed` process groups: gloo or NCCL."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from raysgd.connections._board import Board
+from raysgd.connections._compiler import defer_compiler
+from raysgd.connections._handshake import ConnectFailed
+from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
+from raysgd.connections._origins import is_of, with_causes
+from raysgd.connections._peers import Deadline, listen_at
+from raysgd.connections._sockets import OpenSocket, between_ranks, listening_since, open_sockets, opened_since
+from raysgd.connections.gpus import ordinal_of, visible_to_all
+from raysgd.connections.group import Group
+from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
+from raysgd.engine.types import Rendezvous, World
+
+logger = logging.getLogger(__name__)
+
+_SETTLE_S = 0.002
+_STORE = "raysgd/store"
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+# What the transports say when a peer is gone. Matched in lower case, in the text of a RuntimeError of PyTorch's own.
+_BROKEN = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+    "timed out waiting",
+    "socket timeout",
+    "wait timeout",
+    "nccl error",
+    "nccl communicator was aborted",
+    "gloo/transport",
+    "failed to recv",
+    "failed to send",
+    "application timeout caused pair closure",
+)
+
+
+@dataclass
+class TorchConnection(Connection):
+    """One default process group over all ranks; none for a single rank.
+
+    Attributes:
+        transport: "gloo" or "nccl".
+        timeout_s: How long a collective may wait for the other ranks before it raises.
+        form_timeout_s: How long ranks may take to form a group; never longer than `timeout_s`.
+    """
+
+    transport: str = "gloo"
+    timeout_s: float = 1800.0
+    form_timeout_s: float = FORM_TIMEOUT_S
+    _endpoint: Endpoint | None = field(default=None, repr=False, compare=False)
+    _board: Board | None = field(default=None, repr=False, compare=False)
+    _store: Any = field(default=None, repr=False, compare=False)  # kept: C++ calls methods that Python must still have
+    _is_interrupted: bool = field(default=False, repr=False, compare=False)
+    _has_joined: bool = field(default=False, repr=False, compare=False)
+    _connections: list[OpenSocket] = field(default_factory=list, repr=False, compare=False)
+    _mesh: Mesh | None = field(default=None, repr=False, compare=False)
+    _group: Group | None = field(default=None, repr=False, compare=False)
+    _is_on_one_node: bool = field(default=False, repr=False, compare=False)
+    _aborting: threading.Thread | None = field(default=None, repr=False, compare=False)
+    _is_cut: bool = field(default=False, repr=False, compare=False)
+    _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
+    _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
+
+    def load(self) -> None:
+        self.load_in_driver()
+        defer_compiler()
+
+    def load_in_driver(self) -> None:
+        import torch.distributed  # noqa: F401
+
+    def use_gpus(self, gpu_ids: Sequence[str]) -> None:
+        """Chooses the GPU by its ordinal in this process. `CUDA_VISIBLE_DEVICES` stays: CUDA may have read it before.
+
+        Raises:
+            RuntimeError: This process cannot see the GPU.
+        """
+        import torch
+
+        self._gpus_of_driver = tuple(gpu_ids)
+        if gpu_ids and torch.cuda.is_available():
+            torch.cuda.set_device(ordinal_of(gpu_ids[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+    def open_endpoint(self, host: str, rank: int) -> int:
+        self._endpoint = Endpoint(host)
+        return self._endpoint.port
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        """Forms the default process group.
+
+        Raises:
+            RuntimeError: If this process has a default process group already, which then belongs to someone else.
+        """
+        if not world.is_distributed and not even_alone:
+            return
+        import torch.distributed as dist
+
+        if dist.is_initialized():
+            raise RuntimeError(
+                "`torch.distributed` is already initialized in this process. A trainer with `use_local=True` needs the "
+                "default process group of the driver for itself: destroy the other group or shut the other trainer "
+                "down."
+            )
+        self._choose_interface(rendezvous)
+        deadline = self._deadline()
+        self._store = store = self._connect(rendezvous, world, deadline)
+        self._has_joined, self._is_cut, self._is_on_one_node = True, False, rendezvous.on_one_node
+        sockets_before = open_sockets()
+        timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
+        dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        if self.transport == "gloo" and world.is_distributed:
+            self._connections = self._between_ranks(sockets_before, world)
+            store.longest_wait_s = math.inf  # it is formed, and what follows takes its time
+            deadline.check()  # an interrupt that came before there was anything to cut
+        global _joined
+        _joined = self
+
+    def _deadline(self) -> Deadline:
+        return Deadline(self._form_timeout_s, lambda: self._is_interrupted)
+
+    def _connect(self, rendezvous: Rendezvous, world: World, deadline: Deadline) -> Any:
+        """Connects to the other ranks; returns the store that all share."""
+        if not world.is_distributed:
+            return _c10d("HashStore")()
+        assert self._endpoint is not None, "a rank of several listens before it joins the others"
+        on_board, *in_mesh = self._endpoint.connect(rendezvous, world.rank, 1 + (self.transport == "gloo"), deadline)
+        self._board = Board(world.rank, on_board)
+        for lane in in_mesh:
+            self._mesh = Mesh(lane, self.timeout_s)
+            self._group = Group(world, self._mesh)
+        if self.transport == "gloo":
+            from raysgd.connections._store import BoardStore
+
+            return BoardStore(self._board, self._form_timeout_s)
+        self._see_gpus_of_node(world)
+        return self._store_of_rank_0(rendezvous, world, self._board)
+
+    def _store_of_rank_0(self, rendezvous: Rendezvous, world: World, board: Board) -> Any:
+        """PyTorch's own: NCCL's threads ask it for things that Python must not be asked while a process ends."""
+        host = rendezvous.address
+        options = {"wait_for_workers": False, "timeout": datetime.timedelta(seconds=self._form_timeout_s)}
+        if world.rank == 0:
+            with listen_at(host) as listener:
+                port = listener.getsockname()[1]
+                store = _c10d("TCPStore")(host, port, is_master=True, master_listen_fd=listener.detach(), **options)
+            board.put(_STORE, str(port).encode())
+            return store
+        port = int(board.get(_STORE, self._form_timeout_s))
+        return _c10d("TCPStore")(host, port, is_master=False, **options)
+
+    def _tell(self, world: World, topic: str, word: str) -> list[str]:
+        """Says something to all ranks; returns what each of them says, by rank."""
+        assert self._board is not None
+        self._board.put(f"{topic}/{world.rank}", word.encode())
+        return [self._board.get(f"{topic}/{rank}", self._form_timeout_s).decode() for rank in range(world.size)]
+
+    def _see_gpus_of_node(self, world: World) -> None:
+        """Lets this process see the GPUs of all workers on its node, and computes on its own.
+
+        Workers that see one GPU each cannot reach one another's memory, which NCCL then does by detours, or not at all.
+        It needs CUDA not to have looked at the variable yet; where it has, everything stays as it was.
+        """
+        import torch
+
+        own = os.environ.get(_VISIBLE, "")
+        word = json.dumps([world.node_rank, ",".join(self._gpus_of_driver) or own])
+        told = [json.loads(each) for each in self._tell(world, "raysgd/gpus", word)]
+        if self._gpus_of_driver:
+            return
+        visible, ordinal = visible_to_all(own, [gpus for node_rank, gpus in told if node_rank == world.node_rank])
+        if visible == own or torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            return
+        os.environ[_VISIBLE] = visible
+        try:
+            torch.cuda.set_device(ordinal)
+        except RuntimeError as error:
+            logger.warning("cannot see the GPUs of other workers, CUDA was in use before: %s", error)
+            os.environ[_VISIBLE] = own
+            torch.cuda.set_device(0)
+
+    def _between_ranks(self, sockets_before: dict[int, str], world: World) -> list[OpenSocket]:
+        """Gloo's connections to other ranks: those that were opened meanwhile, where it listens itself or others do."""
+        own = listening_since(sockets_before)
+        told = [json.loads(word) for word in self._tell(world, "raysgd/listens", json.dumps(own))]
+        return between_ranks(opened_since(sockets_before), {address for word in told for address in word})
+
+    def interrupt(self) -> None:
+        self._is_interrupted = True
+        self._cut()
+
+    def _cut(self) -> None:
+        connections, self._connections = self._connections, []
+        self._is_cut = True
+        for connection in connections:
+            connection.shut()
+        for part in (self._mesh, self._board):
+            if part is not None:
+                part.interrupt()
+        if self.transport == "nccl" and self._has_joined and self._aborting is None:
+            self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
+            self._aborting.start()  # it may take long, and the interrupting thread also answers heartbeats
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether a connection to another rank has ended; only those of gloo are known."""
+        is_mesh_broken = self._mesh is not None and self._mesh.is_broken
+        return self._is_cut or is_mesh_broken or not all(connection.is_open for connection in self._connections)
+
+    def leave(self) -> None:
+        global _joined
+        if _joined is self:
+            _joined = None
+        self._cut()
+        aborting, self._aborting = self._aborting, None
+        if aborting is not None:
+            aborting.join()
+        if self._has_joined:  # another group in this process is not ours to end
+            end_process_group()
+        for part in (self._mesh, self._board, self._endpoint):
+            if part is not None:
+                part.close()
+        self._mesh = self._board = self._endpoint = self._group = self._store = None
+        self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
+        while self._own_variables:
+            os.environ.pop(self._own_variables.pop(), None)
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        return is_connection_error(error)
+
+    @property
+    def _form_timeout_s(self) -> float:
+        return min(self.form_timeout_s, self.timeout_s)
+
+    def _choose_interface(self, rendezvous: Rendezvous) -> None:
+        """Loopback for gloo on a single node, and waiting collectives for NCCL, unless the user chose."""
+        if rendezvous.on_one_node and os.path.exists("/sys/class/net/lo"):
+            self._set_variable("GLOO_SOCKET_IFNAME", "lo")
+        if self.transport == "nccl":
+            self._set_variable("NCCL_BLOCKING_WAIT", "1")
+
+    def _set_variable(self, name: str, value: str) -> None:
+        if name not in os.environ:
+            os.environ[name] = value
+            self._own_variables.append(name)
+
+
+_joined: TorchConnection | None = None  # the one whose group is the default group, of which a process has one
+
+
+def exchanges_at_once() -> Group | None:
+    """What sums in the group of this process may go through: quicker than gloo, where one waits for them. Or None."""
+    return None if _joined is None else _joined._group
+
+
+def board_of_group() -> Board:
+    """The board of the group that this process joined: all who write there have proved who they are."""
+    assert _joined is not None, "no group was joined"
+    assert _joined._board is not None, "a rank that is alone has no other rank to write to"
+    return _joined._board
+
+
+def is_on_one_node() -> bool:
+    """Whether all ranks of the group of this process, formed by `TorchConnection`, are on one node."""
+    return _joined is not None and _joined._is_on_one_node
+
+
+def is_group_broken() -> bool:
+    """Whether the default group of this process, formed by `TorchConnection`, has lost a connection that is known."""
+    return _joined is not None and _joined.is_broken
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Whether an exception raised by a collective means that the group is broken."""
+    import torch.distributed as dist
+
+    for link in with_causes(error):  # user code may have put its own words before PyTorch's
+        if isinstance(link, dist.DistError | ConnectFailed | MeshBroken):
+            return True
+        text = str(link).lower()
+        if not (isinstance(link, RuntimeError) and any(phrase in text for phrase in _BROKEN)):
+            return False
+        if is_of(link, ["torch"], passing_on=["torch._utils"]):
+            return True
+    return False
+
+
+def _c10d(name: str) -> Any:
+    """A class of PyTorch's that its type stubs do not tell of."""
+    from torch import distributed
+
+    return vars(distributed)[name]
+
+
+def _abort_process_group() -> None:
+    """Ends the kernels of a broken NCCL group, which would hold the device for ever."""
+    import torch.distributed as dist
+
+    group = dist.group.WORLD
+    if dist.is_initialized() and hasattr(group, "abort"):
+        group.abort()  # type: ignore[union-attr]
+
+
+def end_process_group() -> None:
+    """Leaves the default group, if there is one."""
+    import torch.distributed as dist
+
+    if not dist.is_initialized():  # forming the group failed
+        return
+    # What takes the group down waits for its threads and holds the interpreter's lock meanwhile, which a thread that is
+    # not quite done with the last collective may need in order to give a tensor back: let it have the lock first.
+    time.sleep(_SETTLE_S)
+    try:
+        dist.destroy_process_group()
+    except RuntimeError as error:  # a broken group cannot say goodbye
+        logger.debug("leaving a broken group: %s", error)

@@ -1,0 +1,8 @@
+"""What `raysgd.train.torch` offers: the process group of the workers, and helpers for functions that run in them.
+
+Users import it from there.
+"""
+
+from raysgd._optional import require
+
+require("torch", extra="torch", purpose="`raysgd.train.torch`")

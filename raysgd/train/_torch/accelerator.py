@@ -1,0 +1,113 @@
+"""What the helpers of one run share: the device, the precision, the seed, and how states are gathered."""
+
+from __future__ import annotations
+
+import os
+import random
+import weakref
+
+import numpy as np
+import torch
+
+from raysgd.torch.options import FSDPOptions
+from raysgd.torch.parallel import NoParallel
+from raysgd.torch.precision import NativeAmp, Precision
+from raysgd.train._running import running_session
+from raysgd.train._session import Session
+
+
+class Accelerator:
+    """What the helpers of one run share.
+
+    Attributes:
+        seed: What random numbers start from; None for anything.
+        parallel: How states are gathered and taken over.
+
+    Args:
+        precision: The number format.
+        device: Where models and batches go.
+    """
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.precision = precision
+        self.device = device
+        self.seed: int | None = None
+        self.parallel = NoParallel()
+        self._replaced: dict[int, weakref.ref[torch.nn.Parameter]] = {}
+
+    def divide(self, model: torch.nn.Module, world_size: int, options: FSDPOptions) -> torch.nn.Module:
+        """Divides a model over the workers, in place."""
+        from raysgd.torch.fsdp import FSDP  # not at the top: it takes a while, and few need it
+
+        self._replaced |= {id(parameter): weakref.ref(parameter) for parameter in model.parameters()}
+        self.parallel = FSDP(self.device, world_size, options)
+        model = self.parallel.wrap(model, None, {})
+        self.parallel.rebind_optimizers(())  # lets go of the whole parameters
+        return model
+
+    def has_replaced(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether a part stands in the place of this parameter now."""
+        reference = self._replaced.get(id(parameter))
+        return reference is not None and reference() is parameter
+
+
+def accelerate(amp: bool = False) -> None:
+    """Chooses the precision of a run: with `amp`, fp16 with a gradient scaler on GPUs. Call it first.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+        RuntimeError: A helper was called before, or this was.
+    """
+    session = running_session("accelerate")
+    if session.accelerator is not None:
+        raise RuntimeError("call `accelerate` once, and before all other helpers of `raysgd.train.torch`.")
+    device = _device_of(session)
+    precision = NativeAmp(torch.float16, device, enabled=device.type == "cuda") if amp else Precision()
+    session.accelerator = Accelerator(precision, device)
+
+
+def get_device() -> torch.device:
+    """The device of this worker.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    return accelerator_of("get_device").device
+
+
+def enable_reproducibility(seed: int = 0) -> None:
+    """Makes two runs with the same seed do the same. Slower on GPUs. Call it before the other helpers.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    accelerator_of("enable_reproducibility").seed = seed
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed)
+    os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+
+
+def accelerator_of(helper: str) -> Accelerator:
+    """What the helpers share in this run; raises as `running_session`."""
+    session = running_session(helper)
+    if session.accelerator is None:
+        session.accelerator = Accelerator(Precision(), _device_of(session))
+    accelerator: Accelerator = session.accelerator
+    return accelerator
+
+
+def _device_of(session: Session) -> torch.device:
+    """The first of this worker's GPUs, as the process counts those that it sees; else the CPU."""
+    gpu_ids = session.world.gpu_ids
+    if not gpu_ids or not torch.cuda.is_available():
+        return torch.device("cpu")
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    if gpu_ids[0] not in visible:
+        raise RuntimeError(
+            f"This worker's GPU {gpu_ids[0]} is not among CUDA_VISIBLE_DEVICES={','.join(visible)!r}, which something "
+            "has changed after the worker was started."
+        )
+    return torch.device("cuda", visible.index(gpu_ids[0]))

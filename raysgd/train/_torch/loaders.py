@@ -1,0 +1,162 @@
+"""Loaders in training functions: each worker gets its part of the samples."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from raysgd.engine.types import World
+from raysgd.train._running import running_session
+from raysgd.train._torch.accelerator import accelerator_of
+from raysgd.train._torch.device_loader import DeviceLoader
+
+logger = logging.getLogger(__name__)
+
+
+def prepare_data_loader(
+    data_loader: DataLoader[Any],
+    add_dist_sampler: bool = True,
+    move_to_device: bool = True,
+    auto_transfer: bool = True,
+    *,
+    exact: bool = False,
+) -> DataLoader[Any]:
+    """Gets a loader ready: over this worker's part of the samples, with batches on the device.
+
+    Call `loader.sampler.set_epoch(epoch)` before each pass for another order each time. All workers get the same number
+    of samples: where these cannot be divided evenly, the first ones come twice, unless `exact` is set.
+
+    Args:
+        data_loader: The loader.
+        add_dist_sampler: Whether to divide a map-style dataset over the workers.
+        move_to_device: Whether to move the batches.
+        auto_transfer: Whether to do so one batch ahead, beside the computation; GPUs only.
+        exact: Whether each sample comes once on one worker, as for an evaluation. Workers may then get different
+            numbers of batches. A training of `DistributedDataParallel` models needs `model.join()` around such a pass.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+        ValueError: The loader has a `batch_sampler` of a class that cannot be divided.
+    """
+    accelerator = accelerator_of("prepare_data_loader")
+    if add_dist_sampler:
+        data_loader = divided(data_loader, running_session("prepare_data_loader").world, accelerator.seed, exact)
+    return DeviceLoader(data_loader, accelerator.device, auto_transfer) if move_to_device else data_loader
+
+
+def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool = False) -> DataLoader[Any]:
+    """A loader over this rank's part of the same data; the loader itself where that makes no sense.
+
+    Args:
+        loader: Any loader.
+        world: The place of this worker.
+        seed: For random numbers in the processes of the loader; None for PyTorch's own.
+        exact: Whether no sample is repeated to make the parts equal.
+
+    Raises:
+        ValueError: The batches come from a batch sampler that cannot be divided.
+    """
+    sampler = _sampler_of(loader)
+    if isinstance(sampler, DistributedSampler) or isinstance(loader.dataset, IterableDataset):
+        return loader
+    if world.size == 1:
+        _accept_epochs(loader.sampler)
+        return loader
+    _check_batches(loader)
+    shuffles = not isinstance(sampler, SequentialSampler)
+    if shuffles and not isinstance(sampler, RandomSampler) and world.rank == 0:
+        logger.warning(
+            "the sampler %s is replaced by one that divides the data and shuffles it: pass `add_dist_sampler=False` to "
+            "keep it",
+            type(sampler).__name__,
+        )
+    kind = ExactSampler if exact else DistributedSampler
+    made = _over(loader, kind(loader.dataset, num_replicas=world.size, rank=world.rank, shuffle=shuffles))
+    if seed is not None:
+        made.generator, made.worker_init_fn = torch.Generator(), _seeding(loader.worker_init_fn)
+        made.generator.manual_seed(seed)
+    return made
+
+
+def _sampler_of(loader: DataLoader[Any]) -> Any:
+    """What the samples come from: `loader.sampler` is a mere default where a batch sampler was passed."""
+    return getattr(loader.batch_sampler, "sampler", loader.sampler)
+
+
+def _check_batches(loader: DataLoader[Any]) -> None:
+    batches = loader.batch_sampler
+    if batches is not None and type(batches) is not BatchSampler:
+        raise ValueError(
+            f"`batch_sampler={type(batches).__name__}(...)` cannot be divided over the workers. Divide it yourself, "
+            "for instance by yielding every `train.world_size()`-th batch from `train.world_rank()` on, and pass "
+            "`add_dist_sampler=False`; or pass `batch_size` or a `torch.utils.data.BatchSampler` to the loader."
+        )
+
+
+def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
+    """The same loader, with all that it was given, over another sampler."""
+    made, batches = copy.copy(loader), loader.batch_sampler
+    if isinstance(batches, BatchSampler):
+        batches = BatchSampler(sampler, batches.batch_size, batches.drop_last)
+    vars(made).update(sampler=sampler, batch_sampler=batches, _iterator=None)  # a loader refuses it the usual way
+    return made
+
+
+def _accept_epochs(sampler: Any) -> None:
+    """Lets `set_epoch` be called for one worker too, because a run may shrink to one. The order stays the sampler's."""
+    if not hasattr(sampler, "set_epoch"):
+        with suppress(AttributeError):  # a list, for instance
+            sampler.set_epoch = _ignore_epoch
+
+
+def _ignore_epoch(epoch: int) -> None:
+    """Does nothing."""
+
+
+class ExactSampler(DistributedSampler[Any]):
+    """Gives each sample to one rank, once. The first ranks have one sample more where the parts cannot be equal.
+
+    Args:
+        dataset: The data.
+        num_replicas: The number of ranks.
+        rank: This rank.
+        shuffle: Whether each epoch has an order of its own.
+    """
+
+    def __init__(self, dataset: Any, num_replicas: int, rank: int, shuffle: bool) -> None:
+        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle)
+        self.total_size = len(dataset)  # nothing is added, then
+        self.num_samples = len(range(rank, self.total_size, num_replicas))
+
+
+class _seeding:
+    """Seeds numpy and `random` in a process of a loader, then does what was to be done there.
+
+    Args:
+        then: What the user wanted to be done.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None) -> None:
+        self._then = then
+
+    def __call__(self, worker_id: int) -> None:
+        seed = torch.initial_seed() % 2**32
+        np.random.seed(seed)
+        random.seed(seed)
+        if self._then is not None:
+            self._then(worker_id)

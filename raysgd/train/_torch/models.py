@@ -1,0 +1,134 @@
+"""Models in training functions: prepared for several workers, and their states gathered and loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import fields
+from typing import Any
+
+import torch
+
+from raysgd.torch.ddp import DDP
+from raysgd.torch.options import FSDPOptions
+from raysgd.torch.parallel import NoParallel
+from raysgd.train._running import running_session
+from raysgd.train._torch.accelerator import accelerator_of
+from raysgd.train._torch.process_group import unwrapped
+
+_UNSET: Any = object()
+
+
+def prepare_model(
+    model: torch.nn.Module,
+    move_to_device: bool | torch.device = True,
+    wrap_ddp: bool | str | None = True,
+    ddp_kwargs: Mapping[str, Any] | None = None,
+    *,
+    parallel_strategy: str | None = _UNSET,
+    parallel_strategy_kwargs: Mapping[str, Any] | None = None,
+) -> torch.nn.Module:
+    """Gets a model ready: on its device, in the precision of the run, and kept equal on all workers.
+
+    With "fsdp" it is divided over the workers, in place. Make its optimizer afterwards, and save what `gather_state`
+    returns. A single worker keeps it whole.
+
+    Args:
+        model: The model.
+        move_to_device: Whether to move it to this worker's device; or another device.
+        wrap_ddp: Whether to wrap it in `DistributedDataParallel`, if there are several workers; or a
+            `parallel_strategy`.
+        ddp_kwargs: Arguments for that.
+        parallel_strategy: Says the same in other words: "ddp" or None; or "fsdp", to divide it by `fully_shard`.
+        parallel_strategy_kwargs: Arguments for that; with "fsdp" those of `TorchTrainer(fsdp_args=...)`.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+        ValueError: Another strategy, or options that it does not have.
+    """
+    strategy, options = _strategy_of(wrap_ddp, ddp_kwargs, parallel_strategy, parallel_strategy_kwargs)
+    accelerator = accelerator_of("prepare_model")
+    world = running_session("prepare_model").world
+    device = move_to_device if isinstance(move_to_device, torch.device) else accelerator.device
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    if move_to_device:
+        model = model.to(device)
+    if accelerator.precision.is_mixed:
+        model.forward = InContext(model, accelerator.precision.forward)
+    if world.size == 1 or strategy is None:
+        return model
+    if strategy == "fsdp":
+        return accelerator.divide(model, world.size, FSDPOptions(**options))
+    device_ids = [device.index or 0] if device.type == "cuda" else None
+    return DDP().wrap(model, device_ids, options)
+
+
+def _strategy_of(
+    wrap_ddp: bool | str | None,
+    ddp_kwargs: Mapping[str, Any] | None,
+    parallel_strategy: str | None,
+    parallel_strategy_kwargs: Mapping[str, Any] | None,
+) -> tuple[str | None, dict[str, Any]]:
+    """The strategy, whichever of its two names it was given by, and its options."""
+    if parallel_strategy is not _UNSET and wrap_ddp is not True:
+        raise ValueError("`wrap_ddp` and `parallel_strategy` set the same option: pass one of them.")
+    name, strategy = "parallel_strategy", parallel_strategy
+    if parallel_strategy is _UNSET:
+        in_words = ("ddp" if wrap_ddp else None) if isinstance(wrap_ddp, bool) else wrap_ddp
+        name, strategy = "wrap_ddp", in_words
+    if strategy not in ("ddp", "fsdp", None):
+        raise ValueError(
+            f'`{name}={strategy!r}`: allowed are "ddp", "fsdp" and None, and for `wrap_ddp` True and False.'
+        )
+    options = {**(ddp_kwargs or {}), **(parallel_strategy_kwargs or {})}
+    unknown = sorted(set(options) - {option.name for option in fields(FSDPOptions)})
+    if strategy == "fsdp" and unknown:
+        known = ", ".join(option.name for option in fields(FSDPOptions))
+        raise ValueError(f'`parallel_strategy_kwargs` has {", ".join(unknown)}: with "fsdp" allowed are {known}.')
+    return strategy, options
+
+
+def gather_state(part: torch.nn.Module | torch.optim.Optimizer) -> dict[str, Any]:
+    """The whole state of a model or an optimizer, without wrappers, for `save_checkpoint`; all workers have to call it.
+
+    Of parts that are divided by "fsdp" it is put together on rank 0; the others get it without the tensors.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    return accelerator_of("gather_state").parallel.state_of(unwrapped(part))
+
+
+def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """Takes over a state of `gather_state`, or of `state_dict` of a plain part, before or after it was prepared.
+
+    Raises:
+        SessionMisuseError: Outside of a training function.
+    """
+    parallel = accelerator_of("load_state").parallel
+    if isinstance(part, torch.nn.Module):
+        model = unwrapped(part)
+        is_divided = any(hasattr(parameter, "full_tensor") for parameter in model.parameters())
+        (parallel if is_divided else NoParallel()).load_model(model, state)
+    else:
+        parallel.load_optimizer(part, state)
+
+
+class InContext:
+    """A model's `forward` inside of a context. A copy of the model, and what a pickle brings back, has the plain one.
+
+    Args:
+        model: The model, before this becomes its `forward`.
+        context: Makes the context.
+    """
+
+    def __init__(self, model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._model, self._forward, self._context = model, model.forward, context
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self._context():
+            return self._forward(*args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._model, "forward")  # of the other model, which then has none of its own yet

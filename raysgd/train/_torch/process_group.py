@@ -1,0 +1,83 @@
+"""The process group of `torch.distributed` that the workers join before a function runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raysgd._checks import check_seconds
+from raysgd.connections.torch import TorchConnection, end_process_group
+from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
+from raysgd.train._session import current_session
+from raysgd.train.backend import Backend, BackendConfig, EncodedData, Placed
+
+if TYPE_CHECKING:
+    from raysgd.train.worker_group import WorkerGroup
+
+_GOODBYE_S = 2.0
+
+
+@dataclass
+class TorchConfig(BackendConfig):
+    """Connects the workers with a process group of `torch.distributed`, also a single one.
+
+    Attributes:
+        backend: "nccl", "gloo", ...; None for NCCL where workers have GPUs, else gloo.
+        init_method: "env" tells the workers of their meeting point in `MASTER_ADDR` and `MASTER_PORT`; "tcp" does not.
+        timeout_s: How long a collective may wait for the other ranks.
+        form_timeout_s: How long the workers may take to form the group; never longer than `timeout_s`.
+
+    Raises:
+        ValueError: Another `init_method`, when the workers are started.
+    """
+
+    backend: str | None = None
+    init_method: str = "env"
+    timeout_s: int = 1800
+    form_timeout_s: float = FORM_TIMEOUT_S
+
+    @property
+    def backend_cls(self) -> type[Backend]:
+        return TorchBackend
+
+    def connection(self, num_gpus_per_worker: float) -> Connection:
+        check_seconds("timeout_s", self.timeout_s, may_be_least=False)
+        check_seconds("form_timeout_s", self.form_timeout_s, may_be_least=False)
+        if self.init_method not in ("env", "tcp"):
+            raise ValueError(f'`init_method={self.init_method!r}`: allowed are "env" and "tcp".')
+        transport = self.backend or ("nccl" if num_gpus_per_worker > 0 else "gloo")
+        group = TorchConnection(transport, float(self.timeout_s), float(self.form_timeout_s))
+        return Placed(group, names_address=self.init_method == "env", names_place=True)
+
+
+class TorchBackend(Backend):
+    """The driver's part. What is reported or saved leaves the workers without wrappers, and arrives in host memory.
+
+    The wrappers that models have deep inside of a checkpoint stay behind too, wherever a state is encoded.
+    """
+
+    share_cuda_visible_devices = True
+
+    def on_shutdown(self, worker_group: WorkerGroup, backend_config: BackendConfig) -> None:
+        """Lets the workers leave their process group; one that is busy is not waited for, it is ended all the same."""
+        import ray
+
+        references = worker_group.execute_async(_leave_group)
+        ray.wait(references, num_returns=len(references), timeout=_GOODBYE_S)
+
+    @staticmethod
+    def encode_data(data_dict: dict[str, Any]) -> EncodedData:
+        return {key: unwrapped(value) for key, value in data_dict.items()}
+
+
+def unwrapped(value: Any) -> Any:
+    """A model without `DistributedDataParallel`; anything else unchanged."""
+    return value.module if isinstance(value, torch.nn.parallel.DistributedDataParallel) else value
+
+
+def _leave_group() -> None:
+    """Leaves the process group, unless a function still runs, whose collectives would be in the way."""
+    if current_session() is None:
+        end_process_group()

@@ -1,0 +1,134 @@
+"""What ranks exchange as arrays; the ranks are threads."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysgd.connections._mesh import MeshBroken
+from raysgd.connections.group import Group, Votes
+from raysgd.engine.types import World
+from tests.connections.test_mesh import connected
+
+
+def test_a_replica_that_is_alone_exchanges_nothing() -> None:
+    group, numbers = Group(World(0, 1)), np.arange(3.0)
+    group.add_up(numbers)
+    group.from_first(numbers)
+    assert numbers.tolist() == [0.0, 1.0, 2.0]
+    assert group.largest(4.0) == 4.0
+    assert group.gather_rows(numbers, [3]).tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.fixture(params=[2, 3, 4])
+def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
+    """The groups of some ranks, each to be used in a thread of its own."""
+    size = request.param
+    meshes = [lane for [lane] in connected(size)]
+    yield [Group(World(rank, size), mesh) for rank, mesh in enumerate(meshes)]
+    for mesh in meshes:
+        mesh.close()
+
+
+def on_all(groups: list[Group], function: Callable[[Group], Any]) -> list[Any]:
+    """What `function` returns on each rank, all at the same time."""
+    with ThreadPoolExecutor(len(groups)) as pool:
+        return list(pool.map(function, groups))
+
+
+def terms(size: int, shape: Any, dtype: Any) -> list[np.ndarray[Any, Any]]:
+    """One array for each rank, of numbers whose sum depends on the order in which they are added."""
+    generator = np.random.default_rng(7)
+    return [np.array(generator.standard_normal(shape) * 10.0 ** (3 * rank), dtype) for rank in range(size)]
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (5, 3), (1000, 100), (2, 50_001)])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.int64])
+def test_sums_are_those_in_the_order_of_ranks_to_the_bit_on_all_ranks(
+    groups: list[Group], shape: Any, dtype: Any
+) -> None:
+    given = terms(len(groups), shape, dtype)
+    expected = functools.reduce(np.add, given)
+    for _ in range(2):
+
+        def add_up(group: Group) -> Any:
+            numbers = given[group.rank].copy()
+            group.add_up(numbers)
+            return numbers
+
+        for sums in on_all(groups, add_up):
+            assert np.array_equal(sums, expected)
+
+
+def test_arrays_of_all_ranks_are_gathered(groups: list[Group]) -> None:
+    given = terms(len(groups), (2, 3), np.float32)
+    for gathered in on_all(groups, lambda group: group.gather(given[group.rank])):
+        assert all(np.array_equal(one, other) for one, other in zip(gathered, given, strict=True))
+    assert on_all(groups, lambda group: group.largest(float(group.rank))) == [len(groups) - 1.0] * len(groups)
+    counts = list(range(len(groups)))
+    rows = on_all(groups, lambda group: group.gather_rows(np.full((group.rank, 2), group.rank), counts))
+    expected = [[rank] * 2 for rank in counts for _ in range(rank)]
+    assert [found.tolist() for found in rows] == [expected] * len(groups)
+
+
+def test_rank_0_tells_all_others(groups: list[Group]) -> None:
+    def told(group: Group) -> Any:
+        numbers = np.full((2, 2), group.rank + 5, np.int64)
+        group.from_first(numbers)
+        return numbers.tolist()
+
+    assert on_all(groups, told) == [[[5, 5], [5, 5]]] * len(groups)
+
+
+def test_values_travel_from_one_rank_to_some(groups: list[Group]) -> None:
+    value = {"name": "a", "weights": [np.arange(6.0).reshape(2, 3), np.array(1), np.zeros((0, 2))]}
+    source, takers = len(groups) - 1, list(range(len(groups) - 1))
+
+    def pass_on(group: Group) -> Any:
+        if group.rank != source:
+            return group.receive(source)
+        group.send(value, takers)
+        return value
+
+    for found in on_all(groups, pass_on):
+        assert found["name"] == "a"
+        assert [part.tolist() for part in found["weights"]] == [[[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]], 1, []]
+
+
+def test_numbers_of_another_kind_are_not_added_up_though_they_have_as_many_bytes(groups: list[Group]) -> None:
+    def add_up(group: Group) -> str:
+        numbers = np.ones(20_000, np.float32) if group.rank else np.ones(10_000, np.float64)
+        try:
+            group.add_up(numbers)
+        except (ValueError, MeshBroken) as error:
+            return str(error)
+        return "added up"
+
+    told = on_all(groups, add_up)
+    assert any("not at the same exchange" in text for text in told)
+    assert "added up" not in told
+
+
+def test_what_has_gaps_cannot_be_added_up_in_place(groups: list[Group]) -> None:
+    with pytest.raises(AssertionError, match="gaps"):
+        groups[0].add_up(np.zeros((4, 4))[:, ::2])
+
+
+def test_votes_that_nobody_wanted_to_hear_do_not_answer_later_questions(groups: list[Group]) -> None:
+    """A `fit` that ends before its data leaves one behind; whoever asks next, in another `fit`, gets his own answer."""
+    size = len(groups)
+
+    def asked(group: Group) -> list[bool]:
+        votes = Votes(World(group.rank, size), group._mesh)
+        votes.ask(True)
+        wanted = [votes.ask(group.rank == 0), votes.ask(False)]
+        answers = [vote.result() for vote in wanted]
+        votes.ask(True)
+        return [*answers, votes.ask(group.rank == size - 1).result(), votes.ask(False).result()]
+
+    assert on_all(groups, asked) == [[True, False, True, False]] * size

@@ -1,0 +1,215 @@
+"""Which processes are connected, and how long a rank waits for them."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import pytest
+
+from raysgd.connections._handshake import ConnectFailed, Credentials, Peer
+from raysgd.connections._peers import Address, Deadline, PeerListener, listen_at
+
+HERE = "127.0.0.1"
+SECRET = secrets.token_bytes(32)
+HELLO = struct.pack("<II16s", 1, 0, b"n" * 16)
+
+
+class Switch:
+    """Says whether it was flipped."""
+
+    def __init__(self) -> None:
+        self._is_on = threading.Event()
+
+    def __call__(self) -> bool:
+        return self._is_on.is_set()
+
+    def flip_in(self, seconds: float) -> None:
+        threading.Timer(seconds, self._is_on.set).start()
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+class Rank:
+    """One that connects to others, in a thread of its own.
+
+    Args:
+        stack: Closes what it opens.
+        number: Who it is.
+        secret: What it knows.
+    """
+
+    def __init__(self, stack: ExitStack, number: int, secret: bytes = SECRET) -> None:
+        self.credentials = Credentials(number, secret)
+        self.listener = PeerListener(HERE)
+        self._stack = stack
+        stack.callback(self.listener.close)
+
+    @property
+    def address(self) -> Address:
+        return HERE, self.listener.port
+
+    def lanes(self, hosts: list[Rank], num_peers: int, num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
+        """Which ranks are connected, on which lane."""
+        found = self.connect([(host.credentials.rank, host.address) for host in hosts], num_peers, num_lanes, deadline)
+        return sorted((one.rank, one.lane) for one in found)
+
+    def connect(
+        self, hosts: list[tuple[int, Address]], num_peers: int, num_lanes: int, deadline: Deadline
+    ) -> list[Peer]:
+        found = self.listener.connect_all(self.credentials, hosts, num_peers, num_lanes, deadline)
+        for one in found:
+            self._stack.enter_context(one.connection)
+        return found
+
+
+def at_once(*doings: Callable[[], Any]) -> list[Any]:
+    """What each returns, or the exception that it raises."""
+    with ThreadPoolExecutor(len(doings)) as pool:
+        futures = [pool.submit(doing) for doing in doings]
+        return [future.exception() or future.result() for future in futures]
+
+
+@pytest.mark.parametrize("num_lanes", [1, 2])
+@pytest.mark.parametrize("size", [2, 3, 6])
+def test_every_rank_connects_to_every_other_on_every_lane(stack: ExitStack, size: int, num_lanes: int) -> None:
+    ranks = [Rank(stack, number) for number in range(size)]
+    met = at_once(
+        *(
+            lambda rank=rank: rank.lanes(
+                ranks[: rank.credentials.rank], size - 1 - rank.credentials.rank, num_lanes, Deadline(20)
+            )
+            for rank in ranks
+        )
+    )
+    for number, found in enumerate(met):
+        assert found == [(other, lane) for other in range(size) if other != number for lane in range(num_lanes)]
+
+
+def test_who_expects_nobody_does_not_wait(stack: ExitStack) -> None:
+    assert Rank(stack, 0).lanes([], 0, 1, Deadline(0.0)) == []
+
+
+def test_strangers_are_refused_and_delay_no_one(stack: ExitStack) -> None:
+    host, peer = Rank(stack, 0), Rank(stack, 1)
+    strangers = [stack.enter_context(socket.create_connection(host.address)) for _ in range(5)]
+    says = (b"", b"GET / HTTP/1.0\r\n\r\n", HELLO + b"x" * 32, HELLO, b"silent")
+    for stranger, words in zip(strangers, says, strict=True):
+        stranger.sendall(words)
+    for stranger in strangers[:2]:
+        stranger.shutdown(socket.SHUT_WR)
+    began = time.monotonic()
+    met = at_once(lambda: host.lanes([], 1, 1, Deadline(20)), lambda: peer.lanes([host], 0, 1, Deadline(20)))
+    assert met == [[(1, 0)], [(0, 0)]]
+    assert time.monotonic() - began < 5
+    for stranger in strangers:
+        stranger.settimeout(20)
+        with suppress(ConnectionResetError):
+            assert SECRET not in heard_by(stranger), "it is disconnected when all are there"
+
+
+def heard_by(stranger: socket.socket) -> bytes:
+    heard = b""
+    while part := stranger.recv(1000):
+        heard += part
+    return heard
+
+
+def test_a_rank_of_another_group_is_a_stranger_to_both_sides(stack: ExitStack) -> None:
+    host, peer = Rank(stack, 0), Rank(stack, 1, secrets.token_bytes(32))
+    failed = at_once(lambda: host.lanes([], 1, 1, Deadline(0.5)), lambda: peer.lanes([host], 0, 1, Deadline(20)))
+    assert [type(error) for error in failed] == [ConnectFailed, ConnectFailed]
+    assert "was too slow" in str(failed[0])
+    assert "the process that listens in place of rank 0 does not belong to the group" in str(failed[1])
+
+
+def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stack: ExitStack) -> None:
+    impostor = stack.enter_context(socket.create_server((HERE, 0)))
+    peer, heard = Rank(stack, 1), bytearray()
+
+    def pretend() -> None:
+        with impostor.accept()[0] as connection:
+            hello = connection.recv(24)
+            connection.sendall(bytes(16) + bytes(32))
+            heard.extend(hello + heard_by(connection))
+
+    address = impostor.getsockname()
+    failed, _ = at_once(lambda: peer.connect([(0, address)], 0, 1, Deadline(20)), pretend)
+    assert isinstance(failed, ConnectFailed)
+    assert len(heard) == 24, "only who it says it is, and a number that it drew"
+    assert SECRET not in heard
+
+
+@pytest.mark.parametrize("stranger_says", [None, b"", b"half a hello", HELLO])
+def test_waiting_for_peers_ends_at_once_when_it_is_interrupted(stack: ExitStack, stranger_says: bytes | None) -> None:
+    switch, host = Switch(), Rank(stack, 0)
+    switch.flip_in(0.2)
+    began = time.monotonic()
+    if stranger_says is not None:
+        stack.enter_context(socket.create_connection(host.address)).sendall(stranger_says)
+    with pytest.raises(ConnectFailed, match="another rank failed"):
+        host.lanes([], 1, 1, Deadline(60, switch))
+    assert time.monotonic() - began < 5
+
+
+@pytest.fixture
+def hole(stack: ExitStack) -> Address:
+    """Where nobody answers: what waits there to be let in are all that may."""
+    listener = stack.enter_context(socket.socket())
+    listener.bind((HERE, 0))
+    listener.listen(0)
+    for _ in range(4):
+        waiting = stack.enter_context(socket.socket())
+        waiting.setblocking(False)
+        with suppress(BlockingIOError):
+            waiting.connect(listener.getsockname())
+    address: Address = listener.getsockname()
+    return address
+
+
+@pytest.mark.parametrize("is_interrupted", [True, False])
+def test_connecting_to_a_host_that_does_not_answer_ends_in_time(
+    stack: ExitStack, hole: Address, is_interrupted: bool
+) -> None:
+    switch = Switch()
+    deadline = Deadline(60 if is_interrupted else 0.3, switch)
+    if is_interrupted:
+        switch.flip_in(0.3)
+    began = time.monotonic()
+    with pytest.raises(ConnectFailed):
+        Rank(stack, 1).connect([(0, hole)], 0, 1, deadline)
+    assert time.monotonic() - began < 5
+
+
+def test_connecting_where_no_one_listens_says_why(stack: ExitStack) -> None:
+    with socket.create_server((HERE, 0)) as closed:
+        address = closed.getsockname()
+    with pytest.raises(ConnectionRefusedError, match="ECONNREFUSED"):
+        Rank(stack, 1).connect([(0, address)], 0, 1, Deadline(20))
+
+
+def test_one_listens_under_the_address_that_is_asked_for_and_no_other(stack: ExitStack) -> None:
+    listener = stack.enter_context(listen_at("127.0.0.2"))
+    host, port = listener.getsockname()
+    assert host == "127.0.0.2"
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection((HERE, port))
+
+
+def test_where_others_know_a_machine_by_an_address_that_it_does_not_have_it_listens_at_all(
+    stack: ExitStack, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = stack.enter_context(listen_at("192.0.2.123"))
+    stack.enter_context(socket.create_connection((HERE, listener.getsockname()[1])))
+    assert "does not have the address 192.0.2.123" in caplog.text
