@@ -11,7 +11,7 @@ from raysgd.storage._uris import divided, masked, scheme_of
 
 _NATIVE = {"s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs"}
 _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
-_RETRIES_OF_GCS = "retry_limit_seconds"  # or each operation would take up to 15 minutes to fail
+_RETRIES_OF_GCS = "retry_limit_seconds"  # or an operation would take up to 15 minutes to fail
 _PURPOSE = "storage other than a local disk"
 
 
@@ -86,7 +86,7 @@ def _is_built_in(uri: str) -> bool:
 def _native(uri: str) -> Opened:
     store, path, query = divided(uri)
     if scheme_of(uri) in ("gs", "gcs") and _RETRIES_OF_GCS not in query:
-        query = f"{query or '?'}{'&' if query else ''}{_RETRIES_OF_GCS}=30"
+        query = f"{query or '?'}{'&' if query else ''}{_RETRIES_OF_GCS}=10"
     filesystem, root = require("pyarrow.fs", "storage", _PURPOSE).FileSystem.from_uri(f"{store}/{query}")
     return Opened(filesystem, "/".join(part for part in (root.rstrip("/"), path) if part))
 

@@ -51,7 +51,8 @@ _LASTING_NUMBERS = {
 _PASSING_WORDS = re.compile(r"REQUEST_TIMEOUT|SLOW_DOWN|THROTTL|HTTP status (?:408|429|5\d\d)", re.IGNORECASE)
 _LASTING_WORDS = re.compile(
     r"ACCESS_DENIED|NO_SUCH|NOT_FOUND|INVALID_|_DOES_NOT_MATCH|EXPIRED_TOKEN|MISSING_AUTHENTICATION|UNRECOGNIZED_CLIENT"
-    r"|REQUEST_TIME_TOO_SKEWED|VALIDATION|HTTP status 4\d\d|does not exist|Unauthenticated|Permission denied",
+    r"|REQUEST_TIME_TOO_SKEWED|VALIDATION|load lib(?:jvm|hdfs)"
+    r"|HTTP status 4\d\d|does not exist|Unauthenticated|Permission denied",
     re.IGNORECASE,
 )
 

@@ -21,6 +21,7 @@ from raysgd.tf import TFTrainer, TrainingOperator, checkpoint_file
 from raysgd.tf.registration import variables_of_optimizer
 from raysgd.tf.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from tests.s3_server import S3Server
 from tests.tf import models
 from tests.tf.lab import Experiment, largest_difference, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
@@ -178,6 +179,18 @@ def test_a_save_in_the_background_is_finished_by_the_next_one(trainer: TFTrainer
     trainer.save(tmp_path / "missing" / "third.npz", blocking=False)
     with pytest.raises(FileNotFoundError, match="create it first"):
         trainer.save(tmp_path / "fourth.npz")
+
+
+@pytest.mark.parametrize("blocking", [True, False])
+def test_a_state_is_saved_to_a_store(trainer: TFTrainer, s3_server: S3Server, tmp_path: Path, blocking: bool) -> None:
+    saved = trainer.state_dict()
+    uri = trainer.save(s3_server.uri(f"tf/{blocking}.npz"), blocking=blocking)
+    trainer.train()
+    trainer.save(tmp_path / "later.npz")  # waits for the one before
+    trainer.load(uri)
+    assert largest_difference(trainer.state_dict(), saved) == 0
+    with pytest.raises(FileNotFoundError, match=r"s3://\*\*\*@bucket/tf/nothing"):
+        trainer.load(s3_server.uri("tf/nothing"))
 
 
 def test_a_full_disk_leaves_the_file_that_was_there(trainer: TFTrainer, tmp_path: Path) -> None:

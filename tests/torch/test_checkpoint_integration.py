@@ -15,6 +15,7 @@ from raysgd.replicas.replica_state import RESUME
 from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, checkpoint_file
 from raysgd.torch.checkpoint_file import CheckpointCorruptedError
+from tests.s3_server import S3Server
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal, samples_seen
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -154,6 +155,15 @@ def test_a_file_that_the_workers_do_not_find_is_loaded_all_the_same(drops: Torch
         path.unlink()
         drops.load(f"/proc/self/fd/{file.fileno()}")
     assert equal(drops.state_dict(), saved)
+
+
+def test_a_file_in_a_store_is_fetched_for_the_workers(drops: TorchTrainer, s3_server: S3Server) -> None:
+    uri = drops.save(s3_server.uri("workers/last.pt"))
+    saved = drops.state_dict()
+    results = [drops.train(), drops.train()]
+    drops.load(uri)
+    assert equal(drops.state_dict(), saved)
+    assert equal([drops.train(), drops.train()], results)
 
 
 # ------------------------------------------------------------------------------------------------ another number
