@@ -100,7 +100,7 @@ class StepMismatchError(RaySGDError, RuntimeError):
     """The functions on different workers did not report and save in step."""
 
 
-class MissingTuneError(ImportError, ValueError):
+class MissingTuneError(ImportError, ValueError, RuntimeError):
     """A function was to be made a trial, but Ray Tune cannot be imported; the old library said ``ValueError``."""
 
 

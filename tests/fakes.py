@@ -631,6 +631,11 @@ class FakeStandbyWorkers(StandbyWorkers):
 
     def kill_on(self, node_ids: frozenset[str]) -> None: ...
 
+    def kill_all(self) -> None:
+        self.num_coming = 0
+        while self.ready:
+            self.kill(self.ready.pop())
+
 
 @dataclass
 class FakeTransfer:

@@ -38,6 +38,12 @@ FRAMEWORKS = {"torch", "tensorflow", "keras", "tf_keras", "horovod", "apex", "li
 FRONT_ENDS = {"torch", "tf", "train", "data"}
 # Parallel iterators and data frames in shards need nothing but utilities until somebody asks for a framework's dataset.
 OUT_OF_UTIL = {"raysgd.torch.torch_dataset", "raysgd.tf.tf_dataset"}
+TRIALS = {
+    "raysgd.tf.tf_trainable",
+    "raysgd.torch.torch_trainable",
+    "raysgd.train._tune",
+}
+"""What describes a trial of Ray Tune, beside `raysgd.tune`."""
 LEAVES = {"raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
 # The function-based front end wraps models, and marks datasets, with what the class-based one has.
 ALLOWED_BETWEEN_FRONT_ENDS = {
@@ -170,6 +176,19 @@ def test_the_engine_stands_on_itself_and_the_utilities() -> None:
     )
 
 
+def test_one_module_knows_what_a_trial_of_tune_is_and_only_trials_import_it() -> None:
+    found = imports_of("raysgd", "operators")
+    others = [found for found in found if found.importer not in TRIALS and package_of(found.importer) != "tune"]
+    assert words(found for found in others if found.is_of("raysgd._trials")) == []
+    own = [found for found in found if found.importer == "raysgd._trials"]
+    assert words(found for found in own if found.is_of("raysgd") and not found.is_of(*UTILITIES)) == []
+
+
+def test_ray_tune_is_loaded_late() -> None:
+    found = [found for found in imports_of("raysgd", "operators") if found.is_of("ray.tune")]
+    assert words(found for found in found if not found.in_function) == []
+
+
 def test_only_a_few_modules_of_the_engine_know_ray() -> None:
     found = [
         found
@@ -285,7 +304,7 @@ def test_imports_are_absolute() -> None:
 
 def test_the_rules_name_what_exists() -> None:
     modules = {name for name, _ in modules_of("raysgd", "operators")}
-    named = UTILITIES | LEAVES | OUT_OF_UTIL | {name for pair in ALLOWED_BETWEEN_FRONT_ENDS for name in pair}
+    named = UTILITIES | LEAVES | TRIALS | OUT_OF_UTIL | {name for pair in ALLOWED_BETWEEN_FRONT_ENDS for name in pair}
     assert named - {"examples"} - modules == set()
     assert {f"raysgd.{name}" for name in FRONT_ENDS} | {
         f"raysgd.engine.{name}" for name in ENGINE_MODULES_WITH_RAY

@@ -9,6 +9,7 @@ from raysgd._lazy import lazy_names
 
 MOVED = {
     "raysgd.tf.tf_trainer": {"TFTrainable": "raysgd.tf.tf_trainable"},
+    "raysgd.torch.torch_trainer": {"BaseTorchTrainable": "raysgd.torch.torch_trainable"},
     "raysgd.train.backend": {
         "BackendExecutor": "raysgd.train.executor",
         "CheckpointManager": "raysgd.train.checkpoint",
@@ -22,16 +23,6 @@ MOVED = {
 }
 """For each module the names that are found there too, and where they are: `module`, or `module:name` if renamed."""
 
-NOT_HERE = {
-    "raysgd.torch": {
-        "BaseTorchTrainable": (
-            "`BaseTorchTrainable` is not available yet. Create the `TorchTrainer` inside a function of your own, and "
-            "give that function to Ray Tune; or use `raysgd.train.Trainer.to_tune_trainable`."
-        )
-    },
-}
-"""For each module the names that are not there, and what to use instead."""
-
 
 def former_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
     """The `__getattr__` and the `__dir__` of a module that some of these names are looked for in.
@@ -39,4 +30,4 @@ def former_names(module: str) -> tuple[Callable[[str], Any], Callable[[], list[s
     Args:
         module: Its `__name__`.
     """
-    return lazy_names(module, MOVED.get(module, {}), NOT_HERE.get(module, {}))
+    return lazy_names(module, MOVED.get(module, {}))

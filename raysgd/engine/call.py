@@ -24,6 +24,7 @@ class Call:
         on_wait: Called in the driver some ten times a second while it waits.
         resume: Continues the call in a newly formed group, with the arguments of `function`. None for a
             call that can only be begun again; where replicas are not changed by it, that is as good.
+        leaves_as_new: Whether workers that start later are made as it leaves these, so that there is nothing to keep.
     """
 
     function: Callable[..., Any]
@@ -34,11 +35,17 @@ class Call:
     rank: int | None = None
     on_wait: Callable[[], None] | None = None
     resume: Callable[..., Any] | None = None
+    leaves_as_new: bool = False
 
     @property
     def can_rejoin(self) -> bool:
         """Whether survivors of a loss can go on with it."""
         return self.resume is not None or not self.changes_state
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a copy of the state is due after it, or the call itself to be repeated."""
+        return self.changes_state and not self.leaves_as_new
 
     def on_its_ranks(self, args: Sequence[Sequence[Any]]) -> dict[int, Sequence[Any]]:
         """Of the arguments of all ranks those of the ranks that it runs on."""

@@ -93,6 +93,10 @@ class ElasticController:
         """What the replicas said of themselves when they were set up, by rank."""
         return self._lifecycle.facts
 
+    def take_facts(self, facts: list[Any]) -> None:
+        """Notes what new replicas say of themselves."""
+        self._lifecycle.facts = facts
+
     @property
     def history(self) -> History:
         """What happened to the workers so far."""
@@ -189,6 +193,13 @@ class ElasticController:
             "too little memory in Ray's object store is a frequent one."
         )
 
+    def landed_snapshot(self) -> Snapshot | None:
+        """The snapshot that the driver holds already, or is about to, if no call changed the shared state since."""
+        with self._turns.take():
+            self._monitoring.await_snapshot()
+            self._monitoring.end()
+            return self.snapshots.landed if self.snapshots.shares_current else None
+
     @property
     def _is_all_there_is(self) -> bool:
         """Whether no worker is left that could know more than the snapshot, and no completed call is to be made up for.
@@ -265,12 +276,12 @@ class ElasticController:
         report = group.on_replica(
             function,
             call.on_its_ranks(args),
-            capture=call.captures or (call.changes_state and self._spec.captures and not self.snapshots.is_coming),
+            capture=call.captures or (call.is_kept and self._spec.captures and not self.snapshots.is_coming),
             landed=self.snapshots.landed_token,
             on_wait=self._waiting_for(call),
         )
         if report.ok and not _is_held(report):
-            if call.changes_state:
+            if call.is_kept:
                 self.snapshots.completed(call if self._spec.captures else None)
             self._lifecycle.take_snapshot(report)
         return report

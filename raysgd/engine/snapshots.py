@@ -31,11 +31,13 @@ class Snapshot:
         shared_state: What all ranks share.
         rank_states: What each rank had for itself.
         progress: How far each rank was in the call in which it was taken; None when it was taken between calls.
+        reference: Ray's reference to the shared state, where it came through the object store.
     """
 
     shared_state: Any
     rank_states: tuple[Any, ...]
     progress: tuple[Any, ...] | None = None
+    reference: Any = None
 
     def for_ranks(self, num_ranks: int) -> list[tuple[Any, ...]]:
         """What each rank of a new group, of whatever size, takes of it beside the shared state.
@@ -80,6 +82,7 @@ class SnapshotKeeper(Generic[CallT]):
         self._num_covered = 0
         self._calls: list[CallT] = []
         self._is_stale = False
+        self._is_stale_for_ranks = False
 
     @property
     def is_inside(self) -> bool:
@@ -94,6 +97,11 @@ class SnapshotKeeper(Generic[CallT]):
     @property
     def is_current(self) -> bool:
         """Whether the newest state is covered by a snapshot, landed or coming."""
+        return self.shares_current and not self._is_stale_for_ranks
+
+    @property
+    def shares_current(self) -> bool:
+        """Whether that holds for what all ranks share; of what is a rank's own, newer random numbers may be missing."""
         return self.has_any and not self._is_stale
 
     @property
@@ -110,6 +118,10 @@ class SnapshotKeeper(Generic[CallT]):
     def touch(self) -> None:
         """Notes that the state may have changed in a way that no call explains."""
         self._is_stale = True
+
+    def touch_ranks(self) -> None:
+        """Notes the same of what each rank has for itself alone."""
+        self._is_stale_for_ranks = True
 
     def leave_call(self) -> None:
         """Notes that the running call was broken off for good: it will not continue from inside."""
@@ -130,7 +142,7 @@ class SnapshotKeeper(Generic[CallT]):
         """
         self.poll()
         num_covered = 0 if is_first else len(self._calls)
-        self._is_stale = len(self._calls) > num_covered
+        self._is_stale, self._is_stale_for_ranks = len(self._calls) > num_covered, False
         rank_states = tuple(capture.rank_state for capture in captures)
         source = captures[0]
         progress = tuple(capture.progress for capture in captures) if source.progress is not None else None
@@ -154,7 +166,8 @@ class SnapshotKeeper(Generic[CallT]):
             self._is_stale = True
             return
         coming = self._coming
-        self._land(Snapshot(state, coming.rank_states, coming.progress), coming.token, self._num_covered)
+        reference = getattr(coming.transfer, "reference", None)
+        self._land(Snapshot(state, coming.rank_states, coming.progress, reference), coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
         """Notes that the workers are gone: what they were sending will not come, and new ones count tokens from 1."""
@@ -166,7 +179,7 @@ class SnapshotKeeper(Generic[CallT]):
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Takes over a state that the driver had before the workers did."""
-        self._coming, self._is_stale = None, False
+        self._coming, self._is_stale, self._is_stale_for_ranks = None, False, False
         self._land(snapshot, self.landed_token, len(self._calls))
 
     def expect(self, transfer: Transfer, rank_states: tuple[Any, ...], call: CallT) -> None:
@@ -179,7 +192,7 @@ class SnapshotKeeper(Generic[CallT]):
         """
         self.completed(call)
         self._coming = _OnItsWay(transfer, self.landed_token, rank_states, None, needs_worker=False)
-        self._num_covered, self._is_stale = len(self._calls), False
+        self._num_covered, self._is_stale, self._is_stale_for_ranks = len(self._calls), False, False
 
     def clear(self) -> None:
         """Drops everything, once nothing in the driver works on it any more."""
@@ -187,6 +200,11 @@ class SnapshotKeeper(Generic[CallT]):
             self.poll(timeout_s=None)
         self.landed, self._coming = None, None
         self._calls.clear()
+
+    def begin_again(self) -> None:
+        """Drops everything, for workers that are about to be as new; what they send from now on is counted from 1."""
+        self.clear()
+        self.landed_token, self._is_stale, self._is_stale_for_ranks = None, False, False
 
     def _land(self, snapshot: Snapshot, token: int | None, num_covered: int) -> None:
         self.landed, self._coming = snapshot, None

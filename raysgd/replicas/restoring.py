@@ -62,4 +62,5 @@ def load_into_all(
     call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True)
     controller.run(call)
     if is_complete:
-        controller.snapshots.adopt(Snapshot(state.value if isinstance(state, Stored) else state, rank_states))
+        value, reference = (state.value, state.reference) if isinstance(state, Stored) else (state, None)
+        controller.snapshots.adopt(Snapshot(value, rank_states, reference=reference))

@@ -61,6 +61,10 @@ class ClassRunner(ABC):
         return self._feed.epoch
 
     @abstractmethod
+    def renew(self, settings: Any) -> Any:
+        """Makes a new operator, from other settings, in the group that there is. Returns facts, like `setup`."""
+
+    @abstractmethod
     def _facts(self) -> Any:
         """What the driver wants to know about this replica."""
 

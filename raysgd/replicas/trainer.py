@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 from weakref import finalize
 
 from raysgd import _checks
@@ -19,6 +19,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.renewal import renew, restart
 from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
@@ -27,6 +28,9 @@ from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
+from raysgd.replicas.making import ReplicaMaker
+from raysgd.replicas.not_yet import NotYet
+from raysgd.replicas.read_only_config import ReadOnlyConfig
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
 from raysgd.replicas.sharing import Sharing
 from raysgd.replicas.throughput import Throughput
@@ -51,19 +55,6 @@ WORDS = Words(
 """What users of a class-based trainer are told behind the engine's facts."""
 
 logger = logging.getLogger(__name__)
-
-
-class NotYet:
-    """Stands for a method that people look for and that is not here yet; what uses it is told what there is instead."""
-
-    def __init__(self, instead: str) -> None:
-        self._instead = instead
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object, owner: type) -> NoReturn:
-        raise AttributeError(f"`{owner.__name__}.{self._name}` is not available yet. {self._instead}")
 
 
 class ClassTrainer(ABC):
@@ -97,6 +88,7 @@ class ClassTrainer(ABC):
         self._group_settings, self._settings, self._writer = group, settings, writer
         self._sharing = Sharing(settings.config, self._placed)
         self._show_options(group, settings)
+        self._replicas = ReplicaMaker(self._runner_cls)
         self._begin(self._make_controller())
         self._check_same_data(("train_data", "validation_data"))
         _checks.warn_of_obstacle(
@@ -132,11 +124,12 @@ class ClassTrainer(ABC):
     def _make_controller(self) -> ElasticController:
         """What keeps the workers alive, as the trainer's arguments ask for it."""
         settings, timeout_s = self._group_settings, self._reservation_timeout_s
+        self._replicas.settings = self._settings_to_send()
         rejoins = settings.recovery == "rejoin" and not settings.is_driver_only and self._keeps_survivors
         num_gpus = settings.num_gpus_per_worker if self._settings.use_gpu else 0
         group = GroupSpec(
             connection=self._make_connection(),
-            make_replica=partial(self._runner_cls, self._settings_to_send()),
+            make_replica=self._replicas,
             resources=Resources(settings.num_cpus_per_worker, num_gpus),
             use_local=settings.use_local,
             initialization_hook=settings.initialization_hook,
@@ -282,6 +275,40 @@ class ClassTrainer(ABC):
     def _load_state(self, state: dict[str, Any]) -> None:
         """Loads what `state_dict` returned."""
 
+    def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
+        """Begins again with another config, as a new trainer would: new operators, in the same worker processes.
+
+        With Horovod and `MultiWorkerMirroredStrategy` the processes are new, too. What was trained is gone: `save` it
+        before if you need it. Random generators are not seeded again.
+
+        Args:
+            config: As for a new trainer.
+
+        Raises:
+            ValueError, TypeError: The config cannot work; nothing was changed.
+            WorkerError: The user's set-up failed; also of the class that it raised. The workers are ended, and the next
+                call starts new ones with the new config.
+        """
+        self._settings = replace(self._settings, config=self._checked_config(config))
+        self._sharing = Sharing(self._settings.config, self._placed)
+        self._replicas.settings = self._settings_to_send()
+        try:
+            self._renew()
+        except UnpicklableError as error:
+            raise self._naming_config_entry(error) from error.__cause__
+        self._check_same_data(("train_data", "validation_data"))
+
+    def _renew(self) -> None:
+        """Makes new operators, from the present settings."""
+        if self.backend in ("horovod", "mwms"):  # what these set up in a process stays there
+            restart(self._controller)
+        else:
+            renew(self._controller, self._runner_cls.renew, self._replicas.settings)
+
+    def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
+        """A config that this trainer can work with."""
+        return _checks.check_config(config)
+
     # ------------------------------------------------------------------------------------------------ functions
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
@@ -353,6 +380,11 @@ class ClassTrainer(ABC):
             self._controller.snapshots.touch()
         return self._controller.snapshot()
 
+    def _shared_snapshot(self) -> Snapshot:
+        """The same for what all ranks share; random numbers may be those of a little earlier, which costs no copy."""
+        landed = self._controller.landed_snapshot() if not self.use_local else None
+        return self._snapshot() if landed is None else landed
+
     @property
     def config(self) -> dict[str, Any]:
         """A read-only copy of the config, with the batch size that the present number of workers really takes."""
@@ -400,22 +432,6 @@ class ClassTrainer(ABC):
                     "dataset that all workers have alike. If each worker loads its own part, "
                     f"{self._divide_by_hand}."
                 )
-
-
-class ReadOnlyConfig(dict[str, Any]):
-    """What `trainer.config` returns: a copy, which is no use to change. Change `dict(config)` instead."""
-
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise TypeError(
-            "`trainer.config` is a copy, so a change to it would not reach the workers. Make a new trainer with the "
-            "new config; or change the running operators, and anything that they computed from it: "
-            "`trainer.apply_all_operators(lambda operator: operator.config.update(lr=0.1))`."
-        )
-
-    __setitem__ = __delitem__ = __ior__ = clear = pop = popitem = setdefault = update = _refuse
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return ReadOnlyConfig, (dict(self),)
 
 
 def _execute(replica: Any, fn: Callable[[], Any]) -> Any:

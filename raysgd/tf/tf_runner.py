@@ -114,6 +114,11 @@ class TFRunner(ClassRunner):
         rng.part_ways(settings.seed, world.rank, operator._models)
         return self._facts()
 
+    def renew(self, settings: TFSettings) -> RunnerFacts:
+        self.shutdown()
+        TFRunner.__init__(self, settings, self._world)
+        return self.setup()
+
     def _loop_of(self, operator: TrainingOperator) -> OperatorLoop:
         if not isinstance(operator, CreatorOperator):
             return OperatorLoop(operator, self._synchronizer, self._feed)

@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING
 
 from raysgd._lazy import lazy_names
 from raysgd._optional import require_installed
-from raysgd.compat.names import NOT_HERE
 
 require_installed("torch", extra="torch", purpose="`raysgd.torch`")
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator
+    from raysgd.torch.torch_trainable import BaseTorchTrainable
     from raysgd.torch.torch_trainer import TorchTrainer
     from raysgd.torch.training_operator import TrainingOperator
 
-__all__ = ["CreatorOperator", "TorchTrainer", "TrainingOperator"]
+__all__ = ["BaseTorchTrainable", "CreatorOperator", "TorchTrainer", "TrainingOperator"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
@@ -32,6 +32,6 @@ __getattr__, __dir__ = lazy_names(
         "TorchTrainer": "raysgd.torch.torch_trainer",
         "TrainingOperator": "raysgd.torch.training_operator",
         "CreatorOperator": "raysgd.torch.creator_operator",
+        "BaseTorchTrainable": "raysgd.torch.torch_trainable",
     },
-    not_here=NOT_HERE[__name__],
 )

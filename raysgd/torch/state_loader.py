@@ -10,11 +10,11 @@ from functools import partial
 from typing import Any
 
 from raysgd._fitting import check_progress
-from raysgd._state_codec import EncodedState, lend
+from raysgd._state_codec import EncodedState, decode, lend
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.snapshots import own_states
-from raysgd.engine.transfers import Storing
+from raysgd.engine.snapshots import Snapshot, own_states
+from raysgd.engine.transfers import Stored, Storing
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import check_parts, load_into_all
 from raysgd.torch import rng
@@ -75,6 +75,22 @@ class StateLoader:
         content = self._checked(file.state, is_file=True)
         if not self._load_where_it_lies(file, content, weights_only, held):
             self._load(content)
+
+    def load_snapshot(self, snapshot: Snapshot) -> None:
+        """Loads what another trainer's workers had. It may be shared: nothing of it is changed.
+
+        Raises:
+            ValueError, KeyError: It does not fit; the workers are as they were.
+        """
+        state, controller = decode(snapshot.shared_state, copy=False), self._controller
+        _check_parts(state, controller.facts[0])
+        group, is_complete = controller.ensure_group(), len(snapshot.rank_states) == controller.num_workers
+        if group.is_driver_only:
+            controller.run(Call(TorchRunner.restore, lambda worlds: [(state, *own_states(snapshot.rank_states, 1))]))
+            return
+        is_stored = snapshot.reference is not None and group.is_on_one_node
+        stored = Stored(snapshot.shared_state, snapshot.reference) if is_stored else group.store(snapshot.shared_state)
+        load_into_all(controller, TorchRunner.restore, stored, snapshot.rank_states, is_complete)
 
     def _checked(self, state: dict[str, Any], is_file: bool) -> CheckedState:
         """What of `state` concerns all ranks, and what each of them."""

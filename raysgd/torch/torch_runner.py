@@ -23,11 +23,12 @@ from raysgd.replicas.putting_back import MOST_BYTES, putting_back
 from raysgd.replicas.ray_batches import RayBatches
 from raysgd.replicas.runner import ClassRunner
 from raysgd.torch import handover as handing_over
-from raysgd.torch import metric_objects
+from raysgd.torch import hyperparameters, metric_objects
 from raysgd.torch.advice import with_advice
 from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.ddp import DDP
 from raysgd.torch.feed import Feed
+from raysgd.torch.hyperparameters import Hyperparameters
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.modes import Modes
 from raysgd.torch.operator_context import OperatorContext
@@ -96,6 +97,7 @@ class TorchRunner(ClassRunner):
             world, settings.snapshot_every_n_steps, Feed(self._data, self._parallel, world.size, self._undo)
         )
         self._modes = Modes()
+        self._hyperparameters: list[Hyperparameters] = []
 
     @property
     def operator(self) -> TrainingOperator:
@@ -115,7 +117,18 @@ class TorchRunner(ClassRunner):
         self._operator = settings.training_operator_cls(config_for_worker(settings.config, world.size), context)
         self._state = TorchState(self._operator, self._parallel, self._feed)
         self._loop = StepLoop(self._operator, self._parallel, self._feed)
+        self._hyperparameters = hyperparameters.read(self._internals.registered.optimizers)
         return self._facts()
+
+    def renew(self, settings: TorchSettings) -> RunnerFacts:
+        self.shutdown()
+        TorchRunner.__init__(self, settings, self._world)
+        return self.setup()
+
+    def follow_config(self) -> None:
+        """Gives the optimizers the hyperparameters of `setup` again, after a state of another config was loaded."""
+        registered = self._internals.registered
+        hyperparameters.apply(self._hyperparameters, registered.optimizers, registered.schedulers)
 
     def _facts(self) -> RunnerFacts:
         registered = self._internals.registered

@@ -6,7 +6,6 @@ failures are the engine's business.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -17,29 +16,25 @@ import torch
 
 from raysgd import _checks
 from raysgd._state_codec import decode
+from raysgd.compat.names import former_names
 from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.engine.types import World
-from raysgd.exceptions import UnevenStepsError
-from raysgd.replicas import results
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, merged
+from raysgd.replicas.epochs import EpochRequest, merged
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.settings import GroupSettings
-from raysgd.replicas.trainer import ClassTrainer, NotYet
+from raysgd.replicas.trainer import ClassTrainer
 from raysgd.storage import files
-from raysgd.torch import arguments, checkpoint_file, constants, retired
+from raysgd.torch import arguments, checkpoint_file, constants, epoch_checks, retired
 from raysgd.torch.options import ModelOptions, StepOptions
-from raysgd.torch.progress import ProgressBar
+from raysgd.torch.progress import ProgressBar, end_of, progress_of
 from raysgd.torch.replica_state import as_in_file
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.state_loader import RNG, StateLoader
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
-from raysgd.utils import BATCH_COUNT
-
-logger = logging.getLogger(__name__)
 
 
 class TorchTrainer(ClassTrainer):
@@ -116,11 +111,6 @@ class TorchTrainer(ClassTrainer):
     _settings: TorchSettings
     _runner_cls = TorchRunner
     _divide_by_hand = "pass `add_dist_sampler=False`"
-
-    as_trainable = NotYet(
-        "Create the trainer inside a function of your own and give that function to Ray Tune; or use "
-        "`raysgd.train.Trainer.to_tune_trainable`."
-    )
 
     def __init__(
         self,
@@ -262,14 +252,14 @@ class TorchTrainer(ClassTrainer):
         arguments.check_dataset(dataset, steps_apart=self.num_workers > 1 and not self._facts.is_synchronous)
         with ExitStack() as stack:
             bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
-            redraw = (lambda: bar.show(self._progress())) if bar is not None else None
+            redraw = (lambda: bar.show(progress_of(self._controller))) if bar is not None else None
             requests = partial(self._training_requests, asked, dataset, redraw)
             answers = self._train(requests, max_retries, can_resume=dataset is None, on_wait=redraw)
-            self._check_even_steps(answers)
+            epoch_checks.check_even_steps(answers, self._facts.is_synchronous)
             result = merged(answers, reduce_results)
-            _warn_of_nothing("train", answers, asked.num_steps)
+            epoch_checks.warn_of_nothing("train", answers, asked.num_steps)
             if bar is not None:
-                bar.show(_end_of(answers[0], asked.info))
+                bar.show(end_of(answers[0], asked.info))
         return result
 
     def validate(
@@ -284,8 +274,8 @@ class TorchTrainer(ClassTrainer):
         asked = self._asked(num_steps, profile, reduce_results, info)
         arguments.check_dataset(dataset)
         answers = self._validate(asked, dataset)
-        self._controller.snapshots.touch()  # it may have drawn random numbers, which `save` keeps
-        _warn_of_nothing("validation", answers, asked.num_steps)
+        self._controller.snapshots.touch_ranks()  # it may have drawn random numbers, which `save` keeps
+        epoch_checks.warn_of_nothing("validation", answers, asked.num_steps)
         return merged(answers, reduce_results)
 
     @property
@@ -300,24 +290,6 @@ class TorchTrainer(ClassTrainer):
             request, *share = requests[0]
             requests[0] = (replace(request, redraw=redraw), *share)
         return requests
-
-    def _progress(self) -> Any:
-        transfer = self._controller.ensure_group().beside(0, TorchRunner.progress)
-        try:
-            return transfer.result(1.0)
-        except Exception as error:  # a bar is not worth a failure; the call itself reports the loss of the worker
-            logger.debug("no news for the progress bar: %s", error)
-            return None
-
-    def _check_even_steps(self, answers: Sequence[EpochAnswer]) -> None:
-        """An epoch of replicas that step together counts only when all took the same steps."""
-        counts = [answer.num_steps for answer in answers]
-        if self._facts.is_synchronous and len(set(counts)) > 1:
-            raise UnevenStepsError(
-                f"The workers drew {counts} batches: replicas that exchange gradients must take the same number of "
-                'steps. Let `train_epoch` draw the same number on all ranks, or pass `parallel="none"` and keep '
-                "them equal yourself."
-            )
 
     # ------------------------------------------------------------------------------------------------ functions
 
@@ -418,6 +390,50 @@ class TorchTrainer(ClassTrainer):
             file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
             StateLoader(self._controller).load_file(file, weights_only, held)
 
+    def take_state_of(self, other: TorchTrainer) -> None:
+        """Loads the state of another trainer that is alive, past the driver and without a file.
+
+        Where configs differ, optimizers keep the hyperparameters of `setup`; a scheduled learning rate keeps its place.
+
+        Args:
+            other: A trainer of the same kind of operators, with any number of workers.
+
+        Raises:
+            ValueError, KeyError: The state does not fit; the workers are as they were.
+        """
+        StateLoader(self._controller).load_snapshot(other._shared_snapshot())
+        if dict(other.config) != dict(self.config):
+            self._follow_config()
+
+    def _follow_config(self) -> None:
+        self._controller.run(Call(TorchRunner.follow_config, changes_state=True, keeps_alike=True))
+
+    def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
+        checked = super()._checked_config(config)
+        arguments.check_batch_size(checked, self.max_replicas)
+        return checked
+
+    @classmethod
+    def as_trainable(
+        cls, *args: Any, override_tune_step: Callable[[Any, dict[str, Any]], Any] | None = None, **kwargs: Any
+    ) -> type[Any]:
+        """A class for `ray.tune`: each trial has such a trainer, with the trial's config merged into `config`.
+
+        `num_workers`, `num_cpus_per_worker`, `num_gpus_per_worker`, `use_gpu` and `use_local` in it replace arguments.
+
+        Args:
+            args: Refused: the constructor takes names only.
+            override_tune_step: `(trainer, info)` -> the result of a step. Default: `train`, then `validate`.
+            kwargs: For the constructor.
+
+        Raises:
+            MissingTuneError: Ray Tune is not installed; an `ImportError` and a `RuntimeError`.
+            ValueError: `override_tune_step` does not take two arguments.
+        """
+        from raysgd.torch.torch_trainable import make_trainable
+
+        return make_trainable(cls, args, override_tune_step, kwargs)
+
     def restore(self, *args: Any) -> None:
         """Retired.
 
@@ -427,21 +443,8 @@ class TorchTrainer(ClassTrainer):
         raise DeprecationWarning("`TorchTrainer.restore` was renamed: use `load`.")
 
 
-def _warn_of_nothing(name: str, answers: Sequence[EpochAnswer], num_steps: int | None) -> None:
-    """Tells of a loop that had no batch on any worker, though it was to have some."""
-    counts = [answer.metrics.values.get(BATCH_COUNT) for answer in answers if answer.metrics is not None]
-    if num_steps != 0 and counts and all(count == 0 for count in counts):
-        logger.warning(
-            "the %s data has no batches: it is empty, or `drop_last` removed its only batch, or it is an iterator "
-            "that was used up already",
-            name,
-        )
+__getattr__, __dir__ = former_names(__name__)
 
 
 def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:
     return state
-
-
-def _end_of(answer: EpochAnswer, info: Mapping[str, Any]) -> Progress:
-    loss = results.as_number(answer.metrics.values.get("last_train_loss")) if answer.metrics is not None else None
-    return Progress(answer.num_steps, answer.num_steps, answer.epoch_idx, info.get("num_epochs"), loss)

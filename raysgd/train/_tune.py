@@ -1,14 +1,15 @@
-"""A trainer as a trial of Ray Tune: each trial makes a trainer of its own and tells Tune what rank 0 reports."""
+"""A function as a trial of Ray Tune: each trial makes a trainer of its own and tells Tune what rank 0 reports."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from raysgd._optional import require
-from raysgd.exceptions import MissingTuneError
+from raysgd import _trials
+from raysgd._trials import Reported, TrialInfo
 from raysgd.train.checkpoint import CheckpointStrategy, load_checkpoint, write_checkpoint
 from raysgd.train.constants import TUNE_CHECKPOINT_FILE_NAME, TUNE_CHECKPOINT_ID
 
@@ -27,12 +28,16 @@ class TrialPlan:
         train_func: Its function; it gets the config of the trial.
         dataset: Its data.
         bundles: What one trial needs: the trial itself, then each worker.
+        strategy: How these are placed.
+        refuses_more_steps: Whether a step after the end is an error; else it says once more that this is the end.
     """
 
     make_trainer: Callable[..., Trainer]
     train_func: Callable[..., Any]
     dataset: Any = None
     bundles: list[dict[str, float]] = field(default_factory=list)
+    strategy: str = "PACK"
+    refuses_more_steps: bool = False
 
 
 def make_trainable(plan: TrialPlan) -> type[Any]:
@@ -41,74 +46,50 @@ def make_trainable(plan: TrialPlan) -> type[Any]:
     Raises:
         MissingTuneError: Ray Tune is not installed.
     """
-    try:
-        tune = require("ray.tune", extra="tune", purpose="`to_tune_trainable`")
-    except ImportError as error:
-        raise MissingTuneError(str(error)) from error
-    from ray.tune import result as names
-
-    class TrainTrainable(tune.Trainable):  # type: ignore[name-defined]
-        """One trial."""
-
-        def setup(self, config: dict[str, Any]) -> None:
-            self._trial = Trial(plan, dict(config), Path(self.logdir) / _FOLDER)
-
-        def step(self) -> dict[str, Any]:
-            result, is_saved = self._trial.step()
-            if result is not None:
-                return {**result, names.SHOULD_CHECKPOINT: is_saved}
-            if not is_saved:
-                return {names.RESULT_DUPLICATE: True, names.DONE: True}
-            return {**(self._trial.last or {}), names.SHOULD_CHECKPOINT: True, names.DONE: True}
-
-        def save_checkpoint(self, checkpoint_dir: str) -> None:
-            self._trial.save(Path(checkpoint_dir))
-
-        def load_checkpoint(self, checkpoint_dir: str) -> None:
-            self._trial.load(Path(checkpoint_dir))
-
-        def cleanup(self) -> None:
-            self._trial.end()
-
-        @classmethod
-        def default_resource_request(cls, config: dict[str, Any]) -> Any:
-            return tune.PlacementGroupFactory([dict(bundle) for bundle in plan.bundles], strategy="PACK")
-
-    return TrainTrainable
+    return _trials.make_trainable(
+        partial(FunctionTrial, plan),
+        lambda config: plan.bundles,
+        "TrainTrainable",
+        strategy=plan.strategy,
+        purpose="`to_tune_trainable`",
+    )
 
 
-class Trial:
+class FunctionTrial:
     """One run of a trainer, step by step.
-
-    Attributes:
-        last: What rank 0 reported last.
 
     Args:
         plan: What to run.
         config: The config of the function.
-        logdir: Where the trainer writes.
+        info: Where the trainer writes.
     """
 
-    def __init__(self, plan: TrialPlan, config: dict[str, Any], logdir: Path) -> None:
-        self._plan, self._config, self._logdir = plan, config, logdir
+    def __init__(self, plan: TrialPlan, config: dict[str, Any], info: TrialInfo) -> None:
+        self._plan, self._config, self._logdir = plan, config, info.logdir / _FOLDER
         self._begin_from: dict[str, Any] | None = None
         self._trainer: Trainer | None = None
         self._iterator: TrainingIterator | None = None
         self._first_id = 0
         self._num_saved = 0
-        self.last: dict[str, Any] | None = None
+        self._has_ended = False
 
-    def step(self) -> tuple[dict[str, Any] | None, bool]:
-        """Rank 0's next report, None at the end; and whether there is a checkpoint that Tune does not have yet."""
+    def step(self) -> Reported:
+        """Rank 0's next report, and whether there is a checkpoint that Tune does not have yet.
+
+        Raises:
+            RuntimeError: The function has ended, and the plan allows no further step.
+        """
+        if self._has_ended and self._plan.refuses_more_steps:
+            raise RuntimeError("The function has ended, so there is no further step.")
         if self._iterator is None:
             self._begin()
         assert self._iterator is not None
         results = next(self._iterator, None)
         is_saved = self._num_taken > self._num_saved
         if results is None:
-            return None, is_saved
-        self.last = results[0]
-        return self.last, is_saved
+            self._has_ended = True
+            return Reported(None, is_saved, is_last=True)
+        return Reported(results[0], is_saved)
 
     def _begin(self) -> None:
         self._trainer = self._plan.make_trainer(logdir=self._logdir)
@@ -136,8 +117,12 @@ class Trial:
         self.end()
         content = load_checkpoint(folder / TUNE_CHECKPOINT_FILE_NAME) or {}
         self._first_id = content.pop(TUNE_CHECKPOINT_ID, 0)
-        self._num_saved = 0
+        self._num_saved, self._has_ended = 0, False
         self._begin_from = content or None
+
+    def reset(self, config: dict[str, Any], info: TrialInfo) -> bool:
+        """Nothing is kept of one run for another."""
+        return False
 
     def end(self) -> None:
         """Ends the trainer."""

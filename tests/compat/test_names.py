@@ -6,7 +6,7 @@ import importlib
 
 import pytest
 
-from raysgd.compat.names import MOVED, NOT_HERE
+from raysgd.compat.names import MOVED
 
 
 @pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in MOVED.items() for name in names])
@@ -15,9 +15,3 @@ def test_a_name_that_moved_is_found_where_it_was(module: str, name: str) -> None
     found = getattr(importlib.import_module(module), name)
     assert found is vars(importlib.import_module(place))[name_there or name]
     assert name in dir(importlib.import_module(module))
-
-
-@pytest.mark.parametrize(("module", "name"), [(module, name) for module, names in NOT_HERE.items() for name in names])
-def test_a_name_that_is_not_here_says_what_to_use_instead(module: str, name: str) -> None:
-    with pytest.raises(ImportError, match=f"`.*{name}` is not available yet"):
-        exec(f"from {module} import {name}")

@@ -20,7 +20,7 @@ from tests.docs.page_runner import PageRunner, page_runner
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FIRST_PAGE = "README.md"
-PAGES_WITH_RAY = {FIRST_PAGE, "docs/tutorial.md", "docs/operator-to-function.md"}
+PAGES_WITH_RAY = {FIRST_PAGE, "docs/tutorial.md", "docs/operator-to-function.md", "docs/tune.md"}
 FENCE = re.compile(r"^```(.*)$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 TREE_LINE = re.compile(r"^( *)(\S+)")

@@ -74,6 +74,23 @@ def test_a_call_makes_the_snapshot_old_until_the_next_one() -> None:
     assert keeper.is_current
 
 
+def test_random_numbers_that_were_drawn_make_old_only_what_each_rank_has_for_itself() -> None:
+    keeper = keeper_with_landed_state()
+    keeper.touch_ranks()
+    assert (keeper.is_current, keeper.shares_current) == (False, True)
+    keeper.take(inline("next"), never)
+    assert keeper.is_current
+    keeper.touch()
+    assert not keeper.shares_current
+
+
+def test_where_all_begin_again_nothing_of_before_is_left() -> None:
+    keeper = keeper_with_landed_state()
+    keeper.completed("call")
+    keeper.begin_again()
+    assert (keeper.landed, keeper.landed_token, keeper.calls_since, keeper.has_any) == (None, None, (), False)
+
+
 def test_touching_makes_the_snapshot_old_without_a_call() -> None:
     keeper = keeper_with_landed_state()
     keeper.touch()

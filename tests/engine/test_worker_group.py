@@ -13,7 +13,7 @@ from tests.fakes import FakeGroup, FakeStandbyWorkers
     ("fake", "real", "not_needed"),
     [
         (FakeGroup, WorkerGroup, {"is_ended", "is_on_one_node", "store", "submit"}),
-        (FakeStandbyWorkers, StandbyWorkers, {"kill_all", "start_standby"}),
+        (FakeStandbyWorkers, StandbyWorkers, {"start_standby"}),
     ],
 )
 def test_each_public_method_has_a_stand_in_but_for_those_that_the_controller_does_not_use(

@@ -34,6 +34,7 @@ FIGURES = {
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
     "epoch_cost": {"epoch_ms", "loop_ms"},
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
+    "population": {"copy_s", "gap_s", "new_trial_s"},
     "recovery": {"recovery_s", "batches_again", "snapshot_cost"},
     "function_api": {"to_callback_s", "cycle_s", "stall_s", "recovery_s"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
@@ -76,7 +77,16 @@ def run(script: str, short_folder: str, *arguments: str) -> tuple[str, dict[str,
     return "\n".join(text), json.loads(last)
 
 
-LONG = {"checkpoint", "epoch_cost", "function_api", "gpu_throughput", "recovery", "startup", "tf_throughput"}
+LONG = {
+    "checkpoint",
+    "epoch_cost",
+    "function_api",
+    "gpu_throughput",
+    "population",
+    "recovery",
+    "startup",
+    "tf_throughput",
+}
 
 
 @pytest.mark.integration

@@ -1156,22 +1156,11 @@ def test_the_config_cannot_be_changed_where_that_would_change_nothing(
     assert type(trainer.config.copy()) is dict
 
 
-@pytest.mark.parametrize("name", ["fit", "predict", "as_trainable"])
+@pytest.mark.parametrize("name", ["fit", "predict"])
 def test_what_is_not_there_yet_says_what_to_use(name: str, make_local: MakeTrainer) -> None:
     assert not hasattr(TorchTrainer, name)
     with pytest.raises(AttributeError, match=f"`TorchTrainer.{name}` is not available yet. C"):
         getattr(make_local(), name)
-
-
-@pytest.mark.parametrize(
-    ("statement", "words"),
-    [
-        ("from raysgd.torch import BaseTorchTrainable", "Ray Tune"),
-    ],
-)
-def test_names_of_the_old_library_that_are_not_there_yet_say_what_to_use(statement: str, words: str) -> None:
-    with pytest.raises(ImportError, match=f"is not available yet.*{words}"):
-        exec(statement)
 
 
 class ByIndex(LinearOperator):

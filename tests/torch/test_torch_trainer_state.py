@@ -1,6 +1,7 @@
 """Saving and loading the state of one worker in this process.
 
-Covers `raysgd.torch._fitting`: whether a state fits is decided before anything of it is loaded.
+Covers `raysgd.torch._fitting` and `raysgd.torch.state_loader`: whether a state fits is decided before anything of it is
+loaded.
 """
 
 from __future__ import annotations

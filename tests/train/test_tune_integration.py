@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from raysgd import train
+from raysgd._trials import TrialInfo
 from raysgd.train import Trainer
-from raysgd.train._tune import Trial, TrialPlan
+from raysgd.train._tune import FunctionTrial, TrialPlan
 from raysgd.train.backend import BackendConfig
 from tests.run_if import RunIf
 from tests.train import lab
@@ -20,22 +21,21 @@ pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 def test_a_trial_goes_on_from_the_checkpoint_that_it_gave_away(tmp_path: Path) -> None:
     plan = TrialPlan(lambda logdir: Trainer(BackendConfig(), logdir=logdir), lab.count_up)
-    trial = Trial(plan, {"num_steps": 3}, tmp_path / "logs")
+    trial = FunctionTrial(plan, {"num_steps": 3}, TrialInfo(tmp_path / "logs"))
     try:
         steps = [trial.step() for _ in range(4)]
-        assert [(result and result["number"], is_saved) for result, is_saved in steps] == [
-            (0, False),
-            (1, True),
-            (2, True),
-            (None, True),
+        assert [(step.metrics and step.metrics["number"], step.has_checkpoint, step.is_last) for step in steps] == [
+            (0, False, False),
+            (1, True, False),
+            (2, True, False),
+            (None, True, True),
         ]
         trial.save(tmp_path / "kept")
-        assert not trial.step()[1]
+        assert not trial.step().has_checkpoint
         content = pickle.loads((tmp_path / "kept" / "checkpoint").read_bytes())
         assert (content["number"], content["_current_checkpoint_id"]) == (2, 3)
         trial.load(tmp_path / "kept")
-        result, _ = trial.step()
-        assert result is None  # there is nothing left to do
+        assert trial.step().metrics is None  # there is nothing left to do
     finally:
         trial.end()
 

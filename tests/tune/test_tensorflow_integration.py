@@ -45,7 +45,7 @@ def test_a_trial_reports_what_rank_0_does_and_goes_on_from_its_checkpoint(
     ray_cluster: None, tmp_path: Path, legacy: str, keras: str
 ) -> None:
     trainable_cls = DistributedTrainableCreator(count, 2, 0, 1, None, timeout_s=60)
-    assert trainable_cls.default_resource_request({}).bundles == [{"CPU": 1}, {"CPU": 1}, {"CPU": 1}]
+    assert trainable_cls.default_resource_request({}).bundles == [{"CPU": 1}, {"CPU": 1}]
     trial = trainable_cls({"num_steps": 3, "legacy": legacy})
     try:
         first = [trial.step() for _ in range(2)]
@@ -65,7 +65,7 @@ def test_a_function_that_does_not_take_a_checkpoint_is_refused() -> None:
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"num_workers_per_host": 1}, "`num_workers_per_host=1` is not supported"), ({"timeout_s": 0}, "`timeout_s=0`")],
+    [({"num_workers_per_host": 3}, "does not divide `num_workers=2`"), ({"timeout_s": 0}, "`timeout_s=0`")],
 )
 def test_what_cannot_be_kept_is_refused_with_the_reason(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):

@@ -1,0 +1,15 @@
+"""Where the oldest programs look for what is in `raysgd.tune.torch`."""
+
+from __future__ import annotations
+
+from raysgd._lazy import lazy_names
+
+__getattr__, __dir__ = lazy_names(
+    __name__,
+    {
+        "DistributedTrainableCreator": "raysgd.tune.torch",
+        "distributed_checkpoint": "raysgd.tune.torch:distributed_checkpoint_dir",
+        "distributed_checkpoint_dir": "raysgd.tune.torch",
+        "is_distributed_trainable": "raysgd.tune.torch",
+    },
+)

@@ -1,0 +1,139 @@
+"""A `TorchTrainer` as a trial of Ray Tune."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from raysgd import _trials
+from raysgd.torch import arguments
+from raysgd.torch.torch_trainer import TorchTrainer
+
+_RESOURCES = ("num_workers", "num_cpus_per_worker", "num_gpus_per_worker", "use_gpu", "use_local")
+
+
+class BaseTorchTrainable(_trials.trainer_trainable("`BaseTorchTrainable`")):  # type: ignore[misc]
+    """A trial that trains for an epoch and validates in each step.
+
+    `TorchTrainer.as_trainable` returns a subclass. Derive from that, or from this class, and override `step` to do
+    something else in a step, or `_create_trainer(tune_config)` to make the trainer in your own way.
+    """
+
+    _checkpoint_name = "trainer.checkpoint"
+
+    @property
+    def trainer(self) -> TorchTrainer:
+        """The trainer of this trial."""
+        trainer: TorchTrainer = self._trainer
+        return trainer
+
+    def step(self) -> dict[str, Any]:
+        """Trains, then validates. Returns the results of both; where they have the same names, those of validation.
+
+        A loss of workers fails the trial at once, so that Tune's `FailureConfig` decides.
+        """
+        if hasattr(self, "_train"):
+            raise DeprecationWarning(
+                f"`{type(self).__name__}._train` is no longer called: rename it to `step`, as in `ray.tune.Trainable`."
+            )
+        trained = self.trainer.train(max_retries=0, profile=True)
+        return _trials.merged(trained, self.trainer.validate(profile=True))
+
+    def load_checkpoint(self, checkpoint: str) -> None:
+        """Loads what `save_checkpoint` wrote. Of another config than this one, the optimizers keep this one's numbers.
+
+        Override it if you have state outside of the trainer, as does `save_checkpoint`.
+        """
+        super().load_checkpoint(checkpoint)
+        if _trials.has_changed(Path(checkpoint), self.config):
+            self.trainer._follow_config()
+
+
+def make_trainable(
+    trainer_cls: type[TorchTrainer],
+    args: tuple[Any, ...],
+    override_tune_step: Callable[[Any, dict[str, Any]], Any] | None,
+    options: Mapping[str, Any],
+) -> type[BaseTorchTrainable]:
+    """The class behind `TorchTrainer.as_trainable`; arguments as there.
+
+    Raises:
+        TypeError: There are arguments without a name.
+        ValueError: `override_tune_step` does not take two arguments.
+    """
+    if args:
+        raise TypeError(f"`as_trainable` got {args!r} without names: pass all arguments of the trainer by name.")
+    check_step(override_tune_step)
+    requested = Requested(options)
+
+    class TorchTrainable(BaseTorchTrainable):
+        """A trial with one trainer."""
+
+        def step(self) -> dict[str, Any]:
+            if override_tune_step is None:
+                return super().step()
+            result: dict[str, Any] = override_tune_step(self._trainer, {"iteration": self.training_iteration})
+            return result
+
+        def _create_trainer(self, tune_config: dict[str, Any]) -> TorchTrainer:
+            self._resources = requested.resources(tune_config)
+            return trainer_cls(**{**options, **self._resources, "config": requested.config(tune_config)})
+
+        def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
+            if requested.resources(tune_config) != self._resources:
+                return False
+            self._trainer.reset_config(requested.config(tune_config))
+            return True
+
+        @classmethod
+        def default_resource_request(cls, config: dict[str, Any]) -> Any:
+            return _trials.reservation(requested.bundles(config))
+
+    return TorchTrainable
+
+
+def check_step(override_tune_step: Any) -> None:
+    """Refuses what cannot be called with a trainer and a dict."""
+    if override_tune_step is None:
+        return
+    try:
+        names = [*inspect.signature(override_tune_step).parameters]
+    except (TypeError, ValueError):
+        raise ValueError(f"`override_tune_step={override_tune_step!r}`: need a function `(trainer, info)`.") from None
+    if len(names) != 2:
+        raise ValueError(
+            f"`override_tune_step` takes {len(names)} arguments {names}: need two, the trainer and a dict with "
+            "`iteration`."
+        )
+
+
+class Requested:
+    """What the trials of one class need, as the arguments of the trainer and a trial's config say together.
+
+    Args:
+        options: The arguments. `use_gpu="auto"` is settled here: a trial without a GPU sees none.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._use_gpu = arguments.resolve_use_gpu(options.get("use_gpu", "auto"))
+
+    def config(self, tune_config: Mapping[str, Any]) -> dict[str, Any]:
+        """The config of the trainer."""
+        return {**(self._options.get("config") or {}), **tune_config}
+
+    def resources(self, tune_config: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments that say what the workers need: those of the trial where it has some."""
+        found = {name: source[name] for source in (self._options, tune_config) for name in _RESOURCES if name in source}
+        use_gpu = found.get("use_gpu", "auto")
+        return {**found, "use_gpu": self._use_gpu if use_gpu in ("auto", None) else bool(use_gpu)}
+
+    def bundles(self, tune_config: Mapping[str, Any]) -> list[dict[str, float]]:
+        """What Tune has to reserve: for the trial itself, unless it is the first worker, and for each worker."""
+        found = self.resources(tune_config)
+        num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0
+        worker = {"CPU": found.get("num_cpus_per_worker", 1), "GPU": num_gpus}
+        num_workers = found.get("num_workers", 1) + self._options.get("spare_workers", 0)
+        return [*([] if found.get("use_local") else [{"CPU": 1}]), *[worker] * num_workers]

@@ -1,0 +1,244 @@
+"""Population-based training with trainers that stay alive: no trial is saved, ended or started to copy a better one.
+
+What it guarantees: the trainers of all members train at the same time and keep their worker processes; a member that
+falls behind gets the state of a better one out of memory, and new operators with a config near that one's.
+
+Why this is beside Ray Tune and not in it: ADR 73.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from random import Random
+from types import TracebackType
+from typing import Any
+
+from raysgd import _checks
+from raysgd.tune._explore import Exploration, Space, draw
+
+__all__ = ["Exploit", "Exploration", "Member", "Population", "train_and_validate"]
+
+logger = logging.getLogger(__name__)
+
+_NEEDED = ("train", "validate", "reset_config", "take_state_of", "shutdown")
+
+
+@dataclass
+class Member:
+    """One trial of a population.
+
+    Attributes:
+        index: Its number, which stays.
+        config: The config that it has now.
+        trainer: Its trainer.
+        result: What it reported last.
+        history: All that it reported, with the config of the time under `config`.
+    """
+
+    index: int
+    config: dict[str, Any]
+    trainer: Any
+    result: dict[str, Any] = field(default_factory=dict)
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Exploit:
+    """A member that copied a better one.
+
+    Attributes:
+        index: The number of the member.
+        source: The number of the better one.
+        config: The config with which the member goes on.
+    """
+
+    index: int
+    source: int
+    config: dict[str, Any]
+
+
+def train_and_validate(trainer: Any) -> dict[str, Any]:
+    """One interval: an epoch and a validation."""
+    return {**trainer.train(), **trainer.validate()}
+
+
+class Population:
+    """Trains several trainers, and lets the worse ones copy the better ones.
+
+    Args:
+        trainer_factory: `config` -> a new `TorchTrainer`; called once for each member.
+        space: What configs are drawn from and changed within: for each name a list of choices, a function without
+            parameters that draws, a domain such as `ray.tune.loguniform(1e-4, 1e-1)`, a dict of these, or a fixed
+            value.
+        size: How many members. All their workers have to fit into the cluster at the same time.
+        metric: The name of the result that members are compared by.
+        mode: "min" or "max".
+        step: `trainer` -> the result of an interval. Default: `train`, then `validate`.
+        quantile: Which share of the members copies, and which share is copied from, at most a half.
+        exploration: How much a config is changed.
+        seed: For what is drawn here.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong; nothing was started.
+
+    Example:
+        >>> def make(config):
+        ...     return TorchTrainer(training_operator_cls=MyOperator, config=config, num_workers=2)
+        >>> with Population(make, {"lr": [0.01, 0.1, 1.0]}, size=4) as population:  # doctest: +SKIP
+        ...     best = population.run(num_intervals=10)
+        ...     best.trainer.save("best.pt")
+    """
+
+    def __init__(
+        self,
+        trainer_factory: Callable[[dict[str, Any]], Any],
+        space: Space,
+        size: int,
+        *,
+        metric: str = "val_loss",
+        mode: str = "min",
+        step: Callable[[Any], Mapping[str, Any]] = train_and_validate,
+        quantile: float = 0.25,
+        exploration: Exploration | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _check_functions(trainer_factory=trainer_factory, step=step)
+        if not isinstance(space, Mapping):
+            raise TypeError(f"`space={space!r}`: need a dict, with a list or a function for each name.")
+        size = _checks.check_count("size", size, hint="It is the number of trainers.")
+        if mode not in ("min", "max"):
+            raise ValueError(f'`mode={mode!r}`: allowed are "min" and "max".')
+        if not _checks.is_number(quantile) or not 0 < quantile <= 0.5:
+            raise ValueError(f"`quantile={quantile!r}`: need a number above 0, and at most 0.5.")
+        self._space, self._metric, self._sign = space, metric, 1 if mode == "max" else -1
+        self._step, self._quantile = step, quantile
+        self._exploration = exploration or Exploration()
+        self._random = Random(seed)
+        self.members = self._make_members(trainer_factory, size)
+
+    def _make_members(self, trainer_factory: Callable[[dict[str, Any]], Any], size: int) -> list[Member]:
+        configs = [draw(self._space, self._random) for _ in range(size)]
+        trainers, errors = _at_the_same_time(lambda config: _made(trainer_factory, config), configs)
+        if errors:
+            _shutdown_all(trainer for trainer in trainers if trainer is not None)
+            raise errors[0]
+        return [Member(index, *pair) for index, pair in enumerate(zip(configs, trainers, strict=True))]
+
+    def run(self, num_intervals: int) -> Member:
+        """Trains all members, and after each interval but the last lets the worse ones copy. Returns the best one."""
+        for interval in range(_checks.check_count("num_intervals", num_intervals, hint="Each is one `step`.")):
+            if interval:
+                self.evolve()
+            self.train()
+        return self.best
+
+    def train(self) -> list[dict[str, Any]]:
+        """Trains all members for one interval, at the same time; returns their results.
+
+        Raises:
+            ValueError: A result lacks the metric.
+            Exception: What `step` raised for a member; raised when all have come to the end of the interval.
+        """
+        results, errors = _at_the_same_time(lambda member: dict(self._step(member.trainer)), self.members)
+        if errors:
+            raise errors[0]
+        for member, result in zip(self.members, results, strict=True):
+            if self._metric not in result:
+                raise ValueError(f"`metric={self._metric!r}` is not in the result, which has {sorted(result)}.")
+            member.result = result
+            member.history.append({**result, "config": member.config})
+        return results
+
+    def evolve(self) -> list[Exploit]:
+        """Lets each of the worst members copy one of the best, and go on with a config near that one's."""
+        num_copies = min(math.ceil(len(self.members) * self._quantile), len(self.members) // 2)
+        ranked = self.ranked
+        worse = ranked[len(ranked) - num_copies :]
+        return [self._exploit(member, self._random.choice(ranked[:num_copies])) for member in worse]
+
+    def _exploit(self, member: Member, source: Member) -> Exploit:
+        config = self._exploration.changed(source.config, self._space, self._random)
+        self.copy(member, source, config)
+        logger.info("member %s copies member %s and goes on with %s", member.index, source.index, config)
+        return Exploit(member.index, source.index, config)
+
+    def copy(self, member: Member, source: Member, config: Mapping[str, Any] | None = None) -> None:
+        """Gives a member the state of another one.
+
+        Args:
+            member: Gets the state.
+            source: Has the state.
+            config: Another config for the member; None keeps the one that it has.
+        """
+        if config is not None:
+            self.restart(member, config)
+        member.trainer.take_state_of(source.trainer)
+        member.result = dict(source.result)
+
+    def restart(self, member: Member, config: Mapping[str, Any]) -> None:
+        """Begins a member again with another config, on the workers that it has."""
+        member.trainer.reset_config(config)
+        member.config, member.result = dict(config), {}
+
+    @property
+    def ranked(self) -> list[Member]:
+        """The members, the best one first; those without a result come last."""
+        return sorted(self.members, key=self._score, reverse=True)
+
+    @property
+    def best(self) -> Member:
+        """The member with the best result so far."""
+        return self.ranked[0]
+
+    def _score(self, member: Member) -> float:
+        score = self._sign * float(member.result.get(self._metric, math.nan))
+        return -math.inf if math.isnan(score) else score
+
+    def shutdown(self) -> None:
+        """Ends all trainers."""
+        _shutdown_all(member.trainer for member in self.members)
+
+    def __enter__(self) -> Population:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+def _check_functions(**functions: Any) -> None:
+    for name, function in functions.items():
+        if not callable(function):
+            raise TypeError(f"`{name}={function!r}`: need a function.")
+
+
+def _made(trainer_factory: Callable[[dict[str, Any]], Any], config: dict[str, Any]) -> Any:
+    trainer = trainer_factory(dict(config))
+    missing = [name for name in _NEEDED if not hasattr(trainer, name)]
+    if missing:
+        if hasattr(trainer, "shutdown"):
+            trainer.shutdown()
+        raise TypeError(
+            f"`trainer_factory` returned a `{type(trainer).__name__}`, which has no `{missing[0]}`: return a "
+            "`raysgd.TorchTrainer`."
+        )
+    return trainer
+
+
+def _at_the_same_time(function: Callable[[Any], Any], values: Sequence[Any]) -> tuple[list[Any], list[BaseException]]:
+    """What a function returns for each value, None where it raised; and what it raised."""
+    with ThreadPoolExecutor(len(values), thread_name_prefix="raysgd-population") as threads:
+        futures = [threads.submit(function, value) for value in values]
+    found = [future.exception() for future in futures]
+    errors = [error for error in found if error is not None]
+    return [None if error else future.result() for future, error in zip(futures, found, strict=True)], errors
+
+
+def _shutdown_all(trainers: Iterable[Any]) -> None:
+    for trainer in trainers:
+        trainer.shutdown()

@@ -1,0 +1,61 @@
+"""A function for several workers with PyTorch as a trial of Ray Tune, like `ray.tune.integration.torch`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from raysgd.torch.constants import NCCL_TIMEOUT_S
+from raysgd.train.torch import TorchConfig
+from raysgd.tune import _distributed
+from raysgd.tune._distributed import WorkersOfTrial, distributed_checkpoint_dir, is_distributed_trainable
+
+__all__ = ["DistributedTrainableCreator", "distributed_checkpoint_dir", "is_distributed_trainable"]
+
+
+def DistributedTrainableCreator(
+    func: Callable[..., Any],
+    num_workers: int = 1,
+    num_cpus_per_worker: float = 1,
+    num_gpus_per_worker: float = 0,
+    num_workers_per_host: int | None = None,
+    backend: str = "gloo",
+    timeout_s: float = NCCL_TIMEOUT_S,
+    use_gpu: bool | None = None,
+) -> type[Any]:
+    """A class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on workers of its own.
+
+    The process group of `torch.distributed` exists before `func` runs. It reports with `raysgd.train.report`; what
+    rank 0 reports counts. It saves with `distributed_checkpoint_dir`, and finds what was saved last in the folder
+    `checkpoint_dir`, also after a worker was lost and the function restarted.
+
+    Args:
+        func: The function.
+        num_workers: How many workers a trial has.
+        num_cpus_per_worker: CPUs for each.
+        num_gpus_per_worker: GPUs for each.
+        num_workers_per_host: How many of them share a node, exactly; it divides `num_workers`. Default: Ray chooses
+            the nodes.
+        backend: "gloo" or "nccl".
+        timeout_s: Seconds that a collective may take. How long a trial waits for its resources is Tune's affair.
+        use_gpu: Retired: use `num_gpus_per_worker`.
+
+    Raises:
+        DeprecationWarning: `use_gpu` was passed.
+        ValueError: `func` cannot be called like that, or an argument is out of range.
+        ImportError: Ray Tune is not installed.
+
+    Example:
+        >>> def train_func(config, checkpoint_dir=None):
+        ...     for epoch in range(config["num_epochs"]):
+        ...         raysgd.train.report(loss=...)
+        >>> trainable_cls = DistributedTrainableCreator(train_func, num_workers=2)  # doctest: +SKIP
+        >>> ray.tune.Tuner(trainable_cls, param_space={"num_epochs": 3}).fit()  # doctest: +SKIP
+    """
+    if use_gpu:
+        raise DeprecationWarning("`use_gpu` is no longer used: pass `num_gpus_per_worker=1` to give workers GPUs.")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f'`backend={backend!r}`: allowed are "gloo" and "nccl".')
+    timeout_s = _distributed.check_timeout(timeout_s)
+    workers = WorkersOfTrial(num_workers, num_cpus_per_worker, num_gpus_per_worker, num_workers_per_host)
+    return _distributed.make_distributed(func, TorchConfig(backend=backend, timeout_s=timeout_s), workers)  # type: ignore[arg-type]

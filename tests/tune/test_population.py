@@ -1,0 +1,134 @@
+"""A population of trainers with one worker each, in this process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from raysgd import TorchTrainer
+from raysgd.tune.population import Exploration, Population
+from tests.torch.operators_for_tests import LinearOperator, equal
+
+RATES = [1e-5, 1e-3, 0.02, 0.05]
+
+
+def make_local(config: dict[str, Any]) -> TorchTrainer:
+    return TorchTrainer(training_operator_cls=LinearOperator, config=config, use_local=True, use_gpu=False)
+
+
+def make_population(space: dict[str, Any], size: int, **options: Any) -> Population:
+    return Population(make_local, space, size, seed=0, **options)
+
+
+@pytest.fixture
+def four() -> Iterator[Population]:
+    rates = iter(RATES)
+    with make_population({"lr": lambda: next(rates)}, 4, exploration=Exploration(resample_probability=0)) as population:
+        yield population
+
+
+def models_of(trainer: Any) -> Any:
+    return trainer.state_dict()["models"]
+
+
+def test_the_worst_copies_the_best_and_goes_on_with_a_config_near_its_own(four: Population) -> None:
+    four.train()
+    best, worst = four.ranked[0], four.ranked[-1]
+    assert (best.config["lr"], worst.config["lr"]) == (0.05, 1e-5)
+    trainer = worst.trainer
+    [exploit] = four.evolve()
+    assert (exploit.index, exploit.source) == (worst.index, best.index)
+    assert exploit.config["lr"] == pytest.approx(0.05 * 0.8) or exploit.config["lr"] == pytest.approx(0.05 * 1.2)
+    assert worst.trainer is trainer, "nothing was started"
+    assert equal(models_of(worst.trainer), models_of(best.trainer))
+    assert worst.trainer.config["lr"] == worst.config["lr"] == exploit.config["lr"]
+    rate = worst.trainer.get_local_operator().optimizer.param_groups[0]["lr"]
+    assert rate == exploit.config["lr"], "of the new config, though the state has another one"
+    assert worst.result == best.result
+
+
+def test_all_train_and_their_history_says_with_which_config(four: Population) -> None:
+    best = four.run(num_intervals=2)
+    assert [len(member.history) for member in four.members] == [2] * 4
+    assert best is four.best
+    assert best.result["val_loss"] == min(member.result["val_loss"] for member in four.members)
+    assert {entry["config"]["lr"] for member in four.members for entry in member.history[:1]} == set(RATES)
+    assert all(entry["epoch"] == 1 for member in four.members for entry in member.history[:1])
+
+
+def test_a_member_begins_again_with_another_config(four: Population) -> None:
+    four.train()
+    member = four.members[0]
+    four.restart(member, {"lr": 0.01})
+    assert (member.config, member.result) == ({"lr": 0.01}, {})
+    assert four.ranked[-1] is member, "it has no result yet"
+    fresh = make_local({"lr": 0.01})
+    try:
+        assert equal(models_of(member.trainer), models_of(fresh))
+    finally:
+        fresh.shutdown()
+
+
+def test_what_is_no_number_is_the_worst() -> None:
+    losses = iter([1.0, math.nan, -1.0])
+    with make_population({}, 3, step=lambda trainer: {"val_loss": next(losses)}, mode="max") as population:
+        population.train()
+        assert [member.result["val_loss"] for member in population.ranked][:2] == [1.0, -1.0]
+
+
+def test_an_error_of_one_is_raised_when_all_are_done() -> None:
+    done = []
+
+    def step(trainer: TorchTrainer) -> dict[str, Any]:
+        if trainer.config["number"] == 1:
+            raise RuntimeError("member 1 failed")
+        done.append(trainer.config["number"])
+        return {"val_loss": 0.0}
+
+    numbers = iter(range(3))
+    population = make_population({"number": lambda: next(numbers)}, 3, step=step)
+    with population, pytest.raises(RuntimeError, match="member 1 failed"):
+        population.train()
+    assert sorted(done) == [0, 2]
+
+
+def test_a_result_without_the_metric_says_what_there_is() -> None:
+    population = make_population({}, 1, step=lambda trainer: {"loss": 1.0})
+    with population, pytest.raises(ValueError, match=r"`metric='val_loss'` is not in the result, which has \['loss'\]"):
+        population.train()
+
+
+def test_when_one_cannot_be_made_the_others_are_shut_down() -> None:
+    made: list[TorchTrainer] = []
+
+    def make(config: dict[str, Any]) -> Any:
+        if config["number"] == 1:
+            return None
+        made.append(make_local(config))
+        return made[-1]
+
+    numbers = iter(range(2))
+    with pytest.raises(TypeError, match="returned a `NoneType`, which has no `train`"):
+        Population(make, {"number": lambda: next(numbers)}, 2)
+    with pytest.raises(RuntimeError, match="shut down"):
+        made[0].train()
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"size": 0}, ValueError),
+        ({"mode": "least"}, ValueError),
+        ({"quantile": 0.6}, ValueError),
+        ({"space": [1]}, TypeError),
+        ({"trainer_factory": None}, TypeError),
+        ({"step": 3}, TypeError),
+    ],
+)
+def test_a_wrong_argument_is_named_before_anything_starts(options: dict[str, Any], error: type[Exception]) -> None:
+    [name] = options
+    with pytest.raises(error, match=f"`{name}="):
+        Population(**{"trainer_factory": make_local, "space": {}, "size": 1, **options})
