@@ -12,7 +12,7 @@ from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.renewal import renew, restart
 from raysgd.exceptions import WorkerError
-from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullBackend, Raised, add, read
+from tests.fakes import CountingReplica, FakeClock, FakeCluster, Lost, NullConnection, Raised, add, read
 
 
 def begin_at(replica: CountingReplica, total: float) -> str:
@@ -29,7 +29,7 @@ class Trainer:
         self.is_large = is_large
         self.cluster = FakeCluster()
         self.controller = ElasticController(
-            GroupSpec(NullBackend(), self._make_replica),
+            GroupSpec(NullConnection(), self._make_replica),
             ScalingPolicy(max_workers=3, draw=lambda: 0.0),
             make_group=self.cluster.make_group,
             view=self.cluster.view,
