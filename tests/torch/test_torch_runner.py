@@ -9,6 +9,7 @@ import copy
 import itertools
 import random
 import sys
+import uuid
 from collections.abc import Iterable
 from dataclasses import replace
 from types import ModuleType
@@ -46,9 +47,12 @@ def make_runner(operator_cls: type[TrainingOperator] = LinearOperator, **config:
     return runner
 
 
-def train(runner: TorchRunner, num_steps: int | None = None, **options: Any) -> EpochAnswer:
-    request = EpochRequest(num_steps, options.pop("info", {}), options.pop("profile", False), seed=0, **options)
-    return runner.train_epoch(request)
+def train(runner: TorchRunner, num_steps: int | None = None, shard: Any = None, **options: Any) -> EpochAnswer:
+    key = None if shard is None else uuid.uuid4().hex
+    request = EpochRequest(
+        num_steps, options.pop("info", {}), options.pop("profile", False), seed=0, shard_key=key, **options
+    )
+    return runner.train_epoch(request, shard)
 
 
 def values(answer: EpochAnswer) -> dict[str, Any]:
@@ -233,6 +237,20 @@ def test_a_shard_is_trained_on_instead_of_the_loader_for_one_call() -> None:
     assert (values(answer)["epoch"], answer.num_steps) == (2, 1)
     train(runner, num_steps=1)
     assert runner.operator.seen[-1] == [8, 9, 10, 11]  # type: ignore[attr-defined]
+
+
+def test_a_shard_that_is_known_already_goes_on_until_the_state_is_another_one() -> None:
+    runner = make_runner()
+    data = [(torch.zeros(1, 3), torch.tensor([number]), torch.zeros(1, 1)) for number in range(3)]
+    request = EpochRequest(1, {}, False, 0, shard_key="mine")
+    runner.train_epoch(request, data)
+    state = runner.state()
+    for _ in range(3):
+        runner.train_epoch(request)
+    assert runner.operator.seen == [[0], [1], [2], [0]]  # type: ignore[attr-defined]
+    runner.restore(state, None)
+    runner.train_epoch(request)
+    assert runner.operator.seen[-1] == [0]  # type: ignore[attr-defined]
 
 
 def test_shards_of_pairs_are_joined_to_tensors() -> None:
