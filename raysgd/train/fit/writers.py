@@ -14,10 +14,13 @@ import os
 import time
 import traceback
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
 
 from raysgd._atomic_file import replacing
+from raysgd._once import Once
+from raysgd._optional import require_installed
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE, RESULT_FILE
 from raysgd.air.result import flattened
 from raysgd.train.callbacks._event_file import EventFile
@@ -155,6 +158,9 @@ class _Table:
 class TensorBoardFile(ReportWriter):
     """Writes what TensorBoard shows.
 
+    tensorboardX imports PyTorch, which takes a second where the driver has not done so. That happens in a thread, from
+    the first report on, so that neither the start of a run nor a report waits for it.
+
     Args:
         folder: The folder of the trial.
 
@@ -165,14 +171,36 @@ class TensorBoardFile(ReportWriter):
     tune_name = "TBXLoggerCallback"
 
     def __init__(self, folder: Path) -> None:
-        self._events = EventFile(folder, "ray/tune")
+        require_installed("tensorboardX", extra="tensorboard", purpose="a file for TensorBoard")
+        self._folder = folder
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="raysgd-tensorboard")
+        self._opening: Future[EventFile] | None = None
+        self._waiting: list[tuple[dict[str, Any], int]] = []
+        self._once = Once()
 
     def write(self, result: Mapping[str, Any]) -> None:
         shown = {key: value for key, value in result.items() if key not in _NOT_FOR_TENSORBOARD}
-        self._events.write(shown, int(result["training_iteration"]))
+        self._waiting.append((shown, int(result["training_iteration"])))
+        if self._opening is None:
+            self._opening = self._opener.submit(EventFile, self._folder, "ray/tune")
+        if self._opening.done():
+            self._write_waiting()
 
     def close(self) -> None:
-        self._events.close()
+        self._opener.shutdown()
+        if self._opening is not None:
+            self._write_waiting()
+            if self._opening.exception() is None:
+                self._opening.result().close()
+
+    def _write_waiting(self) -> None:
+        assert self._opening is not None
+        waiting, self._waiting = self._waiting, []
+        error = self._opening.exception()
+        for metrics, step in waiting if error is None else []:
+            self._opening.result().write(metrics, step)
+        if error is not None and self._once.is_first("broken"):
+            logger.warning("no file for TensorBoard: %s", error)
 
 
 def open_writers(folder: Path, config: Mapping[str, Any], replaced: frozenset[str] = frozenset()) -> list[ReportWriter]:

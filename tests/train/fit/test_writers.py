@@ -119,6 +119,21 @@ def test_tensorboard_is_shown_the_metrics_by_iteration(tmp_path: Path, caplog: p
     assert not [thread for thread in threading.enumerate() if "EventLogger" in thread.name]
 
 
+def test_a_broken_tensorboardx_costs_only_its_file(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(folder: Path, prefix: str) -> None:
+        raise ImportError("libprotobuf is missing")
+
+    monkeypatch.setattr("raysgd.train.fit.writers.EventFile", broken)
+    writers = open_writers(tmp_path, {})
+    for iteration in (1, 2, 3):
+        write_all(writers, {"loss": 1.0, "training_iteration": iteration})
+    close_all(writers)
+    assert len(read_lines(tmp_path)) == 3
+    assert [record.getMessage() for record in caplog.records] == ["no file for TensorBoard: libprotobuf is missing"]
+
+
 def test_loggers_of_the_user_replace_ours(tmp_path: Path) -> None:
     writers = open_writers(tmp_path, {}, frozenset({"JsonLoggerCallback", "TBXLoggerCallback"}))
     close_all(writers)
