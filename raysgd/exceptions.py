@@ -112,6 +112,25 @@ class SessionMisuseError(RaySGDError, RuntimeError):
     """A helper that needs a running training function was called outside of one."""
 
 
+class TrainingFailedError(RaySGDError, RuntimeError):
+    """A run that `fit` started has failed, and no retry is left.
+
+    What reaches the caller is an instance of this class *and* of the class of what went wrong: of the exception of your
+    function, or of one of the classes here. That exception is its `__cause__`. The message says how to go on.
+    """
+
+    failure: Exception | None = None
+    advice: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.failure}\n\n{self.advice}" if self.failure is not None else super().__str__()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self.failure is None:
+            return TrainingFailedError, self.args
+        return training_failed_error, (self.failure, self.advice)
+
+
 @dataclass(frozen=True)
 class WorkerFault:
     """What one worker's exception looked like, in a form that crosses process boundaries.
@@ -208,8 +227,7 @@ def _made(
     slots: tuple[tuple[type, str, Any], ...],
 ) -> BaseException:
     """An exception from its parts, past the constructor of the user's class."""
-    builtin = next(owner for owner in user_class.__mro__ if owner.__module__ == "builtins")
-    error: BaseException = builtin.__new__(user_class, *args)
+    error: BaseException = _builtin_base(user_class).__new__(user_class, *args)
     error.__dict__.update(attributes)
     for owner, name, value in slots:
         try:
@@ -217,6 +235,14 @@ def _made(
         except (AttributeError, TypeError):  # read only: made by `__new__` already
             continue
     return error
+
+
+def _builtin_base(user_class: type[BaseException]) -> type[BaseException]:
+    """The class of Python itself that has the memory layout of `user_class`: only that one may make its instances."""
+    base = user_class
+    while base.__module__ != "builtins":
+        base = base.__base__  # type: ignore[assignment]  # an exception has one
+    return base
 
 
 class WorkerError(RaySGDError):
@@ -248,21 +274,41 @@ def worker_error(faults: tuple[WorkerFault, ...], aftermath: str = "") -> Worker
 
 def _as_both(original: BaseException) -> WorkerError:
     """An exception of both classes, with the original's arguments and attributes; a plain one where that cannot be."""
-    try:
-        both = _class_of_both(type(original))
-        error = _made(both, original.args, original.__dict__, tuple(_slots(original)))
-    except Exception:  # a class that refuses to be subclassed or built this way; the original is still the cause
-        return WorkerError(str(original))
+    error = _joined(WorkerError, original)
     assert isinstance(error, WorkerError)
     return error
 
 
-def _class_of_both(user_class: type[BaseException]) -> type[BaseException]:
-    if issubclass(user_class, WorkerError):  # of workers that have workers
+def _joined(own: type[Exception], original: BaseException) -> BaseException:
+    try:
+        both = _class_of_both(own, type(original))
+        return _made(both, original.args, original.__dict__, tuple(_slots(original)))
+    except Exception:  # a class that refuses to be subclassed or built this way; the original is still the cause
+        return own(str(original))
+
+
+def _class_of_both(own: type[Exception], user_class: type[BaseException]) -> type[BaseException]:
+    if issubclass(user_class, own):  # of workers that have workers
         return user_class
     if not issubclass(user_class, Exception):  # SystemExit and the like must not end the driver
         user_class = RuntimeError
-    return type(f"WorkerError({user_class.__name__})", (WorkerError, user_class), {"__module__": __name__})
+    return type(f"{own.__name__}({user_class.__name__})", (own, user_class), {"__module__": __name__})
+
+
+def training_failed_error(failure: Exception, advice: str = "") -> TrainingFailedError:
+    """Builds the exception for a run that has failed: a `TrainingFailedError` that is also of the class of its cause.
+
+    Args:
+        failure: What ended the run; of a `WorkerError` the exception of the user is the cause.
+        advice: How to go on.
+    """
+    is_of_user = isinstance(failure, WorkerError) and failure.__cause__ is not None
+    cause = failure.__cause__ if is_of_user else failure
+    error = _joined(TrainingFailedError, cause or failure)
+    assert isinstance(error, TrainingFailedError)
+    error.failure, error.advice = failure, advice
+    error.__cause__ = cause
+    return error
 
 
 def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str:

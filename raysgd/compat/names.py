@@ -17,6 +17,8 @@ MOVED = {
     },
     "raysgd.train.callbacks.logging": {"TrainCallbackLogdirManager": "raysgd.train.callbacks.logging:LogdirManager"},
     "raysgd.train.trainer": {
+        "BaseTrainer": "raysgd.train.base_trainer",
+        "TrainingFailedError": "raysgd.exceptions",
         "SGDIterator": "raysgd.train.trainer:TrainingIterator",
         "SGDWorkerGroup": "raysgd.train.trainer:TrainWorkerGroup",
     },

@@ -162,7 +162,7 @@ class ElasticController:
             budget: Instead of `max_retries`, for work that is made of several calls: what they may use up together.
 
         Raises:
-            WorkerError: An exception in user code; of its class too. Never retried.
+            WorkerError: An exception in user code; of its class too. Retried only where the failure policy says so.
             WorkersLostError: When the retries are spent or too few workers can be had.
             TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
         """
@@ -311,6 +311,7 @@ class ElasticController:
         if budget.is_spent:
             self._raise(call, diagnosis, report, Raise(lost=True), budget)
         budget.pay_for_rebuild()
+        self._lifecycle.hooks.on_failure(diagnosis)
         self.starter.rebuild(cause)
         return self._is_restored_inside
 

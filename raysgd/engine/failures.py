@@ -70,6 +70,8 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
     if diagnosis.kind == "died":
         beside = f"; rank {diagnosis.beside[0].rank} raised {_said(diagnosis.beside[0])}" if diagnosis.beside else ""
         return f"lost rank {listed({*gone, *diagnosis.ranks})} ({reason}){beside}"
+    if diagnosis.kind == "user":
+        return f"rank {listed(diagnosis.ranks)} raised {reason}"
     lost = f"lost rank {listed(gone)}; " if gone else ""
     who = "rank" if len(diagnosis.ranks) == 1 else "ranks"
     verb = "reports" if len(diagnosis.ranks) == 1 else "report"

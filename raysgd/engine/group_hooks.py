@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from raysgd.engine.failures import Diagnosis
 from raysgd.engine.types import GroupReport
 from raysgd.engine.worker_group import WorkerGroup
 
@@ -19,6 +20,9 @@ class GroupHooks:
             The report of a call over which a worker died: the start counts as failed then. None if all is well.
         """
         return None
+
+    def on_failure(self, diagnosis: Diagnosis) -> None:
+        """A call failed, and is about to run again on new workers."""
 
     def on_stop(self, group: WorkerGroup) -> None:
         """The workers are about to be stopped in good order. Follows `on_end`."""

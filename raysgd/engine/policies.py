@@ -167,18 +167,20 @@ class RetryBudget:
 
 @dataclass(frozen=True)
 class FailurePolicy:
-    """Decides what follows a failed call. Only the loss of workers is ever retried, never an error in user code.
+    """Decides what follows a failed call. The loss of workers is retried; an error in user code only if you say so.
 
     Attributes:
         rejoins: Whether survivors are kept where that is possible.
+        retries_user_errors: Whether an error in user code costs a retry, and new workers, as a loss does.
     """
 
     rejoins: bool = False
+    retries_user_errors: bool = False
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | Raise:
         """What to do next; `can_rejoin` says whether the call could go on with the survivors."""
         if diagnosis.kind == "user":
-            return Raise(lost=False)
+            return Rebuild() if self.retries_user_errors and not budget.is_spent else Raise(lost=False)
         if self.rejoins and can_rejoin and budget.num_restarts > 0:
             return Rejoin()
         return Raise(lost=True) if budget.is_spent else Rebuild()

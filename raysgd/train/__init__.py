@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from raysgd.train.checkpoint import CheckpointStrategy
     from raysgd.train.fit.data import DataConfig
     from raysgd.train.session import (
+        get_checkpoint,
+        get_context,
         get_dataset_shard,
         load_checkpoint,
         local_rank,
@@ -60,6 +62,8 @@ __all__ = [
     "TrainingCallback",
     "TrainingIterator",
     "TrainWorkerGroup",
+    "get_checkpoint",
+    "get_context",
     "get_dataset_shard",
     "load_checkpoint",
     "local_rank",
@@ -70,6 +74,8 @@ __all__ = [
 ]
 
 _SESSION = (
+    "get_checkpoint",
+    "get_context",
     "get_dataset_shard",
     "load_checkpoint",
     "local_rank",

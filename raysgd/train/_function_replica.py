@@ -48,11 +48,15 @@ class FunctionReplica:
         if self._session is not None:
             raise TrainBackendError("a function is running in this worker already")
         self._pending_checkpoints.clear()
-        self._session = Session(self.world, spec, checkpoint, shard, self._pending_checkpoints)
+        make_session = spec.make_session or Session
+        self._session = make_session(self.world, spec, checkpoint, shard, self._pending_checkpoints)
         open_session(self._session)
 
-    def next(self) -> Message | Ended:
+    def next(self, index: int | None = None) -> Message | Ended:
         """The function's next message, waiting for it.
+
+        Args:
+            index: The number of the next checkpoint that workers store themselves.
 
         Raises:
             TrainBackendError: No function was started.
@@ -60,9 +64,9 @@ class FunctionReplica:
         """
         session = self._running()
         try:
-            message = session.mailbox.take()
+            message = session.mailbox.take(index)
             while session.is_muted and _is_mere_report(message):
-                message = session.mailbox.take()
+                message = session.mailbox.take(index)
         except SystemExit:
             _leave_process()
             raise
@@ -140,10 +144,10 @@ def start_function(replica: FunctionReplica, *start: Any) -> None:
     _start(replica, start)
 
 
-def take_step(replica: FunctionReplica, *start: Any) -> Message | Ended:
-    """The function's next message. Starts the function first where it does not run yet."""
+def take_step(replica: FunctionReplica, index: int | None, *start: Any) -> Message | Ended:
+    """See `FunctionReplica.next`. Starts the function first where it does not run yet."""
     _start(replica, start)
-    return replica.next()
+    return replica.next(index)
 
 
 def mute(replica: FunctionReplica, *start: Any) -> None:

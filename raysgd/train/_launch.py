@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Protocol
 
 from raysgd._state_codec import lend
 from raysgd.engine.types import World
+from raysgd.train._arrivals import CheckpointTaker
 from raysgd.train._messages import FunctionSpec
 from raysgd.train._plugin_hooks import PluginHooks
-from raysgd.train._shards import DividedData
-from raysgd.train.checkpoint import CheckpointManager
+
+
+class Shards(Protocol):
+    """Divides data over workers, whenever they start."""
+
+    def of(self, num_workers: int) -> Sequence[Any]:
+        """What each worker gets, by rank."""
 
 
 class Launch:
@@ -32,7 +38,7 @@ class Launch:
     """
 
     def __init__(
-        self, spec: FunctionSpec, checkpoints: CheckpointManager, data: DividedData | None, hooks: PluginHooks
+        self, spec: FunctionSpec, checkpoints: CheckpointTaker, data: Shards | None, hooks: PluginHooks
     ) -> None:
         self._spec = spec
         self._checkpoints = checkpoints
@@ -51,6 +57,7 @@ class Launch:
 
     def _start(self, num_workers: int) -> list[tuple[Any, ...]]:
         self._hooks.on_training_start()
+        self._checkpoints.begin_attempt()
         spec = replace(self._spec, is_muted=self.is_muted)
         checkpoint = self._checkpoints.restart_point
         shared: Any = None

@@ -35,6 +35,8 @@ class Mailbox:
         self._message: Any = None
         self._has_message = False
         self._is_cancelled = False
+        self._is_wanted = False
+        self._told: Any = None
         self._ended: Ended | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="raysgd-function", daemon=True)
@@ -67,16 +69,34 @@ class Mailbox:
             if self._is_cancelled:
                 raise RunCancelled
 
-    def take(self) -> Any:
+    def await_request(self) -> Any:
+        """From the function: waits until the driver wants the next message; returns what it said with that.
+
+        Raises:
+            RunCancelled: It will not be asked for.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._is_cancelled or (self._is_wanted and not self._has_message))
+            if self._is_cancelled:
+                raise RunCancelled
+            return self._told
+
+    def take(self, told: Any = None) -> Any:
         """Waits for the next message and returns it; an `Ended` if the function has returned.
+
+        Args:
+            told: What the function may have to know to make its message; see `await_request`.
 
         Raises:
             BaseException: What the function raised.
         """
         with self._changed:
+            self._is_wanted, self._told = True, told
+            self._changed.notify_all()
             self._changed.wait_for(lambda: self._has_message or self.is_over)
             if self._has_message:
                 message, self._message, self._has_message = self._message, None, False
+                self._is_wanted = False
                 self._changed.notify_all()
                 return message
             if self._error is not None:

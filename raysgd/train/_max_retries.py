@@ -8,6 +8,11 @@ from contextlib import contextmanager
 from raysgd.engine.policies import RetryBudget
 from raysgd.exceptions import WorkersLostError
 
+RETRY_ADVICE = (
+    "With `max_retries={allowed}` nothing is tried after loss number {loss}: a larger number allows more, -1 any "
+    "number."
+)
+
 
 class MaxRetries:
     """Counts the losses of workers, separately for each piece of work.
@@ -17,10 +22,12 @@ class MaxRetries:
 
     Args:
         max_retries: The number of the loss that is raised; below 0 for none.
+        advice: What the last loss says about that number.
     """
 
-    def __init__(self, max_retries: int) -> None:
+    def __init__(self, max_retries: int, advice: str = RETRY_ADVICE) -> None:
         self._max_retries = max_retries
+        self._words = advice
         self.budget = RetryBudget(restarts_allowed(max_retries))
 
     @property
@@ -40,7 +47,7 @@ class MaxRetries:
         """
         if self.budget.is_spent:
             self.budget.refuse()
-            raise WorkersLostError(f"{loss}. {self._advice}") from loss
+            raise WorkersLostError(f"{loss}. {self._advice}".rstrip()) from loss
         self.budget.pay_for_rebuild()
 
     @contextmanager
@@ -50,16 +57,13 @@ class MaxRetries:
         try:
             yield
         except WorkersLostError as error:
-            if self.budget.num_refused == num_refused:
+            if self.budget.num_refused == num_refused or not self._words:
                 raise
             raise WorkersLostError(f"{error}\n{self._advice}") from error
 
     @property
     def _advice(self) -> str:
-        return (
-            f"With `max_retries={self._max_retries}` nothing is tried after loss number {self.num_losses}: a larger "
-            "number allows more of them, -1 any number."
-        )
+        return self._words.format(allowed=self._max_retries, loss=self.num_losses)
 
 
 def restarts_allowed(max_retries: int) -> float:

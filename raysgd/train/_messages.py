@@ -31,11 +31,13 @@ class CheckpointRef:
         score: The value by which it is judged; None if the checkpoint has none.
         data: The encoded checkpoint, if it is small and certainly kept.
         token: Otherwise, what to fetch it with.
+        is_stored: Whether the worker has stored it itself, so that nothing travels.
     """
 
     score: Any = None
     data: Any = None
     token: int | None = None
+    is_stored: bool = False
 
 
 @dataclass(frozen=True)
@@ -58,6 +60,7 @@ class FunctionSpec:
         is_detailed: Whether each report also says where and when it was made.
         is_muted: Whether the function does not wait for its reports to be read.
         explain: Turns an exception of the function into the one to raise.
+        make_session: Makes the session in which the function runs, of what `Session` takes; None for a `Session`.
     """
 
     function: Callable[[], Any]
@@ -66,6 +69,7 @@ class FunctionSpec:
     is_detailed: bool = False
     is_muted: bool = False
     explain: Callable[[Exception], Exception] | None = None
+    make_session: Callable[..., Any] | None = None
 
     def run(self) -> Any:
         """Runs the function."""

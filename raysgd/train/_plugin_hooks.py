@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from raysgd.engine.failures import Diagnosis
 from raysgd.engine.group_hooks import GroupHooks
 from raysgd.engine.types import GroupReport, Resources
 from raysgd.engine.worker_group import WorkerGroup as EngineGroup
@@ -29,6 +30,7 @@ class PluginHooks(GroupHooks):
         resources: What one worker has.
         await_checkpoint: Waits, for so many seconds at most, until no checkpoint is on its way from a worker.
         worker_object: What every worker makes an object of, as the last step of its start; None for nothing.
+        tell_failure: Called when a call runs again because of a failure.
     """
 
     def __init__(
@@ -38,11 +40,13 @@ class PluginHooks(GroupHooks):
         resources: Resources,
         await_checkpoint: Callable[[float], None] = lambda timeout_s: None,
         worker_object: WorkerObject | None = None,
+        tell_failure: Callable[[Diagnosis], None] = lambda diagnosis: None,
     ) -> None:
         self._backend, self._config = backend, config
         self._resources = resources
         self._await_checkpoint = await_checkpoint
         self._worker_object = worker_object
+        self._tell_failure = tell_failure
         self._group: EngineGroup | None = None
         self._workers: WorkerGroup | None = None
         self._may_wait = True
@@ -89,6 +93,10 @@ class PluginHooks(GroupHooks):
             hook(self.workers, self._config)
         except LostDuringCallError as lost:  # the call that follows meets the same loss, and knows what to do
             logger.warning("%s, in `on_training_start`", lost)
+
+    def on_failure(self, diagnosis: Diagnosis) -> None:
+        """Says that the call runs again, and why."""
+        self._tell_failure(diagnosis)
 
     def on_end(self, group: EngineGroup) -> None:
         """Lets a checkpoint leave its worker, once. From a worker that is dead it ceases to come at once."""

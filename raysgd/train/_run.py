@@ -20,12 +20,13 @@ from raysgd._state_codec import EncodedState, decode
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.policies import RetryBudget
+from raysgd.engine.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
 from raysgd.train import _function_replica as replica
+from raysgd.train._arrivals import CheckpointLostError, CheckpointTaker
 from raysgd.train._launch import Launch
 from raysgd.train._mailbox import Ended
 from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
-from raysgd.train.checkpoint import CheckpointLostError, CheckpointManager
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +38,7 @@ class Step:
     Attributes:
         kind: Metrics or a checkpoint; None when all functions have ended.
         data: The encoded metrics of all workers, or what the functions returned, by rank.
-        checkpoint_ref: The checkpoint, if there is one.
+        checkpoint_ref: The checkpoint, if there is one. Of one that travels and one that is stored, that which travels.
         source: The rank that has it.
         refused: The tokens of checkpoints that other ranks have too, and wait to hear about, by rank.
     """
@@ -74,7 +75,7 @@ def check_step(messages: Sequence[Message | Ended]) -> Step:
             "`report`. Every worker must make the same calls in the same order."
         )
     refs = {rank: m.checkpoint_ref for rank, m in enumerate(found) if m.checkpoint_ref is not None}
-    source = min(refs, default=0)
+    source = min((rank for rank, ref in refs.items() if not ref.is_stored), default=min(refs, default=0))
     refused = tuple((rank, p.token) for rank, p in refs.items() if rank != source and p.token is not None)
     return Step(kinds.pop(), tuple(message.data for message in found), refs.get(source), source, refused)
 
@@ -100,6 +101,7 @@ class FunctionRun:
         max_workers: With fewer, more are looked for where a restart loses nothing: at the start and after a checkpoint.
         resize_check_s: How often to look.
         now: The clock.
+        on_wait: Called some ten times a second while a step is waited for.
     """
 
     def __init__(
@@ -107,11 +109,12 @@ class FunctionRun:
         controller: ElasticController,
         launch: Launch,
         decode: Callable[[Any], dict[str, Any]],
-        checkpoints: CheckpointManager,
+        checkpoints: CheckpointTaker,
         budget: RetryBudget,
         max_workers: int = 1,
         resize_check_s: float = 60.0,
         now: Callable[[], float] = time.monotonic,
+        on_wait: Callable[[], None] | None = None,
     ) -> None:
         self._controller = controller
         self._launch = launch
@@ -121,6 +124,7 @@ class FunctionRun:
         self._max_workers = max_workers
         self._resize_check_s = resize_check_s
         self._now = now
+        self._on_wait = on_wait
         self._next_check = float("-inf")
         self.may_restart = True
         self.returned: list[Any] | None = None
@@ -145,7 +149,7 @@ class FunctionRun:
             ValueError: A checkpoint lacks its score.
         """
         with self._aborted_on_error():
-            step = check_step(self._call(replica.take_step))
+            step = check_step(self._call(replica.take_step, self._told))
             if step.checkpoint_ref is not None:
                 self._take(step, step.checkpoint_ref)
             self.may_restart = step.checkpoint_ref is not None
@@ -174,6 +178,10 @@ class FunctionRun:
     def decoded(self, step: Step) -> list[dict[str, Any]]:
         """The metrics in a step."""
         return [self._unpacked(data) for data in step.data]
+
+    def decoded_by(self, rank: int, step: Step) -> dict[str, Any]:
+        """The metrics of one rank in a step."""
+        return self._unpacked(step.data[rank])
 
     def finish(self) -> list[Any]:
         """Lets the functions come to their end without their reports; what they returned, by rank."""
@@ -215,11 +223,21 @@ class FunctionRun:
             logger.debug("ending the function failed: %s", failed)
             return False
 
-    def _call(self, function: Callable[..., Any]) -> list[Any]:
+    def _told(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+        """What the workers get with the request for their next step: the number of a checkpoint in it."""
+        starts = self._launch(worlds)
+        index = self._checkpoints.next_index
+        if all(start is starts[0] for start in starts):
+            return [(index, *starts[0])] * len(starts)  # one object: the engine then packs it once
+        return [(index, *start) for start in starts]
+
+    def _call(
+        self, function: Callable[..., Any], args_for: Callable[..., list[tuple[Any, ...]]] | None = None
+    ) -> list[Any]:
         may_grow = self.may_restart and self._controller.num_workers < self._max_workers and self._is_due()
         if may_grow:
             self._checkpoints.flush()  # what is on its way would be lost with the workers that make place
-        call = Call(function, self._launch, changes_state=may_grow)
+        call = Call(function, args_for or self._launch, changes_state=may_grow, on_wait=self._on_wait)
         return self._controller.run(call, budget=self.budget)
 
     def _is_due(self) -> bool:
@@ -233,7 +251,8 @@ class FunctionRun:
     def _take(self, step: Step, checkpoint_ref: CheckpointRef) -> None:
         for rank, token in step.refused:
             self._controller.ensure_group().submit_beside(rank, replica.refuse_checkpoint, token)
-        self._checkpoints.add(checkpoint_ref.score, self._receiver(checkpoint_ref, step.source))
+        receive = None if checkpoint_ref.is_stored else self._receiver(checkpoint_ref, step.source)
+        self._checkpoints.add(checkpoint_ref.score, receive)
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
         """Gets a checkpoint: out of the message, or from the worker that holds it."""

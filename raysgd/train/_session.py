@@ -6,6 +6,7 @@ import os
 import socket
 import sys
 import time
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -53,6 +54,7 @@ class Session:
         self.checkpoint = checkpoint
         self.shard = with_to_torch(shard)
         self.accelerator: Any = None
+        self.facts: Any = None
         self.is_muted = spec.is_muted
         self.iteration = 0
         self._spec = spec
@@ -61,18 +63,31 @@ class Session:
         # The thread of the function encodes what leaves the worker, with one copy. Tensors and arrays are apart in it,
         # so that no later step touches gigabytes in Python. Two encoders: each keeps its buffer, and reports are small.
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()
-        self.mailbox = Mailbox(spec.run)
+        self.mailbox = Mailbox(self._run)
 
-    def report(self, metrics: Mapping[str, Any], checkpoint: Mapping[str, Any] | None = None) -> None:
-        """Sends metrics, and perhaps a checkpoint with them."""
+    def _run(self) -> Any:
+        """Runs the function, in a thread of its own."""
+        return self._spec.run()
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+        """Sends metrics, and perhaps a checkpoint with them: a dict, or a `Checkpoint`.
+
+        Raises:
+            TypeError: `checkpoint` is something else.
+        """
         if checkpoint is not None:
-            self.checkpoint = dict(checkpoint)
+            self.checkpoint = checkpoint = content_of(checkpoint)
         if self.is_muted and checkpoint is None:
             return
         data = self._packed(self._spec.encode(self._filled(dict(metrics))))
         if checkpoint is None:
             self.mailbox.offer(Message(TrainingResultType.REPORT, data))
-        elif self.world.rank == 0:
+        else:
+            self._send(data, checkpoint)
+
+    def _send(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
+        """Sends metrics with a checkpoint."""
+        if self.world.rank == 0:
             self.mailbox.offer(Message(TrainingResultType.REPORT, data, self._checkpoint_ref(checkpoint)))
         else:
             self._offer(data, checkpoint)
@@ -84,6 +99,31 @@ class Session:
         checkpoint_ref = CheckpointRef(content.get(self._spec.score_attribute), token=token)
         self.mailbox.offer(Message(TrainingResultType.REPORT, data, checkpoint_ref))
         self._pending_checkpoints.settle(token, lambda: self._checkpoints.encode(self._spec.encode(content)))
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """The newest checkpoint, or the one that the function started from."""
+        return self.checkpoint
+
+    def current_checkpoint(self) -> Any:
+        """The same as a `Checkpoint`."""
+        if not self.checkpoint:
+            return None
+        from raysgd.air.checkpoint import Checkpoint
+
+        return Checkpoint.from_dict(self.checkpoint)
+
+    def dataset_shard(self, name: str | None) -> Any:
+        """This worker's part of the data; see `get_dataset_shard`."""
+        if self.shard is None:
+            warnings.warn("No dataset was passed to `run`, so there is no shard: `None` is returned.", stacklevel=3)
+            return None
+        if not isinstance(self.shard, dict):
+            return self.shard
+        if name is None:
+            raise RuntimeError(f"There are several datasets: choose one of {sorted(self.shard)}, with `dataset_name`.")
+        if name not in self.shard:
+            raise KeyError(f"There is no dataset {name!r}: there are {sorted(self.shard)}.")
+        return self.shard[name]
 
     def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Sends a checkpoint. Only that of rank 0 is kept, but all ranks take part in the step."""
@@ -123,6 +163,21 @@ class Session:
             metrics[PID] = os.getpid()
             metrics[TIME_TOTAL_S] = now - self._began
         return metrics
+
+
+def content_of(checkpoint: Any) -> dict[str, Any]:
+    """What a function reports as its checkpoint, as a dict.
+
+    Raises:
+        TypeError: It is neither a dict nor a `Checkpoint`.
+    """
+    if isinstance(checkpoint, Mapping):
+        return dict(checkpoint)
+    from raysgd.air.checkpoint import Checkpoint
+
+    if isinstance(checkpoint, Checkpoint):
+        return checkpoint.to_dict()
+    raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict or a `Checkpoint`, or None.")
 
 
 def _node_ip() -> str:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd._checks import MAX_WORKERS, MIN_HEARTBEAT_S, check_amount, check_seconds
+from raysgd.engine.failures import Diagnosis
 from raysgd.engine.group_spec import GroupSpec, Words
-from raysgd.engine.policies import ScalingPolicy
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.types import Resources
 from raysgd.train import constants
+from raysgd.train._arrivals import CheckpointTaker
 from raysgd.train._function_replica import FunctionReplica
+from raysgd.train._max_retries import RETRY_ADVICE
 from raysgd.train.backend import Backend, BackendConfig, Connection, Placed
 
 WORDS = Words(
@@ -27,6 +30,29 @@ WORDS = Words(
     restart_point="from the newest checkpoint, or from the beginning without one",
 )
 """What users of functions are told behind the engine's facts."""
+
+
+def _ignore(diagnosis: Diagnosis) -> None:
+    """Does nothing about a failure."""
+
+
+@dataclass(frozen=True)
+class ExecutorRules:
+    """What a front end may want otherwise than `Trainer` does.
+
+    Attributes:
+        failures: Decides what follows a failure.
+        checkpoints: Takes the checkpoints; None for a `CheckpointManager`.
+        on_failure: Called when the function is about to start again because of a failure.
+        words: What users are told behind the facts of the engine.
+        retry_advice: What the last loss that is allowed says about the number of retries.
+    """
+
+    failures: FailurePolicy = field(default_factory=FailurePolicy)
+    checkpoints: CheckpointTaker | None = None
+    on_failure: Callable[[Diagnosis], None] = _ignore
+    words: Words = WORDS
+    retry_advice: str = RETRY_ADVICE
 
 
 @dataclass(frozen=True)
@@ -91,7 +117,9 @@ class WorkerSettings:
         """Decides the number of workers."""
         return ScalingPolicy(max_workers=self.max_workers, min_workers=self.min_workers)
 
-    def group_spec(self, config: BackendConfig, initialization_hook: Callable[[], Any] | None) -> GroupSpec:
+    def group_spec(
+        self, config: BackendConfig, initialization_hook: Callable[[], Any] | None, words: Words = WORDS
+    ) -> GroupSpec:
         """What the engine starts every group from."""
         return GroupSpec(
             connection=self._connection(config),
@@ -102,7 +130,7 @@ class WorkerSettings:
             captures=False,
             packs=self.packs,
             heartbeat_s=self.heartbeat_s,
-            words=WORDS,
+            words=words,
         )
 
     def _connection(self, config: BackendConfig) -> Connection:

@@ -14,22 +14,21 @@ from raysgd._checks import check_seconds
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.history import History
 from raysgd.engine.lifecycle import ElasticRules
-from raysgd.engine.policies import FailurePolicy
 from raysgd.engine.resources import draining_nodes, ensure_ray
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
     TrainBackendError,
     TrainingWorkerError,
 )
-from raysgd.train._launch import Launch
+from raysgd.train._launch import Launch, Shards
 from raysgd.train._max_retries import MaxRetries
 from raysgd.train._messages import FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._plan import RunPlan
 from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._run import FunctionRun, Step
-from raysgd.train._settings import WorkerSettings
+from raysgd.train._settings import ExecutorRules, WorkerSettings
 from raysgd.train._shards import DividedData
-from raysgd.train._worker_handles import LostDuringCallError, WorkerObject, gather
+from raysgd.train._worker_handles import LostDuringCallError, Worker, WorkerObject, gather
 from raysgd.train.backend import BackendConfig, backend_of
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
 from raysgd.train.worker_group import WorkerGroup
@@ -52,6 +51,7 @@ class BackendExecutor:
             for each start, each training and each `run`, and workers that die while they are started count too.
         resize_check_s: How often a run on fewer workers than it might have looks for more.
         heartbeat_s: A worker process that gives no sign of life for so long is lost.
+        rules: What a front end wants otherwise than `Trainer` does.
 
     Raises:
         ValueError: A number that cannot be.
@@ -68,6 +68,7 @@ class BackendExecutor:
         *,
         resize_check_s: float = 60.0,
         heartbeat_s: float = 60.0,
+        rules: ExecutorRules | None = None,
     ) -> None:
         check_seconds("resize_check_s", resize_check_s)
         self._config = backend_config
@@ -81,10 +82,12 @@ class BackendExecutor:
             heartbeat_s,
         )
         self._is_elastic = not isinstance(num_workers, int)
-        self._max_retries = MaxRetries(max_retries)
+        self._rules = rules or ExecutorRules()
+        self._max_retries = MaxRetries(max_retries, self._rules.retry_advice)
         self._resize_check_s = resize_check_s
         self._controller: ElasticController | None = None
         self.checkpoint_manager = CheckpointManager()
+        self._checkpoints = self._rules.checkpoints or self.checkpoint_manager
         self._hooks = self._make_hooks(None)
         self._run: FunctionRun | None = None
 
@@ -136,14 +139,19 @@ class BackendExecutor:
 
     def _make_hooks(self, worker_object: WorkerObject | None) -> PluginHooks:
         return PluginHooks(
-            self._backend, self._config, self._settings.resources, self.checkpoint_manager.await_arrival, worker_object
+            self._backend,
+            self._config,
+            self._settings.resources,
+            self._checkpoints.await_arrival,
+            worker_object,
+            self._rules.on_failure,
         )
 
     def _make_controller(self, initialization_hook: Callable[[], Any] | None) -> ElasticController:
         return ElasticController(
-            self._settings.group_spec(self._config, initialization_hook),
+            self._settings.group_spec(self._config, initialization_hook, self._rules.words),
             self._settings.scaling,
-            FailurePolicy(),
+            self._rules.failures,
             release_timeout_s=_RELEASE_S,
             rules=ElasticRules(leaving_nodes=self._leaving_nodes),
             start_budget=self._max_retries.budget,
@@ -156,7 +164,7 @@ class BackendExecutor:
             return frozenset()
         nodes = draining_nodes()
         if nodes:
-            self.checkpoint_manager.flush()
+            self._checkpoints.flush()
         return nodes
 
     def shutdown(self, patience_s: float = 5) -> None:
@@ -210,29 +218,58 @@ class BackendExecutor:
             TrainBackendError: A function is running already.
         """
         self.check_free()
-        controller = self._active()
         self.checkpoint_manager.begin_run(run_dir, plan.checkpoint, plan.checkpoint_strategy, latest_checkpoint_id)
+        hooks = self._hooks
+        data = DividedData(plan.dataset, hooks.store, lambda: hooks.actors) if plan.dataset is not None else None
+        self.launch(plan.function, data)
+
+    def launch(
+        self,
+        function: Callable[[], Any],
+        data: Shards | None = None,
+        make_session: Callable[..., Any] | None = None,
+        on_wait: Callable[[], None] | None = None,
+    ) -> FunctionRun:
+        """Starts a function on all workers; its checkpoints go to whatever takes those of this executor.
+
+        Args:
+            function: The function, its argument bound.
+            data: Divides its data, whenever workers start; see `place` and `workers`.
+            make_session: See `FunctionSpec`.
+            on_wait: Called some ten times a second while a step of the function is waited for.
+        """
+        self.check_free()
         spec = FunctionSpec(
-            plan.function,
+            function,
             self._backend.encode_data,
             self.checkpoint_manager.score_attribute,
             self._settings.is_detailed,
             explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
+            make_session=make_session,
         )
-        hooks = self._hooks
-        data = DividedData(plan.dataset, hooks.store, lambda: hooks.actors) if plan.dataset is not None else None
-        self._run = FunctionRun(
-            controller,
-            Launch(spec, self.checkpoint_manager, data, hooks),
+        self._run = run = FunctionRun(
+            self._active(),
+            Launch(spec, self._checkpoints, data, self._hooks),
             self._backend.decode_data,
-            self.checkpoint_manager,
+            self._checkpoints,
             self._max_retries.budget,
             max_workers=self._settings.max_workers,
             resize_check_s=self._resize_check_s,
+            on_wait=on_wait,
         )
         self._max_retries.renew()
         with self._max_retries.named():
-            self._run.start()
+            run.start()
+        return run
+
+    def place(self, value: Any) -> Any:
+        """Puts a value where workers can take it from; returns Ray's reference."""
+        return self._hooks.store(value)
+
+    @property
+    def workers(self) -> Sequence[Worker]:
+        """The workers that run now, by rank, as their last start has found them; also in the middle of a call."""
+        return self._hooks.workers.workers
 
     def check_free(self) -> None:
         """Checks that there are workers, and that no function is running on them.

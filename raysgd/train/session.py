@@ -1,26 +1,44 @@
-"""The functions that a training function calls: `report`, `save_checkpoint`, `world_rank` and so on.
+"""The functions that a training function calls: `report`, `get_checkpoint`, `get_context`, `world_rank` and so on.
 
-Outside a run they only warn once, so you can call your function by itself.
+They serve functions that `fit` runs as well as functions that `Trainer.run` runs. Outside a run they warn once and
+return a default, so you can call your function by itself.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd._once import Once
 from raysgd.exceptions import SessionMisuseError
 from raysgd.train._messages import TrainingResult, TrainingResultType
 from raysgd.train._session import Session, current_session
 
+if TYPE_CHECKING:
+    from raysgd.air.checkpoint import Checkpoint
+
 __all__ = [
     "Session",
     "SessionMisuseError",
+    "TrainContext",
     "TrainingResult",
     "TrainingResultType",
     "current_session",
+    "get_checkpoint",
+    "get_context",
     "get_dataset_shard",
+    "get_experiment_name",
+    "get_local_rank",
+    "get_local_world_size",
+    "get_metadata",
+    "get_node_rank",
+    "get_trial_dir",
+    "get_trial_id",
+    "get_trial_name",
+    "get_trial_resources",
+    "get_world_rank",
+    "get_world_size",
     "load_checkpoint",
     "local_rank",
     "report",
@@ -36,12 +54,18 @@ _once = Once()
 def report(*args: Any, checkpoint: Any = _UNSET, **kwargs: Any) -> None:
     """Sends metrics to the driver, and waits until the driver has read them.
 
-    Pass the metrics as keywords, `report(loss=0.1)`, where `checkpoint` is a name like any other. Or pass them as one
-    dict, `report({"loss": 0.1}, checkpoint=...)`, where `checkpoint` is None or a dict to save with them. Every worker
-    must report the same number of times.
+    Pass the metrics as one dict, `report({"loss": 0.1}, checkpoint=...)`, where `checkpoint` is a `Checkpoint` or None.
+    In a function that `fit` runs, only the metrics of rank 0 count. Any rank may have a checkpoint: of dicts, that of
+    the lowest rank is kept; what several ranks have in folders is put together.
+
+    In a function that `Trainer.run` runs, `checkpoint` may also be a dict; and you may pass the metrics as keywords,
+    `report(loss=0.1)`, where `checkpoint` is a name like any other.
+
+    Every worker must report the same number of times.
 
     Raises:
         TypeError: Anything else.
+        ValueError: There is a tensor among the metrics of a function that `fit` runs.
     """
     if not args:
         metrics, saved = dict(kwargs), None
@@ -54,25 +78,20 @@ def report(*args: Any, checkpoint: Any = _UNSET, **kwargs: Any) -> None:
         session.report(metrics, saved)
 
 
-def _positional(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any], checkpoint: Any
-) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
+def _positional(args: tuple[Any, ...], kwargs: Mapping[str, Any], checkpoint: Any) -> tuple[dict[str, Any], Any]:
     if len(args) > 1 or not isinstance(args[0], dict) or kwargs:
         raise TypeError(
             "`report` takes either keywords, `report(loss=0.1)`, or one dict, `report({'loss': 0.1})` and perhaps "
             f"`checkpoint`; it was given {args!r} and the keywords {sorted(kwargs)}."
         )
-    if checkpoint is _UNSET or checkpoint is None:
-        return args[0], None
-    if not isinstance(checkpoint, Mapping):
-        raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict, or None.")
-    return args[0], checkpoint
+    return args[0], None if checkpoint is _UNSET else checkpoint
 
 
 def save_checkpoint(**kwargs: Any) -> None:
     """Saves the keywords as a checkpoint. Every worker must call it; the checkpoint of rank 0 is kept.
 
-    The state is copied once before this returns. It is sent and written while the function continues.
+    The state is copied once before this returns. It is sent and written while the function continues. For functions
+    that `Trainer.run` runs; with `fit`, pass a `Checkpoint` to `report`.
     """
     session = _session_or_warning("save_checkpoint")
     if session is not None:
@@ -80,32 +99,35 @@ def save_checkpoint(**kwargs: Any) -> None:
 
 
 def load_checkpoint() -> dict[str, Any] | None:
-    """The newest checkpoint of this run, or the one that the run started from; None if there is none."""
+    """The newest checkpoint of this run, or the one that the run started from; None if there is none.
+
+    For functions that `Trainer.run` runs; with `fit`, use `get_checkpoint`.
+    """
     session = _session_or_warning("load_checkpoint")
-    return session.checkpoint if session is not None else None
+    return session.load_checkpoint() if session is not None else None
+
+
+def get_checkpoint() -> Checkpoint | None:
+    """The checkpoint that was reported last, or the one that the function started from; None if there is none.
+
+    A function that is started again after a failure gets the newest checkpoint that was reported before.
+    """
+    session = _session_or_warning("get_checkpoint")
+    return session.current_checkpoint() if session is not None else None
 
 
 def get_dataset_shard(dataset_name: str | None = None) -> Any:
-    """This worker's part of the dataset that you passed to `run`; by its name if you passed a dict of them.
+    """This worker's part of a dataset that you passed to the trainer.
+
+    In a function that `fit` runs, the name says which, and is needed if there are several; None is returned for a name
+    that does not exist. In a function that `Trainer.run` runs, a name is needed if you passed a dict of datasets.
 
     Raises:
         RuntimeError: There are several, and no name was given.
-        KeyError: There is none of that name.
+        KeyError: There is none of that name, in a function that `Trainer.run` runs.
     """
     session = _session_or_warning("get_dataset_shard")
-    if session is None:
-        return None
-    shard = session.shard
-    if shard is None:
-        warnings.warn("No dataset was passed to `run`, so there is no shard: `None` is returned.", stacklevel=2)
-        return None
-    if not isinstance(shard, dict):
-        return shard
-    if dataset_name is None:
-        raise RuntimeError(f"There are several datasets: choose one of {sorted(shard)}, with `dataset_name`.")
-    if dataset_name not in shard:
-        raise KeyError(f"There is no dataset {dataset_name!r}: there are {sorted(shard)}.")
-    return shard[dataset_name]
+    return session.dataset_shard(dataset_name) if session is not None else None
 
 
 def world_rank() -> int:
@@ -124,6 +146,95 @@ def world_size() -> int:
     """The number of workers; 1 outside a run."""
     session = current_session()
     return session.world.size if session is not None else 1
+
+
+class TrainContext:
+    """Where the function runs: which worker of how many, in which trial. See `get_context`."""
+
+    def get_world_size(self) -> int:
+        """The number of workers; 1 outside a run."""
+        session = _session_or_warning("get_world_size")
+        return session.world.size if session is not None else 1
+
+    def get_world_rank(self) -> int:
+        """This worker's rank among all; 0 outside a run."""
+        session = _session_or_warning("get_world_rank")
+        return session.world.rank if session is not None else 0
+
+    def get_local_rank(self) -> int:
+        """This worker's rank among those on its node; 0 outside a run."""
+        session = _session_or_warning("get_local_rank")
+        return session.world.local_rank if session is not None else 0
+
+    def get_local_world_size(self) -> int:
+        """The number of workers on this node; 0 outside a run."""
+        session = _session_or_warning("get_local_world_size")
+        return session.world.local_size if session is not None else 0
+
+    def get_node_rank(self) -> int:
+        """The rank of this node among those with workers; 0 outside a run."""
+        session = _session_or_warning("get_node_rank")
+        return session.world.node_rank if session is not None else 0
+
+    def get_experiment_name(self) -> str | None:
+        """The name of the run; None where `fit` does not run the function, as with all of the following."""
+        facts = _facts("get_experiment_name")
+        return facts.experiment_name if facts is not None else None
+
+    def get_trial_name(self) -> str | None:
+        """The name of the trial."""
+        facts = _facts("get_trial_name")
+        return facts.name if facts is not None else None
+
+    def get_trial_id(self) -> str | None:
+        """The identity of the trial."""
+        facts = _facts("get_trial_id")
+        return facts.id if facts is not None else None
+
+    def get_trial_resources(self) -> Any:
+        """What the trial and its workers were given, as Ray Tune describes it."""
+        facts = _facts("get_trial_resources")
+        return facts.scaling.as_placement_group_factory() if facts is not None else None
+
+    def get_trial_dir(self) -> str | None:
+        """The folder of the trial: a path, or a URI."""
+        facts = _facts("get_trial_dir")
+        return facts.directory if facts is not None else None
+
+    def get_metadata(self) -> dict[str, Any] | None:
+        """What the trainer was given as `metadata`."""
+        facts = _facts("get_metadata")
+        return dict(facts.metadata) if facts is not None else None
+
+    def get_storage(self) -> Any:
+        """The folder of the trial, as a `raysgd.storage.Folder`."""
+        facts = _facts("get_storage")
+        return facts.folder if facts is not None else None
+
+
+_context = TrainContext()
+get_world_size = _context.get_world_size
+get_world_rank = _context.get_world_rank
+get_local_rank = _context.get_local_rank
+get_local_world_size = _context.get_local_world_size
+get_node_rank = _context.get_node_rank
+get_experiment_name = _context.get_experiment_name
+get_trial_name = _context.get_trial_name
+get_trial_id = _context.get_trial_id
+get_trial_resources = _context.get_trial_resources
+get_trial_dir = _context.get_trial_dir
+get_metadata = _context.get_metadata
+
+
+def get_context() -> TrainContext:
+    """Where the function runs: `get_context().get_world_rank()` and so on."""
+    return _context
+
+
+def _facts(function: str) -> Any:
+    """What the function can ask about its trial; None where no `fit` runs it."""
+    session = _session_or_warning(function)
+    return session.facts if session is not None else None
 
 
 def _session_or_warning(function: str) -> Session | None:

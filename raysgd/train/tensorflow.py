@@ -12,10 +12,11 @@ from raysgd.tf.datasets import prepare_dataset_shard
 from raysgd.train._tensorflow_checkpoint import TensorflowCheckpoint
 from raysgd.train._tf_cluster import TensorflowBackend
 from raysgd.train.backend import Backend, BackendConfig
+from raysgd.train.fit.frameworks import TensorflowTrainer
 
 require_installed("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
 
-__all__ = ["TensorflowCheckpoint", "TensorflowConfig", "prepare_dataset_shard"]
+__all__ = ["TensorflowCheckpoint", "TensorflowConfig", "TensorflowTrainer", "prepare_dataset_shard"]
 
 
 @dataclass

@@ -189,6 +189,20 @@ def test_survivors_are_kept_where_they_can_go_on(
     assert decision == expected
 
 
+@pytest.mark.parametrize(
+    ("num_spent", "max_restarts", "expected"),
+    [(0, 1, Rebuild()), (1, 1, Raise(lost=False)), (0, 0, Raise(lost=False)), (9, float("inf"), Rebuild())],
+)
+def test_an_error_in_user_code_is_retried_where_that_is_asked_for(
+    num_spent: int, max_restarts: float, expected: Rebuild | Raise
+) -> None:
+    budget = RetryBudget(max_restarts)
+    for _ in range(num_spent):
+        budget.pay_for_rebuild()
+    policy = FailurePolicy(retries_user_errors=True)
+    assert policy.decide(Diagnosis("user", (fault(),)), budget, can_rejoin=False) == expected
+
+
 # -------------------------------------------------------------------------------------------- the budget
 
 

@@ -61,7 +61,7 @@ class TestTheReplica:
 
     def test_starts_a_function_as_part_of_a_step_if_told_how(self, replica: FunctionReplica) -> None:
         packed = lend({"epoch": 2})
-        assert take_step(replica, spec(lambda: session.load_checkpoint()), packed, None) == Ended({"epoch": 2})
+        assert take_step(replica, None, spec(lambda: session.load_checkpoint()), packed, None) == Ended({"epoch": 2})
 
     def test_gives_signs_of_life(self, replica: FunctionReplica) -> None:
         assert replica.heartbeat() == Heartbeat()

@@ -1,0 +1,142 @@
+"""Which checkpoints stay: decisions only, nothing here reads or writes."""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+from raysgd._checks import is_integer
+from raysgd.train.constants import TIMESTAMP
+
+logger = logging.getLogger(__name__)
+
+MAX = "max"
+MIN = "min"
+
+
+@dataclass
+class CheckpointStrategy:
+    """Which checkpoints of a run stay on disk.
+
+    Attributes:
+        num_to_keep: How many; None for all, 0 for none (the latest one is then kept in memory only).
+        checkpoint_score_attribute: The key of a checkpoint by which it is judged.
+        checkpoint_score_order: Whether "max" or "min" of it is best. Of equals the newer one is better.
+
+    Raises:
+        ValueError: A number below 0, or another order.
+    """
+
+    num_to_keep: int | None = None
+    checkpoint_score_attribute: str = TIMESTAMP
+    checkpoint_score_order: str = MAX
+
+    def __post_init__(self) -> None:
+        if self.num_to_keep is not None and (not is_integer(self.num_to_keep) or self.num_to_keep < 0):
+            raise ValueError(f"`num_to_keep={self.num_to_keep!r}`: need None, for all of them, or 0 or more.")
+        if not isinstance(self.checkpoint_score_attribute, str):
+            raise ValueError(
+                f"`checkpoint_score_attribute={self.checkpoint_score_attribute!r}`: need the name of a value in the "
+                "checkpoints."
+            )
+        if self.checkpoint_score_order not in (MAX, MIN):
+            raise ValueError(
+                f'`checkpoint_score_order={self.checkpoint_score_order!r}`: allowed are "{MAX}" and "{MIN}".'
+            )
+
+
+def check_strategy(strategy: CheckpointStrategy | None) -> None:
+    """Checks what says which checkpoints stay.
+
+    Raises:
+        TypeError: It is neither a strategy nor None.
+    """
+    if strategy is not None and not isinstance(strategy, CheckpointStrategy):
+        raise TypeError(
+            f"`checkpoint_strategy={strategy!r}`: need a `CheckpointStrategy`, such as "
+            "`CheckpointStrategy(num_to_keep=2)`, or None, which keeps all."
+        )
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a checkpoint is written, and which one is deleted for it."""
+
+    is_kept: bool
+    dropped: int | None = None
+
+
+Rank = tuple[bool, float, int]
+
+
+def rank_of(identity: int, score: float, order: str) -> Rank:
+    """Compares as the checkpoints do: NaN is worse than any number, and the newer of equals is better."""
+    if math.isnan(score):
+        return False, 0.0, identity
+    return True, score if order == MAX else -score, identity
+
+
+class Retention:
+    """Decides which checkpoints stay. Touches nothing.
+
+    Args:
+        strategy: The rules.
+    """
+
+    def __init__(self, strategy: CheckpointStrategy) -> None:
+        self._strategy = strategy
+        self._kept: dict[int, Rank] = {}
+
+    def check(self, score: Any) -> None:
+        """Checks that `score`, the value of the checkpoint's score attribute, can be compared.
+
+        Raises:
+            ValueError: It is missing or no number.
+        """
+        if self._strategy.num_to_keep == 0:
+            return
+        name = self._strategy.checkpoint_score_attribute
+        if score is None:
+            raise ValueError(
+                f"The checkpoint has no {name!r}, by which `checkpoint_score_attribute` has it judged: pass it to "
+                "`save_checkpoint`."
+            )
+        if not is_number(score):
+            raise ValueError(f"The checkpoint's {name!r} is {score!r}: the score must be a number.")
+
+    def admit(self, identity: int, score: Any) -> Verdict:
+        """Decides on the checkpoint number `identity`."""
+        limit = self._strategy.num_to_keep
+        if limit == 0:
+            return Verdict(is_kept=False)
+        rank = rank_of(identity, float(score), self._strategy.checkpoint_score_order)
+        if limit is None or len(self._kept) < limit:
+            self._kept[identity] = rank
+            return Verdict(is_kept=True)
+        worst = min(self._kept, key=self._kept.__getitem__)
+        if rank <= self._kept[worst]:
+            return Verdict(is_kept=False)
+        del self._kept[worst]
+        self._kept[identity] = rank
+        return Verdict(is_kept=True, dropped=worst)
+
+    @property
+    def best(self) -> int | None:
+        """The best checkpoint that is kept."""
+        return max(self._kept, key=self._kept.__getitem__) if self._kept else None
+
+
+def is_number(value: Any) -> bool:
+    """Whether this is a number, also as a NumPy scalar or a tensor of one element."""
+    if isinstance(value, Real):
+        return True
+    if isinstance(value, str | bytes | bool):
+        return False
+    try:
+        float(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True

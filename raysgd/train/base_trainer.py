@@ -1,0 +1,203 @@
+"""`BaseTrainer`: what all trainers of `fit` share. Derive from it to put a training loop of your own into a trainer."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import logging
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.exceptions import TrainingFailedError
+from raysgd.train.backend import BackendConfig
+from raysgd.train.fit import arguments
+from raysgd.train.fit.data import check_datasets, prepared
+from raysgd.train.fit.job import FitJob
+
+if TYPE_CHECKING:
+    from raysgd.air.result import Result
+    from raysgd.train.fit.restore import RestoredRun
+
+__all__ = ["BaseTrainer", "TrainingFailedError"]
+
+logger = logging.getLogger(__name__)
+
+TrainerType = TypeVar("TrainerType", bound="BaseTrainer")
+
+
+class BaseTrainer(ABC):
+    """A trainer whose `fit` runs `training_loop` once, in one worker.
+
+    Override `training_loop`, and `setup` if there is something to make ready before. Inside of both you have
+    `datasets`, `preprocessor`, `scaling_config`, `run_config` and `resume_from_checkpoint`, and call `report` and
+    `get_checkpoint` of `raysgd.train`. To train on several workers, derive from `DataParallelTrainer` instead.
+
+    Args:
+        scaling_config: What the loop needs: `trainer_resources`.
+        run_config: Where the run writes, what it keeps, when it stops.
+        datasets: Datasets, or functions that return one, by name.
+        preprocessor: Fit on and applied to the datasets before the loop begins.
+        metadata: What each checkpoint says of itself, as a dict of what JSON can hold.
+        resume_from_checkpoint: What `get_checkpoint` returns at first.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong. Nothing was started.
+
+    Example:
+        >>> from raysgd import train
+        >>> class Countdown(BaseTrainer):
+        ...     def training_loop(self):
+        ...         for left in range(3, 0, -1):
+        ...             train.report({"left": left})
+        >>> Countdown().fit().metrics["left"]  # doctest: +SKIP
+        1
+    """
+
+    _scaling_config_allowed_keys: ClassVar[tuple[str, ...]] = ("trainer_resources",)
+    _arguments: dict[str, Any]
+
+    def __new__(cls: type[TrainerType], *args: Any, **kwargs: Any) -> TrainerType:
+        """Notes the arguments, so that a trial of Ray Tune can change some of them and `restore` can use them again."""
+        trainer = super().__new__(cls)
+        names = [name for name in inspect.signature(cls.__init__).parameters if name != "self"]
+        trainer._arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        return trainer
+
+    def __init__(
+        self,
+        *,
+        scaling_config: ScalingConfig | None = None,
+        run_config: RunConfig | None = None,
+        datasets: Mapping[str, Any] | None = None,
+        preprocessor: Any = None,
+        metadata: dict[str, Any] | None = None,
+        resume_from_checkpoint: Checkpoint | None = None,
+    ) -> None:
+        self.scaling_config = arguments.checked_scaling(scaling_config)
+        self.run_config = arguments.checked_run_config(run_config)
+        self.datasets = check_datasets(datasets)
+        self.preprocessor = preprocessor
+        self.metadata = arguments.checked_metadata(metadata)
+        self.resume_from_checkpoint = arguments.checked_resume(resume_from_checkpoint)
+        self._job: FitJob | None = None
+        self._restored: RestoredRun | None = None
+
+    # ------------------------------------------------------------------------------------------- what you may override
+
+    def setup(self) -> None:  # noqa: B027 - it may stay empty
+        """Called before the data is made ready and the loop begins; by itself it does nothing. Safe to override."""
+
+    def preprocess_datasets(self) -> None:
+        """Makes the datasets ready: calls functions, applies the preprocessor. Call super if you override it."""
+        self.datasets = prepared(self.datasets, self.preprocessor)
+
+    @abstractmethod
+    def training_loop(self) -> None:
+        """The loop. It reports with `raysgd.train.report`."""
+
+    # ---------------------------------------------------------------------------------------------------------- to run
+
+    def fit(self) -> Result:
+        """Trains until the loop ends, or a stop condition is met.
+
+        Returns:
+            The metrics and checkpoints of the run, and its folder.
+
+        Raises:
+            ValueError: The configs contradict each other, or the trainer. Nothing was started.
+            TrainingFailedError: The run failed, more often than `FailureConfig(max_failures=...)` allows; of the class
+                of the exception of your loop too. What was reported before is in the folder of the run.
+        """
+        self._check()
+        restored = self._restored
+        if restored is not None and restored.is_finished and restored.folder is not None:
+            from raysgd.air.result import Result
+
+            logger.info("the run in %s has ended well before: there is nothing left to do", restored.experiment)
+            return Result.from_path(restored.folder.trial.uri)
+        trainer = copy.copy(self)
+        trainer._job = FitJob.of(self, restored.folder if restored is not None else None)
+        return trainer._job.run(trainer._train)
+
+    def _check(self) -> None:
+        """Checks what only `fit` needs, so that a trial of Ray Tune may still choose it.
+
+        Raises:
+            ValueError: Something is missing or does not go together.
+        """
+        arguments.check_allowed(self.scaling_config, self._scaling_config_allowed_keys, type(self).__name__)
+        arguments.check_is_left_to_function(self.run_config)
+
+    def _train(self) -> None:
+        """Runs the loop in one worker, and hands over what it reports."""
+        bundle = self.scaling_config.trainer_bundle
+        needs = ScalingConfig(num_workers=1, resources_per_worker=bundle, use_gpu=bool(bundle.get("GPU")))
+        self._running_job.drive(partial(_run_loop, self), BackendConfig(), needs)
+
+    @property
+    def _running_job(self) -> FitJob:
+        assert self._job is not None, "`fit` sets it"
+        return self._job
+
+    @property
+    def _trial_config(self) -> dict[str, Any]:
+        """What the results of a run name as its config."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_job": None}
+
+    # ------------------------------------------------------------------------------------------------------ to go on
+
+    @classmethod
+    def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:
+        """Whether there is a run in this folder that `restore` can continue.
+
+        Args:
+            path: The folder with the run's name, or its URI.
+            storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+        """
+        from raysgd.train.fit.restore import can_restore
+
+        return can_restore(path, storage_filesystem)
+
+    @classmethod
+    def restore(
+        cls: type[TrainerType], path: str | Path, storage_filesystem: Any = None, **replaced: Any
+    ) -> TrainerType:
+        """The trainer of a run that was interrupted or failed; its `fit` continues the run from its last checkpoint.
+
+        Loading it runs code that it names: restore only runs that you trust.
+
+        Args:
+            path: The folder with the run's name, or its URI.
+            storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+            **replaced: Arguments of the trainer that are to be other ones. Datasets are not saved with a run: pass them
+                again, under the same names.
+
+        Raises:
+            ValueError: There is no run, or datasets are missing or others than it had.
+        """
+        from raysgd.train.fit.restore import restore
+
+        trainer, restored = restore(cls, path, storage_filesystem, **replaced)
+        trainer._restored = restored
+        made: TrainerType = trainer
+        return made
+
+    def __repr__(self) -> str:
+        """The class and the arguments that were given."""
+        given = ", ".join(f"{name}={value!r:.200}" for name, value in self._arguments.items() if value is not None)
+        return f"{type(self).__name__}({given})"
+
+
+def _run_loop(trainer: BaseTrainer) -> None:
+    """Runs the loop of a trainer, in a worker."""
+    trainer.setup()
+    trainer.preprocess_datasets()
+    trainer.training_loop()

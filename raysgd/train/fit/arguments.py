@@ -1,0 +1,136 @@
+"""What the trainers of `fit` are given, checked before anything starts."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import RunConfig, ScalingConfig
+
+_ADVICE = "Those of Ray have the same names, but are other classes: import it from `raysgd.train`."
+
+
+def checked_config(name: str, value: Any, config_class: type[Any]) -> Any:
+    """A config; one of its own where none was given.
+
+    Raises:
+        ValueError: It is of another class.
+    """
+    if value is None:
+        return config_class()
+    if not isinstance(value, config_class):
+        raise ValueError(f"`{name}={value!r}`: need a `{config_class.__name__}`, or None. {_ADVICE}")
+    return value
+
+
+def checked_scaling(value: Any) -> ScalingConfig:
+    """See `checked_config`; a dict of its fields will do.
+
+    Raises:
+        ValueError: It is neither.
+    """
+    if isinstance(value, Mapping):
+        try:
+            return ScalingConfig(**value)
+        except TypeError as error:
+            names = ", ".join(each.name for each in fields(ScalingConfig))
+            raise ValueError(f"`scaling_config={dict(value)!r}`: {error}. The names are {names}.") from None
+    config: ScalingConfig = checked_config("scaling_config", value, ScalingConfig)
+    return config
+
+
+def checked_run_config(value: Any) -> RunConfig:
+    """See `checked_config`."""
+    config: RunConfig = checked_config("run_config", value, RunConfig)
+    return config
+
+
+def checked_resume(value: Any) -> Checkpoint | None:
+    """What a run starts from.
+
+    Raises:
+        ValueError: It is no checkpoint.
+    """
+    if value is None or isinstance(value, Checkpoint):
+        return value
+    hint = "`Checkpoint.from_dict(...)` or `Checkpoint.from_directory(...)` makes one. " if _is_raw(value) else ""
+    raise ValueError(f"`resume_from_checkpoint={value!r:.200}`: need a `Checkpoint`, or None. {hint}{_ADVICE}")
+
+
+def _is_raw(value: Any) -> bool:
+    return isinstance(value, Mapping | str) or hasattr(value, "__fspath__")
+
+
+def checked_metadata(metadata: Any) -> dict[str, Any]:
+    """What each checkpoint says of itself, as it is after a detour through JSON.
+
+    Raises:
+        TypeError: It is no dict.
+        ValueError: JSON cannot hold it.
+    """
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, dict):
+        raise TypeError(f"`metadata={metadata!r:.200}`: need a dict, or None.")
+    try:
+        through_json: dict[str, Any] = json.loads(json.dumps(metadata))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"`metadata={metadata!r:.200}`: need values that JSON can hold: {error}.") from error
+    return through_json
+
+
+def check_loop(loop: Any) -> None:
+    """Checks the function of a trainer.
+
+    Raises:
+        ValueError: It takes more than one argument.
+        TypeError: It cannot be called.
+    """
+    if not callable(loop):
+        raise TypeError(
+            f"`train_loop_per_worker={loop!r}`: need a function that takes no argument, or one, `train_loop_config`."
+        )
+    num_parameters = len(inspect.signature(loop).parameters)
+    if num_parameters > 1:
+        raise ValueError(
+            f"`train_loop_per_worker` takes {num_parameters} arguments: allowed is one, `train_loop_config`, or none. "
+            "Bind the others with `functools.partial`, or put them into `train_loop_config`."
+        )
+
+
+def check_allowed(scaling: ScalingConfig, allowed: Sequence[str], trainer_name: str) -> None:
+    """Checks that a config sets nothing that a trainer has no use for, and a number of workers where it needs one.
+
+    Raises:
+        ValueError: It does.
+    """
+    default = ScalingConfig()
+    forbidden = [
+        each.name
+        for each in fields(ScalingConfig)
+        if each.name not in allowed and getattr(scaling, each.name) != getattr(default, each.name)
+    ]
+    if forbidden:
+        raise ValueError(
+            f"`scaling_config` sets {', '.join(f'`{name}`' for name in forbidden)}, which `{trainer_name}` does not "
+            f"use: it takes {', '.join(f'`{name}`' for name in allowed)}."
+        )
+
+
+def check_is_left_to_function(run_config: RunConfig) -> None:
+    """Checks that checkpoints are left to the function.
+
+    Raises:
+        ValueError: `checkpoint_frequency` or `checkpoint_at_end` is set.
+    """
+    for name in ("checkpoint_frequency", "checkpoint_at_end"):
+        value = getattr(run_config.checkpoint_config, name)
+        if value:
+            raise ValueError(
+                f"`CheckpointConfig({name}={value!r})`: your function decides when to save, with "
+                "`report(metrics, checkpoint=...)`. Leave it out."
+            )

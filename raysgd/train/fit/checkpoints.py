@@ -1,0 +1,177 @@
+"""The checkpoints of a run in the driver: from the workers into the folder of the trial.
+
+A dict travels to the driver, which writes it. A folder is stored by the workers, all ranks into the same place, and the
+driver commits it. Why the number of a checkpoint belongs to the step: ADR 66.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from raysgd.air._packing import EXTRA_FILES_KEY, FOLDER_KEY, METADATA_FILE
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.constants import PREPROCESSOR_KEY
+from raysgd.storage import Folder, StorageError
+from raysgd.train._arrivals import Arrivals
+from raysgd.train.constants import TUNE_CHECKPOINT_ID
+from raysgd.train.fit.layout import checkpoint_name
+from raysgd.train.fit.session import METADATA_KEY, checkpoint_at
+
+_DICT_FILE = "dict_checkpoint.pkl"
+
+
+@dataclass
+class Landing:
+    """The checkpoint of a step, on its way.
+
+    Attributes:
+        is_over: Whether it is where it stays, or was lost.
+        checkpoint: The checkpoint, once it is where it stays; None before, and if it was lost.
+    """
+
+    is_over: bool = False
+    checkpoint: Checkpoint | None = None
+
+    def end(self, checkpoint: Checkpoint | None = None) -> None:
+        """It is where it stays; or, without a checkpoint, it was lost."""
+        self.checkpoint, self.is_over = checkpoint, True
+
+
+class FitCheckpoints:
+    """Takes the checkpoints of a run; one dict is on its way at a time, and the function does not wait for it.
+
+    Args:
+        folder: The folder of the trial; None to keep the newest checkpoint in memory, and write none.
+        next_index: The number of the first one.
+        begin_from: What the run starts from.
+        metadata: What each checkpoint says of itself, where it says nothing of its own.
+        preprocessor: What each dict is to hold as its preprocessor.
+        on_attempt: Called before the function is started, for the first time or again.
+
+    Attributes:
+        next_index: The number of the next checkpoint, from 0.
+        landing: The checkpoint that was taken last; None before the first one.
+    """
+
+    def __init__(
+        self,
+        folder: Folder | None,
+        next_index: int = 0,
+        begin_from: Checkpoint | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        preprocessor: Any = None,
+        on_attempt: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._folder = folder
+        self.next_index = next_index
+        self._metadata = dict(metadata or {})
+        self._preprocessor = preprocessor
+        self._on_attempt = on_attempt
+        self._arrivals = Arrivals()
+        self._restart_point: Any = begin_from
+        self.landing: Landing | None = None
+
+    @property
+    def restart_point(self) -> Any:
+        """What a function that is started again goes on from: the newest checkpoint, or what the run started from."""
+        self.flush()
+        return self._restart_point
+
+    def begin_attempt(self) -> None:
+        """Removes what the last attempt left half stored, and says that there is another one."""
+        self.flush()
+        if self._folder is not None:
+            self._folder.discard_staged("checkpoint_")
+        self._on_attempt()
+
+    def add(self, score: Any, receive: Callable[[], dict[str, Any]] | None) -> None:
+        """Takes the checkpoint of a step. Of a dict it returns at once: a thread gets it from its worker.
+
+        Args:
+            score: Not needed: these checkpoints are judged by the metrics that come with them.
+            receive: Gets a dict from its worker; None where the workers have stored a folder.
+
+        Raises:
+            StorageError: What the workers stored is not here.
+            Exception: What went wrong with an earlier one.
+        """
+        self.flush()
+        index, self.next_index = self.next_index, self.next_index + 1
+        self.landing = landing = Landing()
+        if receive is None:
+            landing.end(self._commit(index))
+        else:
+            self._arrivals.begin(index, _telling(landing, receive), lambda content: self._keep(index, landing, content))
+
+    def _commit(self, index: int) -> Checkpoint:
+        """Makes what is staged for a number a checkpoint."""
+        assert self._folder is not None, "nothing is staged where no files are kept"
+        name = checkpoint_name(index)
+        staged = self._folder.staged(name)
+        if not staged.exists():
+            raise StorageError(
+                f"`storage_path`: the workers stored {name} in {self._folder}, and the driver does not find it there. "
+                "Use a folder that all nodes share, or a URI such as `s3://bucket/folder`."
+            )
+        if self._metadata:
+            own = json.loads(staged.read(METADATA_FILE)) if staged.has(METADATA_FILE) else {}
+            staged.write(METADATA_FILE, json.dumps({**self._metadata, **own}).encode())
+        self._restart_point = committed = self._folder.commit(name)
+        return checkpoint_at(committed)
+
+    def _keep(self, index: int, landing: Landing, content: dict[str, Any]) -> None:
+        """Writes a dict that has arrived; where nothing is written, keeps it."""
+        own = content.pop(METADATA_KEY, {})
+        content = {PREPROCESSOR_KEY: self._preprocessor, **content, TUNE_CHECKPOINT_ID: index}
+        if self._folder is None:
+            checkpoint = Checkpoint.from_dict(content)
+            checkpoint.set_metadata({**self._metadata, **own})
+        else:
+            staged = self._folder.staged(checkpoint_name(index))
+            _write_dict(content, staged)
+            if own:
+                staged.write(METADATA_FILE, json.dumps(own).encode())
+            checkpoint = self._commit(index)
+        self._restart_point = content
+        landing.end(checkpoint)
+
+    def await_arrival(self, timeout_s: float) -> None:
+        """Waits until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
+        self._arrivals.await_arrival(timeout_s)
+
+    def flush(self) -> None:
+        """Waits until what is on its way has arrived and is written.
+
+        Raises:
+            Exception: What went wrong with it.
+        """
+        self._arrivals.flush()
+
+
+def _write_dict(content: dict[str, Any], staged: Folder) -> None:
+    """Writes a dict; one that was made of a folder becomes that folder again."""
+    if FOLDER_KEY in content or EXTRA_FILES_KEY in content:
+        with Checkpoint.from_dict(content).as_directory() as folder:
+            staged.upload(Path(folder))
+        return
+    from ray import cloudpickle
+
+    with staged.writing(_DICT_FILE) as file:
+        cloudpickle.dump(content, file, protocol=5)
+
+
+def _telling(landing: Landing, receive: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
+    """Gets a dict; when that fails, tells its landing."""
+
+    def received() -> dict[str, Any]:
+        try:
+            return receive()
+        except BaseException:
+            landing.end()
+            raise
+
+    return received

@@ -1,0 +1,163 @@
+"""What `fit` does around a run: its folder, its record, its result, and the error that it ends with."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.exceptions import training_failed_error
+from raysgd.train.backend import BackendConfig
+from raysgd.train.fit.layout import TrialFolder, new_trial_folder
+from raysgd.train.fit.recorder import Recorder
+from raysgd.train.fit.restore import save_trainer
+from raysgd.train.fit.run import FitPlan, FitRun
+from raysgd.train.fit.session import TrialFacts, checkpoint_at
+
+if TYPE_CHECKING:
+    from raysgd.air.result import Result
+    from raysgd.train.base_trainer import BaseTrainer
+
+logger = logging.getLogger(__name__)
+
+CHDIR_ENV = "RAY_CHDIR_TO_TRIAL_DIR"
+
+
+@dataclass(frozen=True)
+class FitJob:
+    """One `fit`.
+
+    Attributes:
+        folder: Where it writes.
+        recorder: Writes down what is reported.
+        run_config: What the user wants of the run.
+        facts: What the function can ask.
+        trainer_name: The name of the trainer's class.
+        begin_from: The checkpoint that the function starts from.
+    """
+
+    folder: TrialFolder
+    recorder: Recorder
+    run_config: RunConfig
+    facts: TrialFacts
+    trainer_name: str
+    begin_from: Checkpoint | None
+
+    @classmethod
+    def of(cls, trainer: BaseTrainer, folder: TrialFolder | None = None) -> FitJob:
+        """A job for a trainer.
+
+        Args:
+            trainer: The trainer.
+            folder: Of the run that goes on; None for a new one.
+
+        Raises:
+            ValueError: The workers cannot write to the storage.
+        """
+        name, run_config = type(trainer).__name__, trainer.run_config
+        goes_on = folder is not None
+        folder = folder or new_trial_folder(run_config, name)
+        _check_is_shared(folder)
+        save_trainer(folder.experiment, type(trainer), trainer._arguments)
+        resources = trainer.scaling_config.as_placement_group_factory() if run_config.callbacks else None
+        info = SimpleNamespace(resources=resources)
+        recorder = Recorder(folder, trainer._trial_config, run_config, name, info)
+        newest = _newest_in(folder) if goes_on else None
+        facts = _facts(folder, trainer)
+        return cls(folder, recorder, run_config, facts, name, newest or trainer.resume_from_checkpoint)
+
+    def run(self, train: Callable[[], None]) -> Result:
+        """Calls `train`, which drives the run, and ends the record of it.
+
+        Raises:
+            TrainingFailedError: `train` failed; of the class of its error too.
+        """
+        try:
+            train()
+        except BaseException as error:
+            self._end_failed(error)
+            if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
+                raise
+            raise training_failed_error(error, self._advice) from getattr(error, "__cause__", None)
+        return self.recorder.end()
+
+    def drive(
+        self,
+        function: Callable[[], Any],
+        backend: BackendConfig,
+        scaling: ScalingConfig,
+        datasets: Mapping[str, Any] | None = None,
+        dataset_config: Any = None,
+        preprocessor: Any = None,
+    ) -> None:
+        """Runs a function on workers until it ends everywhere, and writes down what it reports."""
+        plan = FitPlan(
+            function,
+            backend,
+            scaling,
+            self.run_config.failure_config,
+            self.facts,
+            datasets or {},
+            dataset_config,
+            preprocessor,
+            self.begin_from,
+            self.folder.next_index,
+        )
+        FitRun(plan, self.recorder.take, self.recorder.begin, self.recorder.fail).run()
+
+    def _end_failed(self, error: BaseException) -> None:
+        try:
+            self.recorder.end(error)
+        except Exception as another:  # what ended the run matters more
+            logger.error("could not complete the record of the run: %r", another)
+
+    @property
+    def _advice(self) -> str:
+        max_failures = self.run_config.failure_config.max_failures
+        return (
+            f"The run is in {self.folder.experiment}. To continue it from its last checkpoint: "
+            f"`{self.trainer_name}.restore({_shown(self.folder)!r}).fit()`. To have it start again by itself, pass "
+            f"`RunConfig(failure_config=FailureConfig(max_failures=...))`; it was {max_failures}."
+        )
+
+
+def _shown(folder: TrialFolder) -> str:
+    experiment = folder.experiment
+    return str(experiment.local_path) if experiment.is_local else experiment.uri
+
+
+def _newest_in(folder: TrialFolder) -> Checkpoint | None:
+    names = folder.checkpoint_names()
+    return checkpoint_at(folder.trial / names[-1]) if names else None
+
+
+def _facts(folder: TrialFolder, trainer: BaseTrainer) -> TrialFacts:
+    chdir = os.environ.get(CHDIR_ENV, "1") != "0"
+    return TrialFacts(
+        folder=folder.trial,
+        experiment_name=folder.experiment_name,
+        name=folder.name,
+        id=folder.id,
+        scaling=trainer.scaling_config,
+        metadata=trainer.metadata,
+        workdir=str(folder.local_path) if chdir else None,
+        keeps_files=trainer.run_config.checkpoint_config.num_to_keep != 0,
+    )
+
+
+def _check_is_shared(folder: TrialFolder) -> None:
+    """Checks that workers can write where the run writes.
+
+    Raises:
+        ValueError: Only this process sees that storage.
+    """
+    if folder.experiment.is_in_memory:
+        raise ValueError(
+            f"`storage_path={folder.experiment.uri!r}`: only this process sees its memory, and the workers of `fit` "
+            "write checkpoints themselves. Pass a folder, or a URI such as `s3://bucket/folder`."
+        )

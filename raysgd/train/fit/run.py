@@ -1,0 +1,218 @@
+"""One run of `fit`: a function on workers, started again after failures, until it ends.
+
+Nothing is retried here: the engine does that, and asks `FailurePolicy`. What the functions report is handed over in
+order, each report with its checkpoint, as soon as that is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import FailureConfig, ScalingConfig
+from raysgd.engine.failures import Diagnosis, words
+from raysgd.engine.group_spec import Words
+from raysgd.engine.policies import FailurePolicy
+from raysgd.exceptions import WorkersLostError, worker_error
+from raysgd.train._run import FunctionRun
+from raysgd.train._settings import ExecutorRules
+from raysgd.train.backend import BackendConfig
+from raysgd.train.executor import BackendExecutor
+from raysgd.train.fit.checkpoints import FitCheckpoints, Landing
+from raysgd.train.fit.data import make_shards
+from raysgd.train.fit.session import FitSession, TrialFacts
+
+logger = logging.getLogger(__name__)
+
+WORDS = Words(
+    when_shut_down="Call `fit` again for new workers.",
+    when_interrupted="Checkpoints that were reported are kept.",
+    when_starved="Ask for fewer workers or less per worker, or free what is held. Reported checkpoints are kept.",
+    when_spent="Reported checkpoints are kept.",
+    when_not_granted=(
+        "Ask for fewer workers or less per worker in `ScalingConfig`, free what is held, add nodes, or wait longer by "
+        "setting the environment variable TRAIN_PLACEMENT_GROUP_TIMEOUT_S."
+    ),
+    after_end="reported checkpoints are kept",
+    restart_point="from the newest checkpoint, or from the beginning without one",
+)
+"""What users of `fit` are told behind the engine's facts."""
+
+
+class StopConditionMet(BaseException):
+    """Ends a run that has met its stop condition, from wherever the driver is. No error."""
+
+
+@dataclass(frozen=True)
+class FitPlan:
+    """What a run is to do, checked.
+
+    Attributes:
+        function: The user's function, its argument bound.
+        backend: How the workers are connected.
+        scaling: How many workers, and what each needs.
+        failures: How often the function is started again.
+        facts: What the function can ask.
+        datasets: The datasets, ready to be divided.
+        dataset_config: How they are divided.
+        preprocessor: What dict checkpoints are to hold as their preprocessor.
+        begin_from: The checkpoint that the function starts from.
+        next_index: The number of the first checkpoint.
+    """
+
+    function: Callable[[], Any]
+    backend: BackendConfig
+    scaling: ScalingConfig
+    failures: FailureConfig
+    facts: TrialFacts
+    datasets: Mapping[str, Any] = field(default_factory=dict)
+    dataset_config: Any = None
+    preprocessor: Any = None
+    begin_from: Checkpoint | None = None
+    next_index: int = 0
+
+
+class FitRun:
+    """Runs the function of a plan on workers.
+
+    Args:
+        plan: What to do.
+        take: Called with the metrics of each report of rank 0, and with the checkpoint of that step, if there is one;
+            returns whether the run is to stop.
+        begin: Called before the function is started, for the first time or again.
+        fail: Called with what went wrong, before the function is started again.
+    """
+
+    def __init__(
+        self,
+        plan: FitPlan,
+        take: Callable[[dict[str, Any], Checkpoint | None], bool],
+        begin: Callable[[], None] = lambda: None,
+        fail: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
+        self._plan = plan
+        self._take, self._begin, self._fail = take, begin, fail
+        self._checkpoints = FitCheckpoints(
+            plan.facts.folder if plan.facts.keeps_files else None,
+            plan.next_index,
+            plan.begin_from,
+            plan.facts.metadata,
+            plan.preprocessor,
+            self._begin_attempt,
+        )
+        self._executor = _executor(plan, self._checkpoints, self._note_failure)
+        self._run: FunctionRun | None = None
+        self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
+        self._failure: Exception | None = None
+
+    def run(self) -> None:
+        """Runs the function until it ends on all workers, or a stop condition is met. Ends the workers in any case.
+
+        Raises:
+            WorkerError: The function raised, once more than is allowed; of its class too.
+            WorkersLostError: Workers were lost, once more than is allowed.
+            StepMismatchError: The functions did not report equally often.
+        """
+        try:
+            while self.step():
+                pass
+        except StopConditionMet:
+            logger.info("the stop condition of the run is met")
+        finally:
+            self.end()
+
+    def step(self) -> bool:
+        """Lets the workers do the next step, after starting them if need be; returns False when they have ended.
+
+        Raises:
+            StopConditionMet: A stop condition was met.
+            Exception: As `run`.
+        """
+        step = self._running().next_step()
+        if step.kind is None:
+            self._hand_over()
+            return False
+        landing = self._checkpoints.landing if step.checkpoint_ref is not None else None
+        self._reports.append((self._running().decoded_by(0, step), landing))
+        self._hand_over()
+        return True
+
+    def end(self) -> None:
+        """Ends the workers, wherever they are, and hands over what was reported. A second time it does nothing."""
+        is_over = self._run is not None and self._run.is_over
+        self._executor.shutdown(patience_s=5 if is_over else 0)
+        with suppress(Exception):  # of a run that has failed already; else the step that ended it has flushed
+            self._checkpoints.flush()
+        try:
+            self._hand_over(is_end=True)
+        except StopConditionMet:
+            pass
+        except Exception as error:  # the error that ended the run matters more
+            logger.error("could not write down what was reported last: %r", error)
+
+    def _running(self) -> FunctionRun:
+        if self._run is None:
+            self._executor.start()
+            plan, executor = self._plan, self._executor
+            shards = (
+                make_shards(plan.datasets, plan.dataset_config, place=executor.place, workers=lambda: executor.workers)
+                if plan.datasets
+                else None
+            )
+            self._run = executor.launch(
+                plan.function, shards, partial(FitSession, facts=plan.facts), on_wait=self._hand_over
+            )
+        return self._run
+
+    def _hand_over(self, is_end: bool = False) -> None:
+        """Hands over the reports whose checkpoints are where they stay; at the end also those whose were lost."""
+        while self._reports and (is_end or _is_complete(self._reports[0][1])):
+            metrics, landing = self._reports.popleft()
+            if self._take(metrics, landing.checkpoint if landing is not None else None):
+                raise StopConditionMet
+
+    def _note_failure(self, diagnosis: Diagnosis) -> None:
+        is_of_user = diagnosis.kind == "user"
+        self._failure = worker_error(diagnosis.faults) if is_of_user else WorkersLostError(words(diagnosis))
+
+    def _begin_attempt(self) -> None:
+        """The function is about to start; what the last attempt reported is complete by now."""
+        self._hand_over(is_end=True)
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            self._fail(failure)
+        self._begin()
+
+
+def _is_complete(landing: Landing | None) -> bool:
+    return landing is None or landing.is_over
+
+
+def _executor(plan: FitPlan, checkpoints: FitCheckpoints, on_failure: Callable[[Diagnosis], None]) -> BackendExecutor:
+    scaling, (fewest, most) = plan.scaling, plan.scaling.worker_range
+    return BackendExecutor(
+        plan.backend,
+        (fewest, most) if fewest < most else most,
+        scaling.num_cpus_per_worker,
+        scaling.num_gpus_per_worker,
+        scaling.additional_resources_per_worker,
+        max_retries=as_max_retries(plan.failures.max_failures),
+        rules=ExecutorRules(
+            FailurePolicy(retries_user_errors=True), checkpoints, on_failure, words=WORDS, retry_advice=""
+        ),
+    )
+
+
+def as_max_retries(max_failures: int) -> int:
+    """What an executor takes for `FailureConfig.max_failures`: the number of the failure that is raised.
+
+    >>> [as_max_retries(number) for number in (0, 2, -1)]
+    [1, 3, -1]
+    """
+    return max_failures + 1 if max_failures >= 0 else -1

@@ -1,0 +1,256 @@
+"""A function that `fit` runs in a worker, as the function sees it: its checkpoints, its place, its trial."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import ScalingConfig
+from raysgd.engine.types import World
+from raysgd.exceptions import SessionMisuseError
+from raysgd.storage import Folder
+from raysgd.train._messages import CheckpointRef, FunctionSpec, Message, TrainingResultType
+from raysgd.train._pending_checkpoints import PendingCheckpoints
+from raysgd.train._session import Session
+from raysgd.train.fit.layout import checkpoint_name
+
+METADATA_KEY = "_raysgd_metadata"
+_TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders
+_MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
+_MISUSE_V2 = "Ray Train function utilities not initialized"
+
+
+@dataclass(frozen=True)
+class TrialFacts:
+    """What a function can ask about its run, and what its worker needs to store checkpoints.
+
+    Attributes:
+        folder: The folder of the trial.
+        experiment_name: The name of the run.
+        name: The name of the trial.
+        id: The trial's identity.
+        scaling: What the run was asked to use.
+        metadata: What the trainer was given as `metadata`.
+        workdir: The working directory of the function; None to leave it alone.
+        keeps_files: Whether checkpoints are written; otherwise the newest one is kept in memory.
+    """
+
+    folder: Folder
+    experiment_name: str
+    name: str
+    id: str
+    scaling: ScalingConfig
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    workdir: str | None = None
+    keeps_files: bool = True
+
+    @property
+    def directory(self) -> str:
+        """The folder of the trial: a path, or a URI."""
+        return str(self.folder.local_path) if self.folder.is_local else self.folder.uri
+
+
+class FitSession(Session):
+    """One run of a function that `fit` has started in this worker.
+
+    Args:
+        world: This worker's place.
+        spec: What to run.
+        checkpoint: What the function starts from: a checkpoint, the folder or the content of one; None for none.
+        shard: This worker's part of the data, by the names of the datasets.
+        pending: Where large checkpoints wait.
+        facts: About the run.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        spec: FunctionSpec,
+        checkpoint: Checkpoint | Folder | dict[str, Any] | None = None,
+        shard: Any = None,
+        pending: PendingCheckpoints | None = None,
+        *,
+        facts: TrialFacts,
+    ) -> None:
+        super().__init__(world, spec, None, shard, pending)
+        self.facts = facts
+        self._newest = _opened(checkpoint)
+        self._is_newest_stored = False
+
+    def _run(self) -> None:
+        """Runs the function. What it returns stays in the worker."""
+        with _working_in(self.facts.workdir), _errors_for_calls_of_ray():
+            try:
+                self._spec.run()
+            except (UserWarning, RuntimeError) as error:
+                advised = _with_advice(error)
+                if advised is error:
+                    raise
+                raise advised.with_traceback(error.__traceback__) from error
+
+    def current_checkpoint(self) -> Checkpoint | None:
+        """The checkpoint that was reported last, or the one that the function started from."""
+        if self._is_newest_stored:
+            self.mailbox.await_request()  # until then the driver has not committed it
+        return self._newest
+
+    def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
+        """Sends metrics, and perhaps a checkpoint with them.
+
+        Raises:
+            ValueError: There is a tensor among the metrics.
+            TypeError: `checkpoint` is no checkpoint.
+        """
+        refuse_tensors(metrics)
+        check_checkpoint(checkpoint)
+        self.iteration += 1
+        # Only what rank 0 reports is written down.
+        data = self._packed(self._spec.encode(dict(metrics))) if self.world.rank == 0 else None
+        if checkpoint is None:
+            self.mailbox.offer(Message(TrainingResultType.REPORT, data))
+            return
+        self._is_newest_stored = False
+        if checkpoint.get_internal_representation()[0] in _TRAVELS or not self.facts.keeps_files:
+            self._newest = checkpoint
+            self._send(data, {**checkpoint.to_dict(), **_metadata_of(checkpoint)})
+        else:
+            self._store(data, checkpoint)
+
+    def _store(self, data: Any, checkpoint: Checkpoint) -> None:
+        """Puts a folder where the driver finds it, next to what the other ranks put there, and sends the metrics."""
+        name = checkpoint_name(self.mailbox.await_request())
+        folder = self.facts.folder
+        with checkpoint.as_directory() as path:
+            folder.staged(name).upload(Path(path))
+        self.mailbox.offer(Message(TrainingResultType.REPORT, data, CheckpointRef(is_stored=True)))
+        self._newest, self._is_newest_stored = checkpoint_at(folder / name), True
+
+    def dataset_shard(self, name: str | None) -> Any:
+        """This worker's part of a dataset; see `get_dataset_shard`."""
+        shards = self.shard or {}
+        if name is not None:
+            return shards.get(name)
+        if len(shards) > 1:
+            raise RuntimeError(f"There are several datasets: choose one of {sorted(shards)}, with `dataset_name`.")
+        return next(iter(shards.values()), None)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuses: a function that `fit` runs saves with its reports.
+
+        Raises:
+            SessionMisuseError: Always.
+        """
+        raise SessionMisuseError(
+            "`save_checkpoint` belongs to functions that `Trainer.run` runs. In a function that `fit` runs, save with "
+            "a report: `report(metrics, checkpoint=Checkpoint.from_dict({...}))`."
+        )
+
+    def load_checkpoint(self) -> dict[str, Any] | None:
+        """Refuses: a function that `fit` runs gets its checkpoint otherwise.
+
+        Raises:
+            SessionMisuseError: Always.
+        """
+        raise SessionMisuseError(
+            "`load_checkpoint` belongs to functions that `Trainer.run` runs. In a function that `fit` runs, call "
+            "`get_checkpoint()`, and `to_dict()` or `as_directory()` of what it returns."
+        )
+
+
+def _metadata_of(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What a checkpoint says of itself, as part of the dict that travels."""
+    metadata = checkpoint.get_metadata()
+    return {METADATA_KEY: metadata} if metadata else {}
+
+
+def checkpoint_at(folder: Folder) -> Checkpoint:
+    """The checkpoint in a folder, wherever that is."""
+    if folder.is_local:
+        return Checkpoint(str(folder.local_path))
+    return Checkpoint(folder.path, folder.filesystem)
+
+
+def _opened(checkpoint: Checkpoint | Folder | dict[str, Any] | None) -> Checkpoint | None:
+    if isinstance(checkpoint, dict):
+        return Checkpoint.from_dict(checkpoint)
+    return checkpoint_at(checkpoint) if isinstance(checkpoint, Folder) else checkpoint
+
+
+def check_checkpoint(checkpoint: Any) -> None:
+    """Checks what a function reports as its checkpoint.
+
+    Raises:
+        TypeError: It is no `Checkpoint`.
+    """
+    if checkpoint is None or isinstance(checkpoint, Checkpoint):
+        return
+    hint = "`Checkpoint.from_dict(...)` makes one" if isinstance(checkpoint, Mapping) else "pass one, or None"
+    raise TypeError(f"`checkpoint={checkpoint!r:.200}`: need a `raysgd.air.Checkpoint`; {hint}.")
+
+
+def refuse_tensors(metrics: Any, place: str = "metrics") -> None:
+    """Checks that there is no tensor in what is reported: it may hold memory of a GPU that the driver does not have.
+
+    Raises:
+        ValueError: There is one.
+    """
+    if isinstance(metrics, Mapping):
+        for key, value in metrics.items():
+            refuse_tensors(value, f"{place}[{key!r}]")
+    elif isinstance(metrics, list | tuple):
+        for index, value in enumerate(metrics):
+            refuse_tensors(value, f"{place}[{index}]")
+    elif _is_tensor(metrics):
+        raise ValueError(
+            f"`{place}` is a tensor: report a number, such as `tensor.item()`, or an array, such as "
+            "`tensor.detach().cpu().numpy()`."
+        )
+
+
+def _is_tensor(value: Any) -> bool:
+    torch, tensorflow = sys.modules.get("torch"), sys.modules.get("tensorflow")
+    return (torch is not None and isinstance(value, torch.Tensor)) or (
+        tensorflow is not None and tensorflow.is_tensor(value)
+    )
+
+
+@contextmanager
+def _working_in(workdir: str | None) -> Iterator[None]:
+    """Makes a folder the working directory of this process for a while."""
+    if workdir is None:
+        yield
+        return
+    before = os.getcwd()
+    os.makedirs(workdir, exist_ok=True)
+    os.chdir(workdir)
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.chdir(before)
+
+
+@contextmanager
+def _errors_for_calls_of_ray() -> Iterator[None]:
+    """Turns the warning with which Ray's own session functions do nothing into an error, for a while."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", f".*{_MISUSE}", UserWarning)
+        yield
+
+
+def _with_advice(error: Exception) -> Exception:
+    """An error that says what to do, where a session function of Ray was called; any other one as it is."""
+    if _MISUSE not in str(error) and _MISUSE_V2 not in str(error):
+        return error
+    return SessionMisuseError(
+        "A function of Ray's own session was called in a function that raysgd runs, where it does nothing. Import "
+        "`raysgd.train` instead of `ray.train`, and `raysgd.air.session` instead of `ray.air.session`. Ray says: "
+        f"{error}"
+    )

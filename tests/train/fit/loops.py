@@ -1,0 +1,114 @@
+"""Functions that `fit` runs in tests. They run in workers, which import this module."""
+
+from __future__ import annotations
+
+import os
+import signal
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from raysgd import train
+from raysgd.air import Checkpoint
+from tests.train.lab import claim
+
+
+def first_epoch() -> int:
+    """Where a function goes on."""
+    checkpoint = train.get_checkpoint()
+    if checkpoint is None:
+        return 0
+    with checkpoint.as_directory() as folder:
+        file = Path(folder, "epoch")
+        return int(file.read_text()) + 1 if file.exists() else checkpoint.to_dict()["epoch"] + 1
+
+
+def count_epochs(config: dict[str, Any]) -> int:
+    """Reports epochs from where it was left, with a checkpoint each; fails as it is told."""
+    context = train.get_context()
+    rank = context.get_world_rank()
+    for epoch in range(first_epoch(), config["num_epochs"]):
+        if rank == config.get("failing_rank", 0) and epoch == config.get("fails_at") and claim(config["flag"]):
+            raise KeyError(f"bad sample in epoch {epoch}")
+        if rank == 1 and epoch == config.get("dies_at") and claim(config["flag"]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        metrics = {
+            "epoch": epoch,
+            "loss": config.get("losses", [1.0] * 99)[epoch],
+            "rank": rank,
+            "size": context.get_world_size(),
+            "pid_of_worker": os.getpid(),
+            "node": _node(),
+        }
+        save(config, metrics, rank, epoch)
+        time.sleep(config.get("epoch_s", 0))
+    return 7
+
+
+def _node() -> str:
+    import ray
+
+    return str(ray.get_runtime_context().get_node_id())
+
+
+def save(config: dict[str, Any], metrics: dict[str, Any], rank: int, epoch: int) -> None:
+    """Reports, with a checkpoint of the kind that is asked for."""
+    kind = config.get("kind", "dict")
+    if kind == "none" or rank not in config.get("saving_ranks", (0, 1)) or epoch % config.get("save_every", 1):
+        train.report(metrics)
+    elif kind == "dict":
+        train.report(metrics, checkpoint=Checkpoint.from_dict({"epoch": epoch, "payload": config.get("payload")}))
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            Path(folder, "epoch").write_text(str(epoch))
+            Path(folder, f"rank_{rank}").write_text(str(epoch))
+            if rank == 1 and epoch == config.get("dies_while_saving"):
+                _die_while_saving(folder, config["flag"])
+            train.report(metrics, checkpoint=Checkpoint.from_directory(folder))
+
+
+def _die_while_saving(folder: str, flag: Path) -> None:
+    """Makes sure that the death comes when a part of the checkpoint is stored and a part is not."""
+    if not claim(flag):
+        return
+    import threading
+
+    from raysgd.train._session import current_session
+
+    for number in range(200):
+        Path(folder, f"part_{number}").write_bytes(bytes(100_000))
+    session: Any = current_session()
+    trial = session.facts.folder
+
+    def watch() -> None:
+        while True:
+            staged = trial.staged(f"checkpoint_{1:06d}")
+            if staged.exists() and len(staged.names()) > 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
+def report_unequally() -> None:
+    """Rank 0 reports once more than the others."""
+    train.report({"a": 1})
+    if train.get_context().get_world_rank() == 0:
+        train.report({"a": 2})
+
+
+def average_with_torch() -> None:
+    """A collective of all ranks."""
+    import torch
+
+    rank = train.get_context().get_world_rank()
+    total = torch.tensor(float(rank + 1))
+    torch.distributed.all_reduce(total)
+    train.report({"total": total.item(), "cwd": os.getcwd()})
+
+
+def fail_on_rank_1_while_0_hangs() -> None:
+    """Rank 1 raises, and rank 0 is asleep."""
+    if train.get_context().get_world_rank() == 1:
+        raise ZeroDivisionError("on rank 1")
+    time.sleep(600)

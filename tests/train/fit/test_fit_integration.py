@@ -1,0 +1,166 @@
+"""`fit` on real workers, with checkpoints that are kept and runs that fail.
+
+Covers `raysgd.train.base_trainer`, `raysgd.train.data_parallel_trainer`, `raysgd.train.fit.run` and
+`raysgd.train.fit.job`: they are short pieces of one way, which only a run goes through whole.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.air import Checkpoint, CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
+from raysgd.exceptions import StepMismatchError, TrainingFailedError, WorkersLostError
+from raysgd.train.base_trainer import BaseTrainer
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from tests.train.fit import loops
+
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(120)]
+
+
+def trainer(
+    place: Path,
+    loop: Any = loops.count_epochs,
+    *,
+    max_failures: int = 0,
+    keep: CheckpointConfig | None = None,
+    num_workers: int | tuple[int, int] = 2,
+    resume: Checkpoint | None = None,
+    trainer_class: type[DataParallelTrainer] = DataParallelTrainer,
+    **config: Any,
+) -> DataParallelTrainer:
+    config = {"num_epochs": 3, "flag": place / "flag", **config}
+    return trainer_class(
+        loop,
+        train_loop_config=config if loop is loops.count_epochs else None,
+        scaling_config=ScalingConfig(num_workers=num_workers),
+        run_config=RunConfig(
+            name="run",
+            storage_path=str(place),
+            failure_config=FailureConfig(max_failures=max_failures),
+            checkpoint_config=keep,
+        ),
+        resume_from_checkpoint=resume,
+    )
+
+
+def checkpoints_in(result: Any) -> list[str]:
+    return sorted(path.name for path in Path(result.path).iterdir() if path.name.startswith("checkpoint_"))
+
+
+class TestARun:
+    def test_returns_metrics_checkpoints_and_its_folder(self, tmp_path: Path) -> None:
+        result = trainer(tmp_path).fit()
+        assert result.error is None
+        assert (result.metrics["epoch"], result.metrics["rank"], result.metrics["size"]) == (2, 0, 2)
+        assert (result.metrics["training_iteration"], result.metrics["iterations_since_restore"]) == (3, 3)
+        assert checkpoints_in(result) == ["checkpoint_000000", "checkpoint_000001", "checkpoint_000002"]
+        assert result.checkpoint.to_dict()["epoch"] == 2
+        saved = pickle.loads(Path(result.path, "checkpoint_000002", "dict_checkpoint.pkl").read_bytes())
+        assert saved["_current_checkpoint_id"] == 2
+        assert Path(result.path).parent == tmp_path / "run"
+
+    def test_puts_together_what_all_ranks_have_in_folders(self, tmp_path: Path) -> None:
+        result = trainer(tmp_path, kind="folder", num_epochs=2).fit()
+        assert checkpoints_in(result) == ["checkpoint_000000", "checkpoint_000001"]
+        names = {path.name for path in Path(result.checkpoint.path).iterdir()}
+        assert {"epoch", "rank_0", "rank_1"} <= names
+
+    def test_numbers_by_step_what_only_some_ranks_save_only_sometimes(self, tmp_path: Path) -> None:
+        result = trainer(tmp_path, kind="folder", num_epochs=5, saving_ranks=(1,), save_every=2).fit()
+        assert checkpoints_in(result) == ["checkpoint_000000", "checkpoint_000001", "checkpoint_000002"]
+        assert Path(result.checkpoint.path, "epoch").read_text() == "4"
+
+    def test_writes_no_checkpoint_with_none_to_keep_but_has_the_newest(self, tmp_path: Path) -> None:
+        for kind in ("dict", "folder"):
+            result = trainer(tmp_path / kind, kind=kind, keep=CheckpointConfig(num_to_keep=0)).fit()
+            assert checkpoints_in(result) == []
+            with result.checkpoint.as_directory() as folder:
+                assert any(Path(folder).iterdir())
+
+    def test_fetches_a_large_dict_and_starts_from_what_it_is_given(self, tmp_path: Path) -> None:
+        resume = Checkpoint.from_dict({"epoch": 0})
+        result = trainer(tmp_path, payload=bytes(3 << 20), resume=resume).fit()
+        assert [result.metrics["training_iteration"], result.metrics["epoch"]] == [2, 2]
+        assert len(result.checkpoint.to_dict()["payload"]) == 3 << 20
+
+    def test_connects_the_workers_and_works_in_the_folder_of_the_trial(self, tmp_path: Path) -> None:
+        from raysgd.train.torch import TorchTrainer
+
+        result = trainer(tmp_path, loops.average_with_torch, trainer_class=TorchTrainer).fit()
+        assert result.metrics["total"] == 3.0
+        assert result.metrics["cwd"] == str(result.path)
+
+    def test_of_a_loop_of_ones_own_needs_one_worker(self, tmp_path: Path) -> None:
+        class Countdown(BaseTrainer):
+            def setup(self) -> None:
+                self.left = 3
+
+            def training_loop(self) -> None:
+                from raysgd import train
+
+                for left in range(self.left, 0, -1):
+                    train.report({"left": left}, checkpoint=Checkpoint.from_dict({"left": left}))
+
+        result = Countdown(run_config=RunConfig(storage_path=str(tmp_path))).fit()
+        assert result.metrics["left"] == 1
+        assert result.checkpoint.to_dict()["left"] == 1
+
+
+class TestFailures:
+    def test_are_raised_as_one_error_of_both_classes_that_says_how_to_go_on(self, tmp_path: Path) -> None:
+        failing = trainer(tmp_path, fails_at=1)
+        with pytest.raises(TrainingFailedError, match=r"restore\('.*run'\)(.|\n)*FailureConfig") as caught:
+            failing.fit()
+        assert isinstance(caught.value, KeyError)
+        assert isinstance(caught.value.__cause__, KeyError)
+        assert "bad sample in epoch 1" in str(caught.value)
+        again = pickle.loads(pickle.dumps(caught.value))
+        assert isinstance(again, KeyError)
+        assert isinstance(again, TrainingFailedError)
+        [trial] = [path for path in (tmp_path / "run").iterdir() if path.is_dir()]
+        assert "bad sample in epoch 1" in (trial / "error.txt").read_text()
+
+    def test_of_user_code_start_the_function_again_from_its_newest_checkpoint(self, tmp_path: Path) -> None:
+        result = trainer(tmp_path, num_epochs=4, fails_at=2, max_failures=1).fit()
+        assert result.error is None
+        assert result.metrics["epoch"] == 3
+        assert (result.metrics["training_iteration"], result.metrics["iterations_since_restore"]) == (4, 2)
+        assert checkpoints_in(result) == [f"checkpoint_{number:06d}" for number in range(4)]
+
+    def test_in_the_middle_of_a_checkpoint_leave_nothing_that_looks_like_one(self, tmp_path: Path) -> None:
+        result = trainer(tmp_path, kind="folder", dies_while_saving=1, max_failures=1).fit()
+        assert checkpoints_in(result) == [f"checkpoint_{number:06d}" for number in range(3)]
+        assert [Path(result.path, name, "epoch").read_text() for name in checkpoints_in(result)] == ["0", "1", "2"]
+        assert result.metrics["training_iteration"] == 3
+        parts = [path for path in Path(result.path, "checkpoint_000001").iterdir() if path.name.startswith("part_")]
+        assert parts == []
+
+    def test_of_a_worker_end_a_run_that_allows_none(self, tmp_path: Path) -> None:
+        with pytest.raises(TrainingFailedError, match="lost rank 1") as caught:
+            trainer(tmp_path, dies_at=1).fit()
+        assert isinstance(caught.value, WorkersLostError)
+
+    def test_on_one_rank_end_the_run_at_once_while_another_hangs(self, tmp_path: Path) -> None:
+        with pytest.raises(TrainingFailedError, match="on rank 1") as caught:
+            trainer(tmp_path, loops.fail_on_rank_1_while_0_hangs).fit()
+        assert isinstance(caught.value, ZeroDivisionError)
+
+    def test_to_report_equally_often_are_told_apart(self, tmp_path: Path) -> None:
+        with pytest.raises(TrainingFailedError, match="different number of calls") as caught:
+            trainer(tmp_path, loops.report_unequally).fit()
+        assert isinstance(caught.value, StepMismatchError)
+
+
+class TestGoingOn:
+    def test_a_failed_run_is_restored_and_continues_its_own_folder(self, tmp_path: Path) -> None:
+        with pytest.raises(TrainingFailedError):
+            trainer(tmp_path, fails_at=1, kind="folder").fit()
+        restored = DataParallelTrainer.restore(tmp_path / "run")
+        result = restored.fit()
+        assert (result.metrics["training_iteration"], result.metrics["iterations_since_restore"]) == (3, 2)
+        assert checkpoints_in(result) == [f"checkpoint_{number:06d}" for number in range(3)]
+        assert len([path for path in (tmp_path / "run").iterdir() if path.is_dir()]) == 1

@@ -1,0 +1,230 @@
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import ScalingConfig
+from raysgd.engine.types import World
+from raysgd.exceptions import SessionMisuseError
+from raysgd.storage import Folder, open_folder
+from raysgd.train import session
+from raysgd.train._function_replica import FunctionReplica
+from raysgd.train._mailbox import Ended
+from raysgd.train._messages import FunctionSpec, Message
+from raysgd.train.fit.session import FitSession, TrialFacts, refuse_tensors
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Folder:
+    return open_folder(tmp_path / "trial")
+
+
+@pytest.fixture
+def start(folder: Folder) -> Iterator[Callable[..., FunctionReplica]]:
+    """Starts a function as a worker of `fit` does."""
+    started: list[FunctionReplica] = []
+
+    def start(
+        function: Callable[[], Any], rank: int = 0, checkpoint: Any = None, shard: Any = None, **facts: Any
+    ) -> FunctionReplica:
+        about = TrialFacts(folder, "run", "trial_1", "1", ScalingConfig(num_workers=2), **facts)
+        spec = FunctionSpec(function, dict, "_timestamp", make_session=partial(FitSession, facts=about))
+        replica = FunctionReplica(World(rank, size=2, local_rank=rank, local_size=2))
+        started.append(replica)
+        replica.begin(spec, checkpoint, shard)
+        return replica
+
+    yield start
+    for replica in started:
+        replica.end()
+
+
+def message(answer: Message | Ended) -> Message:
+    assert isinstance(answer, Message)
+    return answer
+
+
+Start = Callable[..., FunctionReplica]
+
+
+class TestReports:
+    def test_carry_the_metrics_of_rank_0_as_they_are(self, start: Start) -> None:
+        for rank, expected in ((0, {"loss": 1}), (1, None)):
+            replica = start(lambda: session.report({"loss": 1}), rank)
+            assert message(replica.next(0)).data == expected
+            assert replica.next(0) == Ended()
+
+    def test_drop_what_the_function_returns(self, start: Start) -> None:
+        assert start(lambda: threading.Lock()).next(0) == Ended(None)
+
+    @pytest.mark.parametrize("nested", [lambda t: t, lambda t: {"deep": [1, (t,)]}])
+    def test_refuse_tensors_in_the_function(self, start: Start, nested: Callable[[Any], Any]) -> None:
+        torch = pytest.importorskip("torch")
+        replica = start(lambda: session.report({"loss": nested(torch.ones(1))}))
+        with pytest.raises(ValueError, match=r"`metrics\['loss'\].*is a tensor.*\.item\(\)"):
+            replica.next(0)
+
+    def test_take_arrays(self) -> None:
+        refuse_tensors({"a": np.ones(2), "b": [1.0, "x", None]})
+
+    @pytest.mark.parametrize("wrong", [{"epoch": 1}, "path", 3])
+    def test_refuse_a_checkpoint_that_is_none(self, start: Start, wrong: Any) -> None:
+        with pytest.raises(TypeError, match=r"need a `raysgd\.air\.Checkpoint`"):
+            start(lambda: session.report({}, checkpoint=wrong)).next(0)
+
+
+class TestCheckpoints:
+    def test_dicts_travel_and_are_there_at_once(self, start: Start, folder: Folder) -> None:
+        seen: list[Any] = []
+
+        def loop() -> None:
+            session.report({}, checkpoint=Checkpoint.from_dict({"epoch": 3}))
+            seen.append(session.get_checkpoint())
+
+        replica = start(loop)
+        ref = message(replica.next(0)).checkpoint_ref
+        assert ref is not None
+        assert not ref.is_stored
+        assert replica.next(1) == Ended()
+        assert seen[0].to_dict() == {"epoch": 3}
+        assert not folder.exists()
+
+    def test_folders_are_stored_under_the_number_that_came_with_the_request(
+        self, start: Start, folder: Folder, tmp_path: Path
+    ) -> None:
+        own = tmp_path / "own"
+        own.mkdir()
+        (own / "weights").write_bytes(b"1")
+        seen: list[Any] = []
+
+        def loop() -> None:
+            session.report({"epoch": 0})  # a rank that saves only sometimes is not out of line
+            session.report({"epoch": 1}, checkpoint=Checkpoint.from_directory(own))
+            seen.append(session.get_checkpoint())
+
+        replica = start(loop)
+        assert message(replica.next(6)).checkpoint_ref is None
+        ref = message(replica.next(7)).checkpoint_ref
+        assert ref is not None
+        assert ref.is_stored
+        assert folder.staged("checkpoint_000007").read("weights") == b"1"
+        assert folder.committed() == []
+        folder.commit("checkpoint_000007")
+        assert replica.next(8) == Ended()
+        assert seen[0].path == str(folder.local_path / "checkpoint_000007")
+
+    def test_folders_travel_where_no_files_are_kept(self, start: Start, tmp_path: Path) -> None:
+        own = tmp_path / "own"
+        own.mkdir()
+        replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), keeps_files=False)
+        ref = message(replica.next(0)).checkpoint_ref
+        assert ref is not None
+        assert not ref.is_stored
+
+    @pytest.mark.parametrize("kind", ["dict", "folder", "checkpoint", "nothing"])
+    def test_a_function_begins_from_what_the_driver_sends(self, start: Start, folder: Folder, kind: str) -> None:
+        (folder / "checkpoint_000001").write("weights", b"1")
+        given: Any = {
+            "dict": {"epoch": 3},
+            "folder": folder / "checkpoint_000001",
+            "checkpoint": Checkpoint.from_dict({"epoch": 3}),
+            "nothing": None,
+        }[kind]
+        seen: list[Any] = []
+        session_of = FitSession(
+            World(0, 1), FunctionSpec(int, dict, "x"), given, facts=TrialFacts(folder, "", "", "", ScalingConfig())
+        )
+        seen.append(session_of.current_checkpoint())
+        if kind == "nothing":
+            assert seen == [None]
+        elif kind == "folder":
+            assert Path(seen[0].path, "weights").read_bytes() == b"1"
+        else:
+            assert seen[0].to_dict() == {"epoch": 3}
+
+    @pytest.mark.parametrize("function", [session.load_checkpoint, partial(session.save_checkpoint, epoch=1)])
+    def test_the_functions_of_the_other_trainer_say_what_to_use(self, start: Start, function: Any) -> None:
+        with pytest.raises(SessionMisuseError, match="In a function that `fit` runs"):
+            start(function).next(0)
+
+
+class TestTheContext:
+    def test_names_the_place_and_the_trial(self, start: Start, folder: Folder) -> None:
+        seen: dict[str, Any] = {}
+
+        def loop() -> None:
+            context = session.get_context()
+            seen["place"] = [
+                context.get_world_size(),
+                context.get_world_rank(),
+                context.get_local_rank(),
+                context.get_local_world_size(),
+                context.get_node_rank(),
+            ]
+            seen["trial"] = [context.get_experiment_name(), context.get_trial_name(), context.get_trial_id()]
+            seen["dir"] = context.get_trial_dir()
+            seen["metadata"] = session.get_metadata()
+            seen["storage"] = context.get_storage()
+
+        start(loop, 1, metadata={"a": 1}).next(0)
+        assert seen["place"] == [2, 1, 1, 2, 0]
+        assert seen["trial"] == ["run", "trial_1", "1"]
+        assert seen["dir"] == str(folder.local_path)
+        assert seen["metadata"] == {"a": 1}
+        assert seen["storage"] == folder
+
+    def test_has_defaults_outside_of_a_run_and_warns_once_for_each(self) -> None:
+        context = session.get_context()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            session._once = type(session._once)()
+            found = [context.get_world_size(), context.get_world_rank(), context.get_local_world_size()]
+            found += [context.get_trial_name(), session.get_checkpoint(), context.get_trial_name()]
+        assert found == [1, 0, 0, None, None, None]
+        assert [str(each.message).partition("`")[2].partition("`")[0] for each in caught] == [
+            "get_world_size",
+            "get_world_rank",
+            "get_local_world_size",
+            "get_trial_name",
+            "get_checkpoint",
+        ]
+
+
+class TestData:
+    def test_is_found_by_its_name_and_none_by_another(self, start: Start) -> None:
+        seen: list[Any] = []
+        names = ["train", "other", None]
+        start(lambda: seen.extend(map(session.get_dataset_shard, names)), shard={"train": [1, 2]}).next(0)
+        assert seen == [[1, 2], None, [1, 2]]
+
+    def test_has_to_be_named_where_there_are_several(self, start: Start) -> None:
+        with pytest.raises(RuntimeError, match=r"\['a', 'b'\]"):
+            start(session.get_dataset_shard, shard={"a": [], "b": []}).next(0)
+
+
+class TestSurroundings:
+    def test_the_function_works_in_the_folder_of_the_trial(self, start: Start, tmp_path: Path) -> None:
+        before, seen = os.getcwd(), []
+        workdir = tmp_path / "there" / "work"
+        assert start(lambda: seen.append(os.getcwd()), workdir=str(workdir)).next(0) == Ended()
+        assert (seen, os.getcwd()) == ([str(workdir)], before)
+
+    def test_a_session_function_of_ray_is_an_error_with_advice(self, start: Start) -> None:
+        pytest.importorskip("ray.air")
+        from ray.air import session as foreign
+
+        with pytest.raises(SessionMisuseError, match=r"Import `raysgd\.train` instead of `ray\.train`"):
+            start(lambda: foreign.report({"loss": 1})).next(0)
+
+    def test_any_other_warning_stays_one(self, start: Start) -> None:
+        with warnings.catch_warnings(record=True):
+            assert start(lambda: warnings.warn("other", UserWarning, stacklevel=1)).next(0) == Ended()
