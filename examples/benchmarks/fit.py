@@ -1,0 +1,308 @@
+"""`fit()` beside Ray Train: start-up, a report, a checkpoint, and the loss of a worker.
+
+    python examples/benchmarks/fit.py [--smoke-test] [--num-workers 2] [--repetitions 3] [--peers ray_train]
+
+Start-up: seconds from the call of `fit()` until the function has begun on all workers, with everything imported before
+and the cluster running. A report: seconds that it holds the function up, and seconds until the driver has it. A
+checkpoint: seconds for which reporting a folder of 200 MiB holds the function up, the first time and later, and for
+raysgd also a dict with the same state. A loss: seconds from the SIGKILL of a worker until the function has begun again
+on all.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import signal
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from _common import (
+    MIB,
+    OWN,
+    RAY_TRAIN_FAST_POLL,
+    Report,
+    Target,
+    choose_peers,
+    dispatch,
+    estimate,
+    make_parser,
+    ray_cluster,
+    run_job,
+    take_turns,
+)
+
+PEERS = {"ray_train": "ray.train", "ray_train_fast_poll": "ray.train"}
+_FIGURES = {
+    "startup_s": "fit() -> function begins, s",
+    "report_s": "report() in the function, s",
+    "to_driver_s": "report() -> driver, s",
+    "first_folder_s": "first folder of 200 MiB, s",
+    "folder_s": "later folder, s",
+    "first_dict_s": "first dict of 200 MiB, s",
+    "dict_s": "later dict, s",
+    "recovery_s": "SIGKILL -> function begins again, s",
+}
+_ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
+_NUM_TENSORS = 10
+_NUM_SAVES = 4
+
+
+def _state(num_bytes: int) -> dict[str, Any]:
+    """A state of so many bytes in a few tensors."""
+    import torch
+
+    return {f"weight_{index}": torch.ones(num_bytes // 4 // _NUM_TENSORS) for index in range(_NUM_TENSORS)}
+
+
+def _stalls(save: Callable[[], None], pause_s: float) -> list[float]:
+    """How long each of some saves took."""
+    stalls = []
+    for _ in range(_NUM_SAVES):
+        began = time.perf_counter()
+        save()
+        stalls.append(time.perf_counter() - began)
+        time.sleep(pause_s)
+    return stalls
+
+
+def _report_often(report: Callable[[dict[str, Any]], None], num_reports: int) -> list[float]:
+    """How long each of some reports held the function up; each says when it was sent."""
+    stalls = []
+    for _ in range(num_reports):
+        time.sleep(0.01)  # as a training does, which is not only reports
+        sent = time.time()
+        report({"sent": sent})
+        stalls.append(time.time() - sent)
+    return stalls
+
+
+def _note(folder: str, name: str, values: Any) -> None:
+    Path(folder, name).write_text(json.dumps(values))
+
+
+def _begun_s(folder: Path) -> float:
+    """When the function had begun on all workers."""
+    return max(float(path.read_text()) for path in folder.glob("begun_*"))
+
+
+def _die_or_note(folder: Path, rank: int, size: int) -> bool:
+    """In the first life waits for all ranks, then rank 1 dies; in the second one notes when it began."""
+    if (folder / "death").exists():
+        (folder / f"again_{rank}").write_text(str(time.time()))
+        return False
+    (folder / f"alive_{rank}").touch()
+    while len(list(folder.glob("alive_*"))) < size:
+        time.sleep(0.01)
+    if rank == 1:
+        time.sleep(1)  # the parent must see that the functions run
+        (folder / "death").write_text(str(time.time()))
+        os.kill(os.getpid(), signal.SIGKILL)
+    return True
+
+
+def _recovery_s(folder: Path) -> float:
+    began = [float(path.read_text()) for path in folder.glob("again_*")]
+    return max(began) - float((folder / "death").read_text())
+
+
+def _figures(folder: Path, delays: list[float], called_at: float) -> dict[str, float]:
+    """The figures of one contender, from what its functions have noted."""
+    found = {
+        "startup_s": _begun_s(folder) - called_at,
+        "report_s": statistics.median(json.loads((folder / "reports").read_text())),
+        "to_driver_s": statistics.median(delays),
+        "recovery_s": _recovery_s(folder),
+    }
+    for kind in ("folder", "dict"):
+        if (folder / f"{kind}s").exists():
+            found[f"first_{kind}_s"], *later = json.loads((folder / f"{kind}s").read_text())
+            found[f"{kind}_s"] = statistics.median(later)
+    return found
+
+
+def _save_folders(state: dict[str, Any], save: Callable[[str], None], pause_s: float) -> list[float]:
+    import torch
+
+    def save_folder() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.save(state, Path(folder) / "state.pt")
+            save(folder)
+
+    return _stalls(save_folder, pause_s)
+
+
+# The functions are the same for both: `library` brings what they call.
+
+
+def _begin(library: Any, config: dict[str, Any]) -> None:
+    rank = library.get_context().get_world_rank()
+    Path(config["folder"], f"begun_{rank}").write_text(str(time.time()))
+
+
+def _report_and_save(library: Any, config: dict[str, Any]) -> None:
+    folder = config["folder"]
+    _note(folder, "reports", _report_often(library.report, config["num_reports"]))
+    state = _state(config["num_bytes"])
+
+    def save(path: str) -> None:
+        library.report({"saved": True}, checkpoint=library.Checkpoint.from_directory(path))
+
+    _note(folder, "folders", _save_folders(state, save, config["pause_s"]))
+    if hasattr(library.Checkpoint, "from_dict"):
+        checkpoint = library.Checkpoint.from_dict(state)
+        _note(
+            folder, "dicts", _stalls(lambda: library.report({"saved": True}, checkpoint=checkpoint), config["pause_s"])
+        )
+
+
+def _lose(library: Any, config: dict[str, Any]) -> None:
+    context = library.get_context()
+    if _die_or_note(Path(config["folder"]), context.get_world_rank(), context.get_world_size()):
+        time.sleep(60)
+
+
+def _own_library() -> Any:
+    from raysgd import train
+
+    return train
+
+
+def _ray_library() -> Any:
+    import ray.train
+
+    return ray.train
+
+
+def _bound(function: Callable[..., None], library: Callable[[], Any]) -> Callable[[dict[str, Any]], None]:
+    def loop(config: dict[str, Any]) -> None:
+        function(library(), config)
+
+    return loop
+
+
+def run_raysgd(num_workers: int, **sizes: Any) -> dict[str, float]:
+    """`fit` of raysgd."""
+    from raysgd.train import FailureConfig, RunConfig, ScalingConfig
+    from raysgd.train.torch import TorchTrainer
+
+    delays: list[float] = []
+
+    def note(trial_id: str, metrics: dict[str, Any]) -> bool:
+        if "sent" in metrics:
+            delays.append(time.time() - metrics["sent"])
+        return False
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, ray_cluster(num_workers, object_store_mib=1024):
+
+        def fit(run: str, function: Callable[..., None], workers: int, **options: Any) -> float:
+            trainer = TorchTrainer(
+                _bound(function, _own_library),
+                train_loop_config={"folder": name, **sizes},
+                scaling_config=ScalingConfig(num_workers=workers),
+                run_config=RunConfig(name=run, storage_path=name, **options),
+            )
+            called_at = time.time()
+            trainer.fit()
+            return called_at
+
+        called_at = fit("begin", _begin, num_workers)
+        fit("reports", _report_and_save, 1, stop=note)
+        fit("loss", _lose, num_workers, failure_config=FailureConfig(max_failures=1))
+        return _figures(Path(name), delays, called_at)
+
+
+def run_ray_train(num_workers: int, **sizes: Any) -> dict[str, float]:
+    """Ray Train of today; its callbacks run in its controller."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig, UserCallback
+    from ray.train.torch import TorchTrainer
+
+    class Note(UserCallback):
+        def __init__(self, path: Path) -> None:
+            self.path = path
+
+        def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+            if "sent" in metrics[0]:
+                with open(self.path, "a") as file:
+                    file.write(f"{time.time() - metrics[0]['sent']}\n")
+
+    with tempfile.TemporaryDirectory(prefix="bench-") as name, ray_cluster(num_workers + 1, object_store_mib=1024):
+
+        def fit(run: str, function: Callable[..., None], workers: int, **options: Any) -> float:
+            trainer = TorchTrainer(
+                _bound(function, _ray_library),
+                train_loop_config={"folder": name, **sizes},
+                scaling_config=ScalingConfig(num_workers=workers),
+                run_config=RunConfig(name=run, storage_path=name, **options),
+            )
+            called_at = time.time()
+            trainer.fit()
+            return called_at
+
+        called_at = fit("begin", _begin, num_workers)
+        fit("reports", _report_and_save, 1, callbacks=[Note(Path(name, "delays"))])
+        fit("loss", _lose, num_workers, failure_config=FailureConfig(max_failures=1))
+        delays = [float(line) for line in Path(name, "delays").read_text().split()]
+        return _figures(Path(name), delays, called_at)
+
+
+ROLES = {OWN: run_raysgd, "ray_train": run_ray_train, "ray_train_fast_poll": run_ray_train}
+
+
+def main() -> None:
+    dispatch(ROLES)
+    arguments = make_parser(__doc__.partition("\n")[0], repetitions=3, peers=PEERS).parse_args()
+    peers = choose_peers(arguments, PEERS)
+    sizes: dict[str, Any] = {"num_reports": 200, "num_bytes": 200 * MIB, "pause_s": 3.0}
+    if arguments.smoke_test:
+        arguments.repetitions, sizes = 1, {"num_reports": 5, "num_bytes": 4 * MIB, "pause_s": 0.1}
+    report = Report("fit", arguments, peers)
+    jobs = {}
+    for name in (OWN, *peers.selected):
+        own_sizes = sizes if name == OWN else {**sizes, "num_reports": min(sizes["num_reports"], 10)}
+        jobs[name] = functools.partial(
+            run_job,
+            __file__,
+            name,
+            environment=_ENVIRONMENTS.get(name),
+            num_workers=arguments.num_workers,
+            **own_sizes,
+        )
+    runs = take_turns(jobs, arguments.repetitions, report)
+    rows, medians = [], {}
+    for name, found in runs.items():
+        cells = []
+        for figure in _FIGURES:
+            samples = [run[figure] for run in found if figure in run]
+            if not samples:
+                cells.append("-")
+                continue
+            value = estimate(samples)
+            report.result(name, figure, value)
+            medians[name, figure] = value.median
+            cells.append(value.text())
+        rows.append([name, *cells])
+    report.table("`fit()`", ["contender", *_FIGURES.values()], rows)
+    report.finish(
+        [
+            Target("report to the driver, s", 0.002, True, medians[OWN, "to_driver_s"]),
+            Target("raysgd / Ray Train, start-up", 0.30, True, _ratio(medians, "startup_s")),
+            Target("raysgd / Ray Train, report in the function", 0.05, True, _ratio(medians, "report_s")),
+            Target("raysgd / Ray Train, later folder of 200 MiB", 1.0, True, _ratio(medians, "folder_s")),
+            Target("raysgd / Ray Train, recovery", 0.40, True, _ratio(medians, "recovery_s")),
+        ]
+    )
+
+
+def _ratio(medians: dict[tuple[str, str], float], figure: str) -> float | None:
+    other = medians.get(("ray_train", figure))
+    return None if other is None else medians[OWN, figure] / other
+
+
+if __name__ == "__main__":
+    main()
