@@ -11,8 +11,9 @@ import secrets
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from raysgd._lazy import lazy_names
 from raysgd.connections.horovod import HorovodConnection, import_horovod
 from raysgd.engine.connection import Connection
 from raysgd.train.backend import Backend, BackendConfig, Placed
@@ -20,6 +21,11 @@ from raysgd.train.backend import Backend, BackendConfig, Placed
 import_horovod()
 
 from raysgd.train._torch.process_group import TorchBackend  # noqa: E402
+
+if TYPE_CHECKING:
+    from raysgd.train.fit.frameworks import HorovodTrainer as HorovodTrainer
+
+__getattr__, __dir__ = lazy_names(__name__, {"HorovodTrainer": "raysgd.train.fit.frameworks"})
 
 
 @dataclass

@@ -6,17 +6,23 @@ After a loss all workers are new processes with a new `TF_CONFIG`, as `MultiWork
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from raysgd._lazy import lazy_names
 from raysgd._optional import require_installed
 from raysgd.tf.datasets import prepare_dataset_shard
 from raysgd.train._tensorflow_checkpoint import TensorflowCheckpoint
 from raysgd.train._tf_cluster import TensorflowBackend
 from raysgd.train.backend import Backend, BackendConfig
-from raysgd.train.fit.frameworks import TensorflowTrainer
+
+if TYPE_CHECKING:
+    from raysgd.train.fit.frameworks import TensorflowTrainer
 
 require_installed("tensorflow", extra="tf", purpose="`raysgd.train.tensorflow`")
 
 __all__ = ["TensorflowCheckpoint", "TensorflowConfig", "TensorflowTrainer", "prepare_dataset_shard"]
+
+__getattr__, __dir__ = lazy_names(__name__, {"TensorflowTrainer": "raysgd.train.fit.frameworks"})
 
 
 @dataclass

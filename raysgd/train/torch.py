@@ -4,6 +4,11 @@ The helpers work inside a function that a trainer runs. They get what the functi
 workers, and leave it as it is for one.
 """
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raysgd._lazy import lazy_names
 from raysgd.train._torch.accelerator import accelerate, enable_reproducibility, get_device
 from raysgd.train._torch.checkpoint import TorchCheckpoint
 from raysgd.train._torch.loaders import prepare_data_loader
@@ -12,10 +17,14 @@ from raysgd.train._torch.optimizers import backward, prepare_optimizer
 from raysgd.train._torch.process_group import TorchBackend, TorchConfig
 from raysgd.train._torch.profiler import TorchWorkerProfiler
 
+if TYPE_CHECKING:
+    from raysgd.train.fit.frameworks import TorchTrainer
+
 __all__ = [
     "TorchBackend",
     "TorchCheckpoint",
     "TorchConfig",
+    "TorchTrainer",
     "TorchWorkerProfiler",
     "accelerate",
     "backward",
@@ -27,3 +36,5 @@ __all__ = [
     "prepare_model",
     "prepare_optimizer",
 ]
+__getattr__, __dir__ = lazy_names(__name__, {"TorchTrainer": "raysgd.train.fit.frameworks"})
+
