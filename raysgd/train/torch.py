@@ -37,4 +37,3 @@ __all__ = [
     "prepare_optimizer",
 ]
 __getattr__, __dir__ = lazy_names(__name__, {"TorchTrainer": "raysgd.train.fit.frameworks"})
-
