@@ -70,8 +70,6 @@ class ClassificationOperator(TrainingOperator):
     criterion: Callable[..., torch.Tensor]
     scheduler: Any
 
-    # ------------------------------------------------------------------------------------ to override
-
     def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
         """Create the model. Override it, or pass `config["model_creator"]`.
 
@@ -105,8 +103,6 @@ class ClassificationOperator(TrainingOperator):
     def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
         """Create a learning-rate scheduler, for a trainer with `scheduler_step_freq`; None for none."""
         return None
-
-    # ------------------------------------------------------------------------------------ by the library
 
     def setup(self, config: dict[str, Any]) -> None:
         """Build everything and register it. If you override this, call it.

@@ -65,8 +65,6 @@ class GANOperator(TrainingOperator):
     generator: torch.nn.Module
     noise_dim: int
 
-    # ------------------------------------------------------------------------------------ to override
-
     def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
         """Create the discriminator: samples -> one score each. Override this."""
         raise NotImplementedError(f"Override `{type(self).__name__}.build_discriminator` to return the discriminator.")
@@ -124,8 +122,6 @@ class GANOperator(TrainingOperator):
         """Return the real samples of a batch, on the device."""
         samples: torch.Tensor = batch[0] if isinstance(batch, list | tuple) else batch
         return samples.to(self.device, non_blocking=True)
-
-    # ------------------------------------------------------------------------------------ by the library
 
     def setup(self, config: dict[str, Any]) -> None:
         """Build everything and register it. If you override this, call it.

@@ -140,8 +140,6 @@ class PlainUnpickler(pickle._Unpickler):  # the one in Python: the other takes t
     def _is_trusted(self, value: Any) -> bool:
         return any(value is allowed for allowed in self._trusted.values())
 
-    # ------------------------------------------------------------------------------------------------ opcodes
-
     def load_reduce(self) -> None:
         """Calls a function."""
         arguments = self.stack.pop()

@@ -5,18 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd._meters import AverageMeterCollection
 from raysgd.engine.types import DataLedger
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.feed import Feed
+from raysgd.replicas.streams import PlaceInStep
 
 
 class Loop:
     """A loop over batches of a feed that has not changed anything yet; a subclass knows when a step has.
 
+    Attributes:
+        step: The step that the replica is in.
+
     Args:
         feed: Has the batches.
     """
+
+    step: PlaceInStep
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -30,6 +37,14 @@ class Loop:
     def own_s(self) -> float | None:
         """Seconds of the training call that this rank did not spend waiting for others; None if not measured."""
         return None
+
+    def new_meters(self) -> AverageMeterCollection:
+        """What a training call measures with."""
+        return AverageMeterCollection()
+
+    def plain(self, value: Any) -> Any:
+        """A result as something that the driver can read: tensors of one element as numbers."""
+        return value
 
     def note_boundary(self) -> None:
         """Called where the state is that of a completed step."""

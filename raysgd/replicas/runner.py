@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, ClassVar
 
-from raysgd._meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection, MetricSummary
+from raysgd._meters import BATCH_WEIGHT, NUM_SAMPLES, MetricSummary
 from raysgd._timers import TimerCollection
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
@@ -73,11 +73,6 @@ class ClassRunner(ABC):
     def _connection_obstacle(self) -> str | None:
         """Why this replica cannot connect with another group at all."""
 
-    @property
-    @abstractmethod
-    def _step(self) -> PlaceInStep:
-        """The step that the replica is in."""
-
     @abstractmethod
     def _training(self, run: EpochRun, stream: Any) -> AbstractContextManager[Any]:
         """What has to be around the operator's `train_epoch`."""
@@ -85,14 +80,6 @@ class ClassRunner(ABC):
     @abstractmethod
     def _evaluating(self) -> AbstractContextManager[Any]:
         """What has to be around the operator's `validate`."""
-
-    @abstractmethod
-    def _new_meters(self) -> AverageMeterCollection:
-        """What a training call measures with."""
-
-    @abstractmethod
-    def _plain(self, value: Any) -> Any:
-        """A tensor as something that the driver can read."""
 
     @abstractmethod
     def _take_place(self, world: World) -> None:
@@ -224,7 +211,7 @@ class ClassRunner(ABC):
     def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
         """Takes over a snapshot that was taken inside a training call, ready to go on with the call."""
         self.restore(shared_state, own_state)
-        run = EpochRun(first.epoch_idx, first.num_requested, self._new_meters())
+        run = EpochRun(first.epoch_idx, first.num_requested, self._loop.new_meters())
         run.count(part.metrics for part in parts)
         run.take_over(first)
         self._run = run
@@ -236,7 +223,8 @@ class ClassRunner(ABC):
         self._world = world
         self._take_place(world)
         self._hand_over(handover)
-        self._count_orphans(handover.orphans)
+        if self._world.rank == 0 and self._run is not None:
+            self._run.count(part.metrics for part in handover.orphans)
         self._operator.world_changed()
         return self._facts()
 
@@ -258,18 +246,11 @@ class ClassRunner(ABC):
     def _take_over(self, state: Mapping[str, Any], run: RunState | None) -> None:
         self._state.check(state)
         self._apply(state)
-        self._take_over_run(run)
-
-    def _take_over_run(self, run: RunState | None) -> None:
         if run is None:
             self._run = None
             return
-        self._run = self._run or EpochRun(run.epoch_idx, run.num_requested, self._new_meters())
+        self._run = self._run or EpochRun(run.epoch_idx, run.num_requested, self._loop.new_meters())
         self._run.take_over(run)
-
-    def _count_orphans(self, orphans: Iterable[RunState]) -> None:
-        if self._world.rank == 0 and self._run is not None:
-            self._run.count(part.metrics for part in orphans)
 
     def train_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | Held:
         """Runs the operator's `train_epoch` once.
@@ -283,7 +264,7 @@ class ClassRunner(ABC):
         stream = self._loop.stream(request)
         self._arm_timers(request.profile)
         self._inside.clear()
-        self._run = EpochRun(self._loop.pass_index(stream), request.num_steps, self._new_meters())
+        self._run = EpochRun(self._loop.pass_index(stream), request.num_steps, self._loop.new_meters())
         return self._go_through(self._run, stream, request)
 
     def resume_epoch(self, request: EpochRequest, share: Any = None) -> EpochAnswer | Held:
@@ -306,13 +287,14 @@ class ClassRunner(ABC):
         can_resume = self._loop.can_resume(stream) and self._epoch_obstacle is None
         stream.at_boundary = partial(self._at_boundary, run) if can_resume else self._loop.note_boundary
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
-        batches = WatchedBatches(coming if request.redraw is None else redrawing(coming, request.redraw), self._step)
+        coming = coming if request.redraw is None else redrawing(coming, request.redraw)
+        batches = WatchedBatches(coming, self._loop.step)
         self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
         internals.meters_to_fill = run.meters
         try:
             with (
                 self._training(run, stream),
-                _not_counting_padding(operator, self._step),
+                _not_counting_padding(operator, self._loop.step),
                 self._timers.record("train_epoch"),
             ):
                 self._loop.note_boundary()
@@ -330,7 +312,7 @@ class ClassRunner(ABC):
         return self._finish(run, returned, request)
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
-        answer = self._answer(returned, self._loop.extra_results(), request.profile, run.num_completed)
+        answer = self._answer(returned, self._loop.extra_results(), request, run.num_completed)
         told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) else self._loop.num_samples(run)
         answer = replace(answer, epoch_idx=run.epoch_idx, heartbeat=self._heartbeat("between calls", -1, num_samples))
@@ -352,7 +334,7 @@ class ClassRunner(ABC):
                     returned = call_with_accepted(operator.validate, batches, info=dict(request.info), **options)
             finally:
                 self._running = None
-        return self._answer(returned, {}, request.profile, stream.num_steps_taken - began_at)
+        return self._answer(returned, {}, request, stream.num_steps_taken - began_at)
 
     def _at_boundary(self, run: EpochRun) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
@@ -375,14 +357,14 @@ class ClassRunner(ABC):
             stream.num_steps_taken - began_at, total, info.get("epoch_idx", 0), info.get("num_epochs"), loss
         )
 
-    def _answer(self, returned: Any, extra: dict[str, Any], profile: bool, num_steps: int) -> EpochAnswer:
-        timings = {"profile": self._timers.stats()} if profile else {}
+    def _answer(self, returned: Any, extra: Mapping[str, Any], request: EpochRequest, num_steps: int) -> EpochAnswer:
         if not isinstance(returned, Mapping):
             return EpochAnswer(None, returned, num_steps)
-        values = {**extra, **{name: self._plain(value) for name, value in returned.items()}, **timings}
-        if isinstance(returned, MetricSummary):
-            return EpochAnswer(WorkerMetrics(values, returned.totals, returned.objects), None, num_steps)
-        return EpochAnswer(WorkerMetrics(values), None, num_steps)
+        values = {**extra, **{name: self._loop.plain(value) for name, value in returned.items()}}
+        if request.profile:
+            values["profile"] = self._timers.stats()
+        behind = (returned.totals, returned.objects) if isinstance(returned, MetricSummary) else ()
+        return EpochAnswer(WorkerMetrics(values, *behind), None, num_steps)
 
     def _arm_timers(self, profile: bool) -> None:
         if profile:

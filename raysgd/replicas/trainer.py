@@ -168,8 +168,6 @@ class ClassTrainer(ABC):
         found = [key for key, value in self._settings.config.items() if not is_sendable(value)]
         return UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error
 
-    # ------------------------------------------------------------------------------------------------ epochs
-
     def _asked(
         self, num_steps: int | None, profile: bool, reduce_results: bool, info: Mapping[str, Any] | None
     ) -> EpochRequest:
@@ -252,8 +250,6 @@ class ClassTrainer(ABC):
         self._validation_starts_over = False
         return answers
 
-    # ------------------------------------------------------------------------------------------------ state
-
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Loads such a state into all workers; returns when they have it.
 
@@ -309,8 +305,6 @@ class ClassTrainer(ABC):
         """A config that this trainer can work with."""
         return _checks.check_config(config)
 
-    # ------------------------------------------------------------------------------------------------ functions
-
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs `fn()` once in each worker process; returns the results in rank order."""
         call = Call(_execute, lambda worlds: [(fn,)] * len(worlds), changes_state=True)  # it may seed, say
@@ -339,8 +333,6 @@ class ClassTrainer(ABC):
             )
         return runner.operator
 
-    # ------------------------------------------------------------------------------------------------ life
-
     def shutdown(self, force: bool = False) -> None:
         """Ends the workers and gives their resources back; a second time it does nothing.
 
@@ -363,8 +355,6 @@ class ClassTrainer(ABC):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.shutdown(force=error is not None)
-
-    # ------------------------------------------------------------------------------------------------ to read
 
     def status(self) -> TrainerStatus:
         """How the trainer is doing: workers, throughput, data, losses and recoveries, last snapshot.

@@ -64,7 +64,7 @@ def _has_traced_train_step(operator: TrainingOperator, synchronizer: Synchronize
         return False
     synchronizer.watch_model(model, may_be_idle=True)
     try:
-        with synchronizer.surfacing_errors():
+        with synchronizer.exchanges.surfacing_errors():
             registration.trace_train_step(model, operator.train_dataset.element_spec)
     except IncompatibleModelError:
         raise

@@ -243,9 +243,6 @@ def _corrupted(name: str, finding: str) -> CheckpointCorruptedError:
     )
 
 
-# ---------------------------------------------------------------------------------------- files of the old library
-
-
 def _read_legacy(file: IO[bytes], num_bytes: int, name: str) -> dict[str, Any]:
     try:
         state = PlainUnpickler(file, num_bytes).load()

@@ -10,9 +10,9 @@ import numpy as np
 
 from raysgd.connections import tensorflow as connections
 from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
-from raysgd.tf import datasets, registration
+from raysgd.tf import datasets, registration, shared_variables
 from raysgd.tf.datasets import check_dataset, is_divided
-from raysgd.tf.fit_run import merger, one_part, tracker
+from raysgd.tf.fit_callbacks import merger, one_part, tracker
 from raysgd.tf.streams import lockstep_dataset
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.tf.watched_models import refuse_xla
@@ -117,7 +117,7 @@ class CreatorOperator(TrainingOperator):
         with synchronizer.fitting(stream.before_exchange):
             self._fit_rest(options)
         if is_resumed:  # callbacks that keep weights may have others where they have not seen all epochs
-            synchronizer.share_first(model.weights)
+            shared_variables.share_first(synchronizer.group, model.weights)
         assert stream.place is not None
         return stream.place.logs
 
@@ -147,7 +147,11 @@ class CreatorOperator(TrainingOperator):
         track = tracker(stream, model, steps, self._agree)
         synchronizer = self._raysgd.context.synchronizer
         data, shares = self._validation_options(options)
-        merge = merger(model, lambda: synchronizer.merge_statistics([model]), lambda: synchronizer.evaluating(shares))
+        merge = merger(
+            model,
+            lambda: shared_variables.merge_statistics(synchronizer.group, [model]),
+            lambda: synchronizer.evaluating(shares),
+        )
         options = {name: value for name, value in options.items() if not name.startswith("validation_")} | data
         changed = {"initial_epoch": place.epoch, "epochs": end, "callbacks": [merge, *options["callbacks"], track]}
         if steps is not None:

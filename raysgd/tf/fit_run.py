@@ -8,14 +8,12 @@ Why `fit` is counted by its exchanges: ADR 34.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from raysgd._fitting import check_count, require
 from raysgd.engine.types import DataLedger
-from raysgd.tf import registration
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.streams import Passes
 
@@ -82,8 +80,6 @@ class FitStream:
         self._num_steps_seen: int | None = None  # steps of an epoch over data that do not say how many there are
         self._last_ledger: DataLedger | None = None
 
-    # ------------------------------------------------------------------------------------------------ to read
-
     @property
     def num_steps_completed(self) -> int:
         """Steps completed in this process."""
@@ -131,8 +127,6 @@ class FitStream:
         place = self.place
         return replace(place, num_steps=place.num_steps + done, num_batches=place.num_batches + done)
 
-    # ------------------------------------------------------------------------------------------------ the protocol
-
     def take(self, num_steps: int | None) -> Iterator[Any]:
         """Nothing: Keras draws its batches itself."""
         return iter(())
@@ -166,8 +160,6 @@ class FitStream:
 
     def _close(self) -> None:
         self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
-
-    # ------------------------------------------------------------------------------------------------ in `fit`
 
     def begin(self, first_epoch: int) -> bool:
         """Gets ready for a `fit`; whether it goes on with one that broke off."""
@@ -227,85 +219,6 @@ class FitStream:
         """Between two steps: what is to be done at a boundary."""
         if self.at_boundary is not None and self.is_whole:
             self.at_boundary()
-
-
-def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None]) -> Any:
-    """A callback that tells `stream` of epochs, and lets the ranks agree after those of the user were called."""
-    callback_cls: Any = registration.keras_of(model).callbacks.Callback
-
-    class Tracker(callback_cls):
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            stream.begin_epoch(epoch, steps_per_epoch)
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            stream.end_epoch(logs or {}, steps_per_epoch)
-            agree()
-
-    return Tracker()
-
-
-def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], AbstractContextManager[None]]) -> Any:
-    """A callback for the first place: it merges what the ranks have apart before others use the model.
-
-    At the end of an epoch these are the test steps of the validation, which are inside `evaluating`, and the callbacks
-    of the user, which may evaluate by themselves.
-    """
-    callback_cls: Any = registration.keras_of(model).callbacks.Callback
-
-    class Merger(callback_cls):
-        is_merged = False
-        inside = ExitStack()
-
-        def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-            self.is_merged = False
-
-        def on_test_begin(self, logs: Any = None) -> None:
-            self.merge_once()
-            self.inside.enter_context(evaluating())
-
-        def on_test_end(self, logs: Any = None) -> None:
-            self.inside.close()
-
-        def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-            self.merge_once()
-
-        def merge_once(self) -> None:
-            if not self.is_merged:
-                merge()
-            self.is_merged = True
-
-    return Merger()
-
-
-@contextmanager
-def one_part(model: Any, callbacks: Sequence[Any], measures: bool, silenced: Sequence[str]) -> Iterator[None]:
-    """Inside, a `fit` is a part of one that broke off.
-
-    Args:
-        model: The model.
-        callbacks: Those of the user.
-        measures: Whether the model's metrics are to go on counting in the first epoch.
-        silenced: Methods of the callbacks that other parts call.
-    """
-
-    def nothing() -> None:
-        vars(model).pop("reset_metrics", None)  # once: the next epoch starts from zero
-
-    if measures:
-        object.__setattr__(model, "reset_metrics", nothing)
-    for callback in callbacks:
-        vars(callback).update(dict.fromkeys(silenced, _nothing))
-    try:
-        yield
-    finally:
-        nothing()
-        for callback in callbacks:
-            for name in silenced:
-                vars(callback).pop(name, None)
-
-
-def _nothing(logs: Any = None) -> None:
-    """In place of a method of a callback."""
 
 
 def _plain(value: Any) -> Any:

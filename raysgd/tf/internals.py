@@ -13,6 +13,7 @@ from raysgd.tf.datasets import Sharding, num_samples
 from raysgd.tf.fit_run import FitStream
 from raysgd.tf.joint_metrics import variables_of
 from raysgd.tf.operator_context import OperatorContext
+from raysgd.tf.shared_variables import summed
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class TFInternals(Internals):
     def metric_results(self, prefix: str) -> dict[str, float]:
         """The results of the registered metrics over all workers."""
         metrics = self.registered.metrics
-        with self.context.synchronizer.merged(variables_of(metrics)):
+        with summed(self.context.synchronizer.group, variables_of(metrics)):
             return {f"{prefix}{metric.name}": float(metric.result()) for metric in metrics}
 
     def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:

@@ -21,7 +21,6 @@ from typing import Any
 from raysgd.connections.group import Group
 from raysgd.connections.tensorflow import group_of
 from raysgd.engine.types import World
-from raysgd.tf import shared_variables
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.gradient_averager import GradientAverager
 from raysgd.tf.joint_metrics import JointMetrics
@@ -70,23 +69,6 @@ class Synchronizer:
         self._averager.forget_full_step()
         self._optimizers.forget_full_steps()
 
-    def forget_call(self) -> None:
-        """Forgets what was measured."""
-        self.exchanges.forget_call()
-
-    def measuring(self) -> AbstractContextManager[None]:
-        """Inside is a training call, or a part of one."""
-        return self.exchanges.measuring()
-
-    @property
-    def num_samples(self) -> int:
-        """Samples of this rank in the steps of the training call."""
-        return self.exchanges.num_samples
-
-    def surfacing_errors(self) -> AbstractContextManager[None]:
-        """Raises what an exchange raised, instead of the words that TensorFlow makes of it."""
-        return self.exchanges.surfacing_errors()
-
     def restrict_to(self, registered: Callable[[], Sequence[Any]]) -> None:
         """Refuses, from now on, optimizers that train variables of other models than those."""
         self._optimizers.registered = registered
@@ -124,10 +106,6 @@ class Synchronizer:
 
         return loss * tf.cast(self._weights.factor(weight), loss.dtype) if self.watches else loss
 
-    def merged(self, variables: Sequence[Any]) -> AbstractContextManager[None]:
-        """The state of metrics is the sum of that of all ranks inside, and this rank's own again afterwards."""
-        return shared_variables.summed(self.group, variables)
-
     def merging_metrics(self) -> AbstractContextManager[None]:
         """Inside, the results of models that are watched are those of all ranks whenever an epoch ends."""
         return self._metrics.merging()
@@ -149,11 +127,3 @@ class Synchronizer:
             yield
         finally:
             self._weights.evaluates_together = False
-
-    def merge_statistics(self, models: Sequence[Any]) -> None:
-        """Averages what is not trained but changes in training, such as the moving averages of BatchNorm."""
-        shared_variables.merge_statistics(self.group, models)
-
-    def share_first(self, variables: Sequence[Any]) -> None:
-        """Gives every rank rank 0's values."""
-        shared_variables.share_first(self.group, variables)

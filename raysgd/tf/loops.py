@@ -34,6 +34,12 @@ class OperatorLoop(Loop):
         self._operator = operator
         self._synchronizer = synchronizer
         self._num_exchanges = 0  # at the last step boundary
+        self.step = synchronizer.step
+
+    def plain(self, value: Any) -> Any:
+        """Tensors as numbers where they have one element, and as arrays in any case."""
+        value = value.numpy() if hasattr(value, "numpy") else value
+        return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
 
     @property
     def is_whole(self) -> bool:
@@ -47,7 +53,7 @@ class OperatorLoop(Loop):
         return self._synchronizer.exchanges.own_s or None
 
     def begin_call(self) -> None:
-        self._synchronizer.forget_call()
+        self._synchronizer.exchanges.forget_call()
         self._operator._raysgd.forget_stale_steps()
 
     @property
@@ -123,7 +129,7 @@ class FitLoop(OperatorLoop):
         return f"epoch {place['epoch']} of `fit`, {place['num_steps']} steps taken" if "epoch" in place else ""
 
     def num_samples(self, run: EpochRun) -> int:
-        return self._synchronizer.num_samples
+        return self._synchronizer.exchanges.num_samples
 
     def results(self, run: EpochRun) -> Any:
         return CreatorOperator.results_of(self.fit.logs)

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd._meters import AverageMeterCollection
 from raysgd.connections import tensorflow as connections
 from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError
@@ -20,7 +19,7 @@ from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.operator import take_place
 from raysgd.replicas.ray_batches import RayBatches, ray_batches_of
 from raysgd.replicas.runner import ClassRunner
-from raysgd.tf import building, datasets, registration, rng, serializing
+from raysgd.tf import building, datasets, registration, rng, serializing, shared_variables
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.feed import Feed
@@ -29,7 +28,6 @@ from raysgd.tf.loops import FitLoop, OperatorLoop
 from raysgd.tf.operator_context import OperatorContext
 from raysgd.tf.replica_state import KerasState
 from raysgd.tf.settings import TFSettings
-from raysgd.tf.step import Step
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -108,7 +106,8 @@ class TFRunner(ClassRunner):
         self._synchronizer.restrict_to(lambda: operator._models)
         building.check_batches(operator)
         building.build(operator, makes_fit, self._strategy is None, self._synchronizer)
-        self._synchronizer.share_first([v for model in operator._models for v in registration.weights_of(model)])
+        weights = [v for model in operator._models for v in registration.weights_of(model)]
+        shared_variables.share_first(self._synchronizer.group, weights)
         for model in operator._models:
             registration.take_weights_in(model)
         rng.part_ways(settings.seed, world.rank, operator._models)
@@ -174,7 +173,7 @@ class TFRunner(ClassRunner):
             return
         self._synchronizer.rejoin(World(0, 1))  # no other rank is here yet
         try:
-            with self._synchronizer.surfacing_errors(), self._loop.scaling_losses():
+            with self._synchronizer.exchanges.surfacing_errors(), self._loop.scaling_losses():
                 operator.warm_up()
         except Exception as error:  # in a real step the user would get the exception
             logger.warning("warm-up of a standby worker failed: %r", error)
@@ -182,7 +181,7 @@ class TFRunner(ClassRunner):
     def _take_place(self, world: World) -> None:
         self._feed.take_place(world)
         self._synchronizer.rejoin(world)
-        self._synchronizer.forget_call()  # the ranks are compared, and some of them are new
+        self._synchronizer.exchanges.forget_call()  # the ranks are compared, and some of them are new
         take_place(self.operator, world)
 
     def _send(self, state: Any, ranks: Collection[int]) -> None:
@@ -194,30 +193,20 @@ class TFRunner(ClassRunner):
     @contextmanager
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         synchronizer = self._synchronizer
-        with synchronizer.surfacing_errors(), synchronizer.measuring(), self._loop.scaling_losses():
+        with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring(), self._loop.scaling_losses():
             try:
                 yield
             finally:
                 synchronizer.step.forget()
-            synchronizer.merge_statistics(self.operator._models)
+            shared_variables.merge_statistics(synchronizer.group, self.operator._models)
 
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
-        with self._synchronizer.surfacing_errors(), self._loop.scaling_losses():
+        with self._synchronizer.exchanges.surfacing_errors(), self._loop.scaling_losses():
             try:
                 yield
             finally:
                 self._synchronizer.validation_step.forget()
-
-    def _new_meters(self) -> AverageMeterCollection:
-        return AverageMeterCollection()
-
-    def _plain(self, value: Any) -> Any:
-        return _plain(value)
-
-    @property
-    def _step(self) -> Step:
-        return self._synchronizer.step
 
     def architecture(self) -> list[str]:
         """The registered models without their weights, as JSON; a single one with what it can be compiled with."""
@@ -231,10 +220,3 @@ class TFRunner(ClassRunner):
     def input_spec(self) -> Any:
         """What the train dataset yields."""
         return self.operator.train_dataset.element_spec
-
-
-def _plain(value: Any) -> Any:
-    """Tensors as numbers where they have one element, and as arrays in any case."""
-    if hasattr(value, "numpy"):
-        value = value.numpy()
-    return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

@@ -192,8 +192,6 @@ class TFTrainer(ClassTrainer):
             return MultiWorkerConnection(variables)
         return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=self.form_timeout_s)
 
-    # ------------------------------------------------------------------------------------------------ epochs
-
     def train(
         self,
         num_steps: int | None = None,
@@ -255,8 +253,6 @@ class TFTrainer(ClassTrainer):
         if BATCH_SIZE in config and not self._trains_with_fit:
             config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self.max_replicas).effective
         return config
-
-    # ------------------------------------------------------------------------------------------------ state
 
     def get_model(self, custom_objects: Mapping[str, Any] | None = None) -> Any:
         """The trained model, or a list of models: a copy in the driver, with weights.

@@ -81,9 +81,6 @@ def _without_folder(found: Mapping[str, Member]) -> dict[str, Member]:
     return {rest: found[folder + slash + rest] for folder, slash, rest in parted}
 
 
-# ---------------------------------------------------------------------------------------------- memory of tensors
-
-
 @dataclass(frozen=True)
 class _Storage:
     """The memory of tensors.
@@ -194,9 +191,6 @@ def _filled(memory: torch.UntypedStorage, file: IO[bytes]) -> torch.UntypedStora
         _require(num_read > 0, "it ends inside of a tensor")
         rest = rest[num_read:]
     return memory
-
-
-# ---------------------------------------------------------------------------------------------- tensors
 
 
 class _Tensors:
@@ -323,9 +317,6 @@ def _checked_shape(size: Any, stride: Any) -> list[Any]:
 
 def _check_numbers(*numbers: Any) -> None:
     _require(all(type(n) is int and 0 <= n < _MAX_SIZE for n in numbers), "a tensor without a shape")
-
-
-# ---------------------------------------------------------------------------------------------- names
 
 
 def _unpickler(file: IO[bytes], num_bytes: int, storages: Any, num_bytes_of_file: int) -> PlainUnpickler:

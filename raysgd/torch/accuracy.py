@@ -137,9 +137,6 @@ def _is_of_classes(target: Any) -> bool:
     return isinstance(target, torch.Tensor) and not target.is_floating_point() and not target.is_complex()
 
 
-# ---------------------------------------------------------------------------------------- the losses of PyTorch
-
-
 def _classes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
     return _largest(output, target, min(1, output.ndim - 1)) if _is_of_classes(target) else None
 

@@ -52,8 +52,6 @@ class FSDP(NoParallel):
         self._whole: list[torch.nn.Parameter] = []  # keeps them, so that no other object gets their identity
         self._skeletons: dict[int, torch.nn.Module] = {}
 
-    # ---------------------------------------------------------------------------------------- set-up
-
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """Divides the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
         if not trainable(model):
@@ -81,8 +79,6 @@ class FSDP(NoParallel):
                 optimizer.state[moved] = _divided(optimizer.state.pop(parameter), moved)
         self._whole.clear()
         self._moved.clear()
-
-    # ---------------------------------------------------------------------------------------- training
 
     def arm(
         self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
@@ -127,8 +123,6 @@ class FSDP(NoParallel):
                 keeps = part in roots or not self._options.reshard_after_forward
                 part.set_reshard_after_forward(not keeps, recurse=False)
                 part.reshard()
-
-    # ---------------------------------------------------------------------------------------- state
 
     def state_of(self, part: Any) -> dict[str, Any]:
         """The whole state on rank 0; the others get one without tensors."""

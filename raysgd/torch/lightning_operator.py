@@ -74,8 +74,6 @@ class LightningOperator(TrainingOperator):
     _val_dataloader: Any = None
     ddp_args: Mapping[str, Any] = {"find_unused_parameters": True}
 
-    # ---------------------------------------------------------------------------------------- set-up
-
     def setup(self, config: dict[str, Any]) -> None:
         """Makes the module and runs its set-up hooks, in the order of Lightning 2."""
         module = self._module = instantiate(self._lightning_module_cls, config)
@@ -130,8 +128,6 @@ class LightningOperator(TrainingOperator):
     def _loader(self, given: Any, hook: str) -> Any:
         loader = self._hooks.call(hook) if given is None and self._hooks.overrides(hook) else given
         return one_loader(loader, hook)
-
-    # ---------------------------------------------------------------------------------------- training
 
     def train_epoch(
         self,
@@ -289,8 +285,6 @@ class LightningOperator(TrainingOperator):
             else:
                 self._hooks.call("lr_scheduler_step", entry["scheduler"], value)
 
-    # ---------------------------------------------------------------------------------------- validation
-
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluates on all batches; returns as `train_epoch` does, with `validation_epoch_end` and `val_loss`."""
         self._module.zero_grad()
@@ -316,8 +310,6 @@ class LightningOperator(TrainingOperator):
                 output = self._hooks.call("validation_step_end", output)
         self._hooks.call("on_validation_batch_end", output, batch, batch_idx, dataloader_idx=0)
         return self._values.metrics_of(batch, output)
-
-    # ---------------------------------------------------------------------------------------- both
 
     @contextmanager
     def _epoch(self, stage: str, hook: str) -> Iterator[None]:
@@ -348,8 +340,6 @@ class LightningOperator(TrainingOperator):
         batch = self._hooks.call("on_before_batch_transfer", batch, dataloader_idx=0)
         batch = self._hooks.call("transfer_batch_to_device", batch, self.device, dataloader_idx=0)
         return self._hooks.call("on_after_batch_transfer", batch, dataloader_idx=0)
-
-    # ---------------------------------------------------------------------------------------- to read
 
     @property
     def model(self) -> Any:

@@ -117,8 +117,6 @@ class Step:
         self.own_s = 0.0
         self.open_call(1)
 
-    # ---------------------------------------------------------------------------------------- calls and batches
-
     def open_call(self, window: int) -> None:
         """Begins a call: no batch and no gradient of an earlier one is used any more."""
         self.window = window
@@ -189,8 +187,6 @@ class Step:
         """Whether the batch is only there to take part in the collectives."""
         return self.num_samples == 0
 
-    # ---------------------------------------------------------------------------------------- drawn ahead
-
     def use(self, by_samples: bool = True) -> None:
         """Says that a backward pass follows.
 
@@ -204,8 +200,6 @@ class Step:
         waiting = waiting or self._drawn.use(lambda terms: terms.are_alike(self._terms, by_samples))
         if waiting:
             raise RuntimeError(_drawn_ahead(waiting, self.window))
-
-    # ---------------------------------------------------------------------------------------- gradients
 
     @property
     def is_pending(self) -> bool:
@@ -342,8 +336,6 @@ class Step:
     def stepped(self, optimizer: Any) -> None:
         """Notes that `optimizer` has stepped."""
         self._tallies.pop(id(optimizer), None)
-
-    # ---------------------------------------------------------------------------------------- on their way out
 
     @contextmanager
     def weighting(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from raysgd._meters import AverageMeterCollection
 from raysgd.replicas.loop import Loop
 from raysgd.torch.feed import Feed
 from raysgd.torch.parallel import NoParallel
@@ -29,6 +30,7 @@ class StepLoop(Loop):
         super().__init__(feed)
         self._operator = operator
         self._parallel = parallel
+        self.step = parallel.step
         self._num_optimizer_steps = 0
         self._watched: list[torch.nn.Parameter] = []
         self._watch_models()
@@ -66,6 +68,15 @@ class StepLoop(Loop):
     @property
     def own_s(self) -> float | None:
         return self._parallel.step.own_s or None
+
+    def new_meters(self) -> AverageMeterCollection:
+        return self._operator._raysgd.new_meters()
+
+    def plain(self, value: Any) -> Any:
+        """Tensors as numbers where they have one element, and on the CPU in any case."""
+        if isinstance(value, torch.Tensor):
+            return value.item() if value.ndim == 0 else value.detach().cpu()
+        return value
 
     def begin_call(self) -> None:
         self._parallel.step.own_s = 0.0

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from raysgd._checks import is_integer
-from raysgd._meters import AverageMeterCollection
 from raysgd.engine.types import Handover, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas.batching import config_for_worker
@@ -39,7 +38,6 @@ from raysgd.torch.replica_state import TorchState, as_in_file
 from raysgd.torch.sampling import DataSignature, ShardedLoader
 from raysgd.torch.schedulers import IdleSchedulers
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.step import Step
 from raysgd.torch.step_loop import StepLoop, overrides
 from raysgd.torch.streams import DividedSource
 from raysgd.torch.training_operator import TrainingOperator
@@ -225,15 +223,6 @@ class TorchRunner(ClassRunner):
         finally:
             self._parallel.step.close_call()
 
-    def _new_meters(self) -> AverageMeterCollection:
-        return self._internals.new_meters()
-
-    def _plain(self, value: Any) -> Any:
-        """Tensors as numbers where they have one element, and on the CPU in any case."""
-        if isinstance(value, torch.Tensor):
-            return value.item() if value.ndim == 0 else value.detach().cpu()
-        return value
-
     @contextmanager
     def _evaluating(self) -> Iterator[None]:
         """The models stay in evaluation mode afterwards, until they are trained again."""
@@ -274,10 +263,6 @@ class TorchRunner(ClassRunner):
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
                 "yourself and leave `clip_grad_norm` and `clip_grad_value` out."
             )
-
-    @property
-    def _step(self) -> Step:
-        return self._parallel.step
 
     def _undo(self) -> Callable[[], None]:
         """Remembers what padding must not change: what metric objects have seen."""

@@ -216,8 +216,6 @@ class TorchTrainer(ClassTrainer):
     def _reservation_timeout_s(self) -> float:
         return constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
 
-    # ------------------------------------------------------------------------------------------------ epochs
-
     def train(
         self,
         num_steps: int | None = None,
@@ -291,8 +289,6 @@ class TorchTrainer(ClassTrainer):
             requests[0] = (replace(request, redraw=redraw), *share)
         return requests
 
-    # ------------------------------------------------------------------------------------------------ functions
-
     def get_local_operator(self) -> TrainingOperator:
         """The live operator of rank 0, with `use_local=True` only.
 
@@ -311,8 +307,6 @@ class TorchTrainer(ClassTrainer):
             keeps_alike=True,
         )
         self._controller.run(call)
-
-    # ------------------------------------------------------------------------------------------------ state
 
     def get_model(self, to_cpu: bool = False) -> Any:
         """The trained model, or a list of models, without any wrapper.

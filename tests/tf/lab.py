@@ -69,6 +69,22 @@ def run_together(lab: TFTrainer, experiment: Experiment) -> Findings:
     return _findings(lab.apply_all_workers(lambda: experiment.run_in(World(rank(), num_workers))))
 
 
+def refusals(lab: TFTrainer, experiment: Experiment) -> list[Exception]:
+    """What each rank raises over it. They return it, as the engine replaces ranks that fail late."""
+
+    def attempt() -> Exception | None:
+        try:
+            experiment.run_in(World(rank(), num_workers))
+        except Exception as error:
+            return error
+        return None
+
+    num_workers = lab.num_workers
+    found = lab.apply_all_workers(attempt)
+    assert None not in found
+    return found
+
+
 def rank() -> int:
     return int(json.loads(os.environ["TF_CONFIG"])["task"]["index"])
 

@@ -21,7 +21,7 @@ from raysgd.tf.datasets import packed
 from raysgd.tf.operator_context import OperatorContext
 from raysgd.tf.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
-from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, run_alone, run_together
+from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, refusals, run_alone, run_together
 from tests.tf.loss_models import (
     Tokens,
     Weighted,
@@ -131,8 +131,9 @@ def test_fit_validates_over_all_workers_what_it_is_given(lab: TFTrainer, kind: s
 
 def test_an_operator_may_say_how_much_a_batch_counts(lab: TFTrainer) -> None:
     assert_same(*both(lab, Tokens, {}))
-    with pytest.raises(ValueError, match="need a number from 0 on, by which the batch counts"):
-        run_together(lab, Experiment(Tokens, {"batch_size": 4, "sign": -1}))
+    for error in refusals(lab, Experiment(Tokens, {"batch_size": 4, "sign": -1})):
+        with pytest.raises(ValueError, match="need a number from 0 on, by which the batch counts"):
+            raise error
 
 
 def test_layers_that_are_trained_later_are_those_of_one_process(lab: TFTrainer) -> None:
@@ -153,8 +154,9 @@ def test_layers_that_are_trained_later_are_those_of_one_process(lab: TFTrainer) 
 )
 def test_what_would_come_apart_is_refused(lab: TFTrainer, operator_cls: type[TrainingOperator], message: str) -> None:
     config = {"batch_size": 4, "registers": False}
-    with pytest.raises(InvalidRegistrationError, match=message):
-        run_together(lab, Experiment(operator_cls, config, CALLS[:2]))
+    for error in refusals(lab, Experiment(operator_cls, config, CALLS[:2])):
+        with pytest.raises(InvalidRegistrationError, match=message):
+            raise error
 
 
 def test_optimizers_of_a_train_step_of_its_own_are_those_of_one_process(lab: TFTrainer) -> None:

@@ -9,7 +9,8 @@ import pytest
 from raysgd.connections.group import Group
 from raysgd.engine.types import DataLedger, World
 from raysgd.tf.exchange_record import ExchangeRecord
-from raysgd.tf.fit_run import FitPlace, FitStream, one_part
+from raysgd.tf.fit_callbacks import one_part
+from raysgd.tf.fit_run import FitPlace, FitStream
 from raysgd.tf.streams import Passes
 
 
