@@ -93,11 +93,6 @@ class MetricSummary(dict[str, Any]):
     >>> summary["accuracy"] = 0.75
     >>> summary.totals
     {'loss': (2.0, 4.0)}
-
-    Args:
-        values: What the user sees.
-        totals: Sum and count by metric name.
-        objects: Captured metric objects by metric name.
     """
 
     def __init__(

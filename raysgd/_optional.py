@@ -45,11 +45,6 @@ def require_installed(module: str, extra: str, purpose: str) -> None:
 
     >>> require_installed("json", extra="data", purpose="this example")
 
-    Args:
-        module: Name of the package.
-        extra: The extra of this distribution that installs it.
-        purpose: What needs it, as the subject of a sentence.
-
     Raises:
         ModuleNotFoundError: If the package is missing.
     """

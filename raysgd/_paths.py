@@ -26,10 +26,6 @@ def check_path(name: str, path: Any) -> None:
 def check_local(name: str, path: Any) -> None:
     """Refuses what names a place in a remote storage; everything else is left for others to check.
 
-    Args:
-        name: The argument.
-        path: What was passed for it.
-
     Raises:
         ValueError: It is a URI.
 

@@ -29,13 +29,7 @@ class ArchiveError(ValueError):
 
 @dataclass(frozen=True)
 class Member:
-    """Where the content of a member lies in the file.
-
-    Attributes:
-        start: Its first byte.
-        num_bytes: How many it has.
-        checksum: CRC-32 of them, as the archive has it.
-    """
+    """Where the content of a member lies in the file."""
 
     start: int
     num_bytes: int
@@ -63,11 +57,6 @@ class Member:
 
 def members(file: IO[bytes], num_bytes: int, num_comment_bytes: int = 0) -> dict[str, Member]:
     """Reads the directory of an archive.
-
-    Args:
-        file: Where it lies; it may be anywhere in it.
-        num_bytes: Its size.
-        num_comment_bytes: Size of the comment at its end.
 
     Raises:
         ArchiveError: Members are compressed, encrypted, overlap, or lie where no member can be.

@@ -65,9 +65,6 @@ def _obstacle(version: str, switch: str) -> str:
 class _DeferredImport:
     """The import that is deferred.
 
-    Args:
-        spec: The spec of the real module.
-
     Attributes:
         module: The real module, once it is imported.
     """
@@ -121,13 +118,7 @@ class _DeferredImport:
 
 
 class _Disabled:
-    """A function that compiled code is not to enter, disabled before the compiler was imported.
-
-    Args:
-        fn: The function.
-        args: Further positional arguments of `disable`.
-        options: Keyword arguments of `disable`.
-    """
+    """A function that compiled code is not to enter, disabled before the compiler was imported."""
 
     def __init__(self, fn: Callable[..., Any], args: Sequence[Any], options: Mapping[str, Any]) -> None:
         self._fn, self._args, self._options = fn, args, options
@@ -151,12 +142,7 @@ class _Disabled:
 
 
 class _StandIn(ModuleType):
-    """Answers in place of the real module.
-
-    Args:
-        spec: The spec of the real module.
-        deferred: The deferred import.
-    """
+    """Answers in place of the real module."""
 
     def __init__(self, spec: ModuleSpec, deferred: _DeferredImport) -> None:
         vars(self).update(
@@ -198,13 +184,7 @@ class _StandIn(ModuleType):
 
 
 class _Part:
-    """Answers in place of a module inside the compiler.
-
-    Args:
-        deferred: The deferred import.
-        name: The name of the module.
-        answers: What is known without importing it.
-    """
+    """Answers in place of a module inside the compiler."""
 
     def __init__(self, deferred: _DeferredImport, name: str, answers: Mapping[str, Any]) -> None:
         vars(self).update(_deferred=deferred, _name=name, _answers=answers)
@@ -222,11 +202,7 @@ class _Part:
 
 
 class _FinderOfParts(MetaPathFinder):
-    """Imports the compiler before any module inside it, as Python always does.
-
-    Args:
-        deferred: The deferred import.
-    """
+    """Imports the compiler before any module inside it, as Python always does."""
 
     def __init__(self, deferred: _DeferredImport) -> None:
         self._deferred = deferred
@@ -239,11 +215,7 @@ class _FinderOfParts(MetaPathFinder):
 
 
 class _LoaderOfPart(Loader):
-    """Loads a module inside the compiler, unless importing the compiler has loaded it.
-
-    Args:
-        deferred: The deferred import.
-    """
+    """Loads a module inside the compiler, unless importing the compiler has loaded it."""
 
     def __init__(self, deferred: _DeferredImport) -> None:
         self._deferred = deferred

@@ -34,11 +34,7 @@ class MeshBroken(ConnectionError):
 
 
 class Endpoint:
-    """Where a rank listens for others that are about to connect.
-
-    Args:
-        host: Under which address.
-    """
+    """Where a rank listens for others that are about to connect."""
 
     def __init__(self, host: str) -> None:
         self._listener = PeerListener(host)
@@ -54,12 +50,6 @@ class Endpoint:
 
     def connect(self, rendezvous: Rendezvous, rank: int, num_lanes: int, deadline: Deadline) -> list[Connections]:
         """Connects to all ranks, which must all do so at this time, once for each lane. No rank listens after that.
-
-        Args:
-            rendezvous: Where all listen.
-            rank: Who this is.
-            num_lanes: How many connections to make to each of the others.
-            deadline: How long to wait for another rank.
 
         Raises:
             ConnectFailed: Another rank is gone, or did not come in time.

@@ -106,11 +106,7 @@ def connect_to(address: Address, deadline: Deadline) -> socket.socket:
 
 
 class PeerListener:
-    """Listens at a port, and connects this rank to all others.
-
-    Args:
-        host: The address to listen at.
-    """
+    """Listens at a port, and connects this rank to all others."""
 
     def __init__(self, host: str) -> None:
         self._listener = listen_at(host)

@@ -135,11 +135,7 @@ class CallMonitor:
             self._first.setdefault(rank, heartbeat)
 
     def _kill_hung(self, silent: Mapping[int, float]) -> None:
-        """Processes that are stopped or frozen are lost; the failure of their call then takes the usual way.
-
-        Args:
-            silent: For how many seconds each of these ranks has said nothing.
-        """
+        """Processes that are stopped or frozen are lost; the failure of their call then takes the usual way."""
         group = self._lifecycle.group
         assert group is not None
         silent_s = max(silent.values())

@@ -18,10 +18,6 @@ from raysgd.engine.worker import notes_of
 class GroupCalls:
     """Gathers what the members of a group answer.
 
-    Args:
-        spec: What the group is started from.
-        members: Its workers.
-
     Attributes:
         unanswered: Of the calls that were gathered last, those without an answer, by rank.
     """

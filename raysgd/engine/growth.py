@@ -16,12 +16,7 @@ _RESERVATION_S = 1.0  # what the view calls free is granted at once, or another 
 
 
 class Growth:
-    """Looks for room beside the group of a lifecycle.
-
-    Args:
-        lifecycle: Holds the group.
-        view: Reads the cluster.
-    """
+    """Looks for room beside the group of a lifecycle."""
 
     def __init__(self, lifecycle: Lifecycle, view: Callable[[], ClusterView]) -> None:
         self._lifecycle, self._view = lifecycle, view

@@ -59,11 +59,7 @@ class Event:
 
 
 class History:
-    """The events so far.
-
-    Args:
-        now: The time of day.
-    """
+    """The events so far."""
 
     def __init__(self, now: Callable[[], float] = time.time) -> None:
         self._now = now

@@ -60,13 +60,7 @@ class _Change:
 
 
 class InPlaceChanges:
-    """Changes the group of a lifecycle in place.
-
-    Args:
-        lifecycle: Holds the group.
-        growth: Starts workers that step in.
-        on_wait: Called now and then while it waits.
-    """
+    """Changes the group of a lifecycle in place."""
 
     def __init__(self, lifecycle: Lifecycle, growth: Growth, on_wait: Callable[[], None]) -> None:
         self._lifecycle, self._growth, self._on_wait = lifecycle, growth, on_wait

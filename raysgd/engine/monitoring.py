@@ -82,10 +82,6 @@ class Monitoring:
 
 
 def tell_stuck(monitor: CallMonitor | None) -> None:
-    """Logs what every rank is doing, so that you can find out why one of them holds the others up.
-
-    Args:
-        monitor: The one of the call that failed.
-    """
+    """Logs what every rank is doing, so that you can find out why one of them holds the others up."""
     if monitor is not None:
         logger.warning("workers are not stopping:\n%s", monitor.report())

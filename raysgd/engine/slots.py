@@ -24,14 +24,7 @@ class Slot:
 
 
 class Slots:
-    """All that is reserved, and what of it is free.
-
-    Args:
-        need: What one worker needs.
-        packs: Whether workers go to as few nodes as they can, rather than to as many.
-        within: Whose placement group to use, see `Reservation`.
-        when_not_granted: What to do where the cluster does not grant them, for the error.
-    """
+    """All that is reserved, and what of it is free."""
 
     def __init__(
         self, need: Resources, packs: bool = False, within: Any = "default", when_not_granted: str = ""

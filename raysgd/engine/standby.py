@@ -109,12 +109,7 @@ class StandbyWorker:
 
 
 class StandbyWorkers:
-    """Makes workers ready beside a running group. Their faults are logged, never raised: nothing depends on them yet.
-
-    Args:
-        spec: What the group is started from.
-        slots: Where they find a place.
-    """
+    """Makes workers ready beside a running group. Their faults are logged, never raised: nothing depends on them yet."""
 
     def __init__(self, spec: GroupSpec, slots: Slots) -> None:
         self._spec, self._slots = spec, slots

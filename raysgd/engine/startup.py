@@ -19,14 +19,7 @@ from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
 
 
 class Startup:
-    """Starts the workers of a group, once.
-
-    Args:
-        spec: What the group is started from.
-        slots: Where workers find a place.
-        members: Takes the workers.
-        calls: Gathers what they answer.
-    """
+    """Starts the workers of a group, once."""
 
     def __init__(self, spec: GroupSpec, slots: Slots, members: Members, calls: GroupCalls) -> None:
         self._spec, self._slots, self._members, self._calls = spec, slots, members, calls

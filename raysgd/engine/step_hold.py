@@ -73,10 +73,6 @@ def decide_hold(facts: HoldFacts) -> Hold | StartStandby | Keep:
 class StepHold:
     """Stops a running call at a step boundary where that is due.
 
-    Args:
-        lifecycle: Holds the group.
-        growth: Looks for room, and starts workers there.
-
     Attributes:
         reason: Why the ranks were asked to stop.
     """

@@ -17,11 +17,6 @@ _POLL_S = 0.1
 class Survivors:
     """Finds the members of a group that live and can be counted on.
 
-    Args:
-        spec: What the group is started from.
-        members: Its workers.
-        poller: Hears what they answer.
-
     Attributes:
         silent: Ranks that neither answered nor are known to be dead.
     """

@@ -14,11 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class Turns:
-    """Gives each thread its turn with the group of a lifecycle.
-
-    Args:
-        lifecycle: Holds the group.
-    """
+    """Gives each thread its turn with the group of a lifecycle."""
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
@@ -58,11 +54,7 @@ class Turns:
             raise TrainerShutdownError(message.rstrip()) from cause
 
     def stop(self, force: bool) -> None:
-        """Stops everything, from any thread; a call that is running then raises. A second time it does nothing.
-
-        Args:
-            force: Kill the processes at once instead of letting them close first; always so in the middle of a call.
-        """
+        """Stops everything, from any thread; a call that is running then raises. A second time it does nothing."""
         lifecycle = self._lifecycle
         if lifecycle.is_stopped:
             return

@@ -157,12 +157,7 @@ class WorkerProcess:
         return self.describe()
 
     def open_endpoint(self, host: str, rank: int) -> int:
-        """Leaves the group that it is in, if any, and listens for the ranks of the next one. Returns the port.
-
-        Args:
-            host: Under which address to listen.
-            rank: Its place in the next group.
-        """
+        """Leaves the group that it is in, if any, and listens for the ranks of the next one. Returns the port."""
 
         def body() -> int:
             if self._replica is not None:  # one that was made ready to step in is in a group of its own
@@ -186,13 +181,7 @@ class WorkerProcess:
     def prepare_standby(
         self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory
     ) -> StandbyReady:
-        """Gets ready to step in: everything that a rank does before it joins, in a group of its own.
-
-        Args:
-            hook: The user's initialization hook.
-            world: A place it might be given.
-            make_replica: Builds the replica.
-        """
+        """Gets ready to step in: everything that a rank does before it joins, in a group of its own."""
 
         def body() -> StandbyReady:
             info = self._prepare(hook)

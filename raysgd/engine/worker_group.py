@@ -30,11 +30,6 @@ _LATE_S = 2.0  # who has not answered within this is left out; nothing is killed
 class WorkerGroup:
     """A started set of workers, in rank order. Made by `start` only; `stop` and `kill` are final.
 
-    Args:
-        spec: What it is started from.
-        num_workers: How many.
-        poller: Hears what remote workers answer.
-
     Attributes:
         standby: The standby workers beside it.
         gone: Ranks that were removed, until a new group is formed.

@@ -14,12 +14,7 @@ _NOBODY = -1
 
 
 class _Number(NamedTuple):
-    """What is reported under a name; None where it is not known.
-
-    Attributes:
-        description: What the users of the metrics read.
-        of: Finds it.
-    """
+    """What is reported under a name; None where it is not known."""
 
     description: str
     of: Callable[[TrainerStatus], float | None]
@@ -68,12 +63,7 @@ class Gauges:
         self._num_events = -1
 
     def report(self, num_events: int, read: Callable[[], TrainerStatus]) -> None:
-        """Reports, unless it did a moment ago and nothing has happened to the workers since.
-
-        Args:
-            num_events: How much has happened to them.
-            read: Reads the numbers.
-        """
+        """Reports, unless it did a moment ago and nothing has happened to the workers since."""
         now = time.monotonic()
         if (now < self._due and num_events == self._num_events) or not _is_ray_up():
             return

@@ -18,9 +18,6 @@ class Loop:
 
     Attributes:
         step: The step that the replica is in.
-
-    Args:
-        feed: Has the batches.
     """
 
     step: PlaceInStep

@@ -103,12 +103,7 @@ class Internals:
 
 
 class BaseOperator:
-    """What users subclass, without anything of a framework; `TrainingOperator` of each front end completes it.
-
-    Args:
-        config: The config of this worker.
-        internals: What the library keeps.
-    """
+    """What users subclass, without anything of a framework; `TrainingOperator` of each front end completes it."""
 
     resumes_epochs: bool | None = None
     warms_up_standby: bool = True

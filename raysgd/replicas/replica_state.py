@@ -15,12 +15,7 @@ RESUME = "resume"  # key of what only snapshots and files carry: the position in
 
 
 class ReplicaState(ABC):
-    """Reads and replaces the state of one replica.
-
-    Args:
-        operator: Has what is registered, and a state of its own.
-        feed: Has the position in the data.
-    """
+    """Reads and replaces the state of one replica."""
 
     def __init__(self, operator: Any, feed: Feed) -> None:
         self._operator = operator

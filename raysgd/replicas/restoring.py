@@ -15,11 +15,6 @@ from raysgd.engine.types import World
 def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
     """Refuses a state that lacks a part. The driver knows no more than how many there are of each.
 
-    Args:
-        state: What was saved.
-        counts: How many of each kind are registered: models, optimizers and the like.
-        *others: Further keys that it needs.
-
     Raises:
         KeyError: A part is missing.
         ValueError: Another number of them was saved.

@@ -17,10 +17,6 @@ logger = logging.getLogger(__name__)
 class Throughput:
     """Runs training calls, and keeps what there is to tell of the last one.
 
-    Args:
-        name: Of the trainer, among Ray's metrics.
-        controller: Runs the calls.
-
     Attributes:
         samples_per_s: Of the last training call; None before the first.
     """

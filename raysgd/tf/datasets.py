@@ -236,11 +236,6 @@ def check_dataset(name: str, dataset: Any) -> None:
 def check_batches_for(name: str, dataset: Any, input_shapes: Sequence[Any]) -> None:
     """Refuses a dataset of single samples, as far as the model says what it takes.
 
-    Args:
-        name: What to call it.
-        dataset: The dataset.
-        input_shapes: Those of the model's inputs, with the dimension of the batch; empty where they are unknown.
-
     Raises:
         ValueError: All inputs are as the model takes them, but without the dimension of the batch.
     """

@@ -12,9 +12,6 @@ from raysgd.connections.group import Group
 class ExchangeRecord:
     """Counts and times the exchanges of gradients, and holds the group that they go through.
 
-    Args:
-        group: The ranks.
-
     Attributes:
         group: The ranks; another object once the replica has joined another group.
         before_exchange: Called ahead of each exchange of gradients, in one of TensorFlow's threads, if it is set. What

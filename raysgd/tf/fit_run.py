@@ -54,12 +54,7 @@ def check_state(state: Any) -> None:
 
 
 class FitStream:
-    """Stands for the batches that `fit` draws: counts them, and knows where to go on.
-
-    Args:
-        passes: The dataset.
-        exchanges: Counts the exchanges of gradients.
-    """
+    """Stands for the batches that `fit` draws: counts them, and knows where to go on."""
 
     pass_index = 0
     source: Any = None

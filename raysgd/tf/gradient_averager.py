@@ -25,11 +25,6 @@ class GradientAverager:
     and TensorFlow uses the sums where they lie. The weight of a rank is its samples over those of a full step, which is
     what the first step is taken for; the sum of the weights travels along. In full steps it is 1, and nothing more is
     to be done.
-
-    Args:
-        exchanges: Has the group, and counts and times the exchanges.
-        traced: The step of a Keras loop that is being traced.
-        weights: Knows how many samples a step has.
     """
 
     def __init__(self, exchanges: ExchangeRecord, traced: TracedStep, weights: SampleWeights) -> None:

@@ -43,11 +43,6 @@ class RegisteredData:
 class TFInternals(Internals):
     """See `raysgd.replicas.operator.Internals`.
 
-    Args:
-        operator: The operator that this belongs to.
-        config: The config of this worker.
-        context: What it works with.
-
     Attributes:
         registered: The record of models, optimizers, loss and metrics.
         data: The record of datasets.

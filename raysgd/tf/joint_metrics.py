@@ -15,12 +15,7 @@ from raysgd.tf.traced_step import TracedStep
 
 
 class JointMetrics:
-    """Results of models that are those of all ranks.
-
-    Args:
-        exchanges: Has the group.
-        traced: The step of a Keras loop that is being traced, in which metrics stay this rank's.
-    """
+    """Results of models that are those of all ranks."""
 
     def __init__(self, exchanges: ExchangeRecord, traced: TracedStep) -> None:
         self._exchanges, self._traced = exchanges, traced

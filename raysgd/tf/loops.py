@@ -19,13 +19,7 @@ from raysgd.tf.training_operator import TrainingOperator
 
 
 class OperatorLoop(Loop):
-    """The loop of an operator that draws batches.
-
-    Args:
-        operator: The operator.
-        synchronizer: Sees every exchange of gradients.
-        feed: Has the batches.
-    """
+    """The loop of an operator that draws batches."""
 
     _feed: Feed
 

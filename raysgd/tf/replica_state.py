@@ -109,9 +109,6 @@ class KerasState(ReplicaState):
     def from_former(self, state: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
         """A file of the old library as a state: the weights, the epoch, and what is known of the optimizer's variables.
 
-        Args:
-            state: What `checkpoint_file.read` made of it.
-
         Returns:
             The state, and why the optimizer in it is the present one; nothing if it is that of the file.
         """

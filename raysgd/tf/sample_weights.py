@@ -23,12 +23,6 @@ _ONE = np.float64(1.0)
 class SampleWeights:
     """Weighs what this rank computes by its samples.
 
-    Args:
-        exchanges: Has the group in which samples are compared.
-        traced: The step of a Keras loop that is being traced.
-        step: The step of training, where our own loop hands the batches out.
-        validation_step: The same in an evaluation.
-
     Attributes:
         evaluates_together: Whether a Keras loop that evaluates has all ranks at the same joint batch.
     """

@@ -58,12 +58,7 @@ class RunnerFacts:
 
 
 class TFRunner(ClassRunner):
-    """Hosts one operator.
-
-    Args:
-        settings: What the operator is made from.
-        world: The place among the replicas.
-    """
+    """Hosts one operator."""
 
     stock_train_epochs = (TrainingOperator.train_epoch, CreatorOperator.train_epoch)
     _feed: Feed
@@ -142,9 +137,6 @@ class TFRunner(ClassRunner):
 
     def restore_former(self, state: Mapping[str, Any]) -> str:
         """Takes over a file of the old library: the weights, the epoch, and what is known of the optimizer's variables.
-
-        Args:
-            state: What `checkpoint_file.read` made of it.
 
         Returns:
             Why the optimizer was left as it is; nothing if it was not.

@@ -18,13 +18,7 @@ class Exchange(Protocol):
 
 
 class Applied:
-    """What an optimizer was given in a step, without the numbers.
-
-    Args:
-        optimizer: The optimizer.
-        variables: What it changes.
-        gradients: One for each; None for a variable that the loss does not depend on.
-    """
+    """What an optimizer was given in a step, without the numbers."""
 
     def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         self._optimizer = optimizer

@@ -17,15 +17,7 @@ from raysgd.tf.watched_optimizers import WatchedOptimizers
 
 
 class WatchedModels:
-    """Puts steps and results of its own in the place of those of compiled models.
-
-    Args:
-        exchanges: Counts them, and how many a step has.
-        traced: The step that is being traced.
-        weights: Scales losses and means by samples.
-        optimizers: Watches the optimizers of the models.
-        metrics: Merges the metrics of all ranks.
-    """
+    """Puts steps and results of its own in the place of those of compiled models."""
 
     def __init__(
         self,

@@ -19,11 +19,6 @@ from raysgd.tf.traced_step import Applied, TracedStep
 class WatchedOptimizers:
     """The optimizers of one replica that are watched.
 
-    Args:
-        exchanges: Remembers refusals on their way through TensorFlow.
-        traced: The step of a Keras loop that is being traced.
-        new_averager: Makes what averages the gradients of one optimizer.
-
     Attributes:
         registered: Says which models the optimizers may train; nothing is refused where it is None.
     """

@@ -41,11 +41,7 @@ def instantiate(module_cls: type[Any], config: dict[str, Any]) -> Any:
 
 
 class Hooks:
-    """The methods of a module that a trainer calls.
-
-    Args:
-        module: An instance.
-    """
+    """The methods of a module that a trainer calls."""
 
     def __init__(self, module: Any) -> None:
         self._module = module

@@ -98,12 +98,7 @@ class EpochValues:
         return self._aggregates[name]
 
     def summary(self, meters: AverageMeterCollection, fresh: AverageMeterCollection) -> MetricSummary:
-        """The averages over the batches, and what was logged once.
-
-        Args:
-            meters: Of the batches.
-            fresh: Empty ones.
-        """
+        """The averages over the batches, and what was logged once."""
         batches = meters.summary()
         if not self._of_epoch:
             return batches

@@ -16,11 +16,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class EndsWithParent:
-    """A `worker_init_fn` that calls the user's own.
-
-    Attributes:
-        user_function: The one that the loader had.
-    """
+    """A `worker_init_fn` that calls the user's own."""
 
     user_function: Callable[[int], None] | None
 

@@ -51,12 +51,7 @@ _COMMENT = re.compile(rf"{_PREFIX}({'|'.join(_ALGORITHMS)}):([0-9a-f]+)\Z".encod
 
 @dataclass(frozen=True)
 class Seal:
-    """A checksum, and how it is computed.
-
-    Attributes:
-        hexdigest: The checksum.
-        algorithm: Its name in the file.
-    """
+    """A checksum, and how it is computed."""
 
     hexdigest: str
     algorithm: str = _ALGORITHM

@@ -83,12 +83,7 @@ def _without_folder(found: Mapping[str, Member]) -> dict[str, Member]:
 
 @dataclass(frozen=True)
 class _Storage:
-    """The memory of tensors.
-
-    Attributes:
-        memory: Its bytes.
-        dtype: Of the tensors in it.
-    """
+    """The memory of tensors."""
 
     memory: torch.UntypedStorage
     dtype: torch.dtype
@@ -194,11 +189,7 @@ def _filled(memory: torch.UntypedStorage, file: IO[bytes]) -> torch.UntypedStora
 
 
 class _Tensors:
-    """Makes tensors of what a pickle says of them.
-
-    Args:
-        num_bytes: Size of the file.
-    """
+    """Makes tensors of what a pickle says of them."""
 
     def __init__(self, num_bytes: int) -> None:
         self._num_bytes_left = num_bytes * _MAX_EXPANSION

@@ -13,11 +13,7 @@ _MOST_NAMES = 5
 
 @contextmanager
 def with_advice(models: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Puts advice before the words of an exception that it knows; the exception stays the same object.
-
-    Args:
-        models: The wrapped models.
-    """
+    """Puts advice before the words of an exception that it knows; the exception stays the same object."""
     try:
         yield
     except RuntimeError as error:

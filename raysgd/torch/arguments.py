@@ -119,12 +119,7 @@ def check_num_gpus(num_gpus_per_worker: Any, backend: str, num_workers: int) -> 
 
 
 def resolve_backend(backend: str, use_gpu: bool) -> str:
-    """The backend that "auto" stands for, or the one that was named.
-
-    Args:
-        backend: What was passed.
-        use_gpu: Whether each worker has a GPU for itself.
-    """
+    """The backend that "auto" stands for, or the one that was named."""
     if backend == "auto":
         return "nccl" if use_gpu else "gloo"
     if backend not in ("nccl", "gloo", "horovod"):

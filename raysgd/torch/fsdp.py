@@ -32,13 +32,7 @@ _reduce_scatter: Any = (
 
 
 class FSDP(NoParallel):
-    """`fully_shard` on every model that has something to train.
-
-    Args:
-        device: Where the ranks compute.
-        world_size: How many ranks there are.
-        options: How models are divided.
-    """
+    """`fully_shard` on every model that has something to train."""
 
     synchronizes = True
     is_sharded = True

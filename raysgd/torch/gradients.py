@@ -20,14 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Gradients:
-    """Makes of the losses of batches what one loss over all their samples would have given.
-
-    Args:
-        precision: In which numbers the backward pass runs.
-        parallel: Averages over the workers, and knows the place in the step.
-        own_steps: Steps an optimizer within the bounds for gradients.
-        once: What was said already.
-    """
+    """Makes of the losses of batches what one loss over all their samples would have given."""
 
     def __init__(self, precision: Precision, parallel: NoParallel, own_steps: OwnSteps, once: Once) -> None:
         self._precision = precision
@@ -110,12 +103,7 @@ class Gradients:
             step.stepped(optimizer)
 
     def compare_weight(self, metrics: Any, name: str) -> None:
-        """Warns once where metrics are averaged by a weight, and gradients are not.
-
-        Args:
-            metrics: What `train_batch` returned.
-            name: Whose `train_batch`.
-        """
+        """Warns once where metrics are averaged by a weight, and gradients are not."""
         if not isinstance(metrics, Mapping) or BATCH_WEIGHT not in metrics:
             return
         weight, given = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]), self._parallel.step.weights

@@ -39,11 +39,7 @@ class HorovodByHand(NoParallel):
 
 
 class HorovodParallel(HorovodByHand):
-    """Wraps optimizers instead of models.
-
-    Args:
-        world_size: How many ranks step together.
-    """
+    """Wraps optimizers instead of models."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__()

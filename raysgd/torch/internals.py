@@ -23,11 +23,6 @@ from raysgd.utils import IS_PADDING
 class TorchInternals(Internals):
     """See `raysgd.replicas.operator.Internals`.
 
-    Args:
-        operator: The operator that this belongs to.
-        config: The config of this worker.
-        context: What it works with.
-
     Attributes:
         registered: The record of models, optimizers, criterion and schedulers.
         data: The record of loaders.

@@ -32,10 +32,6 @@ class OptimizerChoice:
     def chosen(self, method: str, given: Any) -> list[Any]:
         """The optimizers that a method is to act on.
 
-        Args:
-            method: Its name.
-            given: What it was given as `optimizer`.
-
         Raises:
             ValueError: It is not known which ones.
         """

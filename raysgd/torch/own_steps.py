@@ -25,13 +25,7 @@ class Bounds(Protocol):
 
 
 class OwnSteps:
-    """Clips gradients right before an optimizer steps, once.
-
-    Args:
-        precision: Knows the true size of the gradients.
-        options: The bounds.
-        bounds: Clips.
-    """
+    """Clips gradients right before an optimizer steps, once."""
 
     def __init__(self, precision: Precision, options: StepOptions, bounds: Bounds) -> None:
         self._precision = precision

@@ -163,10 +163,6 @@ class Registrar:
     def register(self, given: Given, before: Registered) -> Registered:
         """Places, prepares and wraps.
 
-        Args:
-            given: What to register.
-            before: The record until now.
-
         Raises:
             InvalidRegistrationError: An optimizer of several workers has parameters that nothing else has.
         """

@@ -24,13 +24,7 @@ FROZEN = "frozen"  # key in it of what only snapshots carry: parameters that wer
 
 
 class TorchState(ReplicaState):
-    """Reads and replaces the state of models, optimizers, schedulers and the precision.
-
-    Args:
-        operator: Has what is registered, and a state of its own.
-        parallel: Knows how to read and load a part of it.
-        feed: Has the position in the data.
-    """
+    """Reads and replaces the state of models, optimizers, schedulers and the precision."""
 
     def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: Feed) -> None:
         super().__init__(operator, feed)

@@ -76,11 +76,7 @@ class SchedulerSteps:
 
 
 class IdleSchedulers:
-    """Notices registered schedulers that are not stepped in an epoch.
-
-    Args:
-        schedulers: Those that are registered.
-    """
+    """Notices registered schedulers that are not stepped in an epoch."""
 
     def __init__(self, schedulers: Sequence[Any]) -> None:
         self._schedulers = schedulers

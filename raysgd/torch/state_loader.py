@@ -44,11 +44,7 @@ class CheckedState:
 
 
 class StateLoader:
-    """Loads states into the workers of a trainer.
-
-    Args:
-        controller: Keeps the workers alive.
-    """
+    """Loads states into the workers of a trainer."""
 
     def __init__(self, controller: ElasticController) -> None:
         self._controller = controller

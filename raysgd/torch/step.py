@@ -139,15 +139,7 @@ class Step:
     def begin(
         self, weight: float, num_samples: int | None, total: int | None = None, is_last: bool = True, batch: Any = ()
     ) -> None:
-        """Begins a batch.
-
-        Args:
-            weight: See the attribute.
-            num_samples: See the attribute.
-            total: Samples of all ranks in the batch; needed with accumulation only.
-            is_last: Whether no batch will follow in this pass or in this call.
-            batch: What is handed out.
-        """
+        """Begins a batch."""
         is_boundary = True
         if self.window > 1:
             assert total is not None
@@ -189,9 +181,6 @@ class Step:
 
     def use(self, by_samples: bool = True) -> None:
         """Says that a backward pass follows.
-
-        Args:
-            by_samples: Whether the batch counts by its samples.
 
         Raises:
             RuntimeError: Batches that count differently were drawn, and it is unknown which one the loss is of.

@@ -19,11 +19,6 @@ class StepLoop(Loop):
     It counts steps of optimizers, which may bypass PyTorch's own count of changes. Batches that may change a model
     before their last collective are watched more closely: an optimizer may begin there and have changed nothing yet,
     and PyTorch's count knows of other changes too, such as the first half of a step of sharpness-aware minimization.
-
-    Args:
-        operator: Has models and optimizers.
-        parallel: How the replicas are kept equal.
-        feed: Has the batches.
     """
 
     def __init__(self, operator: TrainingOperator, parallel: NoParallel, feed: Feed) -> None:

@@ -76,12 +76,7 @@ class RunnerFacts:
 
 
 class TorchRunner(ClassRunner):
-    """Hosts one operator.
-
-    Args:
-        settings: What the operator is made from.
-        world: The place among the replicas.
-    """
+    """Hosts one operator."""
 
     stock_train_epochs = (TrainingOperator.train_epoch,)
     _state: TorchState

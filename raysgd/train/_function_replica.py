@@ -22,9 +22,6 @@ _NEXT_MESSAGE_S = 1.0  # how long a function may take to its next message when i
 class FunctionReplica:
     """Runs one function after the other; each gives the driver one message at a time.
 
-    Args:
-        world: This worker's place.
-
     Attributes:
         worker_object: The object of the user's class in this worker; None without one.
     """

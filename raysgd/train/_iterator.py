@@ -14,11 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrainingIterator:
-    """Goes over what a running function reports. The function waits for it, one report ahead at most.
-
-    Args:
-        executor: Runs the function.
-    """
+    """Goes over what a running function reports. The function waits for it, one report ahead at most."""
 
     def __init__(self, executor: BackendExecutor) -> None:
         self._executor = executor

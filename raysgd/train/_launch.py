@@ -29,12 +29,6 @@ class Launch:
     Attributes:
         is_muted: Whether a function that is started does not wait for its reports to be read.
         started_on: The places of the workers on which it was started last; None before.
-
-    Args:
-        spec: What to run.
-        checkpoints: Knows which checkpoint to start from.
-        data: The data to divide; None for none.
-        hooks: Know the workers that run now.
     """
 
     def __init__(

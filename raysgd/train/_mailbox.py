@@ -23,11 +23,7 @@ class Ended:
 
 
 class Mailbox:
-    """Runs a function in its own thread, and holds the message that it offers until the driver takes it.
-
-    Args:
-        function: Runs in the thread.
-    """
+    """Runs a function in its own thread, and holds the message that it offers until the driver takes it."""
 
     def __init__(self, function: Callable[[], Any]) -> None:
         self._function = function

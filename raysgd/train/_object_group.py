@@ -12,9 +12,6 @@ class TrainWorkerGroup:
 
     When a worker dies, `ray.get` of a call to it raises Ray's `RayActorError`, and calls to others may wait for it
     forever. `restart` then brings new workers; what the objects knew is lost, unless the class keeps it elsewhere.
-
-    Args:
-        executor: Started the workers.
     """
 
     def __init__(self, executor: BackendExecutor) -> None:

@@ -16,9 +16,6 @@ logger = logging.getLogger(__name__)
 class RunCallbacks:
     """The callbacks of a run.
 
-    Args:
-        callbacks: An iterable of them, or None.
-
     Raises:
         TypeError: It is something else.
     """

@@ -26,11 +26,7 @@ def make_logdir(log_dir: str | Path | None) -> Path:
 
 
 class RunFolders:
-    """The folders of the runs of one trainer.
-
-    Args:
-        logdir: The folder of the trainer.
-    """
+    """The folders of the runs of one trainer."""
 
     def __init__(self, logdir: Path) -> None:
         self.logdir = logdir

@@ -26,11 +26,7 @@ class WorkerMetadata:
 
 
 class LostDuringCallError(TrainingWorkerError):
-    """A worker died over a function that was run on it.
-
-    Args:
-        report: What became of all of them.
-    """
+    """A worker died over a function that was run on it."""
 
     def __init__(self, report: GroupReport) -> None:
         super().__init__(report)

@@ -22,10 +22,6 @@ class Accelerator:
     Attributes:
         seed: What random numbers start from; None for anything.
         parallel: How states are gathered and taken over.
-
-    Args:
-        precision: The number format.
-        device: Where models and batches go.
     """
 
     def __init__(self, precision: Precision, device: torch.device) -> None:

@@ -129,14 +129,7 @@ def _ignore_epoch(epoch: int) -> None:
 
 
 class ExactSampler(DistributedSampler[Any]):
-    """Gives each sample to one rank, once. The first ranks have one sample more where the parts cannot be equal.
-
-    Args:
-        dataset: The data.
-        num_replicas: The number of ranks.
-        rank: This rank.
-        shuffle: Whether each epoch has an order of its own.
-    """
+    """Gives each sample to one rank, once. The first ranks have one sample more where the parts cannot be equal."""
 
     def __init__(self, dataset: Any, num_replicas: int, rank: int, shuffle: bool) -> None:
         super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle)
@@ -145,11 +138,7 @@ class ExactSampler(DistributedSampler[Any]):
 
 
 class _seeding:
-    """Seeds numpy and `random` in a process of a loader, then does what was to be done there.
-
-    Args:
-        then: What the user wanted to be done.
-    """
+    """Seeds numpy and `random` in a process of a loader, then does what was to be done there."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then
