@@ -263,7 +263,7 @@ def _interface_towards(address: str) -> str | None:
 
 
 class _Server:
-    """Horovod's rendezvous server in its own thread. A client that reaches it may read and write what ranks tell there."""
+    """Horovod's rendezvous server in its own thread. Who reaches it may read and write what ranks tell there."""
 
     def __init__(self, host: str) -> None:
         from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer

@@ -109,7 +109,7 @@ class StandbyWorker:
 
 
 class StandbyWorkers:
-    """Makes workers ready beside a running group. Their faults are logged, never raised: nothing depends on them yet."""
+    """Makes workers ready beside a running group. Their faults are logged, never raised."""
 
     def __init__(self, spec: GroupSpec, slots: Slots) -> None:
         self._spec, self._slots = spec, slots
