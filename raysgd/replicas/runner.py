@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, ClassVar
 
@@ -22,9 +22,32 @@ from raysgd.replicas.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.replicas.feed import Feed
 from raysgd.replicas.loop import Loop
+from raysgd.replicas.ray_batches import RayBatches
 from raysgd.replicas.replica_state import ReplicaState
 from raysgd.replicas.results import WorkerMetrics, as_number
 from raysgd.replicas.streams import PlaceInStep, Stream, WatchedBatches, redrawing
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunnerFacts:
+    """What the driver wants to know about a replica that was set up.
+
+    Attributes:
+        num_models: How many models are registered, and so on.
+        train_data: What all ranks must agree on; None for data that are not divided.
+        validation_data: The same for validation.
+        keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
+        epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
+        ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
+    """
+
+    num_models: int
+    num_optimizers: int
+    train_data: Any
+    validation_data: Any
+    keeps_own_state: bool
+    epoch_obstacle: str | None = None
+    ray_batches: Mapping[str, RayBatches] = field(default_factory=dict)
 
 
 class ClassRunner(ABC):
@@ -65,7 +88,7 @@ class ClassRunner(ABC):
         """Makes a new operator, from other settings, in the group that there is. Returns facts, like `setup`."""
 
     @abstractmethod
-    def _facts(self) -> Any:
+    def _facts(self) -> RunnerFacts:
         """What the driver wants to know about this replica."""
 
     @property

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.connections import tensorflow as connections
@@ -17,8 +16,8 @@ from raysgd.exceptions import IncompatibleModelError
 from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.operator import take_place
-from raysgd.replicas.ray_batches import RayBatches, ray_batches_of
-from raysgd.replicas.runner import ClassRunner
+from raysgd.replicas.ray_batches import ray_batches_of
+from raysgd.replicas.runner import ClassRunner, RunnerFacts
 from raysgd.tf import building, datasets, registration, rng, serializing, shared_variables
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
@@ -32,29 +31,6 @@ from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class RunnerFacts:
-    """What the driver wants to know about a replica that was set up.
-
-    Attributes:
-        num_models: How many models are registered.
-        num_optimizers: How many optimizers.
-        train_data: What all ranks must agree on; None for a dataset that is not divided.
-        validation_data: The same for validation.
-        keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
-        epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
-        ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
-    """
-
-    num_models: int
-    num_optimizers: int
-    train_data: DatasetSignature | None
-    validation_data: DatasetSignature | None
-    keeps_own_state: bool
-    epoch_obstacle: str | None = None
-    ray_batches: Mapping[str, RayBatches] = field(default_factory=dict)
 
 
 class TFRunner(ClassRunner):

@@ -20,7 +20,7 @@ from raysgd.replicas.restoring import check_parts, load_into_all
 from raysgd.torch import rng
 from raysgd.torch.checkpoint_file import OpenedFile, OtherFileError
 from raysgd.torch.replica_state import as_in_file
-from raysgd.torch.torch_runner import RunnerFacts, TorchRunner
+from raysgd.torch.torch_runner import TorchFacts, TorchRunner
 
 logger = logging.getLogger(__name__)
 
@@ -149,7 +149,7 @@ def _checked_rank_states(states: Any) -> tuple[Any, ...]:
     return tuple(states)
 
 
-def _check_parts(state: Mapping[str, Any], facts: RunnerFacts) -> None:
+def _check_parts(state: Mapping[str, Any], facts: TorchFacts) -> None:
     counts = {"models": facts.num_models, "optimizers": facts.num_optimizers}
     if facts.num_schedulers is not None or state.get("schedulers"):
         counts["schedulers"] = facts.num_schedulers or 0

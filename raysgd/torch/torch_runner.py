@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,8 +19,7 @@ from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.operator import Internals, take_place
 from raysgd.replicas.putting_back import MOST_BYTES, putting_back
-from raysgd.replicas.ray_batches import RayBatches
-from raysgd.replicas.runner import ClassRunner
+from raysgd.replicas.runner import ClassRunner, RunnerFacts
 from raysgd.torch import handover as handing_over
 from raysgd.torch import hyperparameters, metric_objects
 from raysgd.torch.advice import with_advice
@@ -35,7 +34,7 @@ from raysgd.torch.parallel import NoParallel, unwrap
 from raysgd.torch.precision import make_precision
 from raysgd.torch.registrar import Registered
 from raysgd.torch.replica_state import TorchState, as_in_file
-from raysgd.torch.sampling import DataSignature, ShardedLoader
+from raysgd.torch.sampling import ShardedLoader
 from raysgd.torch.schedulers import IdleSchedulers
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.step_loop import StepLoop, overrides
@@ -46,33 +45,21 @@ from raysgd.utils import BATCH_SIZE
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class RunnerFacts:
-    """What the driver wants to know about a replica that was set up.
+@dataclass(frozen=True, kw_only=True)
+class TorchFacts(RunnerFacts):
+    """What is to be known of a `TorchRunner` besides.
 
     Attributes:
-        num_models: How many models are registered, and so on; `num_schedulers` is None when there are none.
-        train_data: What all ranks must agree on; None for a loader that is not divided.
-        validation_data: The same for validation.
+        num_schedulers: How many schedulers are registered; None when there are none.
         seed: Where this rank would take the order of the data from.
-        keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
         is_synchronous: Whether every step involves all ranks.
         is_sharded: Whether it takes all ranks to read a model.
-        epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
-        ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
     """
 
-    num_models: int
-    num_optimizers: int
     num_schedulers: int | None
-    train_data: DataSignature | None
-    validation_data: DataSignature | None
     seed: int
-    keeps_own_state: bool
     is_synchronous: bool
     is_sharded: bool = False
-    epoch_obstacle: str | None = None
-    ray_batches: Mapping[str, RayBatches] = field(default_factory=dict)
 
 
 class TorchRunner(ClassRunner):
@@ -102,7 +89,7 @@ class TorchRunner(ClassRunner):
     def _internals(self) -> TorchInternals:
         return self.operator._raysgd
 
-    def setup(self) -> RunnerFacts:
+    def setup(self) -> TorchFacts:
         """Builds the operator, which runs the user's `setup`."""
         settings, world, device = self._settings, self._world, self._device
         precision = make_precision(settings.use_fp16, device, settings.precision)
@@ -113,7 +100,7 @@ class TorchRunner(ClassRunner):
         self._hyperparameters = hyperparameters.read(self._internals.registered.optimizers)
         return self._facts()
 
-    def renew(self, settings: TorchSettings) -> RunnerFacts:
+    def renew(self, settings: TorchSettings) -> TorchFacts:
         self.shutdown()
         TorchRunner.__init__(self, settings, self._world)
         return self.setup()
@@ -123,10 +110,10 @@ class TorchRunner(ClassRunner):
         registered = self._internals.registered
         hyperparameters.apply(self._hyperparameters, registered.optimizers, registered.schedulers)
 
-    def _facts(self) -> RunnerFacts:
+    def _facts(self) -> TorchFacts:
         registered = self._internals.registered
         train, validation = self._data("train"), self._data("validation")
-        return RunnerFacts(
+        return TorchFacts(
             num_models=len(registered.original_models),
             num_optimizers=len(registered.optimizers),
             num_schedulers=len(registered.schedulers) or None,
