@@ -58,11 +58,7 @@ class Function:
 
 
 class Unfinished:
-    """An object whose content comes later in the pickle.
-
-    Args:
-        finish: Makes the object of that content.
-    """
+    """An object whose content comes later in the pickle."""
 
     def __init__(self, finish: Callable[[Any], Any]) -> None:
         self._finish = finish

@@ -45,12 +45,7 @@ Handshake: TypeAlias = Generator[None, None, Peer]
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a rank proves itself with.
-
-    Attributes:
-        rank: Its rank.
-        secret: What only ranks of the group know.
-    """
+    """What a rank proves itself with."""
 
     rank: int
     secret: bytes

@@ -69,12 +69,7 @@ class Endpoint:
 
 
 class Mesh:
-    """The connections of one rank, of one lane.
-
-    Args:
-        connections: The socket to each other rank.
-        timeout_s: How long a swap waits for something to arrive or to be taken.
-    """
+    """The connections of one rank, of one lane."""
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
         self._connections = dict(connections)

@@ -133,12 +133,7 @@ class Group:
 
 
 class Votes:
-    """Whether any rank says yes, asked ahead of the answer. All ranks have to ask the same questions in the same order.
-
-    Args:
-        world: The place among the ranks.
-        mesh: Connections that nothing else uses.
-    """
+    """Whether any rank says yes, asked ahead of the answer. All ranks ask the same questions in the same order."""
 
     def __init__(self, world: World, mesh: Mesh) -> None:
         self._mesh = mesh

@@ -188,11 +188,7 @@ def _unusable(reason: str, error_class: type[ImportError] = ImportError) -> Impo
 
 
 def crossings(places: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """For each rank its number, and their count, among the ranks that are the same one on their nodes.
-
-    Args:
-        places: Node rank and local rank of each rank.
-    """
+    """For each rank its number, and their count, among the ranks that are the same one on their nodes."""
     answer = []
     for node_rank, local_rank in places:
         nodes = sorted(other_node for other_node, other_local in places if other_local == local_rank)

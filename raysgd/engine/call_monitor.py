@@ -47,9 +47,6 @@ class CallMonitor:
         take_inside: Takes over the parts of a snapshot that the ranks took inside the call.
         hold: Stops the call at a step boundary; None for a call that cannot be stopped and continued.
         at_round: Called behind each round of questions.
-
-    Attributes:
-        heartbeats: The last heartbeat of each rank.
     """
 
     def __init__(

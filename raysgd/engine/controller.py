@@ -51,10 +51,6 @@ class ElasticController:
         start_budget: What pays for workers that die while they are started. None: a start is tried a few times, and
             costs nothing.
         hooks: What the front end does when a group starts and ends.
-
-    Attributes:
-        starter: Starts groups.
-        snapshots: The retry point.
     """
 
     def __init__(

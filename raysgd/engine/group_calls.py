@@ -42,10 +42,6 @@ class GroupCalls:
     ) -> GroupReport:
         """Lets every rank listen for the others, and then join them where they listen.
 
-        Args:
-            join: Starts the calls in which the ranks join.
-            on_wait: Called now and then while it waits.
-
         Returns:
             The answers of `join`; or the report of the step that failed.
         """

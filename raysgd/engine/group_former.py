@@ -46,13 +46,7 @@ class CannotForm(Exception):
 
 @dataclass
 class NextGroup:
-    """Who is to form the next group.
-
-    Attributes:
-        staying: Ranks that stay.
-        progress_reports: How far each of them is.
-        joining: StandbyWorkers that join them.
-    """
+    """Who is to form the next group."""
 
     staying: list[int]
     progress_reports: list[ReplicaProgress]

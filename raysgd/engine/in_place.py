@@ -68,11 +68,6 @@ class InPlaceChanges:
     def rejoin(self, report: GroupReport, budget: RetryBudget, tell_stuck: Callable[[], None]) -> CannotForm | None:
         """After a loss: lets the survivors form a new group, with spares and new workers as far as there are any.
 
-        Args:
-            report: The failed call.
-            budget: What pays for it.
-            tell_stuck: Called if a survivor takes long to finish what it does.
-
         Returns:
             Why only a rebuild is left; None when it worked.
         """

@@ -19,10 +19,6 @@ _POLL_S = 0.2
 class Monitoring:
     """Holds the monitor of one call after the other.
 
-    Args:
-        lifecycle: Holds the group.
-        growth: Looks for room while a call runs.
-
     Attributes:
         monitor: Watches the call that is running; None between calls.
         observer: Called about once a second while a call runs, and when one failed for good; if it is set.

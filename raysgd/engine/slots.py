@@ -46,12 +46,6 @@ class Slots:
     ) -> None:
         """Reserves room for `count` more workers, all or none.
 
-        Args:
-            count: How many.
-            timeout_s: How long to wait for it.
-            has_driver: Whether the first of them is this very process.
-            check: Called now and then while it waits; may raise.
-
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """

@@ -71,11 +71,7 @@ def decide_hold(facts: HoldFacts) -> Hold | StartStandby | Keep:
 
 
 class StepHold:
-    """Stops a running call at a step boundary where that is due.
-
-    Attributes:
-        reason: Why the ranks were asked to stop.
-    """
+    """Stops a running call at a step boundary where that is due."""
 
     def __init__(self, lifecycle: Lifecycle, growth: Growth) -> None:
         self._lifecycle, self._growth = lifecycle, growth

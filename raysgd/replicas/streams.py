@@ -233,11 +233,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
 
 
 class WatchedBatches:
-    """The iterator that a `train_epoch` is given; it knows whether it was used.
-
-    Attributes:
-        was_touched: Whether it was.
-    """
+    """The iterator that a `train_epoch` is given; it knows whether it was used."""
 
     def __init__(self, batches: Iterator[Any], step: PlaceInStep) -> None:
         self._batches = batches
@@ -273,9 +269,6 @@ class Remainder:
 
     Only a call that was to take some of them, and returned, leaves the others. A call that raised, or that was to take
     all batches, is followed by one that begins with the first batch, wherever the user's loop stopped.
-
-    Args:
-        open_stream: Makes a stream that begins with the first batch.
     """
 
     def __init__(self, open_stream: Callable[[EpochRequest], Any]) -> None:

@@ -29,10 +29,6 @@ _SLOTS = {
 def arranged(optimizer: Any, weights: Sequence[Any]) -> list[Any]:
     """The value of each variable of `optimizer`: from `weights` where they have it, else what it is now.
 
-    Args:
-        optimizer: One that was built.
-        weights: The optimizer weights of a file.
-
     Raises:
         ValueError: It is not known where they belong; the message says why, to follow "because".
     """

@@ -124,12 +124,7 @@ class TrainerStandIn(SimpleNamespace):
 
 
 class SteppingOptimizer:
-    """An optimizer as hooks see it: its `step` does all that belongs to a step here.
-
-    Args:
-        optimizer: The real one.
-        step: Called with it, and with the closure or None.
-    """
+    """An optimizer as hooks see it: its `step` does all that belongs to a step here."""
 
     def __init__(self, optimizer: Any, step: Callable[[Any, Any], Any]) -> None:
         self.optimizer = optimizer

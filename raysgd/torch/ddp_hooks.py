@@ -56,14 +56,7 @@ class _HookState:
 
 
 def register(parallel: NoParallel, model: DistributedDataParallel, options: dict[str, Any], is_armed: bool) -> None:
-    """Installs the hook that the user passed, or raysgd's where it is of use.
-
-    Args:
-        parallel: Knows the weight of the step.
-        model: The wrapper.
-        options: What it was made with.
-        is_armed: Whether the model is about to be trained.
-    """
+    """Installs the hook that the user passed, or raysgd's where it is of use."""
     hook = options.get(COMM_HOOK)
     if hook is not None:
         state, function = _hook_of_user(hook)

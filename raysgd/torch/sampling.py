@@ -30,14 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class DataSignature:
-    """What must be equal on all ranks for them to divide the same data.
-
-    Attributes:
-        num_samples: Samples in a pass.
-        batch_size: Samples per rank in a full step.
-        drop_last: Whether a last step that is not full is left out.
-        order: `SampleOrder.name` of the order.
-    """
+    """What must be equal on all ranks for them to divide the same data."""
 
     num_samples: int
     batch_size: int

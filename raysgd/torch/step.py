@@ -201,10 +201,6 @@ class Step:
     def keeps_gradients(self, optimizers: Sequence[Any], weight: float | None = None) -> bool:
         """Notes a backward pass for optimizers; returns whether it adds to gradients that wait.
 
-        Args:
-            optimizers: Those that the loss trains.
-            weight: How much the batch counts, if user code says so.
-
         Raises:
             ValueError: The gradients that wait were weighted in another way.
         """

@@ -154,11 +154,7 @@ class LockstepSource(PlainSource):
 
 
 class Agreement:
-    """Tells every rank, ahead of a step, how many ranks have a batch and how many samples these hold together.
-
-    Args:
-        start_sum: Starts to add numbers up over the ranks.
-    """
+    """Tells every rank, ahead of a step, how many ranks have a batch and how many samples these hold together."""
 
     def __init__(self, start_sum: Summation) -> None:
         self._start_sum = start_sum

@@ -9,9 +9,6 @@ from raysgd.train._session import Session, current_session
 def running_session(helper: str) -> Session:
     """The session of the function that runs in this process.
 
-    Args:
-        helper: The name of the helper that needs it.
-
     Raises:
         SessionMisuseError: No function runs here.
     """

@@ -116,12 +116,7 @@ def load_state(part: torch.nn.Module | torch.optim.Optimizer, state: Mapping[str
 
 
 class InContext:
-    """A model's `forward` inside of a context. A copy of the model, and what a pickle brings back, has the plain one.
-
-    Args:
-        model: The model, before this becomes its `forward`.
-        context: Makes the context.
-    """
+    """A model's `forward` inside of a context. A copy of the model, also by way of a pickle, has the plain one."""
 
     def __init__(self, model: torch.nn.Module, context: Callable[[], AbstractContextManager[Any]]) -> None:
         self._model, self._forward, self._context = model, model.forward, context
