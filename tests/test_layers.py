@@ -42,6 +42,7 @@ TRIALS = {
     "raysgd.tf.tf_trainable",
     "raysgd.torch.torch_trainable",
     "raysgd.train._tune",
+    "raysgd.train.fit.tuned",
 }
 """What describes a trial of Ray Tune, beside `raysgd.tune`."""
 LEAVES = {"raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}

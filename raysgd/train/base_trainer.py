@@ -124,6 +124,19 @@ class BaseTrainer(ABC):
         trainer._job = FitJob.of(self, restored.folder if restored is not None else None)
         return trainer._job.run(trainer._train)
 
+    def as_trainable(self) -> type[Any]:
+        """A class for `ray.tune`: each trial runs such a trainer, with the trial's config merged over its arguments.
+
+        `raysgd.tune.Tuner` uses it. Reports go to Tune, which also keeps the checkpoints, and starts failed trials
+        again. Of the trainer's `run_config`, only the storage and `num_to_keep=0` count.
+
+        Raises:
+            MissingTuneError: Ray Tune is not installed.
+        """
+        from raysgd.train.fit.tuned import make_trainable
+
+        return make_trainable(self)
+
     def _check(self) -> None:
         """Checks what only `fit` needs, so that a trial of Ray Tune may still choose it.
 

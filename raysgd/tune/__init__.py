@@ -12,14 +12,20 @@ from typing import TYPE_CHECKING
 from raysgd._lazy import lazy_names
 
 if TYPE_CHECKING:
-    from raysgd.tune.population import Exploration, Population
+    from ray.tune import TuneConfig
 
-__all__ = ["Exploration", "Population"]
+    from raysgd.tune.population import Exploration, Population
+    from raysgd.tune.tuner import ResultGrid, Tuner
+
+__all__ = ["Exploration", "Population", "ResultGrid", "TuneConfig", "Tuner"]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "Exploration": "raysgd.tune.population",
         "Population": "raysgd.tune.population",
+        "ResultGrid": "raysgd.tune.tuner",
+        "TuneConfig": "ray.tune",
+        "Tuner": "raysgd.tune.tuner",
     },
 )

@@ -108,7 +108,10 @@ class FitJob:
             self.begin_from,
             self.folder.next_index,
         )
-        FitRun(plan, self.recorder.take, self.recorder.begin, self.recorder.fail).run()
+        self._make_run(plan).run()
+
+    def _make_run(self, plan: FitPlan) -> FitRun:
+        return FitRun(plan, self.recorder.take, self.recorder.begin, self.recorder.fail)
 
     def _end_failed(self, error: BaseException) -> None:
         try:

@@ -156,6 +156,10 @@ class FitRun:
         except Exception as error:  # the error that ended the run matters more
             logger.error("could not write down what was reported last: %r", error)
 
+    def abort(self) -> None:
+        """From another thread: ends the workers, wherever they are, so that `run` raises."""
+        self._executor.shutdown(patience_s=0)
+
     def _running(self) -> FunctionRun:
         if self._run is None:
             self._executor.start()

@@ -1,0 +1,264 @@
+"""A trainer of `fit` as a trial of Ray Tune: its reports go to Tune one by one, and Tune keeps the record.
+
+The trainer's loop runs in a thread of the trial, because users may override it, and waits at each report until Tune
+wants the next one.
+"""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import shutil
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysgd import _trials
+from raysgd._trials import Reported, TrialInfo
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import FailureConfig, RunConfig, ScalingConfig
+from raysgd.storage import Folder, open_folder
+from raysgd.train.fit.job import FitJob
+from raysgd.train.fit.layout import DEFAULT_STORAGE, EXPERIMENT_TAG, TrialFolder
+from raysgd.train.fit.run import FitPlan, FitRun
+from raysgd.train.fit.session import TrialFacts
+
+if TYPE_CHECKING:
+    from raysgd.train.base_trainer import BaseTrainer
+
+_FOLDER = ".raysgd"
+_BEGIN_FROM = "begin_from"
+_END_S = 30.0
+
+
+def make_trainable(trainer: BaseTrainer) -> type[Any]:
+    """The class behind `BaseTrainer.as_trainable`.
+
+    Raises:
+        MissingTuneError: Ray Tune is not installed.
+    """
+    trainer_cls, given = type(trainer), trainer._arguments
+
+    def make(config: dict[str, Any], info: TrialInfo) -> FitTrial:
+        return FitTrial(lambda: trainer_cls(**merged_arguments(given, config)), config, info)
+
+    def bundles(config: dict[str, Any]) -> list[dict[str, float]]:
+        scaling = trainer_cls(**merged_arguments(given, config)).scaling_config
+        num_workers = scaling.worker_range[1] if scaling.num_workers is not None else 0
+        return [scaling.trainer_bundle, *[scaling.worker_bundle] * num_workers]
+
+    strategy = trainer.scaling_config.placement_strategy
+    return _trials.make_trainable(make, bundles, trainer_cls.__name__, strategy=strategy, purpose="`as_trainable`")
+
+
+def merged_arguments(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of a trainer with those of a trial merged over them, down to the values of dicts."""
+    if "run_config" in config:
+        raise ValueError("`param_space` has a `run_config`: pass it to the `Tuner` itself, for all trials alike.")
+    return {**given, **{name: _merged(given.get(name), value) for name, value in config.items()}}
+
+
+def _merged(before: Any, value: Any) -> Any:
+    if isinstance(before, ScalingConfig) and isinstance(value, Mapping):
+        return replace(before, **value)
+    if isinstance(before, ScalingConfig) and isinstance(value, ScalingConfig):
+        return replace(before, **_own_values(value))
+    if isinstance(before, Mapping) and isinstance(value, Mapping):
+        return _trials.merged(before, value)
+    return value
+
+
+def _own_values(config: ScalingConfig) -> dict[str, Any]:
+    """What a config says that others do not say by themselves."""
+    default = ScalingConfig()
+    names = [each.name for each in fields(config)]
+    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
+
+
+class Reports:
+    """Takes the place of the recorder: hands each report to the thread of the trial, and waits until it is wanted."""
+
+    def __init__(self) -> None:
+        self._reports: queue.Queue[tuple[dict[str, Any], Checkpoint | None] | BaseException | None] = queue.Queue()
+        self._wanted = threading.Semaphore(0)
+        self._is_over = False
+
+    def begin(self) -> None:
+        """An attempt starts."""
+
+    def fail(self, error: BaseException) -> None:
+        """An attempt ended with an error."""
+
+    def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
+        """In the thread of the trainer: there is a report. Returns whether the run is to stop."""
+        self._reports.put((dict(metrics), checkpoint))
+        self._wanted.acquire()
+        return self._is_over
+
+    def end(self, error: BaseException | None = None) -> None:
+        """In the thread of the trainer: there are no more."""
+        self._reports.put(error)
+
+    def next(self) -> tuple[dict[str, Any], Checkpoint | None] | None:
+        """In the thread of the trial: the next report; None at the end. Raises what the run failed with."""
+        found = self._reports.get()
+        if isinstance(found, BaseException):
+            raise found
+        return found
+
+    def go_on(self) -> None:
+        """The trainer may continue behind the report that was handed out last."""
+        self._wanted.release()
+
+    def stop(self) -> None:
+        """The trainer is to stop at its next report, or where it waits."""
+        self._is_over = True
+        self._wanted.release()
+
+
+@dataclass(frozen=True)
+class TrialJob(FitJob):
+    """A `fit` in a trial: it can be ended from another thread.
+
+    Attributes:
+        runs: What it runs, once it does.
+    """
+
+    runs: list[FitRun] = field(default_factory=list)
+
+    def _make_run(self, plan: FitPlan) -> FitRun:
+        self.runs.append(super()._make_run(plan))
+        return self.runs[-1]
+
+
+class FitTrial:
+    """One run of a trainer.
+
+    Args:
+        make_trainer: Makes the trainer, with the config of the trial merged in.
+        config: That config.
+        info: What the trial knows of itself.
+    """
+
+    def __init__(self, make_trainer: Callable[[], BaseTrainer], config: dict[str, Any], info: TrialInfo) -> None:
+        self._make_trainer, self._config, self._info = make_trainer, config, info
+        self._begin_from: Checkpoint | None = None
+        self._newest: Checkpoint | None = None
+        self._reports: Reports | None = None
+        self._thread: threading.Thread | None = None
+        self._folder: TrialFolder | None = None
+        self._job: TrialJob | None = None
+        self._keeps_files = True
+        self._has_ended = False
+
+    def step(self) -> Reported:
+        """The next report of rank 0."""
+        if self._has_ended:
+            return Reported(None, is_last=True)
+        if self._reports is None:
+            self._begin()
+        else:
+            self._reports.go_on()
+        assert self._reports is not None
+        found = self._reports.next()
+        if found is None:
+            self._has_ended = True
+            return Reported(None, is_last=True)
+        metrics, checkpoint = found
+        self._newest = checkpoint or self._newest
+        return Reported(metrics, has_checkpoint=checkpoint is not None and self._keeps_files)
+
+    def _begin(self) -> None:
+        trainer = self._make_trainer()
+        trainer._check()
+        self._folder = _folder_of(trainer, self._info)
+        self._reports = Reports()
+        run_config = replace(trainer.run_config, failure_config=FailureConfig())  # Tune begins a trial again
+        begin_from = self._begin_from or trainer.resume_from_checkpoint
+        facts = self._facts(trainer)
+        recorder: Any = self._reports
+        trainer._job = self._job = TrialJob(
+            self._folder, recorder, run_config, facts, type(trainer).__name__, begin_from
+        )
+        self._keeps_files = facts.keeps_files
+        self._thread = threading.Thread(target=_run, args=(trainer, self._reports), name="raysgd-fit", daemon=True)
+        self._thread.start()
+
+    def _facts(self, trainer: BaseTrainer) -> TrialFacts:
+        assert self._folder is not None
+        return TrialFacts(
+            folder=self._folder.trial,
+            experiment_name=self._folder.experiment_name,
+            name=self._info.name or self._folder.name,
+            id=self._info.identity or self._folder.id,
+            scaling=trainer.scaling_config,
+            metadata=trainer.metadata,
+            workdir=None,
+            keeps_files=trainer.run_config.checkpoint_config.num_to_keep != 0,
+        )
+
+    def save(self, folder: Path) -> None:
+        """Writes the newest checkpoint for Tune, and drops those before it."""
+        newest = self._newest or self._begin_from
+        if newest is not None:
+            newest.to_directory(folder)
+        self._drop_older()
+
+    def _drop_older(self) -> None:
+        """Of what the workers stored, only the newest is needed: for a run that changes its number of workers."""
+        if self._folder is None:
+            return
+        for name in self._folder.checkpoint_names()[:-1]:
+            (self._folder.trial / name).delete()
+
+    def load(self, folder: Path) -> None:
+        """Begins from a checkpoint that Tune kept."""
+        self.end()
+        if not any(folder.iterdir()):
+            return
+        copy = self._info.logdir / _FOLDER / f"{_BEGIN_FROM}-{secrets.token_hex(3)}"
+        shutil.copytree(folder, copy)
+        self._begin_from = Checkpoint.from_directory(copy)
+
+    def reset(self, config: dict[str, Any], info: TrialInfo) -> bool:
+        """Nothing is kept of one run for another."""
+        return False
+
+    def end(self) -> None:
+        """Ends the run, wherever it is."""
+        reports, thread, folder = self._reports, self._thread, self._folder
+        self._reports = self._thread = self._folder = self._newest = None
+        self._has_ended = False
+        if reports is not None and thread is not None:
+            reports.stop()
+            for run in self._job.runs if self._job is not None and thread.is_alive() else ():
+                run.abort()
+            thread.join(_END_S)
+        if folder is not None:
+            folder.experiment.delete()
+            folder.close()
+
+
+def _run(trainer: BaseTrainer, reports: Reports) -> None:
+    """In the thread of the trainer: runs it."""
+    try:
+        trainer._train()
+    except BaseException as error:
+        reports.end(error)
+    else:
+        reports.end()
+
+
+def _folder_of(trainer: BaseTrainer, info: TrialInfo) -> TrialFolder:
+    """Where the workers put checkpoints until Tune has them: in the storage of the run, which all of them see."""
+    run_config: RunConfig = trainer.run_config
+    place: Any = run_config.storage_path or DEFAULT_STORAGE
+    root: Folder = open_folder(place, filesystem=run_config.storage_filesystem, argument="storage_path")
+    date = time.strftime("%Y-%m-%d_%H-%M-%S")
+    name = f"{type(trainer).__name__}_{secrets.token_hex(3)[:5]}_00000_{EXPERIMENT_TAG}_{date}"
+    folder = TrialFolder(root / _FOLDER / (info.identity or secrets.token_hex(4)), name, is_new=True)
+    folder.make()
+    return folder

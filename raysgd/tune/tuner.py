@@ -1,0 +1,291 @@
+"""`Tuner`: many runs of a `fit()` trainer, each with a config that Ray Tune chose; a thin layer over Ray's `Tuner`."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysgd import _trials
+from raysgd.air.checkpoint import Checkpoint
+from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.air.result import Result
+from raysgd.storage import open_folder
+from raysgd.train.base_trainer import BaseTrainer
+
+if TYPE_CHECKING:
+    import pandas
+    from ray.tune import TuneConfig
+
+logger = logging.getLogger(__name__)
+
+_NEEDED_BY = "`raysgd.tune.Tuner`"
+
+
+class Tuner:
+    """Runs a trainer with many configs.
+
+    Args:
+        trainable: A trainer of `fit()`, such as `raysgd.train.torch.TorchTrainer(...)`. It is not changed. What Ray's
+            own `Tuner` takes, a class or a function, is passed on to it.
+        param_space: Arguments of the trainer, with search spaces inside: `{"train_loop_config": {"lr":
+            tune.grid_search([0.1, 1])}}`. They are merged over the trainer's own. Also `scaling_config`, an object or a
+            dict, and `datasets`.
+        tune_config: A `TuneConfig`: metric, number of trials, search algorithm, scheduler.
+        run_config: Instead of the trainer's own.
+
+    Raises:
+        ValueError: `param_space` has a `run_config`, or names that are no arguments of the trainer.
+        TypeError: An argument is of another kind.
+        MissingTuneError: Ray Tune is not installed.
+
+    Example:
+        >>> from raysgd.train.torch import TorchTrainer
+        >>> trainer = TorchTrainer(train_loop, scaling_config=ScalingConfig(num_workers=2))  # doctest: +SKIP
+        >>> tuner = Tuner(trainer, param_space={"train_loop_config": {"lr": 0.1}})  # doctest: +SKIP
+        >>> tuner.fit()[0].metrics  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        trainable: Any = None,
+        *,
+        param_space: Mapping[str, Any] | None = None,
+        tune_config: TuneConfig | None = None,
+        run_config: RunConfig | None = None,
+    ) -> None:
+        tune = _trials.require_tune(_NEEDED_BY)
+        if param_space is not None and not isinstance(param_space, Mapping):
+            raise TypeError(f"`param_space={param_space!r}`: need a dict, or None.")
+        if run_config is not None and not isinstance(run_config, RunConfig):
+            raise TypeError(f"`run_config={run_config!r}`: need a `raysgd.train.RunConfig`, or None.")
+        run_config = _chosen(trainable, run_config)
+        self._tuner = tune.Tuner(
+            as_trainable(trainable),
+            param_space=_as_space(trainable, param_space or {}),
+            tune_config=tune_config,
+            run_config=as_ray_config(run_config),
+        )
+
+    def fit(self) -> ResultGrid:
+        """Runs all trials, and returns their results, also those of trials that failed."""
+        return ResultGrid(self._tuner.fit())
+
+    def get_results(self) -> ResultGrid:
+        """The results of a sweep that was restored, or that has run."""
+        return ResultGrid(self._tuner.get_results())
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | Path,
+        trainable: Any,
+        resume_unfinished: bool = True,
+        resume_errored: bool = False,
+        restart_errored: bool = False,
+        param_space: Mapping[str, Any] | None = None,
+        storage_filesystem: Any = None,
+    ) -> Tuner:
+        """The tuner of a sweep that was interrupted; its `fit` runs what is left.
+
+        Args:
+            path: The folder with the sweep's name, or its URI.
+            trainable: The same trainer again.
+            resume_unfinished: Whether trials that had not ended continue from their last checkpoints.
+            resume_errored: Whether trials that failed continue from their last checkpoints.
+            restart_errored: Whether trials that failed begin again.
+            param_space: The same space again; needed if it holds datasets or other objects.
+            storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+
+        Raises:
+            ValueError: There is no sweep that can be restored.
+        """
+        tune = _trials.require_tune(_NEEDED_BY)
+        tuner = cls.__new__(cls)
+        tuner._tuner = tune.Tuner.restore(
+            _as_place(path),
+            as_trainable(trainable),
+            resume_unfinished=resume_unfinished,
+            resume_errored=resume_errored,
+            restart_errored=restart_errored,
+            param_space=None if param_space is None else _as_space(trainable, param_space),
+            storage_filesystem=storage_filesystem,
+        )
+        return tuner
+
+    @classmethod
+    def can_restore(cls, path: str | Path, storage_filesystem: Any = None) -> bool:
+        """Whether there is a sweep in this folder that `restore` can continue."""
+        return bool(_trials.require_tune(_NEEDED_BY).Tuner.can_restore(_as_place(path), storage_filesystem))
+
+
+class ResultGrid:
+    """The results of a sweep, one for each trial.
+
+    Args:
+        grid: What Ray's own `Tuner` returned.
+
+    Example:
+        >>> for result in tuner.fit():  # doctest: +SKIP
+        ...     print(result.metrics, result.checkpoint)
+    """
+
+    def __init__(self, grid: Any) -> None:
+        self._grid = grid
+
+    def __len__(self) -> int:
+        return len(self._grid)
+
+    def __getitem__(self, index: int) -> Result:
+        return as_result(self._grid[index])
+
+    def __iter__(self) -> Iterator[Result]:
+        return (as_result(each) for each in self._grid)
+
+    def get_best_result(
+        self,
+        metric: str | None = None,
+        mode: str | None = None,
+        scope: str = "last",
+        filter_nan_and_inf: bool = True,
+    ) -> Result:
+        """The result of the best trial.
+
+        Args:
+            metric: The metric; by default that of the `TuneConfig`.
+            mode: "min" or "max"; by default that of the `TuneConfig`.
+            scope: Which report of a trial counts: "last", "all" for its best one, "avg" for the mean of all.
+            filter_nan_and_inf: Whether what is no number counts for nothing.
+
+        Raises:
+            ValueError: There is more than one trial, and no metric or mode.
+            RuntimeError: No trial reported the metric.
+        """
+        return as_result(self._grid.get_best_result(metric, mode, scope, filter_nan_and_inf))
+
+    def get_dataframe(self, filter_metric: str | None = None, filter_mode: str | None = None) -> pandas.DataFrame:
+        """The last reports of all trials as a `pandas.DataFrame`; with a filter, the best ones."""
+        return self._grid.get_dataframe(filter_metric, filter_mode)
+
+    @property
+    def experiment_path(self) -> str:
+        """The folder of the sweep."""
+        return str(self._grid.experiment_path)
+
+    @property
+    def filesystem(self) -> Any:
+        """The `pyarrow.fs.FileSystem` of that folder."""
+        return self._grid.filesystem
+
+    @property
+    def errors(self) -> list[Exception]:
+        """The errors of the trials that failed."""
+        return list(self._grid.errors)
+
+    @property
+    def num_errors(self) -> int:
+        """How many trials failed."""
+        return int(self._grid.num_errors)
+
+    @property
+    def num_terminated(self) -> int:
+        """How many trials ended well."""
+        return int(self._grid.num_terminated)
+
+    def __repr__(self) -> str:
+        """All results."""
+        return f"ResultGrid({list(self)!r})"
+
+
+def as_trainable(trainable: Any) -> Any:
+    """What Ray's own `Tuner` takes."""
+    if isinstance(trainable, BaseTrainer):
+        return trainable.as_trainable()
+    if hasattr(trainable, "as_trainable") and not isinstance(trainable, type):
+        raise TypeError(
+            f"`trainable={trainable!r}`: this trainer is running already. Pass the class that "
+            f"`{type(trainable).__name__}.as_trainable(...)` returns."
+        )
+    return trainable
+
+
+def _chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
+    """The run config that counts: that of the tuner, else that of the trainer."""
+    own = trainable.run_config if isinstance(trainable, BaseTrainer) else None
+    if run_config is not None and own is not None and own != RunConfig():
+        logger.info("`Tuner(run_config=...)` counts, and that of the trainer does not")
+    return run_config or own or RunConfig()
+
+
+def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
+    """A space as Ray Tune searches it for what it has to choose: in dicts."""
+    if not isinstance(trainable, BaseTrainer):
+        return dict(param_space)
+    if "run_config" in param_space:
+        raise ValueError("`param_space` has a `run_config`: pass it to the `Tuner` itself, for all trials alike.")
+    return {name: _as_dict(value) for name, value in param_space.items()}
+
+
+def _as_dict(value: Any) -> Any:
+    if not isinstance(value, ScalingConfig):
+        return value
+    default = ScalingConfig()
+    return {
+        each.name: getattr(value, each.name)
+        for each in fields(value)
+        if getattr(value, each.name) is not getattr(default, each.name)
+    }
+
+
+def as_ray_config(config: RunConfig) -> Any:
+    """A run config as Ray Tune has it. Where no checkpoint is kept, none is given to Tune, so it has no rule for it."""
+    tune = _trials.require_tune(_NEEDED_BY)
+    kept = config.checkpoint_config
+    optional: dict[str, Callable[[Any], Any] | Any] = {
+        "verbose": config.verbose,
+        "progress_reporter": config.progress_reporter,
+    }
+    return tune.RunConfig(
+        name=config.name,
+        storage_path=None if config.storage_path is None else _as_place(config.storage_path),
+        storage_filesystem=config.storage_filesystem,
+        failure_config=tune.FailureConfig(
+            max_failures=config.failure_config.max_failures, fail_fast=config.failure_config.fail_fast
+        ),
+        checkpoint_config=tune.CheckpointConfig(
+            num_to_keep=kept.num_to_keep or None,
+            checkpoint_score_attribute=kept.checkpoint_score_attribute,
+            checkpoint_score_order=kept.checkpoint_score_order,
+        ),
+        stop=config.stop,
+        callbacks=None if config.callbacks is None else list(config.callbacks),
+        log_to_file=config.log_to_file,
+        **{name: value for name, value in optional.items() if value is not None},
+    )
+
+
+def _as_place(path: str | Path) -> str:
+    """A path as Ray takes it: absolute, or a URI."""
+    text = str(path)
+    return text if "://" in text else str(Path(text).expanduser().absolute())
+
+
+def as_result(result: Any) -> Result:
+    """A trial's result as `fit()` returns it."""
+    folder = open_folder(result.path, result.filesystem)
+    kept = [(as_checkpoint(checkpoint), metrics) for checkpoint, metrics in result.best_checkpoints or ()]
+    made = Result(
+        metrics=result.metrics,
+        checkpoint=as_checkpoint(result.checkpoint) if result.checkpoint is not None else None,
+        error=result.error,
+        folder=folder,
+        best_checkpoints=kept,
+    )
+    return replace(made, _dataframe=result.metrics_dataframe)
+
+
+def as_checkpoint(checkpoint: Any) -> Checkpoint:
+    """A checkpoint of Ray Tune as one of raysgd: the same folder."""
+    return Checkpoint(checkpoint.path, checkpoint.filesystem)

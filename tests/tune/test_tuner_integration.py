@@ -1,0 +1,158 @@
+"""`Tuner`: a trainer of `fit()` with many configs. Covers `raysgd.train.fit.tuned`: what a trial does is seen here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.cloudpickle
+
+from raysgd import train, tune
+from raysgd.train import Checkpoint, CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.fit.tuned import merged_arguments
+from raysgd.tune.tuner import as_ray_config
+from tests.run_if import RunIf
+
+pytestmark = [pytest.mark.integration, RunIf(modules=["ray.tune", "pandas", "pyarrow"])]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
+    ray.cloudpickle.register_pickle_by_value(request.module)
+    yield
+    ray.cloudpickle.unregister_pickle_by_value(request.module)
+
+
+def count(config: dict[str, Any]) -> None:
+    """Counts on from its checkpoint; fails once where it is told to."""
+    checkpoint = train.get_checkpoint()
+    first = checkpoint.to_dict()["step"] + 1 if checkpoint is not None else 0
+    for step in range(first, config["num_steps"]):
+        mark = Path(config.get("fails_once", "/"))
+        if step == 1 and not mark.exists():
+            mark.touch()
+            raise ValueError("told to fail")
+        size, context = train.get_context().get_world_size(), train.get_context()
+        metrics = {"step": step, "began_at": first, "size": size, "trial": context.get_trial_id()}
+        train.report({**metrics, "score": config["factor"] * step}, checkpoint=Checkpoint.from_dict({"step": step}))
+
+
+def make_trainer(folder: Path, **config: Any) -> DataParallelTrainer:
+    return DataParallelTrainer(
+        count,
+        train_loop_config={"num_steps": 3, "factor": 1, **config},
+        scaling_config=ScalingConfig(num_workers=1),
+        run_config=RunConfig(storage_path=str(folder), name="sweep", verbose=0),
+    )
+
+
+def test_trials_have_the_arguments_of_the_trainer_but_for_those_that_the_space_names(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    from ray.tune import grid_search
+
+    trainer = make_trainer(tmp_path)
+    tuner = tune.Tuner(
+        trainer,
+        param_space={
+            "train_loop_config": {"factor": grid_search([1, 2])},
+            "scaling_config": ScalingConfig(num_workers=2),
+        },
+        tune_config=tune.TuneConfig(metric="score", mode="max", max_concurrent_trials=1),
+    )
+    results = tuner.fit()
+    assert (len(results), results.num_errors, results.num_terminated) == (2, 0, 2)
+    assert all(isinstance(result, Result) for result in results)
+    best = results.get_best_result()
+    assert best.metrics is not None
+    assert (best.metrics["score"], best.metrics["size"], best.metrics["training_iteration"]) == (4, 2, 3)
+    assert best.checkpoint is not None
+    assert best.checkpoint.to_dict()["step"] == 2
+    assert list(best.metrics_dataframe["step"]) == [0, 1, 2]
+    assert sorted(results.get_dataframe()["score"]) == [2, 4]
+    assert best.metrics["trial"] == best.metrics["trial_id"]
+    assert best.path is not None
+    assert Path(best.path).parent == tmp_path / "sweep"
+    assert trainer.scaling_config.num_workers == 1, "the trainer is as it was"
+    assert not list((tmp_path / ".raysgd").iterdir()), "what the workers stored went to Tune"
+
+
+@pytest.mark.soak
+def test_a_trial_that_fails_is_begun_again_from_its_checkpoint(ray_cluster: None, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "runs", fails_once=str(tmp_path / "mark"))
+    run_config = RunConfig(
+        storage_path=str(tmp_path / "runs"), name="again", verbose=0, failure_config=FailureConfig(max_failures=1)
+    )
+    [result] = tune.Tuner(trainer, run_config=run_config).fit()
+    assert result.error is None
+    assert result.metrics is not None
+    assert (result.metrics["step"], result.metrics["began_at"]) == (2, 1)
+
+
+@pytest.mark.soak
+def test_a_sweep_with_a_failed_trial_is_restored(ray_cluster: None, tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path / "runs", fails_once=str(tmp_path / "mark"))
+    results = tune.Tuner(trainer).fit()
+    assert results.num_errors == 1
+    assert "told to fail" in str(results.errors[0])
+    assert tune.Tuner.can_restore(tmp_path / "runs" / "sweep")
+    tuner = tune.Tuner.restore(tmp_path / "runs" / "sweep", trainer, resume_errored=True)
+    [result] = tuner.fit()
+    assert result.error is None
+    assert result.metrics is not None
+    assert (result.metrics["step"], result.metrics["began_at"]) == (2, 1)
+
+
+def test_a_run_config_belongs_to_the_tuner(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="pass it to the `Tuner` itself"):
+        tune.Tuner(make_trainer(tmp_path), param_space={"run_config": RunConfig()})
+
+
+def test_a_trainer_that_runs_already_is_no_trial() -> None:
+    class Running:
+        def as_trainable(self) -> None: ...
+
+    with pytest.raises(TypeError, match="running already"):
+        tune.Tuner(Running())
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"param_space": [1]}, "param_space"), ({"run_config": {"name": "a"}}, "run_config")]
+)
+def test_a_wrong_argument_is_named(options: dict[str, Any], name: str, tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=f"`{name}="):
+        tune.Tuner(make_trainer(tmp_path), **options)
+
+
+def test_what_a_trial_asks_for_follows_its_config(tmp_path: Path) -> None:
+    trainable_cls = make_trainer(tmp_path).as_trainable()
+    assert trainable_cls.__name__ == "DataParallelTrainer"
+    assert trainable_cls.default_resource_request({}).bundles == [{"CPU": 1}, {"CPU": 1}]
+    config = {"scaling_config": {"num_workers": (1, 2), "resources_per_worker": {"CPU": 3}}}
+    assert trainable_cls.default_resource_request(config).bundles == [{"CPU": 1}, {"CPU": 3}, {"CPU": 3}]
+
+
+def test_arguments_are_merged_down_to_the_values_of_dicts() -> None:
+    given = {"train_loop_config": {"a": 1, "deep": {"b": 2}}, "scaling_config": ScalingConfig(num_workers=2), "rest": 3}
+    config = {"train_loop_config": {"deep": {"c": 4}}, "scaling_config": {"use_gpu": True}}
+    merged = merged_arguments(given, config)
+    assert merged["train_loop_config"] == {"a": 1, "deep": {"b": 2, "c": 4}}
+    assert (merged["scaling_config"].num_workers, merged["scaling_config"].use_gpu, merged["rest"]) == (2, True, 3)
+    assert given["train_loop_config"] == {"a": 1, "deep": {"b": 2}}
+
+
+def test_the_configs_of_a_run_are_those_of_ray() -> None:
+    config = RunConfig(
+        name="run",
+        storage_path="relative",
+        stop={"step": 2},
+        failure_config=FailureConfig(max_failures=3),
+        checkpoint_config=CheckpointConfig(num_to_keep=0, checkpoint_score_attribute="loss"),
+    )
+    made = as_ray_config(config)
+    assert (made.name, made.storage_path, made.stop) == ("run", str(Path("relative").absolute()), {"step": 2})
+    assert made.failure_config.max_failures == 3
+    assert (made.checkpoint_config.num_to_keep, made.checkpoint_config.checkpoint_score_attribute) == (None, "loss")
