@@ -21,8 +21,8 @@ NUM_EPOCHS, ROOM_AT, DIES_AT = 7, 1, 5
     ("backend", "learner"),
     [
         ("torch", learners.with_torch),
-        ("horovod", learners.with_horovod),
-        ("tensorflow", learners.with_tensorflow),
+        pytest.param("horovod", learners.with_horovod, marks=pytest.mark.soak),
+        pytest.param("tensorflow", learners.with_tensorflow, marks=pytest.mark.soak),
     ],
 )
 def test_a_run_grows_loses_a_worker_and_learns_as_if_nothing_had_happened(
