@@ -67,6 +67,11 @@ def local_copy(location: str | os.PathLike[str]) -> Iterator[str]:
         yield str(path)
 
 
+def is_uri(location: Any) -> bool:
+    """Whether this is a URI, also one that went through `pathlib`; that of a local file is one too."""
+    return isinstance(location, str | os.PathLike) and _uris.scheme_of(str(location)) is not None
+
+
 def shown(location: str | os.PathLike[str]) -> str:
     """A location in words, without keys and passwords."""
     return _uris.masked(_uris.checked_text("path", location))

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from raysgd.storage import Folder
+from raysgd.train._run_folders import fetch_checkpoints, local_run_dir
 from raysgd.train.callbacks.callback import TrainingCallback, call_with_known
 
 logger = logging.getLogger(__name__)
@@ -29,16 +31,25 @@ class RunCallbacks:
                 raise TypeError(f"`callbacks` has {callback!r}: need objects of subclasses of `TrainingCallback`.")
 
     @contextmanager
-    def around(self, run_dir: Path, config: Any) -> Iterator[None]:
-        """Calls `start_training` before the run, and `finish_training` after it."""
-        has_failed = True
-        try:
-            for callback in self._callbacks:
-                call_with_known(callback.start_training, logdir=str(run_dir), config={} if config is None else config)
+    def around(self, run_dir: Path | Folder, config: Any) -> Iterator[None]:
+        """Calls `start_training` before the run, and `finish_training` after it.
+
+        Where the folder of the run is in a store, callbacks get a folder of this machine, which goes there at the end.
+        """
+        if not self._callbacks:
             yield
-            has_failed = False
-        finally:
-            self._finish(has_failed)
+            return
+        with local_run_dir(run_dir) as local:
+            has_failed = True
+            try:
+                for callback in self._callbacks:
+                    call_with_known(callback.start_training, logdir=str(local), config={} if config is None else config)
+                yield
+                has_failed = False
+            finally:
+                if any(getattr(callback, "reads_checkpoints", False) for callback in self._callbacks):
+                    fetch_checkpoints(run_dir, local)
+                self._finish(has_failed)
 
     def process(self, results: list[dict[str, Any]]) -> None:
         """Gives all callbacks the metrics of all workers at one report."""

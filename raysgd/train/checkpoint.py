@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from raysgd._atomic_file import replacing
-from raysgd._paths import check_local
+from raysgd.storage import Folder, StorageError, open_folder
+from raysgd.storage.files import is_uri, local_copy, saving
 from raysgd.train._arrivals import Arrivals, CheckpointLostError
 from raysgd.train._retention import MAX, MIN, CheckpointStrategy, Retention, Verdict, check_strategy
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
@@ -39,30 +39,46 @@ class FileStore:
     """The folder in which the checkpoints of a run are, one file each.
 
     Attributes:
-        folder: The folder; None to write nothing.
-        latest: The file that was written last.
+        folder: The folder, on a disk or in a store; None to write nothing.
     """
 
-    def __init__(self, folder: Path | None = None) -> None:
+    def __init__(self, folder: Path | Folder | None = None) -> None:
         self.folder = folder
-        self.latest: Path | None = None
+        self._latest: int | None = None
 
-    def path(self, identity: int) -> Path | None:
-        """The file of a checkpoint; None where nothing is written."""
-        return self.folder / f"checkpoint_{identity:06d}" if self.folder is not None else None
+    def path(self, identity: int) -> Path | str | None:
+        """The file of a checkpoint, as a path or a URI; None where nothing is written."""
+        if isinstance(self.folder, Folder):
+            return (self.folder / _file_name(identity)).uri
+        return self.folder / _file_name(identity) if self.folder is not None else None
+
+    @property
+    def latest(self) -> Path | str | None:
+        """The file that was written last, if it is still there."""
+        return self.path(self._latest) if self._latest is not None and self._has(self._latest) else None
 
     def write(self, identity: int, checkpoint: Mapping[str, Any]) -> None:
         """Writes a checkpoint, whole or not at all."""
         path = self.path(identity)
         if path is not None:
             write_checkpoint(checkpoint, path)
-            self.latest = path
+            self._latest = identity
 
     def delete(self, identity: int) -> None:
         """Deletes the file of a checkpoint, if there is one."""
-        path = self.path(identity)
-        if path is not None:
-            path.unlink(missing_ok=True)
+        if isinstance(self.folder, Folder):
+            self.folder.remove(_file_name(identity))
+        elif self.folder is not None:
+            (self.folder / _file_name(identity)).unlink(missing_ok=True)
+
+    def _has(self, identity: int) -> bool:
+        if isinstance(self.folder, Folder):
+            return self.folder.has(_file_name(identity))
+        return self.folder is not None and (self.folder / _file_name(identity)).exists()
+
+
+def _file_name(identity: int) -> str:
+    return f"checkpoint_{identity:06d}"
 
 
 class CheckpointManager:
@@ -87,7 +103,7 @@ class CheckpointManager:
 
     def begin_run(
         self,
-        run_dir: Path | None,
+        run_dir: Path | Folder | None,
         checkpoint: dict[str, Any] | None = None,
         strategy: CheckpointStrategy | None = None,
         latest_id: int | None = None,
@@ -172,54 +188,80 @@ class CheckpointManager:
         return self._latest
 
     @property
-    def latest_checkpoint_dir(self) -> Path | None:
+    def latest_checkpoint_dir(self) -> Path | Folder | None:
         """Where the checkpoints of the run are."""
         return self._store.folder
 
     @property
-    def latest_checkpoint_path(self) -> Path | None:
+    def latest_checkpoint_path(self) -> Path | str | None:
         """The newest file of the latest run that is there; None when there is none."""
         self.flush()
-        if self._store.latest is not None and self._store.latest.exists():
-            return self._store.latest
-        return self.best_checkpoint_path
+        return self._store.latest or self.best_checkpoint_path
 
     @property
-    def best_checkpoint_path(self) -> Path | None:
+    def best_checkpoint_path(self) -> Path | str | None:
         """The best file of the latest run; None when there is none."""
         self.flush()
         best = self._retention.best
         return self._store.path(best) if best is not None else None
 
 
-def write_checkpoint(checkpoint: Mapping[str, Any], path: Path) -> None:
-    """Writes a file that is whole or not there."""
+def write_checkpoint(checkpoint: Mapping[str, Any], path: Path | str) -> None:
+    """Writes a file that is whole or not there.
+
+    Raises:
+        OSError: It could not be written; a `StorageError` for a URI.
+    """
     from ray import cloudpickle
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(str(path)) as file:
-        cloudpickle.dump(dict(checkpoint), file, protocol=5)
+    if isinstance(path, Path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with saving(path) as file:
+            cloudpickle.dump(dict(checkpoint), file, protocol=5)
+    except StorageError as error:
+        raise StorageError(f"{error} The trainer still has it as `latest_checkpoint`.") from error
 
 
 def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[str, Any] | None:
-    """A checkpoint: as it is if it is a dict, else read from a path. Reading runs what the file says, as any pickle.
+    """A checkpoint: as it is if it is a dict, else read from a path or a URI.
+
+    Reading runs what the file says, as any pickle.
 
     Raises:
-        ValueError: There is nothing at that path, or it is a URI.
+        ValueError: There is nothing at that place.
         TypeError: It is neither a dict nor a path.
+        StorageError: A store could not be reached.
     """
     if checkpoint is None:
         return None
     if isinstance(checkpoint, Mapping):
         return dict(checkpoint)
     if not isinstance(checkpoint, str | Path):
-        raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict, or the path of a saved one.")
-    check_local("checkpoint", checkpoint)
+        raise TypeError(f"`checkpoint={checkpoint!r}`: need a dict, or the path or URI of a saved one.")
+    if is_uri(checkpoint):
+        place = open_folder(checkpoint, argument="checkpoint")
+        if not place.is_local:
+            return _read_from_store(place, checkpoint)
+        checkpoint = place.local_path
     path = Path(checkpoint).expanduser()
     if not path.exists():
         raise ValueError(f"`checkpoint={str(checkpoint)!r}`: there is no such file.")
+    return _read(path / _DIRECTORY_FILE if path.is_dir() else path)
+
+
+def _read_from_store(place: Folder, checkpoint: str | Path) -> dict[str, Any]:
+    """Reads a file, or the file in a folder that holds a checkpoint."""
+    try:
+        with local_copy((place / _DIRECTORY_FILE).uri if place.exists() else checkpoint) as path:
+            return _read(Path(path))
+    except FileNotFoundError:
+        raise ValueError(f"`checkpoint={str(place)!r}`: there is no such file.") from None
+
+
+def _read(path: Path) -> dict[str, Any]:
     from ray import cloudpickle
 
-    with open(path / _DIRECTORY_FILE if path.is_dir() else path, "rb") as file:
+    with open(path, "rb") as file:
         found: dict[str, Any] = cloudpickle.load(file)
     return found

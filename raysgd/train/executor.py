@@ -20,6 +20,7 @@ from raysgd.exceptions import (
     TrainBackendError,
     TrainingWorkerError,
 )
+from raysgd.storage import Folder
 from raysgd.train._launch import Launch, Shards
 from raysgd.train._max_retries import MaxRetries
 from raysgd.train._messages import FunctionSpec, TrainingResult, TrainingResultType
@@ -182,7 +183,7 @@ class BackendExecutor:
     def start_training(
         self,
         train_func: Callable[..., Any],
-        run_dir: Path | None = None,
+        run_dir: Path | Folder | None = None,
         dataset: Any = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | None = None,
@@ -210,7 +211,9 @@ class BackendExecutor:
         plan = RunPlan.checked(train_func, config, dataset, checkpoint, checkpoint_strategy)
         self.begin(plan, run_dir, latest_checkpoint_id)
 
-    def begin(self, plan: RunPlan, run_dir: Path | None = None, latest_checkpoint_id: int | None = None) -> None:
+    def begin(
+        self, plan: RunPlan, run_dir: Path | Folder | None = None, latest_checkpoint_id: int | None = None
+    ) -> None:
         """Starts the function of a plan on all workers; see `start_training`.
 
         Raises:
@@ -420,12 +423,12 @@ class BackendExecutor:
         return self.checkpoint_manager.latest_checkpoint_id
 
     @property
-    def latest_checkpoint_dir(self) -> Path | None:
+    def latest_checkpoint_dir(self) -> Path | Folder | None:
         """Where the checkpoints of the latest run are."""
         return self.checkpoint_manager.latest_checkpoint_dir
 
     @property
-    def latest_checkpoint_path(self) -> Path | None:
+    def latest_checkpoint_path(self) -> Path | str | None:
         """The newest file of the latest run."""
         return self.checkpoint_manager.latest_checkpoint_path
 

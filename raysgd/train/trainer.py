@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._checks import check_amount, is_integer, refuse_text
-from raysgd._paths import check_path
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.history import History
 from raysgd.engine.resources import cluster_view
+from raysgd.storage import Folder
 from raysgd.train._iterator import TrainingIterator
 from raysgd.train._object_group import TrainWorkerGroup
 from raysgd.train._plan import RunPlan
 from raysgd.train._run_callbacks import RunCallbacks
-from raysgd.train._run_folders import RunFolders, make_logdir
+from raysgd.train._run_folders import RunFolders, check_logdir, make_logdir
 from raysgd.train._settings import as_range
 from raysgd.train._shards import check_dataset
 from raysgd.train.backend import BackendConfig, resolve
@@ -42,7 +42,8 @@ class Trainer:
         use_gpu: Whether each worker gets a GPU.
         resources_per_worker: Other amounts for each worker than one "CPU" and that "GPU"; other names are custom
             resources.
-        logdir: Where runs put their folders; a relative path is under `~/ray_results`. Default: a new folder there.
+        logdir: Where runs put their folders: a path, of which a relative one is under `~/ray_results`, or a URI such as
+            `s3://bucket/results`. Default: a new folder in `~/ray_results`.
         max_retries: The loss of workers with this number in a run is the one that is raised: 3 allows two. -1 allows
             any number.
         resize_check_s: How often a run on fewer workers than it might have looks for room; it grows after a checkpoint.
@@ -78,7 +79,7 @@ class Trainer:
     ) -> None:
         as_range(num_workers)
         if logdir is not None:
-            check_path("logdir", logdir)
+            check_logdir(logdir)
         refuse_text(use_gpu=use_gpu)
         if not is_integer(max_retries):
             raise TypeError(f"`max_retries={max_retries!r}`: need an integer; -1 for any number.")
@@ -193,7 +194,7 @@ class Trainer:
         self._executor.check_free()
         return self._iterate(plan, self.create_run_dir())
 
-    def _iterate(self, plan: RunPlan, run_dir: Path) -> TrainingIterator:
+    def _iterate(self, plan: RunPlan, run_dir: Path | Folder) -> TrainingIterator:
         self._executor.begin(plan, run_dir)
         return TrainingIterator(self._executor)
 
@@ -243,29 +244,29 @@ class Trainer:
         return make_trainable(TrialPlan(make_trainer, train_func, dataset, bundles))
 
     @property
-    def logdir(self) -> Path:
-        """The folder of this trainer, in which each run has its own."""
+    def logdir(self) -> Path | Folder:
+        """The folder of this trainer, in which each run has its own: a path, or a `Folder` in a store."""
         return self._folders.logdir
 
     @logdir.setter
-    def logdir(self, logdir: Path) -> None:
+    def logdir(self, logdir: Path | Folder) -> None:
         self._folders.logdir = logdir
 
-    def create_logdir(self, log_dir: str | Path | None) -> Path:
+    def create_logdir(self, log_dir: str | Path | None) -> Path | Folder:
         """Makes the folder for the runs and returns it; without a name, a new one with the time."""
         return make_logdir(log_dir)
 
-    def create_run_dir(self) -> Path:
+    def create_run_dir(self) -> Path | Folder:
         """Makes the folder of the next run and returns it: the next number that no other trainer has taken."""
         return self._folders.make_next()
 
     @property
-    def latest_run_dir(self) -> Path | None:
+    def latest_run_dir(self) -> Path | Folder | None:
         """The folder of the latest run; None before the first one."""
         return self._folders.latest
 
     @property
-    def latest_checkpoint_dir(self) -> Path | None:
+    def latest_checkpoint_dir(self) -> Path | Folder | None:
         """Where the checkpoints of the latest run are, or would be; None before the first one."""
         return self._folders.latest_checkpoints
 
@@ -280,13 +281,13 @@ class Trainer:
         return self.checkpoint_manager.latest_checkpoint
 
     @property
-    def latest_checkpoint_path(self) -> Path | None:
-        """The newest file of the latest run; None when there is none."""
+    def latest_checkpoint_path(self) -> Path | str | None:
+        """The newest file of the latest run, as a path or a URI; None when there is none."""
         return self.checkpoint_manager.latest_checkpoint_path
 
     @property
-    def best_checkpoint_path(self) -> Path | None:
-        """The best file of the latest run, by its `CheckpointStrategy`; None when there is none."""
+    def best_checkpoint_path(self) -> Path | str | None:
+        """The best file of the latest run, by its `CheckpointStrategy`, as a path or a URI; None when there is none."""
         return self.checkpoint_manager.best_checkpoint_path
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd.storage import StorageError, open_folder
 from raysgd.train.checkpoint import (
     CheckpointLostError,
     CheckpointManager,
@@ -17,6 +18,7 @@ from raysgd.train.checkpoint import (
     load_checkpoint,
     write_checkpoint,
 )
+from tests.s3_server import BUCKET, S3Server
 
 NAN = math.nan
 
@@ -192,6 +194,18 @@ class TestManager:
         made.await_arrival(5)
         assert caplog.text.count("did not arrive") == 1
 
+    def test_keeps_the_best_in_a_store(self, s3_server: S3Server) -> None:
+        folder = open_folder(s3_server.uri("manager"))
+        made = manager(folder, strategy=CheckpointStrategy(2, "loss", "min"))
+        for epoch, loss in enumerate([3.0, 1.0, 2.0, 9.0]):
+            made.add(loss, lambda epoch=epoch: {"epoch": epoch})
+        made.flush()
+        assert (folder / "checkpoints").names() == ["checkpoint_000002", "checkpoint_000003"]
+        assert made.latest_checkpoint_dir == folder / "checkpoints"
+        assert load_checkpoint(made.best_checkpoint_path) == {"epoch": 1}
+        assert load_checkpoint(made.latest_checkpoint_path) == {"epoch": 2}
+        assert made.latest_checkpoint == {"epoch": 3}
+
     def test_writes_nothing_without_a_folder(self) -> None:
         made = manager(None)
         made.add(1, lambda: {"epoch": 1})
@@ -218,6 +232,24 @@ class TestFiles:
             write_checkpoint({"lock": threading.Lock()}, path)
         assert load_checkpoint(path) == {"epoch": 3}
         assert list(tmp_path.iterdir()) == [path]
+
+    def test_may_be_in_a_store(self, s3_server: S3Server, tmp_path: Path) -> None:
+        uri = s3_server.uri("train/deep/file")
+        write_checkpoint({"epoch": 3}, uri)
+        assert load_checkpoint(uri) == {"epoch": 3}
+        write_checkpoint({"epoch": 4}, s3_server.uri("train/folder/dict_checkpoint.pkl"))
+        assert load_checkpoint(s3_server.uri("train/folder")) == {"epoch": 4}
+        write_checkpoint({"epoch": 5}, tmp_path / "a b")
+        assert load_checkpoint((tmp_path / "a b").as_uri()) == {"epoch": 5}
+        with pytest.raises(ValueError, match=r"`checkpoint='s3://\*\*\*@bucket/train/none.*there is no such file"):
+            load_checkpoint(s3_server.uri("train/none"))
+
+    def test_that_a_store_does_not_take_are_still_there(self, s3_server: S3Server) -> None:
+        made = manager(open_folder(s3_server.uri("x").replace(f"@{BUCKET}/", "@no-such-bucket/")))
+        made.add(1, lambda: {"epoch": 1})
+        with pytest.raises(StorageError, match="The trainer still has it as `latest_checkpoint`"):
+            made.flush()
+        assert made.latest_checkpoint == {"epoch": 1}
 
     def test_may_be_folders_of_a_later_version(self, tmp_path: Path) -> None:
         (tmp_path / "dict_checkpoint.pkl").write_bytes(pickle.dumps({"epoch": 4}))

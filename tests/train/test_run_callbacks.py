@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from raysgd.storage import open_folder
 from raysgd.train._run_callbacks import RunCallbacks
 from raysgd.train.callbacks import TrainingCallback
 
@@ -58,6 +59,42 @@ def test_the_first_that_fails_at_the_end_is_raised_after_all_were_called(caplog:
         pass
     assert [call[:2] for call in calls[2:]] == [("a", "finish"), ("b", "finish")]
     assert "second" in caplog.text
+
+
+class Reading(TrainingCallback):
+    """Writes a file at the start, and notes the checkpoints at the end."""
+
+    def __init__(self, reads_checkpoints: bool) -> None:
+        self.reads_checkpoints = reads_checkpoints
+        self.found: list[str] | None = None
+
+    def start_training(self, logdir: str, **info: Any) -> None:
+        self.logdir = Path(logdir)
+        (self.logdir / "log").write_text("started")
+
+    def finish_training(self, error: bool = False, **info: Any) -> None:
+        self.found = sorted(str(path.relative_to(self.logdir)) for path in self.logdir.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("reads_checkpoints", [True, False])
+def test_with_a_store_callbacks_have_a_folder_of_this_machine(
+    reads_checkpoints: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysgd.train.constants.DEFAULT_RESULTS_DIR", tmp_path)
+    run_dir = open_folder(f"memory://run-callbacks/{reads_checkpoints}")
+    callback = Reading(reads_checkpoints)
+    with RunCallbacks([callback]).around(run_dir, None):
+        (run_dir / "checkpoints").write("checkpoint_000001", b"1")
+    assert callback.found == ["checkpoints/checkpoint_000001", "log"][not reads_checkpoints :]
+    assert run_dir.read("log") == b"started"
+    assert run_dir.names() == ["checkpoints", "log"]
+
+
+def test_without_callbacks_no_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("raysgd.train.constants.DEFAULT_RESULTS_DIR", tmp_path)
+    with RunCallbacks(None).around(open_folder("memory://run-callbacks/none"), None):
+        pass
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("callbacks", ["json", 3, [Noting], [print]])

@@ -113,11 +113,6 @@ def test_trainers_with_one_folder_never_share_that_of_a_run(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     "call",
     [
-        lambda folder: trainer(folder, logdir=BUCKET),
-        lambda folder: trainer(folder, logdir=Path(BUCKET)),
-        lambda folder: trainer(folder, logdir="file:///results"),
-        lambda folder: Trainer.load_checkpoint_from_path(BUCKET),
-        lambda folder: load_checkpoint(Path(BUCKET)),
         lambda folder: JsonLoggerCallback(logdir=BUCKET),
     ],
 )
@@ -126,6 +121,24 @@ def test_a_uri_is_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call:
     with pytest.raises(ValueError, match="need a path on a local or mounted disk, not a URI"):
         call(tmp_path / "logs")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_folder_of_a_trainer_may_be_in_a_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    made = trainer(tmp_path, logdir="memory://trainer/results")
+    assert str(made.logdir) == "memory://trainer/results"
+    assert str(made.create_run_dir()) == "memory://trainer/results/run_001"
+    assert str(made.latest_checkpoint_dir) == "memory://trainer/results/run_001/checkpoints"
+    assert trainer(tmp_path, logdir=(tmp_path / "a b").as_uri()).logdir == tmp_path / "a b"
+    assert [path.name for path in tmp_path.iterdir()] == ["a b"]
+
+
+@pytest.mark.parametrize("logdir", ["nowhere://bucket", Path("nowhere://bucket")])
+def test_an_unknown_store_is_refused(tmp_path: Path, logdir: Any) -> None:
+    with pytest.raises(ValueError, match="`logdir='nowhere://bucket'`: `nowhere` is unknown"):
+        trainer(tmp_path, logdir=logdir)
+    with pytest.raises(ValueError, match="`checkpoint='nowhere://bucket'`: `nowhere` is unknown"):
+        load_checkpoint(logdir)
 
 
 def test_a_relative_folder_is_among_the_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

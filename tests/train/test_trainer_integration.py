@@ -11,9 +11,12 @@ import pytest
 
 from raysgd import train
 from raysgd.exceptions import InactiveWorkerGroupError, StepMismatchError, WorkerError, WorkersLostError
+from raysgd.storage import Folder
 from raysgd.train import CheckpointStrategy, Trainer, TrainingCallback
 from raysgd.train._worker_handles import WorkerHandle
 from raysgd.train.backend import BackendConfig
+from raysgd.train.callbacks import JsonLoggerCallback
+from tests.s3_server import S3Server
 from tests.train import lab
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
@@ -86,6 +89,27 @@ def test_a_run_starts_from_the_checkpoint_that_it_is_given(shared: Trainer, tmp_
     assert path is not None
     assert shared.run(lab.count_up, {"num_steps": 5}, checkpoint=path) == [3, 3]
     assert shared.run(lab.count_up, {"num_steps": 0}) == [0, 0]  # and from nothing otherwise
+
+
+def test_a_run_goes_to_a_store(
+    shared: Trainer, s3_server: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("raysgd.train.constants.DEFAULT_RESULTS_DIR", tmp_path)
+    before = shared.logdir
+    shared.logdir = results = shared.create_logdir(s3_server.uri("trainer"))
+    try:
+        logger = JsonLoggerCallback()
+        assert shared.run(lab.count_up, {"num_steps": 3, "save_every": 2}, callbacks=[logger]) == [0, 0]
+        run_dir, path = shared.latest_run_dir, shared.latest_checkpoint_path
+        assert isinstance(run_dir, Folder)
+        assert run_dir.names() == ["checkpoints", "results.json"]
+        assert run_dir.read("results.json") == logger.log_path.read_bytes()
+        assert (run_dir / "checkpoints").names() == ["checkpoint_000001", "checkpoint_000002"]
+        assert shared.run(lab.count_up, {"num_steps": 5}, checkpoint=path) == [3, 3]
+    finally:
+        shared.logdir = before
+    assert isinstance(results, Folder)
+    assert len(results.names()) == 2
 
 
 def test_the_strategy_decides_what_stays(shared: Trainer) -> None:

@@ -16,10 +16,13 @@ class TrainingCallback:
     Attributes:
         results_preprocessor: What the results go through before `handle_result`.
         RESERVED_KEYS: Keys of other callbacks' own results that this one is shown too.
+        reads_checkpoints: Whether `finish_training` needs the checkpoints in the folder of the run. Only then they are
+            fetched from a store.
     """
 
     results_preprocessor: ResultsPreprocessor | None = None
     RESERVED_KEYS: ClassVar[Set[str]] = frozenset()
+    reads_checkpoints: bool = False
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         """Called before the function is started, with the folder of the run and the config of the function."""

@@ -230,7 +230,7 @@ class MLflowLoggerCallback(TrainingCallback):
         self._tracking_uri, self._registry_uri = tracking_uri, registry_uri
         self._experiment_id, self._experiment_name = experiment_id, experiment_name
         self._tags = dict(tags or {})
-        self._save_artifact = save_artifact
+        self._save_artifact = self.reads_checkpoints = save_artifact
         self.results_preprocessor = IndexedResultsPreprocessor(one_rank(worker_to_log))
 
     @property
