@@ -348,6 +348,8 @@ class ClassRunner(ABC):
         operator, options = self._operator, self._loop.validation_options(request)
         self._arm_timers(request.profile)
         self._feed.take_share("validation", request, share)
+        if self._feed.ray_loader("validation") is not None:  # all ranks have to begin a pass together
+            request = replace(request, starts_over=True)
         with self._evaluating(), self._feed.validation.stream(request) as stream:
             began_at = stream.num_steps_taken
             self._running = (stream, began_at, request.num_steps, request.info)

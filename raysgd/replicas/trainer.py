@@ -192,13 +192,10 @@ class ClassTrainer(ABC):
             dataset: What takes the place of the registered data; None if nothing does.
             worlds: The group.
         """
-        batches = self._facts.ray_batches.get(name)
-        if name == "validation" and batches is not None:
-            asked = replace(asked, starts_over=True)
         requests: list[tuple[Any, ...]] = [*self._requests(asked, worlds)]
         if dataset is not None:
             return self._sharing.with_data_of_call(requests, name, dataset, worlds)
-        return self._sharing.with_registered(requests, name, batches, worlds)
+        return self._sharing.with_registered(requests, name, self._facts.ray_batches.get(name), worlds)
 
     def _placed(self, rank: int, share: Any) -> Any:
         """A share where its rank can take it from. Ray knows who holds it only if it travels by itself."""

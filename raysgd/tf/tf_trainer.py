@@ -220,7 +220,8 @@ class TFTrainer(ClassTrainer):
             WorkersLostError: Workers were lost and the retries are used up.
         """
         _checks.check_max_retries(max_retries)
-        requests = partial(self._requests, self._asked(num_steps, profile, reduce_results, info))
+        asked = self._asked(num_steps, profile, reduce_results, info)
+        requests = partial(self._requests_with_data, "train", asked, None)
         return self._result(self._train(requests, max_retries, can_resume=self._goes_on), reduce_results)
 
     def validate(

@@ -24,11 +24,12 @@ import ray
 import torch
 import torch.distributed.fsdp
 
-from raysgd.data import Dataset
+from raysgd.data import Dataset, RayBatches
 from raysgd.exceptions import InvalidCountError, WorkerError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.constants import NUM_STEPS, SCHEDULER_STEP, USE_FP16
 from raysgd.utils import BATCH_SIZE
+from tests.replicas.rows import Rows
 from tests.torch.apex_double import StrictAmp
 from tests.torch.operators_for_tests import (
     BatchNormOperator,
@@ -1220,3 +1221,21 @@ def test_forward_may_return_the_loss_alone(make_local: MakeTrainer) -> None:
     results = [make_local(operator).train() for operator in (LossOnly, LinearOperator)]
     assert equal(results[0]["train_loss"], results[1]["train_loss"])
     assert math.isnan(make_local(LossOnly).validate()["val_accuracy"])
+
+
+class OnRows(LinearOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        batches = RayBatches(Rows([1, 2, 3]), batch_size=1, transform=lambda batch: (batch["id"],))
+        self.register_data(train_loader=batches, validation_loader=batches)
+
+    def train_batch(self, batch: Any, batch_info: Any) -> dict[str, Any]:
+        return {"id": batch[0].item(), "num_samples": 1}
+
+    validate_batch = train_batch
+
+
+def test_ray_data_goes_on_between_calls_of_train_and_begins_anew_in_each_of_validate(make_local: MakeTrainer) -> None:
+    trainer = make_local(OnRows)
+    assert [trainer.train(num_steps=2)["last_id"] for _ in range(2)] == [2, 1]
+    assert [trainer.validate(num_steps=number)["num_samples"] for number in (2, 9, 9, None)] == [2, 3, 3, 3]
