@@ -1,4 +1,4 @@
-"""A board: values under keys, which all ranks of a group read and write, and of which each rank has a copy.
+"""A board: values under keys that all ranks of a group read and write; each rank has a copy.
 
 No death of a rank loses it, as that of a server would. A written value is sent to all other ranks. Only what depends on
 the value before, such as counting, is done by rank 0. Needs only sockets, and a thread that receives from them.

@@ -1,6 +1,6 @@
 """Defers the import of PyTorch's compiler, `torch._dynamo`, until something needs it.
 
-That import takes nearly as long as PyTorch's own. Programs that compile nothing trigger it all the same: the first
+That import takes nearly as long as PyTorch's own. Programs that compile nothing trigger it too: the first
 optimizer, `DistributedDataParallel` and process groups ask the compiler for things that mean nothing outside compiled
 code. A stand-in module answers those. Any other request imports the real module, which replaces the stand-in for good.
 

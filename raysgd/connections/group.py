@@ -92,7 +92,7 @@ class Group:
         return received
 
     def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
-        """All ranks' rows one behind the other, of which each rank has as many as `counts` says."""
+        """All ranks' rows one behind the other; `counts` says how many each rank has."""
         padded = np.zeros((max(counts), *rows.shape[1:]), rows.dtype)
         padded[: len(rows)] = rows
         parts = self.gather(padded)

@@ -39,7 +39,7 @@ class Call:
 
     @property
     def can_rejoin(self) -> bool:
-        """Whether survivors of a loss can go on with it."""
+        """Whether survivors of a loss can continue it."""
         return self.resume is not None or not self.changes_state
 
     @property

@@ -71,6 +71,6 @@ class Connection(ABC):
     def is_connection_error(self, error: BaseException) -> bool:
         """Whether an exception raised in this process means that the group is broken, rather than the user's code.
 
-        It is asked while the exception has its traceback. Code of the user's that speaks of connections, to a data
-        base, say, must not be taken for the group's: what is raised there is never tried again.
+        It is asked while the exception has its traceback. An error of user code, such as a lost connection to a
+        database, must not be taken for one of the group: it is never retried.
         """

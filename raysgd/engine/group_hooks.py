@@ -25,7 +25,7 @@ class GroupHooks:
         """A call failed, and is about to run again on new workers."""
 
     def on_stop(self, group: WorkerGroup) -> None:
-        """The workers are about to be stopped in good order. Follows `on_end`."""
+        """The workers are about to be stopped in an orderly way. Follows `on_end`."""
 
     def on_end(self, group: WorkerGroup) -> None:
         """The workers are about to end, in whatever way; also from another thread, and more than once for a group."""

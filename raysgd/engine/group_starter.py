@@ -1,4 +1,4 @@
-"""Starts groups: the first one, and after a loss another one that goes on from the last snapshot."""
+"""Starts groups: the first one, and after a loss another one that continues from the last snapshot."""
 
 from __future__ import annotations
 

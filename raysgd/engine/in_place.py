@@ -33,7 +33,7 @@ class _Change:
         began: When it began.
         can_wait: Whether to wait for workers that are still starting.
         budget: What pays for it; None for what costs nothing.
-        leaving: Ranks that leave in good order.
+        leaving: Ranks that leave in an orderly way.
         orphans: How far those are.
     """
 

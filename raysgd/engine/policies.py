@@ -41,7 +41,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Rejoin:
-    """Let the survivors form a new group and go on with the call."""
+    """Let the survivors form a new group and continue the call."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class FailurePolicy:
     retries_user_errors: bool = False
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | Raise:
-        """What to do next; `can_rejoin` says whether the call could go on with the survivors."""
+        """What to do next; `can_rejoin` says whether the call could continue with the survivors."""
         if diagnosis.kind == "user":
             return Rebuild() if self.retries_user_errors and not budget.is_spent else Raise(lost=False)
         if self.rejoins and can_rejoin and budget.num_restarts > 0:

@@ -48,7 +48,7 @@ class Replica(Protocol):
 
 
 class RegroupingReplica(Replica, Protocol):
-    """A replica that survives the loss of others: it keeps its process and its memory and goes on in a new group.
+    """A replica that survives the loss of others: it keeps its process and its memory and continues in a new group.
 
     `heartbeat`, `propose_hold` and `settle_hold` are called from a second thread, while a call runs.
     """

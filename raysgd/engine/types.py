@@ -170,7 +170,7 @@ class Handover:
     Attributes:
         source: Rank, in the new group, whose state is the one to go on from.
         takers: The ranks whose state is another one, or none yet.
-        orphans: How far the ranks were that left in good order; rank 0 counts what they had measured.
+        orphans: How far the ranks were that left in an orderly way; rank 0 counts what they had measured.
     """
 
     source: int = 0

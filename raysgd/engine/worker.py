@@ -207,7 +207,7 @@ class WorkerProcess:
         return self._guarded(body)
 
     def regroup(self, world: World, rendezvous: Rendezvous, handover: Handover) -> Any:
-        """Joins a new group and goes on in it. Returns the replica's facts."""
+        """Joins a new group and continues in it. Returns the replica's facts."""
 
         def body() -> Any:
             self._world = world
@@ -383,7 +383,7 @@ _ACTOR_CLASS: Any = None
 
 @contextmanager
 def _without_collections() -> Iterator[None]:
-    """Keeps the garbage collector away from what is made meanwhile: modules, of which nothing ever becomes garbage.
+    """Keeps the garbage collector away from what is made meanwhile: modules, which never become garbage.
 
     Looking through them again and again is up to a third of the time that importing a framework takes.
     """

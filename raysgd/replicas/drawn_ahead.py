@@ -32,11 +32,11 @@ class _HandedOut(Generic[Terms]):
 class DrawnAhead(Generic[Terms]):
     """The batches that a loss may come from: the last one, and those right before it that user code still holds.
 
-    A batch that was skipped is let go of, so it is not one of them, and neither is any before it. One that was copied
-    is let go of, too; in that case there is more training at the end than batches.
+    A batch that was skipped is dropped, so it is not one of them, and neither is any before it. One that was copied
+    is dropped, too; in that case there is more training at the end than batches.
 
     Attributes:
-        is_batch_missing: Whether a batch was let go of that no training followed.
+        is_batch_missing: Whether a batch was dropped that no training followed.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""One call of `train` on one worker: how far it is, where it is held, and what is needed to go on with it elsewhere."""
+"""One call of `train` on one worker: how far it is, where it is held, and what is needed to continue it elsewhere."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Gate:
 
 @dataclass(frozen=True)
 class RunState:
-    """What another process needs to go on with a run.
+    """What another process needs to continue a run.
 
     Attributes:
         num_steps: Steps of the call completed.

@@ -232,7 +232,7 @@ class ClassRunner(ABC):
         return part
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: RunState, parts: Iterable[RunState]) -> None:
-        """Takes over a snapshot that was taken inside a training call, ready to go on with the call."""
+        """Takes over a snapshot that was taken inside a training call, ready to continue the call."""
         self.restore(shared_state, own_state)
         run = EpochRun(first.epoch_idx, first.num_requested, self._loop.new_meters())
         run.count(part.metrics for part in parts)
@@ -402,7 +402,7 @@ class ClassRunner(ABC):
 
 @contextmanager
 def _not_counting_padding(operator: Any, step: PlaceInStep) -> Iterator[None]:
-    """Lets `train_batch` report no samples for padding, to a `train_epoch` of the user's own that counts by them.
+    """Lets `train_batch` report no samples for padding, to a `train_epoch` that the user wrote and that counts by them.
 
     Around the method and not inside it: an override may divide by what the stock one reports.
     """
@@ -420,5 +420,5 @@ def _not_counting_padding(operator: Any, step: PlaceInStep) -> Iterator[None]:
         yield
     finally:
         del operator.train_batch
-        if "train_batch" in before:  # of the user's, set on the object
+        if "train_batch" in before:  # the user's, set on the object
             operator.train_batch = train_batch

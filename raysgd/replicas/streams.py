@@ -16,7 +16,7 @@ from raysgd.replicas.epoch_run import Steps
 from raysgd.replicas.epochs import EpochRequest
 
 NO_BATCH = object()
-"""Instead of a batch: this rank has no sample in a joint step, which counts all the same."""
+"""Instead of a batch: this rank has no sample in a joint step, which still counts."""
 _REDRAW_EVERY_S = 0.1
 
 

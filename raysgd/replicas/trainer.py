@@ -222,7 +222,7 @@ class ClassTrainer(ABC):
         Args:
             requests: Makes the request of each rank.
             max_retries: How many times it is repeated after a loss of workers.
-            can_resume: Whether it can go on with the batches that are left, in another group.
+            can_resume: Whether it can continue with the batches that are left, in another group.
             on_wait: Called some ten times a second.
         """
         runner = self._runner_cls

@@ -1,4 +1,4 @@
-"""Where Keras's `fit` is on one worker, and what it takes to go on with it in another group.
+"""Where Keras's `fit` is on one worker, and what it takes to continue it in another group.
 
 Keras draws its batches itself, and nothing is called between two steps that would not slow them down. What is counted
 are the exchanges of gradients: a step has its exchange, and changes nothing before it.
@@ -40,7 +40,7 @@ class FitPlace:
 
 
 def check_state(state: Any) -> None:
-    """Refuses what `FitStream.resume` could not go on with.
+    """Refuses what `FitStream.resume` could not continue from.
 
     Raises:
         ValueError: It is not what `FitStream.state` returned.
@@ -157,7 +157,7 @@ class FitStream:
         self._num_steps_before, self._num_exchanges_before = self.num_steps_completed, None
 
     def begin(self, first_epoch: int) -> bool:
-        """Gets ready for a `fit`; whether it goes on with one that broke off."""
+        """Gets ready for a `fit`; whether it continues one that broke off."""
         if self.place is None:
             if self._num_passes_elsewhere is not None:
                 self.passes.go_to(self._num_passes_elsewhere)

@@ -96,7 +96,7 @@ class DividedSource:
         passes: The same dataset on all ranks.
         sharding: What its batches are.
         world: The place among the replicas.
-        pads: Whether a rank without samples takes part in a step all the same, as it must in training.
+        pads: Whether a rank without samples still takes part in a step, as it must in training.
         num_joint: How many batches of one worker make a step; None: as many as there are workers.
     """
 
@@ -134,7 +134,7 @@ class DividedSource:
 
 
 class OwnSource:
-    """A dataset of which each rank has a part of its own.
+    """A dataset that each rank has its own part of.
 
     Ranks that step together may have different numbers of batches: one that has run out repeats its last batch with
     weight 0 until all have.

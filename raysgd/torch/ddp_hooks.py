@@ -34,11 +34,11 @@ class _HookState:
 
     Attributes:
         parallel: Knows the weight of the step, and watches its exchanges.
-        process_group: Who takes part, if that is a group of the user's own. None for the default group: one that is
+        process_group: Who takes part, if that is the user's own group. None for the default group: one that is
             left has to be freed then and there, not whenever garbage is collected, perhaps in a process that was forked
             and has none of its threads.
         goes_at_once: Whether to go past gloo where that can be done.
-        function: A hook of the user's that does the rest; None for an average.
+        function: A user's hook that does the rest; None for an average.
         state: What that one is called with.
     """
 
@@ -136,7 +136,7 @@ def _weight(step: Step, gradients: torch.Tensor) -> None:
 
 
 def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
-    """The state and the function of a hook of the user's: `function`, or `(state, function)`."""
+    """The state and the function of a user's hook: `function`, or `(state, function)`."""
     state, function = hook if isinstance(hook, tuple) else (None, hook)
     if not callable(function):
         raise ValueError(
@@ -147,7 +147,7 @@ def _hook_of_user(hook: Any) -> tuple[Any, Callable[..., Any]]:
 
 
 def _has_state(hook: Any) -> bool:
-    """Whether a hook of the user's may remember something: a group, what it sent before, a counter."""
+    """Whether a user's hook may remember something: a group, what it sent before, a counter."""
     if hook is None:
         return False
     state, function = _hook_of_user(hook)
@@ -155,7 +155,7 @@ def _has_state(hook: Any) -> bool:
 
 
 def _weight_and_call(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
-    """Does what a hook of the user's does."""
+    """Does what a user's hook does."""
     function, parallel = state.function, state.parallel
     assert function is not None
     if not parallel.weights_in_hook:

@@ -1,7 +1,7 @@
 """Whether a step's exchanges with the other ranks came through, also where user code catches what they raise.
 
-A `train_batch` that goes on after any exception goes on after a lost connection too. Each step from there on would be
-one without an exchange and perhaps without an update, and yet count as done. So this is looked at before a step counts.
+A `train_batch` that continues after any exception also continues after a lost connection. Each later step would have no
+exchange and perhaps no update, and still count as done. So this is looked at before a step counts.
 
 What is looked at: every exchange of gradients that `DistributedDataParallel` or Horovod makes says how it ended, and
 where fewer of them were made than in other steps, or where that is unknown, whether the connections are still open. A

@@ -72,7 +72,7 @@ class Feed(feed.Feed):
         return stream
 
     def _stream_of_call(self, request: EpochRequest) -> BatchStream:
-        """One that goes on where the last call with the same data stopped."""
+        """One that continues where the last call with the same data stopped."""
         self.epoch += 1
         key, stream = self._of_call
         if stream is None or key != request.shard_key:

@@ -97,7 +97,7 @@ class FSDP(NoParallel):
             part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step))
 
     def weighting(self, *args: Any) -> Any:
-        """Refuses weights of the user's."""
+        """Refuses the user's weights."""
         raise no_weights('parallel="fsdp"')
 
     @contextmanager

@@ -138,7 +138,7 @@ class HorovodParallel(HorovodByHand):
             self.weights_in_hook = self._outgoing.is_weighting = True
 
     def weighting(self, *args: Any) -> Any:
-        """Refuses weights of the user's, where there are others."""
+        """Refuses the user's weights, where there are others."""
         if self.synchronizes:
             raise no_weights('backend="horovod"')
         return super().weighting(*args)

@@ -1,4 +1,4 @@
-"""Bounds for gradients, which act wherever an optimizer steps: in stock code, or in a line of the user's own.
+"""Bounds for gradients, which act wherever an optimizer steps: in stock code, or in user code.
 
 Why hooks do this is in docs/adr/0049-options-act-where-the-optimizer-steps.md.
 """

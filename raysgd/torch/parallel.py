@@ -136,7 +136,7 @@ class NoParallel:
     def weighting(
         self, loss: torch.Tensor, optimizers: Sequence[Any], weight: float, parameters: Iterable[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        """The loss to run the backward pass on, of a batch that counts by a weight of the user's.
+        """The loss to run the backward pass on, of a batch that counts by a weight that the user gave.
 
         Args:
             loss: The mean over whatever the weight counts.
@@ -196,7 +196,7 @@ class NoParallel:
 
 
 def no_weights(option: str) -> ValueError:
-    """What to raise where gradients cannot be averaged by weights of the user's."""
+    """What to raise where gradients cannot be averaged by the user's weights."""
     return ValueError(
         f"`weight=` of `self.backward`, or from `forward`, does not work with `{option}`: allowed are the default, "
         '`parallel="ddp"` with `backend="gloo"` or "nccl", and `parallel="none"`, where you average gradients yourself.'

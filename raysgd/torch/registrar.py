@@ -42,7 +42,7 @@ class Registered:
         own_criterion: A loss with parameters of its own, frozen or not, with its wrapper.
         schedulers: The schedulers.
         returned: What `register` returned.
-        has_schedulers: Whether schedulers were given, be it an empty container.
+        has_schedulers: Whether schedulers were given, even an empty container.
     """
 
     original_models: list[torch.nn.Module] = field(default_factory=list)

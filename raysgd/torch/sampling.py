@@ -144,7 +144,7 @@ def _divides_data(sampler: Any) -> bool:
 
 
 def _own_sampler(loader: DataLoader[Any]) -> Any:
-    # Not `loader.sampler`: that is a mere default where the user passed `batch_sampler=BatchSampler(...)`.
+    # Not `loader.sampler`: that is only a default where the user passed `batch_sampler=BatchSampler(...)`.
     return cast(BatchSampler, loader.batch_sampler).sampler
 
 

@@ -67,7 +67,7 @@ class _Tally:
         is_weighted: Whether user code says how much each batch counts.
         expected: What the losses are divided by; None before anything counts.
         seen: What has come together on all ranks.
-        own: What this rank has, of which the others do not know yet.
+        own: What this rank has and the others do not know yet.
         sums: What waits for sums that are under way.
         num_batches: How many batches are in it.
         last: The batch that was counted last, and its weight.

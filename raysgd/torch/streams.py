@@ -187,7 +187,7 @@ class BatchStream(streams.BatchStream[Item, Step]):
     def ledger(self) -> tuple[int, int, int]:
         """Samples due in this pass, used so far, and in the step that is not done, over all ranks.
 
-        May be called from a second thread, while the first goes on.
+        May be called from a second thread, while the first works.
         """
         to_resume, num_steps, num_open = self._to_resume, self._num_steps_in_pass, self._num_open
         due = self.source.consumed_after(self.source.num_steps() or 0)

@@ -77,7 +77,7 @@ class TorchTrainer(ClassTrainer):
             from the last snapshot.
         min_workers: With fewer than these, wait for resources.
         spare_workers: How many more workers wait, ready, to step in for one that is lost. They hold resources.
-        resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then goes on
+        resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then continues
             with the workers that are left instead of waiting for new ones. None: growing waits for the next call.
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
@@ -228,7 +228,7 @@ class TorchTrainer(ClassTrainer):
         """Trains for one pass over the data, or for `num_steps` batches per worker.
 
         Args:
-            num_steps: Batches per worker. The next call goes on where this one stops; passes follow one another.
+            num_steps: Batches per worker. The next call continues where this one stops; passes follow one another.
             profile: Whether to add `profile`, the mean seconds of the phases of a single worker.
             reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
             max_retries: How many times this call is run again after a loss of workers.
