@@ -34,7 +34,7 @@ _HOOKS = (
 
 
 class RunCallbacks:
-    """The callbacks of one run.
+    """The callbacks of one run. When one of them has failed, none is called before the end.
 
     Args:
         callbacks: What the user gave.
@@ -48,6 +48,7 @@ class RunCallbacks:
         self._callbacks = [_adapted(callback) for callback in callbacks or ()]
         self._trial = trial
         self._iteration = 0
+        self._has_failed = False
 
     @property
     def replaced_loggers(self) -> frozenset[str]:
@@ -129,12 +130,11 @@ class RunCallbacks:
     # ------------------------------------------------------------------------------------------------ calls
 
     def _on_trial(self, hook: str, **info: Any) -> None:
-        for callback in self._callbacks:
-            self._call(callback, hook, iteration=self._iteration, trials=[self._trial], trial=self._trial, **info)
+        self._on_step(hook, trial=self._trial, **info)
 
-    def _on_step(self, hook: str) -> None:
-        for callback in self._callbacks:
-            self._call(callback, hook, iteration=self._iteration, trials=[self._trial])
+    def _on_step(self, hook: str, **info: Any) -> None:
+        for callback in self._callbacks if not self._has_failed else ():
+            self._call(callback, hook, iteration=self._iteration, trials=[self._trial], **info)
 
     def _call(self, callback: Any, hook: str, **info: Any) -> None:
         method = getattr(callback, hook, None)
@@ -143,6 +143,7 @@ class RunCallbacks:
         try:
             call_with_known(method, **info)
         except Exception as error:
+            self._has_failed = True
             name = type(getattr(callback, "callback", callback)).__name__
             raise CallbackError(
                 f"The callback `{name}` failed in `{hook}`: {type(error).__name__}: {error}. The run ends. Its "

@@ -61,6 +61,12 @@ class KeptCheckpoints:
         for dropped in self._retention.admit(index, self._score(metrics)):
             self._delete(dropped)
 
+    def discard(self, checkpoint: Checkpoint | None) -> None:
+        """Deletes a checkpoint that does not count."""
+        name = name_of(checkpoint) if checkpoint is not None else None
+        if name is not None:
+            self._chores.submit(f"delete {name}", (self._folder.trial / name).delete)
+
     @property
     def best(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Those that are kept, with the metrics of their reports: the worst first, the best last."""
@@ -74,9 +80,7 @@ class KeptCheckpoints:
                 self._delete(index)
 
     def _delete(self, index: int) -> None:
-        name = name_of(self._present.pop(index)[0])
-        if name is not None:
-            self._chores.submit(f"delete {name}", (self._folder.trial / name).delete)
+        self.discard(self._present.pop(index)[0])
 
     def _score(self, metrics: Mapping[str, Any]) -> float | None:
         if self._attribute is None:

@@ -70,7 +70,7 @@ class Recorder:
         self._logs = Logs(folder, self._chores)
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
         self._writers: list[ReportWriter] = []
-        self._is_open = False
+        self._is_open = self._has_stopped = False
         self._last_failure: BaseException | None = None
 
     # ------------------------------------------------------------------------------------------------ the run
@@ -91,7 +91,7 @@ class Recorder:
         self._trial.set_status(Trial.RUNNING)
 
     def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
-        """There is a report.
+        """There is a report. After one at which the run stops, reports and their checkpoints are discarded.
 
         Args:
             metrics: Those of rank 0.
@@ -104,6 +104,9 @@ class Recorder:
             CallbackError: A callback failed.
             OSError: The folder cannot be written to.
         """
+        if self._has_stopped:  # workers are ahead of what is recorded
+            self._checkpoints.discard(checkpoint)
+            return True
         result = self._filler.fill(metrics, name_of(checkpoint) if checkpoint is not None else None)
         result[DONE] = result[DONE] or self._stop(self._trial.trial_id, result)
         if checkpoint is not None:
@@ -116,7 +119,8 @@ class Recorder:
             self._keep(checkpoint, result)
         self._callbacks.end_step()
         self._logs.upload_soon()
-        return bool(result[DONE])
+        self._has_stopped = bool(result[DONE])
+        return self._has_stopped
 
     def fail(self, error: BaseException) -> None:
         """An attempt has ended with an error, which goes into `error.txt`."""

@@ -207,9 +207,19 @@ def _is_there(checkpoint: _CheckpointAt) -> bool:
 
 def _at_place(run_config: RunConfig | None, experiment: Folder, path: str | Path, filesystem: Any) -> RunConfig:
     """The run's config with the place where the run is now: its folder may have been moved."""
-    text = str(path).rstrip("/")
-    parent = text[: -len(experiment.name)].rstrip("/") or "/"
-    return replace(run_config or RunConfig(), name=experiment.name, storage_path=parent, storage_filesystem=filesystem)
+    above = _above(str(path))
+    return replace(run_config or RunConfig(), name=experiment.name, storage_path=above, storage_filesystem=filesystem)
+
+
+def _above(path: str) -> str:
+    """The path or URI of the folder above.
+
+    >>> _above("s3://bucket/results/run/?region=us-east-1"), _above("/results/run"), _above("run")
+    ('s3://bucket/results?region=us-east-1', '/results', '.')
+    """
+    place, mark, options = path.partition("?") if "://" in path else (path, "", "")
+    above, slash, _ = place.rstrip("/").rpartition("/")
+    return f"{above or slash or '.'}{mark}{options}"
 
 
 def _made(trainer_class: type, saved_class: type, arguments: Mapping[str, Any]) -> Any:

@@ -112,3 +112,36 @@ def fail_on_rank_1_while_0_hangs() -> None:
     if train.get_context().get_world_rank() == 1:
         raise ZeroDivisionError("on rank 1")
     time.sleep(600)
+
+
+def log_with_mlflow(config: dict[str, Any]) -> None:
+    """Logs to MLflow from each worker, as the session of MLflow lets it."""
+    from raysgd.air.integrations.mlflow import setup_mlflow
+
+    os.environ["MLFLOW_ALLOW_FILE_STORE"] = "true"
+    mlflow = setup_mlflow(
+        {"num_epochs": config["num_epochs"]},
+        tracking_uri=config["folder"],
+        experiment_name="in_workers",
+        create_experiment_if_not_exists=True,
+    )
+    mlflow.log_metric("rank", train.get_context().get_world_rank())
+    train.report({"epoch": 0})
+    mlflow.end_run()
+
+
+def fit_with_keras(config: dict[str, Any]) -> None:
+    """Trains with Keras, with the callback of today and with that of Ray 2.0."""
+    import numpy as np
+    import tensorflow as tf
+
+    from raysgd.air.callbacks.keras import Callback
+    from raysgd.air.integrations.keras import ReportCheckpointCallback
+
+    model = tf.keras.Sequential([tf.keras.Input(shape=(1,)), tf.keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    x = np.linspace(0, 1, 8).reshape(-1, 1)
+    epochs, frequency = config["num_epochs"], config["frequency"]
+    model.fit(x, 2 * x, epochs=epochs, verbose=0, callbacks=[ReportCheckpointCallback(metrics="loss")])
+    former = Callback(metrics={"error": "loss"}, on=["epoch_end"], frequency=[frequency])
+    model.fit(x, 2 * x, epochs=epochs, verbose=0, callbacks=[former])

@@ -76,8 +76,9 @@ class TestARun:
         folder = make_folder(tmp_path)
         recorder = make_recorder(folder, stop={"training_iteration": 2})
         recorder.begin()
-        assert [recorder.take({}, None), recorder.take({}, None)] == [False, True]
+        assert [recorder.take({}, save(folder, index)) for index in range(3)] == [False, True, True]
         recorder.end()
+        assert checkpoints_in(folder) == ["checkpoint_000000", "checkpoint_000001"]
         assert [line["done"] for line in lines(folder)] == [False, True]
 
     def test_leaves_no_thread(self, tmp_path: Path) -> None:

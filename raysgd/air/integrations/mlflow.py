@@ -1,0 +1,14 @@
+"""MLflow in runs of `fit()`: what `raysgd.train.integrations.mlflow` has."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raysgd._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from raysgd.train.integrations.mlflow import MLflowLoggerCallback, setup_mlflow
+
+__all__ = ["MLflowLoggerCallback", "setup_mlflow"]
+
+__getattr__, __dir__ = lazy_names(__name__, dict.fromkeys(__all__, "raysgd.train.integrations.mlflow"))

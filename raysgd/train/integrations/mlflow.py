@@ -1,0 +1,52 @@
+"""MLflow: a logger for `RunConfig(callbacks=[...])`, and `setup_mlflow` for training functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd._optional import require
+from raysgd.train.session import current_session, get_trial_name, get_world_rank
+
+require("mlflow", extra="mlflow", purpose="`raysgd.air.integrations.mlflow`")
+
+from ray.air.integrations.mlflow import MLflowLoggerCallback  # noqa: E402
+from ray.air.integrations.mlflow import setup_mlflow as _setup_of_ray  # noqa: E402
+
+__all__ = ["MLflowLoggerCallback", "setup_mlflow"]
+
+
+class Nothing:
+    """What ranks get that do not log: everything in it can be called and does nothing."""
+
+    def __getattr__(self, name: str) -> Nothing:
+        return self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Nothing:
+        return self
+
+    def __enter__(self) -> Nothing:
+        return self
+
+    def __exit__(self, *info: Any) -> None:
+        return None
+
+
+def setup_mlflow(config: Mapping[str, Any] | None = None, *, rank_zero_only: bool = True, **options: Any) -> Any:
+    """Starts an MLflow run in a training function and returns the module `mlflow`.
+
+    Args:
+        config: Logged as parameters of the run.
+        rank_zero_only: Whether only rank 0 logs. The other ranks get an object on which every call does nothing.
+        **options: The other arguments of `ray.air.integrations.mlflow.setup_mlflow`: `tracking_uri`, `experiment_name`,
+            `create_experiment_if_not_exists`, `tags` and so on. Default of `experiment_name`: the name of the trial.
+
+    Raises:
+        ValueError: There is no such experiment, and it is not to be made.
+    """
+    if current_session() is None:
+        return _setup_of_ray(dict(config or {}), rank_zero_only=rank_zero_only, **options)
+    if rank_zero_only and get_world_rank() != 0:
+        return Nothing()
+    options["experiment_name"] = options.get("experiment_name") or get_trial_name()
+    return _setup_of_ray(dict(config or {}), rank_zero_only=False, **options)

@@ -1,0 +1,33 @@
+"""Weights & Biases: a logger for `RunConfig(callbacks=[...])`, and `setup_wandb` for training functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd.train.integrations._missing import require_package
+from raysgd.train.session import current_session, get_experiment_name, get_trial_id, get_trial_name, get_world_rank
+
+wandb = require_package("wandb", "wandb", "`raysgd.air.integrations.wandb`")
+
+from ray.air.integrations.wandb import WandbLoggerCallback  # noqa: E402
+from ray.air.integrations.wandb import setup_wandb as _setup_of_ray  # noqa: E402
+
+__all__ = ["WandbLoggerCallback", "setup_wandb"]
+
+
+def setup_wandb(config: Mapping[str, Any] | None = None, *, rank_zero_only: bool = True, **options: Any) -> Any:
+    """Starts a run of Weights & Biases in a training function and returns it.
+
+    Args:
+        config: Logged as the config of the run.
+        rank_zero_only: Whether only rank 0 logs. The other ranks get a run that does nothing.
+        **options: `api_key`, `api_key_file`, and the arguments of `wandb.init`. By default the run has the names of the
+            trial and the experiment.
+    """
+    if current_session() is not None:
+        if rank_zero_only and get_world_rank() != 0:
+            return wandb.init(mode="disabled")
+        names = {"trial_id": get_trial_id(), "trial_name": get_trial_name(), "group": get_experiment_name()}
+        options = {**names, **options}
+    return _setup_of_ray(dict(config or {}), rank_zero_only=rank_zero_only, **options)
