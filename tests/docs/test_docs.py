@@ -103,11 +103,11 @@ def pages_to_run(*, with_workers: bool) -> list[str]:
     return [name for name in names if name != FIRST_PAGE and (name in PAGES_WITH_RAY) == with_workers]
 
 
-def script_of(name: str, folder: Path) -> Path:
-    """The program of a page, in a folder of its own."""
+def script_of(name: str, folder: Path, *kinds: str) -> Path:
+    """The program of a page, in a folder of its own: the blocks of these kinds."""
     script = folder / "page" / f"page_{Path(name).stem}.py"
     script.parent.mkdir()
-    script.write_text(program(python_blocks(ROOT / name, "python")), encoding="utf-8")
+    script.write_text(program(python_blocks(ROOT / name, *(kinds or ("python",)))), encoding="utf-8")
     return script
 
 
@@ -147,6 +147,19 @@ def test_the_python_of_a_page_runs_with_workers(
     assert runner.run(script_of(name, tmp_path), environment, output) == 0, output.read_text()
 
 
+@pytest.mark.soak
+@pytest.mark.integration
+@pytest.mark.parametrize("name", [name_of(page) for page in PAGES if python_blocks(page, "python soak")])
+def test_the_python_that_takes_long_runs_too(
+    name: str, runner: PageRunner, ray_cluster: None, tmp_path: Path
+) -> None:
+    import ray
+
+    script = script_of(name, tmp_path, "python", "python soak")
+    output, environment = tmp_path / "output", environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    assert runner.run(script, environment, output) == 0, output.read_text()
+
+
 @pytest.mark.parametrize("name", pages_to_run(with_workers=False))
 def test_the_python_of_a_page_runs(name: str, runner: PageRunner, tmp_path: Path) -> None:
     output = tmp_path / "output"
@@ -155,14 +168,14 @@ def test_the_python_of_a_page_runs(name: str, runner: PageRunner, tmp_path: Path
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_all_python_compiles_also_what_is_not_run(page: Path) -> None:
-    for block in python_blocks(page, "python", "python no-run"):
+    for block in python_blocks(page, "python", "python soak", "python no-run"):
         compile(program([block]), name_of(page), "exec")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_is_marked_in_a_way_that_this_test_knows(page: Path) -> None:
     kinds = {block.kind for block in blocks(page)}
-    assert kinds <= {"python", "python no-run", "bash", "text"}
+    assert kinds <= {"python", "python soak", "python no-run", "bash", "text"}
 
 
 def test_only_some_pages_start_ray() -> None:
