@@ -18,6 +18,7 @@ MOVED = {
     "raysgd.train.callbacks.logging": {"TrainCallbackLogdirManager": "raysgd.train.callbacks.logging:LogdirManager"},
     "raysgd.train.trainer": {
         "BaseTrainer": "raysgd.train.base_trainer",
+        "GenDataset": "raysgd.train.base_trainer",
         "TrainingFailedError": "raysgd.exceptions",
         "SGDIterator": "raysgd.train.trainer:TrainingIterator",
         "SGDWorkerGroup": "raysgd.train.trainer:TrainWorkerGroup",

@@ -6,7 +6,7 @@ import copy
 import inspect
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -23,11 +23,13 @@ if TYPE_CHECKING:
     from raysgd.air.result import Result
     from raysgd.train.fit.restore import RestoredRun
 
-__all__ = ["BaseTrainer", "TrainingFailedError"]
+__all__ = ["BaseTrainer", "GenDataset", "TrainingFailedError"]
 
 logger = logging.getLogger(__name__)
 
 TrainerType = TypeVar("TrainerType", bound="BaseTrainer")
+GenDataset = Callable[[], Any] | Any
+"""A dataset, or a function that returns one."""
 
 
 class BaseTrainer(ABC):

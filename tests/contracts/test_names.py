@@ -12,44 +12,49 @@ import raysgd.air.session
 import raysgd.train
 
 # A module path without `raysgd.`, and the name; then where the same object is defined.
-VALUES = [
-    *(
-        (f"{package}:{name}", f"air.config:{name}")
-        for package in ("air", "train")
-        for name in ("CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig", "SyncConfig")
-    ),
+CONFIGS = ("CheckpointConfig", "FailureConfig", "RunConfig", "ScalingConfig", "SyncConfig")
+KEYWORD_FUNCTIONS = (
+    "get_dataset_shard",
+    "load_checkpoint",
+    "local_rank",
+    "report",
+    "save_checkpoint",
+    "world_rank",
+    "world_size",
+)
+SAME = [
+    *((f"{package}:{name}", f"air.config:{name}") for package in ("air", "train") for name in CONFIGS),
     ("air:DatasetConfig", "air.config:DatasetConfig"),
     ("air:Checkpoint", "air.checkpoint:Checkpoint"),
-    ("train:Checkpoint", "air.checkpoint:Checkpoint"),
     ("air:Result", "air.result:Result"),
-    ("train:Result", "air.result:Result"),
+    ("train:Checkpoint", "air:Checkpoint"),
+    ("train:DataConfig", "train.fit.data:DataConfig"),
+    ("train:Result", "air:Result"),
     ("train:TRAIN_DATASET_KEY", "air.constants:TRAIN_DATASET_KEY"),
     ("train.constants:TRAIN_DATASET_KEY", "air.constants:TRAIN_DATASET_KEY"),
-]
-FRAMEWORKS = [
-    ("train.torch", "TorchConfig"),
-    ("train.torch", "TorchCheckpoint"),
-    ("train.tensorflow", "TensorflowConfig"),
-    ("train.tensorflow", "TensorflowCheckpoint"),
-    ("train.tensorflow", "prepare_dataset_shard"),
-    ("train.horovod", "HorovodConfig"),
-]
-OTHERS = [
+    *((f"air.session:{name}", f"train.session:{name}") for name in raysgd.air.session.__all__),
+    *((f"train:{name}", f"air.session:{name}") for name in ("get_checkpoint", "get_dataset_shard", "report")),
+    ("train:get_context", "train.session:get_context"),
+    *((f"train.train_loop_utils:{name}", f"train:{name}") for name in KEYWORD_FUNCTIONS),
     ("train.backend:BackendConfig", "train:BackendConfig"),
     ("train.error:SessionMisuseError", "exceptions:SessionMisuseError"),
+    ("train.session:SessionMisuseError", "exceptions:SessionMisuseError"),
+    ("train.trainer:BaseTrainer", "train.base_trainer:BaseTrainer"),
+    ("train.trainer:GenDataset", "train.base_trainer:GenDataset"),
+    ("train.trainer:TrainingFailedError", "exceptions:TrainingFailedError"),
+    ("train.base_trainer:TrainingFailedError", "exceptions:TrainingFailedError"),
     ("train.trainer:TrainingIterator", "train:TrainingIterator"),
-    *(
-        (f"train.train_loop_utils:{name}", f"train:{name}")
-        for name in (
-            "get_dataset_shard",
-            "load_checkpoint",
-            "local_rank",
-            "report",
-            "save_checkpoint",
-            "world_rank",
-            "world_size",
-        )
-    ),
+]
+FRAMEWORKS = [
+    ("train.torch", "TorchCheckpoint"),
+    ("train.torch", "TorchConfig"),
+    ("train.torch", "TorchTrainer"),
+    ("train.tensorflow", "TensorflowCheckpoint"),
+    ("train.tensorflow", "TensorflowConfig"),
+    ("train.tensorflow", "TensorflowTrainer"),
+    ("train.tensorflow", "prepare_dataset_shard"),
+    ("train.horovod", "HorovodConfig"),
+    ("train.horovod", "HorovodTrainer"),
 ]
 CONSTANTS = {
     "MODEL_KEY": "model",
@@ -65,7 +70,7 @@ def found_at(place: str) -> Any:
     return getattr(importlib.import_module(f"raysgd.{module}"), name)
 
 
-@pytest.mark.parametrize(("place", "origin"), VALUES + OTHERS, ids=[place for place, _ in VALUES + OTHERS])
+@pytest.mark.parametrize(("place", "origin"), SAME, ids=[place for place, _ in SAME])
 def test_a_name_is_one_object_wherever_it_is_imported_from(place: str, origin: str) -> None:
     assert found_at(place) is found_at(origin)
 
@@ -82,11 +87,6 @@ def test_a_key_is_what_it_was(name: str) -> None:
     assert getattr(raysgd.air.constants, name) == CONSTANTS[name]
 
 
-def test_the_session_has_its_two_names() -> None:
-    for name in ("report", "get_dataset_shard"):
-        assert getattr(raysgd.air.session, name) is getattr(raysgd.train, name)
-
-
 @pytest.mark.parametrize("package", [raysgd.air, raysgd.train], ids=lambda package: package.__name__)
 def test_all_public_names_can_be_found(package: Any) -> None:
     assert [name for name in package.__all__ if not hasattr(package, name)] == []
@@ -95,3 +95,9 @@ def test_all_public_names_can_be_found(package: Any) -> None:
 
 def test_encoded_data_is_there_for_backends() -> None:
     assert found_at("train.backend:EncodedData") is Any
+
+
+def test_the_trainer_of_functions_is_at_its_path() -> None:
+    assert issubclass(
+        found_at("train.data_parallel_trainer:DataParallelTrainer"), found_at("train.trainer:BaseTrainer")
+    )

@@ -20,7 +20,7 @@ from tests.docs.page_runner import PageRunner, page_runner
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FIRST_PAGE = "README.md"
-PAGES_WITH_RAY = {FIRST_PAGE, "docs/tutorial.md", "docs/operator-to-function.md", "docs/tune.md"}
+PAGES_WITH_RAY = {FIRST_PAGE, "docs/tutorial.md", "docs/operator-to-function.md", "docs/fit.md", "docs/tune.md"}
 FENCE = re.compile(r"^```(.*)$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 TREE_LINE = re.compile(r"^( *)(\S+)")
@@ -150,9 +150,7 @@ def test_the_python_of_a_page_runs_with_workers(
 @pytest.mark.soak
 @pytest.mark.integration
 @pytest.mark.parametrize("name", [name_of(page) for page in PAGES if python_blocks(page, "python soak")])
-def test_the_python_that_takes_long_runs_too(
-    name: str, runner: PageRunner, ray_cluster: None, tmp_path: Path
-) -> None:
+def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_cluster: None, tmp_path: Path) -> None:
     import ray
 
     script = script_of(name, tmp_path, "python", "python soak")
