@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from raysgd._checks import check_amount, check_num_workers, refuse_text
+from raysgd._checks import check_amount, check_num_workers, check_seconds, refuse_text
 from raysgd.exceptions import InvalidCountError
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ class ScalingConfig:
             you pass, a missing "CPU" is 0 and a missing "GPU" is 1 with `use_gpu`.
         placement_strategy: How Ray places the workers: "PACK", "SPREAD", "STRICT_PACK" or "STRICT_SPREAD".
         _max_cpu_fraction_per_node: Accepted for the old library's scripts. Today's Ray has no use for it.
+        elastic_resize_monitor_interval_s: How often a run on fewer workers than it might have looks for room, in
+            seconds; it grows after a checkpoint.
 
     Raises:
         ValueError: A value that cannot be, or GPUs that contradict `use_gpu`.
@@ -45,6 +47,7 @@ class ScalingConfig:
     resources_per_worker: dict[str, float] | None = None
     placement_strategy: str = "PACK"
     _max_cpu_fraction_per_node: float | None = None
+    elastic_resize_monitor_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
         self.check()
@@ -56,6 +59,8 @@ class ScalingConfig:
             ValueError: A value that cannot be, or GPUs that contradict `use_gpu`.
         """
         refuse_text(use_gpu=self.use_gpu)
+        if not _is_open(self.elastic_resize_monitor_interval_s):
+            check_seconds("elastic_resize_monitor_interval_s", self.elastic_resize_monitor_interval_s)
         if self.num_workers is not None and not _is_open(self.num_workers):
             self.num_workers = _checked_workers(self.num_workers)
         if not _is_open(self.placement_strategy) and self.placement_strategy not in _STRATEGIES:

@@ -65,6 +65,7 @@ class DataParallelTrainer(BaseTrainer):
         "resources_per_worker",
         "placement_strategy",
         "_max_cpu_fraction_per_node",
+        "elastic_resize_monitor_interval_s",
     )
 
     def __init__(

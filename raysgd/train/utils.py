@@ -19,6 +19,15 @@ def construct_path(path: str | Path, parent: str | Path) -> Path:
     return (path if path.is_absolute() else Path(parent).expanduser() / path).resolve()
 
 
+def parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
+    """What a function takes, without what is set by name already: by its default, or by a `functools.partial`."""
+    return [
+        parameter
+        for parameter in inspect.signature(function).parameters.values()
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY or parameter.default is inspect.Parameter.empty
+    ]
+
+
 def without_arguments(train_func: Callable[..., Any], config: Any) -> Callable[[], Any]:
     """The function with its argument bound: `config` if it takes one parameter, nothing if it takes none.
 
@@ -30,7 +39,7 @@ def without_arguments(train_func: Callable[..., Any], config: Any) -> Callable[[
         raise TypeError(
             f"`train_func={train_func!r}`: need a function that takes no argument, or one, the `config` dict."
         )
-    parameters = list(inspect.signature(train_func).parameters.values())
+    parameters = parameters_of(train_func)
     num_parameters = len(parameters)
     if num_parameters > 1:
         raise ValueError(

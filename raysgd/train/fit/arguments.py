@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import fields
@@ -10,6 +9,7 @@ from typing import Any
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.train.utils import parameters_of
 
 _ADVICE = "Those of Ray have the same names, but are other classes: import it from `raysgd.train`."
 
@@ -94,7 +94,7 @@ def check_loop(loop: Any) -> None:
         raise TypeError(
             f"`train_loop_per_worker={loop!r}`: need a function that takes no argument, or one, `train_loop_config`."
         )
-    num_parameters = len(inspect.signature(loop).parameters)
+    num_parameters = len(parameters_of(loop))
     if num_parameters > 1:
         raise ValueError(
             f"`train_loop_per_worker` takes {num_parameters} arguments: allowed is one, `train_loop_config`, or none. "

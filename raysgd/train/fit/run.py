@@ -207,6 +207,7 @@ def _executor(plan: FitPlan, checkpoints: FitCheckpoints, on_failure: Callable[[
         scaling.num_gpus_per_worker,
         scaling.additional_resources_per_worker,
         max_retries=as_max_retries(plan.failures.max_failures),
+        resize_check_s=scaling.elastic_resize_monitor_interval_s,
         rules=ExecutorRules(
             FailurePolicy(retries_user_errors=True), checkpoints, on_failure, words=WORDS, retry_advice=""
         ),

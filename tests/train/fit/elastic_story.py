@@ -1,0 +1,77 @@
+"""A run of `fit` that loses a node, goes on with one worker, and grows when another node comes.
+
+A program of its own because it needs a Ray cluster of its own. It prints one line of JSON with what was seen. The
+driver sits on a node without CPUs; each other one has room for one worker.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.cluster_utils import Cluster
+
+from raysgd.train import FailureConfig, RunConfig, ScalingConfig
+from raysgd.train.torch import TorchTrainer
+from tests.train.fit.loops import count_epochs
+from tests.train.node_loss_scenario import FAST_HEALTH_CHECKS, STORE_BYTES
+
+LOSS_AT, GAIN_AT, NUM_EPOCHS = 1, 4, 9
+
+
+class Fate:
+    """Lets a node go at one epoch, and another one come at a later one. Sees every report, as a stop condition does."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        self.nodes = [self.add_node(), self.add_node()]
+        self.seen: list[tuple[int, int]] = []
+        self.has_lost = False
+
+    def add_node(self) -> Any:
+        return self.cluster.add_node(num_cpus=1, object_store_memory=STORE_BYTES)
+
+    def __call__(self, trial_id: str, metrics: dict[str, Any]) -> bool:
+        self.seen.append((metrics["epoch"], metrics["size"]))
+        if metrics["epoch"] == LOSS_AT and not self.has_lost:
+            self.has_lost = True
+            lost = next(node for node in self.nodes if node.node_id == metrics["node"])
+            self.cluster.remove_node(lost, allow_graceful=False)
+            while Path(f"/proc/{metrics['pid_of_worker']}").exists():
+                time.sleep(0.05)
+        if metrics["epoch"] == GAIN_AT:
+            self.add_node()
+        return False
+
+
+def main(place: str, kind: str) -> None:
+    sizes = {"num_cpus": 0, "object_store_memory": STORE_BYTES}
+    head = {**sizes, "_system_config": FAST_HEALTH_CHECKS, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+    try:
+        fate = Fate(cluster)
+        result = TorchTrainer(
+            count_epochs,
+            train_loop_config={"num_epochs": NUM_EPOCHS, "kind": kind, "epoch_s": 0.3},
+            scaling_config=ScalingConfig(num_workers=(1, 2), elastic_resize_monitor_interval_s=0),
+            run_config=RunConfig(
+                name="run", storage_path=place, stop=fate, failure_config=FailureConfig(max_failures=3)
+            ),
+        ).fit()
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+    names = sorted(path.name for path in Path(result.path).iterdir() if path.name.startswith("checkpoint_"))
+    metrics = {key: result.metrics[key] for key in ("epoch", "training_iteration", "size")}
+    print(json.dumps({"seen": fate.seen, "metrics": metrics, "checkpoints": names, "error": repr(result.error)}))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2])

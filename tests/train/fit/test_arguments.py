@@ -1,0 +1,186 @@
+"""What trainers of `fit` are given.
+
+Covers `raysgd.train.base_trainer` and `raysgd.train.data_parallel_trainer`, as far as they check: the rest is run in
+`test_fit_integration`.
+"""
+
+from __future__ import annotations
+
+import pickle
+from functools import partial
+from typing import Any
+
+import pytest
+
+from raysgd import train
+from raysgd.air import Checkpoint, CheckpointConfig, RunConfig, ScalingConfig
+from raysgd.train.backend import BackendConfig
+from raysgd.train.base_trainer import BaseTrainer
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.fit.run import as_max_retries
+
+
+def loop(config: dict[str, Any]) -> None:
+    """A function of one argument."""
+
+
+def of_two(config: dict[str, Any], more: int) -> None:
+    """One argument too many."""
+
+
+WRONG = [
+    ({"run_config": {"name": "x"}}, ValueError, "`run_config="),
+    ({"scaling_config": 2}, ValueError, "`scaling_config=2`"),
+    ({"scaling_config": {"num_worker": 2}}, ValueError, "The names are .*num_workers"),
+    ({"scaling_config": {"num_workers": 0}}, ValueError, "num_workers"),
+    ({"datasets": [1]}, ValueError, "`datasets`"),
+    ({"datasets": {"train": "path"}}, ValueError, r"`datasets\['train'\]"),
+    ({"dataset_config": 3}, ValueError, "`dataset_config=3`"),
+    ({"resume_from_checkpoint": {"epoch": 1}}, ValueError, "`resume_from_checkpoint=.*from_dict"),
+    ({"metadata": [1]}, TypeError, "`metadata="),
+    ({"metadata": {"a": object()}}, ValueError, "`metadata=.*JSON"),
+    ({"backend_config": BackendConfig}, ValueError, "`backend_config="),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "words"), WRONG, ids=[next(iter(each[0])) for each in WRONG])
+def test_what_is_wrong_is_said_when_the_trainer_is_made(
+    options: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        DataParallelTrainer(loop, **options)
+
+
+def test_a_loop_takes_one_argument_at_most() -> None:
+    with pytest.raises(ValueError, match="takes 2 arguments"):
+        DataParallelTrainer(of_two)  # type: ignore[arg-type]
+    DataParallelTrainer(partial(of_two, more=1))
+    with pytest.raises(TypeError, match="`train_loop_per_worker=3`"):
+        DataParallelTrainer(3)  # type: ignore[arg-type]
+
+
+def test_a_partial_that_leaves_one_argument_is_fine() -> None:
+    assert DataParallelTrainer(partial(of_two, {})) is not None
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({}, "`num_workers=None`"),
+        (
+            {
+                "scaling_config": ScalingConfig(num_workers=1),
+                "run_config": RunConfig(checkpoint_config=CheckpointConfig(checkpoint_frequency=2)),
+            },
+            r"checkpoint_frequency=2.*your function decides",
+        ),
+        (
+            {
+                "scaling_config": ScalingConfig(num_workers=1),
+                "run_config": RunConfig(checkpoint_config=CheckpointConfig(checkpoint_at_end=True)),
+            },
+            "checkpoint_at_end=True",
+        ),
+        (
+            {"scaling_config": ScalingConfig(num_workers=1), "run_config": RunConfig(storage_path="memory://x")},
+            "only this process sees",
+        ),
+    ],
+)
+def test_what_only_fit_needs_is_said_by_fit(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        DataParallelTrainer(loop, **options).fit()
+
+
+def test_a_trainer_refuses_what_it_has_no_use_for() -> None:
+    class Own(BaseTrainer):
+        def training_loop(self) -> None:
+            pass
+
+    with pytest.raises(ValueError, match="sets `num_workers`, which `Own` does not"):
+        Own(scaling_config=ScalingConfig(num_workers=2)).fit()
+
+
+def test_a_trainer_of_a_class_without_a_loop_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="training_loop"):
+        BaseTrainer()  # type: ignore[abstract]
+
+
+def test_metadata_is_what_json_makes_of_it() -> None:
+    assert DataParallelTrainer(loop, metadata={"sizes": (1, 2)}).metadata == {"sizes": [1, 2]}
+
+
+def test_a_trainer_shows_what_it_was_given_and_notes_it() -> None:
+    trainer = DataParallelTrainer(loop, train_loop_config={"lr": 1}, scaling_config=ScalingConfig(num_workers=2))
+    assert repr(trainer).startswith("DataParallelTrainer(train_loop_per_worker=<function loop")
+    assert "train_loop_config={'lr': 1}" in repr(trainer)
+    assert "datasets" not in repr(trainer)
+    assert set(trainer._arguments) == {"train_loop_per_worker", "train_loop_config", "scaling_config"}
+    assert pickle.loads(pickle.dumps(trainer))._arguments["train_loop_config"] == {"lr": 1}
+
+
+class Predefined(DataParallelTrainer):
+    """A trainer with a loop of its own."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(loop, *args, **kwargs)
+
+
+def test_a_loop_may_be_predefined_by_a_subclass() -> None:
+    trainer = Predefined(scaling_config=ScalingConfig(num_workers=2), train_loop_config={"lr": 1})
+    assert trainer.scaling_config.num_workers == 2
+    assert set(trainer._arguments) == {"scaling_config", "train_loop_config"}
+
+
+def test_only_the_train_dataset_is_divided_unless_somebody_says_otherwise() -> None:
+    trainer = DataParallelTrainer(loop, datasets={"train": [1], "val": [2]})
+    config = trainer.get_dataset_config()
+    assert (config["train"].split, config["*"].split) == (True, False)
+    config["train"] = None
+    assert trainer.get_dataset_config()["train"] is not None
+
+
+@pytest.mark.parametrize(("max_failures", "max_retries"), [(0, 1), (3, 4), (-1, -1)])
+def test_each_failure_that_is_allowed_is_one_restart(max_failures: int, max_retries: int) -> None:
+    from raysgd.train._max_retries import restarts_allowed
+
+    assert as_max_retries(max_failures) == max_retries
+    assert restarts_allowed(max_retries) == (max_failures if max_failures >= 0 else float("inf"))
+
+
+class TestFrameworks:
+    def test_take_the_config_by_both_of_its_names(self) -> None:
+        pytest.importorskip("torch")
+        from raysgd.train.torch import TorchConfig, TorchTrainer
+
+        config = TorchConfig(backend="gloo")
+        for options in ({"torch_config": config}, {"torch_backend": config}):
+            assert TorchTrainer(loop, **options)._backend_config is config
+        assert isinstance(TorchTrainer(loop)._backend_config, TorchConfig)
+        with pytest.raises(ValueError, match="two names of one option"):
+            TorchTrainer(loop, torch_config=config, torch_backend=config)
+        with pytest.raises(ValueError, match=r"`torch_config=.*need a `TorchConfig`"):
+            TorchTrainer(loop, torch_config=BackendConfig())
+
+    def test_are_found_where_scripts_look_for_them(self) -> None:
+        pytest.importorskip("tensorflow")
+        from raysgd.train.tensorflow import TensorflowConfig, TensorflowTrainer
+        from raysgd.train.trainer import BaseTrainer as Same
+        from raysgd.train.trainer import TrainingFailedError
+
+        config = TensorflowConfig()
+        assert TensorflowTrainer(loop, tensorflow_backend=config)._backend_config is config
+        assert Same is BaseTrainer
+        assert issubclass(TrainingFailedError, RuntimeError)
+
+    def test_of_this_name_are_two_classes(self) -> None:
+        pytest.importorskip("torch")
+        import raysgd
+        from raysgd.train.torch import TorchTrainer
+
+        assert raysgd.TorchTrainer is not TorchTrainer
+        assert "raysgd.TorchTrainer" in (TorchTrainer.__doc__ or "")
+
+
+def test_checkpoint_and_session_are_those_of_air() -> None:
+    assert train.Checkpoint is Checkpoint
