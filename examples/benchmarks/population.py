@@ -185,7 +185,7 @@ def run_ray_tune(workload: str, small_workload: str) -> dict[str, list[float]]:
 
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(2 * NUM_WORKERS + 2, 2048):
         config = {"workload": workload, "folder": folder}
-        _run_tune(tune.with_resources(_ray_trial, {"CPU": 0}), folder, config, reuse_actors=True)
+        _run_tune(tune.with_resources(_ray_trial, {"CPU": 1}), folder, config, reuse_actors=True)
         return {"gap_s": gaps(folder)}
 
 

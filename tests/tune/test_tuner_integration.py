@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,20 @@ def test_trials_have_the_arguments_of_the_trainer_but_for_those_that_the_space_n
     assert Path(best.path).parent == tmp_path / "sweep"
     assert trainer.scaling_config.num_workers == 1, "the trainer is as it was"
     assert not list((tmp_path / ".raysgd").iterdir()), "what the workers stored went to Tune"
+
+
+def test_a_trial_can_be_ended_wherever_it_is_and_goes_on_from_what_tune_has(ray_cluster: None, tmp_path: Path) -> None:
+    trial = make_trainer(tmp_path).as_trainable()({"train_loop_config": {"num_steps": 100}})
+    try:
+        assert [trial.step()["step"] for _ in range(2)] == [0, 1]
+        (tmp_path / "kept").mkdir()
+        trial.save_checkpoint(str(tmp_path / "kept"))
+        trial.load_checkpoint(str(tmp_path / "kept"))
+        after = trial.step()
+        assert (after["step"], after["began_at"], after["should_checkpoint"]) == (2, 2, True)
+    finally:
+        trial.cleanup()
+    assert [thread.name for thread in threading.enumerate() if thread.name == "raysgd-fit"] == []
 
 
 @pytest.mark.soak

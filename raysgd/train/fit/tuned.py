@@ -94,8 +94,9 @@ class Reports:
 
     def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
         """In the thread of the trainer: there is a report. Returns whether the run is to stop."""
-        self._reports.put((dict(metrics), checkpoint))
-        self._wanted.acquire()
+        if not self._is_over:  # else no one reads it, or says that it may continue
+            self._reports.put((dict(metrics), checkpoint))
+            self._wanted.acquire()
         return self._is_over
 
     def end(self, error: BaseException | None = None) -> None:
