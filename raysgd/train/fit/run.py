@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import PurePosixPath
 from typing import Any
 
 from raysgd.air.checkpoint import Checkpoint
@@ -109,6 +110,7 @@ class FitRun:
         self._executor = _executor(plan, self._checkpoints, self._note_failure)
         self._run: FunctionRun | None = None
         self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
+        self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._failure: Exception | None = None
 
     def run(self) -> None:
@@ -124,6 +126,7 @@ class FitRun:
                 pass
         except StopConditionMet:
             logger.info("the stop condition of the run is met")
+            self._too_late, self._reports = self._reports, deque()
         finally:
             self.end()
 
@@ -149,12 +152,21 @@ class FitRun:
         self._executor.shutdown(patience_s=5 if is_over else 0)
         with suppress(Exception):  # of a run that has failed already; else the step that ended it has flushed
             self._checkpoints.flush()
+        self._delete_too_late()
         try:
             self._hand_over(is_end=True)
         except StopConditionMet:
             pass
         except Exception as error:  # the error that ended the run matters more
             logger.error("could not write down what was reported last: %r", error)
+
+    def _delete_too_late(self) -> None:
+        """Deletes the checkpoints of reports that came after the one that met a stop condition."""
+        for _, landing in self._too_late:
+            if landing is not None and landing.checkpoint is not None and self._plan.facts.keeps_files:
+                with suppress(OSError):
+                    (self._plan.facts.folder / PurePosixPath(landing.checkpoint.path).name).delete()
+        self._too_late.clear()
 
     def abort(self) -> None:
         """From another thread: ends the workers, wherever they are, so that `run` raises."""

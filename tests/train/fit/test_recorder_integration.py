@@ -92,6 +92,10 @@ class TestFiles:
         assert result.metrics is not None
         assert (result.metrics["training_iteration"], result.metrics["done"]) == (2, True)
         assert result.error is None
+        assert [report["epoch"] for report in reports_in(result)] == [0, 1]
+        assert result.log_dir is not None
+        names = {path.name for path in result.log_dir.glob("checkpoint_*")}
+        assert names == {"checkpoint_000000", "checkpoint_000001"}
 
     def test_of_a_driver_that_is_killed_have_all_but_the_last_report(self, tmp_path: Path) -> None:
         program = (
