@@ -5,6 +5,7 @@ Starting Ray Data costs a second or two each time, so a few trainings tell all.
 
 from __future__ import annotations
 
+import json
 import os
 import random
 from collections.abc import Iterator
@@ -14,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from raysgd import TorchTrainer, TrainingOperator
+from raysgd import TorchTrainer, TrainingOperator, train
 from raysgd.data import Dataset, RayBatches
 from raysgd.exceptions import WorkerError
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.run_if import RunIf
 
@@ -182,3 +184,38 @@ class Unsized(OfRayData):
 def test_registered_data_needs_a_batch_size() -> None:
     with pytest.raises(WorkerError, match=r"`raysgd.data.RayBatches\(dataset, batch_size=...\)`"):
         TorchTrainer(training_operator_cls=Unsized, use_local=True, use_gpu=False)
+
+
+def read_all(config: dict[str, Any]) -> None:
+    """Reads its part twice and the rest once; the second worker fails once, in between."""
+    rank = train.get_context().get_world_rank()
+    found = {"train": ids_in("train")}
+    if rank == 1 and not os.path.exists(config["failed"]):
+        Path(config["failed"]).touch()
+        raise ValueError("asked to")
+    found |= {"again": ids_in("train"), "val": ids_in("val")}
+    Path(config["folder"], f"{rank}.json").write_text(json.dumps(found))
+    train.report({"done": 1})
+
+
+def ids_in(name: str) -> list[float]:
+    return sorted(row["id"] for row in train.get_dataset_shard(name).iter_rows())
+
+
+def test_fit_divides_what_it_is_to_divide_and_again_after_a_failure(tmp_path: Path) -> None:
+    from ray.data.preprocessors import MinMaxScaler
+
+    trainer = DataParallelTrainer(
+        read_all,
+        train_loop_config={"failed": str(tmp_path / "failed"), "folder": str(tmp_path)},
+        scaling_config=train.ScalingConfig(num_workers=2),
+        run_config=train.RunConfig(storage_path=str(tmp_path), failure_config=train.FailureConfig(max_failures=1)),
+        datasets={"train": lambda: dataset_of(10), "val": dataset_of(NUM_TO_VALIDATE)},
+        preprocessor=MinMaxScaler(["id"]),
+    )
+    assert trainer.fit().metrics["done"] == 1
+    one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    for name in ("train", "again"):
+        assert (len(one[name]), len(two[name])) == (5, 5)
+        assert sorted(one[name] + two[name]) == pytest.approx([number / 9 for number in range(10)])
+    assert one["val"] == two["val"] == pytest.approx([number / 9 for number in range(NUM_TO_VALIDATE)])
