@@ -11,10 +11,10 @@ from raysgd._once import Once
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.result import by_checkpoint, value_at
+from raysgd.train._retention import Ranking
 from raysgd.train.fit.chores import Chores
 from raysgd.train.fit.layout import TrialFolder, checkpoint_index
 from raysgd.train.fit.metrics import Progress, as_score
-from raysgd.train.fit.retention import Retention
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class KeptCheckpoints:
     def __init__(self, folder: TrialFolder, config: CheckpointConfig, chores: Chores) -> None:
         self._folder = folder
         self._attribute = config.checkpoint_score_attribute
-        self._retention = Retention(config.num_to_keep, config.checkpoint_score_order, spares_newest=True)
+        self._ranking = Ranking(config.num_to_keep, config.checkpoint_score_order, spares_newest=True)
         self._keeps_none = config.num_to_keep == 0
         self._chores = chores
         self._present: dict[int, tuple[Checkpoint, dict[str, Any]]] = {}
@@ -58,7 +58,7 @@ class KeptCheckpoints:
         self._next = index + 1
         self.latest, self.progress = checkpoint, progress
         self._present[index] = checkpoint, dict(metrics)
-        for dropped in self._retention.admit(index, self._score(metrics)):
+        for dropped in self._ranking.admit(index, self._score(metrics)):
             self._delete(dropped)
 
     def discard(self, checkpoint: Checkpoint | None) -> None:
@@ -70,7 +70,7 @@ class KeptCheckpoints:
     @property
     def best(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Those that are kept, with the metrics of their reports: the worst first, the best last."""
-        return [self._present[index] for index in self._retention.kept]
+        return [self._present[index] for index in self._ranking.kept]
 
     def end(self) -> None:
         """The run has ended well. Where none is to stay on disk, the latest one moves into memory."""
