@@ -27,7 +27,7 @@ class TorchMLDataset:
         label_type: Its `torch.dtype`.
 
     Raises:
-        AssertionError: A list has another length than `feature_columns`, or a type is none.
+        AssertionError: A list has another length than `feature_columns`, or a type is not one of PyTorch.
     """
 
     def __init__(

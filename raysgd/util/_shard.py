@@ -45,7 +45,7 @@ class Shard:
     def every(self, step: int, start: int) -> Shard:
         """Each `step`-th element from the one at `start` on.
 
-        Elements are left out as early as it makes no difference, so that nobody works on what is not used.
+        Elements are left out as early as it makes no difference, so that no one works on what is not used.
         """
         place, size = len(self.stages), 1
         while place and isinstance(self.stages[place - 1], Map | Batch):
@@ -80,7 +80,7 @@ class Given:
         if not callable(self.items) and iter(self.items) is self.items:
             raise ValueError(
                 f"A `{type(self.items).__name__}` can be iterated over once, and a second pass begins: pass a list, "
-                "an object whose `__iter__` begins anew, or a function that returns a new iterator each time."
+                "an object whose `__iter__` starts again, or a function that returns a new iterator each time."
             )
         return self._one_pass()
 

@@ -76,7 +76,7 @@ class MLDataset(ParallelIterator):
         shuffle_buffer_size: int = 1,
         seed: int | None = None,
     ) -> LocalIterator:
-        """One shard; `iter()` begins it anew each time.
+        """One shard; `iter()` starts it again each time.
 
         Args:
             shard_index: Which one.

@@ -1,7 +1,7 @@
 """Parallel iterators: elements in shards, each of which one worker reads. What `ray.util.iter` was, on plain iterators.
 
 Nothing runs until somebody iterates over a shard, and it runs there: in the process and thread that iterate. To
-iterate once more begins anew.
+iterate once more starts again.
 """
 
 from __future__ import annotations
@@ -209,7 +209,7 @@ class ParallelIterator(_Stages):
         return LocalIterator(Shard(InTurn(self._shards)), f"{self}.gather_sync()")
 
     def gather_async(self, batch_ms: int = 0, num_async: int = 1) -> LocalIterator:
-        """All elements, in an order that nobody may rely on."""
+        """All elements, in an order that no one may rely on."""
         return LocalIterator(Shard(InTurn(self._shards)), f"{self}.gather_async()")
 
     def take(self, n: int) -> list[Any]:
@@ -227,7 +227,7 @@ class ParallelIterator(_Stages):
 
 
 class LocalIterator(_Stages):
-    """The elements of one shard. `iter()` begins anew each time; `next()` goes on.
+    """The elements of one shard. `iter()` starts again each time; `next()` goes on.
 
     Args:
         shard: The shard.

@@ -19,7 +19,7 @@ OWN_CONFIG: Mapping[str, DatasetConfig] = {
     TRAIN_DATASET_KEY: DatasetConfig(fit=True, split=True),
     WILDCARD_KEY: DatasetConfig(split=False),
 }
-"""What becomes of datasets if nobody says otherwise: "train" is divided, every worker gets all of the others."""
+"""What becomes of datasets if no one says otherwise: "train" is divided, every worker gets all of the others."""
 
 
 class DataConfig:
@@ -131,7 +131,7 @@ class Shards:
         self._has_warned = False
 
     def of(self, num_workers: int) -> list[Any]:
-        """What each worker gets, by rank, made anew at each call.
+        """What each worker gets, by rank, made again at each call.
 
         Raises:
             ValueError: `configure` of a config of the user's returned something for another number of workers.
@@ -211,7 +211,7 @@ def prepared(datasets: Mapping[str, Any], preprocessor: Any = None, config: Any 
         config: What `merged_config` returned.
 
     Raises:
-        TypeError: The preprocessor is none.
+        TypeError: The preprocessor is not one.
     """
     made = {name: dataset() if _makes_one(dataset) else dataset for name, dataset in datasets.items()}
     configs = OWN_CONFIG if config is None or is_data_config(config) else config
