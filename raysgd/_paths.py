@@ -1,4 +1,4 @@
-"""What paths may be: those of files that this machine can open. In one place, until other storage is supported."""
+"""What paths may be where only a disk will do: those of files that this machine can open."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class LocalFolder(Folder):
         doomed = self._local_path.with_name(f"{_STAGED}{self.name}.deleted-{secrets.token_hex(4)}")
         with _telling(f"delete `{self}`"), contextlib.suppress(FileNotFoundError):
             os.rename(self._local_path, doomed)
-            shutil.rmtree(doomed)
+            _remove(doomed)
 
     def upload(self, source: Path) -> None:
         with _telling(f"copy `{source}` to `{self}`"):
@@ -158,6 +158,14 @@ class LocalFolder(Folder):
         with contextlib.suppress(FileNotFoundError), os.scandir(self._local_path) as entries:
             return list(entries)
         return []
+
+
+def _remove(folder: Path) -> None:
+    """Deletes a folder; of a link to one, only the link."""
+    if folder.is_symlink():
+        folder.unlink()
+    else:
+        shutil.rmtree(folder)
 
 
 def _is_hidden(name: str) -> bool:

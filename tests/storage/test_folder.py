@@ -290,6 +290,13 @@ def test_a_folder_on_a_disk_is_committed_once(tmp_path: Path) -> None:
     assert (folder / "a").read("x") == b"1"
 
 
+def test_of_a_link_only_the_link_is_deleted(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    (open_folder(tmp_path) / "link").delete()
+    assert [path.name for path in tmp_path.iterdir()] == ["real"]
+
+
 def test_a_delete_that_is_killed_leaves_no_half_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = open_folder(tmp_path)
     folder.staged("checkpoint_1").write("x", b"1")

@@ -25,6 +25,7 @@ LASTS = [
     PermissionError("x"),
     OSError("AWS Error ACCESS_DENIED during HeadObject operation: No response body."),
     OSError("AWS Error NO_SUCH_BUCKET during PutObject operation: The bucket does not exist (HTTP status 404)"),
+    OSError("Bucket 'x' not found. To create buckets, enable the allow_bucket_creation option."),
     OSError("AWS Error INVALID_ACCESS_KEY_ID (HTTP status 403)"),
     OSError(errno.ENOSPC, "No space left on device"),
     ValueError("no such option"),
