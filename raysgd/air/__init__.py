@@ -41,5 +41,5 @@ __getattr__, __dir__ = lazy_names(
         "Result": "raysgd.air.result",
         **dict.fromkeys(_CONFIGS, "raysgd.air.config"),
     },
-    submodules=("checkpoint", "config", "constants", "result", "session"),
+    submodules=("callbacks", "checkpoint", "config", "constants", "integrations", "result", "session"),
 )

@@ -18,6 +18,8 @@ import pytest
 
 from raysgd.air import Checkpoint
 from raysgd.exceptions import CheckpointCorruptedError
+from tests.run_if import RunIf
+from tests.s3_server import S3Server
 
 STATE = {"epoch": 3, "weights": [1.0, 2.0]}
 
@@ -344,6 +346,28 @@ class TestPickling:
         checkpoint = Checkpoint.from_uri(Checkpoint.from_dict(STATE).to_uri("memory://air/pickled"))
         assert pickle.loads(pickle.dumps(checkpoint)).get_internal_representation() == ("data_dict", STATE)
         checkpoint._folder("path").delete()
+
+
+@pytest.mark.integration
+@RunIf(modules=["pyarrow", "moto"])
+class TestStores:
+    def test_a_checkpoint_goes_there_and_comes_back(self, s3_server: S3Server, tmp_path: Path, folder: Path) -> None:
+        uri = s3_server.uri("air/dict")
+        assert Checkpoint.from_dict(STATE).to_uri(uri) == uri
+        checkpoint = Checkpoint.from_uri(uri)
+        checkpoint.set_metadata({"a": 1})
+        there = pickle.loads(pickle.dumps(checkpoint))
+        assert (there.to_dict(), there.get_metadata()) == (STATE, {"a": 1})
+        assert there.get_internal_representation() == ("uri", uri)
+        assert Checkpoint(there.path, there.filesystem).to_dict() == STATE
+        copy = Checkpoint.from_uri(Checkpoint.from_directory(folder).to_uri(s3_server.uri("air/folder")))
+        assert content_of(copy.to_directory(tmp_path / "copy")) == content_of(folder)
+
+    def test_keys_are_not_shown(self, s3_server: S3Server) -> None:
+        uri = s3_server.uri("air/dict")
+        secret = uri.removeprefix("s3://").partition("@")[0].partition(":")[2]
+        assert secret
+        assert secret not in repr(Checkpoint.from_uri(uri))
 
 
 @pytest.mark.integration

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
 import pytest
@@ -22,6 +23,12 @@ KEYWORD_FUNCTIONS = (
     "world_rank",
     "world_size",
 )
+VENDORS = [
+    ("comet", "CometLoggerCallback", "comet_ml"),
+    ("keras", "ReportCheckpointCallback", "tensorflow"),
+    ("mlflow", "MLflowLoggerCallback", "mlflow"),
+    ("wandb", "WandbLoggerCallback", "wandb"),
+]
 SAME = [
     *((f"{package}:{name}", f"air.config:{name}") for package in ("air", "train") for name in CONFIGS),
     ("air:DatasetConfig", "air.config:DatasetConfig"),
@@ -44,6 +51,8 @@ SAME = [
     ("train.trainer:TrainingFailedError", "exceptions:TrainingFailedError"),
     ("train.base_trainer:TrainingFailedError", "exceptions:TrainingFailedError"),
     ("train.trainer:TrainingIterator", "train:TrainingIterator"),
+    ("tune:ResultGrid", "tune.tuner:ResultGrid"),
+    ("tune:Tuner", "tune.tuner:Tuner"),
 ]
 FRAMEWORKS = [
     ("train.torch", "TorchCheckpoint"),
@@ -80,6 +89,17 @@ def test_what_belongs_to_a_framework_is_in_its_module(module: str, name: str) ->
     framework = module.rpartition(".")[2]
     pytest.importorskip({"horovod": "horovod.torch"}.get(framework, framework))
     assert callable(found_at(f"{module}:{name}"))
+
+
+@pytest.mark.parametrize(("module", "name", "package"), VENDORS, ids=[package for _, _, package in VENDORS])
+def test_what_logs_to_others_is_at_both_paths(module: str, name: str, package: str) -> None:
+    places = [f"{folder}.{module}:{name}" for folder in ("air.callbacks", "air.integrations")]
+    if importlib.util.find_spec(package) is not None:
+        assert found_at(places[0]) is found_at(places[1])
+        return
+    for place in places:
+        with pytest.raises(ModuleNotFoundError, match=rf"`{package}`, which is not installed\. Run: pip install"):
+            found_at(place)
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
