@@ -205,7 +205,7 @@ def run_raysgd(num_workers: int, **sizes: Any) -> dict[str, float]:
                 _bound(function, _own_library),
                 train_loop_config={"folder": name, **sizes},
                 scaling_config=ScalingConfig(num_workers=workers),
-                run_config=RunConfig(name=run, storage_path=name, **options),
+                run_config=RunConfig(name=f"run_{run}", storage_path=name, **options),
             )
             called_at = time.time()
             trainer.fit()
@@ -238,7 +238,7 @@ def run_ray_train(num_workers: int, **sizes: Any) -> dict[str, float]:
                 _bound(function, _ray_library),
                 train_loop_config={"folder": name, **sizes},
                 scaling_config=ScalingConfig(num_workers=workers),
-                run_config=RunConfig(name=run, storage_path=name, **options),
+                run_config=RunConfig(name=f"run_{run}", storage_path=name, **options),
             )
             called_at = time.time()
             trainer.fit()
