@@ -24,7 +24,7 @@ from raysgd.train.fit.layout import checkpoint_name
 METADATA_KEY = "_raysgd_metadata"
 _TRAVELS = ("data_dict", "object_ref")  # the other kinds of checkpoints are folders
 _MISUSE = "is meant to only be called inside a function that is executed by a Tuner or Trainer"
-_MISUSE_V2 = "Ray Train function utilities not initialized"
+_MISUSE_V2 = "cannot be used outside of a Ray Train training function"
 
 
 @dataclass(frozen=True)

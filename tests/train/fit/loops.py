@@ -145,3 +145,27 @@ def fit_with_keras(config: dict[str, Any]) -> None:
     model.fit(x, 2 * x, epochs=epochs, verbose=0, callbacks=[ReportCheckpointCallback(metrics="loss")])
     former = Callback(metrics={"error": "loss"}, on=["epoch_end"], frequency=[frequency])
     model.fit(x, 2 * x, epochs=epochs, verbose=0, callbacks=[former])
+
+
+def count_with_tensorflow() -> None:
+    """The replicas of a strategy."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    train.report({"replicas": strategy.num_replicas_in_sync})
+
+
+def count_with_horovod() -> None:
+    """The ranks of Horovod, by a collective."""
+    import horovod.torch as hvd
+    import torch
+
+    hvd.init()
+    train.report({"replicas": int(hvd.allreduce(torch.ones(()), op=hvd.Sum))})
+
+
+def call_ray_train() -> None:
+    """Reports to a library that does not run this function."""
+    import importlib
+
+    importlib.import_module("ray.train").report({"a": 1})
