@@ -47,6 +47,8 @@ class RayBatches:
         transform: Called with each batch in the worker; returns what `train_batch` gets.
         preserve_order: Whether the rows come in the order of the dataset. Without, Ray Data may work faster.
         prefetch_batches: How many batches are made ahead of their use.
+        batches_per_block: How many batches are dealt to a worker at a time. More cost Ray less for each row; but then
+            the batches of a step are not those that one process would have in it.
 
     Raises:
         TypeError: The dataset is not one of Ray Data.
@@ -64,12 +66,14 @@ class RayBatches:
     transform: Callable[[Any], Any] | None = None
     preserve_order: bool = True
     prefetch_batches: int = 1
+    batches_per_block: int = 1
 
     def __post_init__(self) -> None:
         if not is_of_ray(self.dataset):
             raise TypeError(f"`RayBatches` got a `{type(self.dataset).__name__}`: need a dataset of Ray Data.")
         if self.batch_size is not None:
             check_count("batch_size", self.batch_size, "It is the number of rows in a batch of one worker.")
+        check_count("batches_per_block", self.batches_per_block, "It is the number of batches dealt at a time.")
         if (self.feature_columns is None) != (self.label_column is None):
             raise ValueError(
                 f"`feature_columns={self.feature_columns!r}` with `label_column={self.label_column!r}`: pass both, or "
@@ -108,7 +112,7 @@ class RayBatches:
         return [RayShare(iterator, self.form) for iterator in iterators]
 
     def _in_blocks(self) -> Any:
-        """The dataset in blocks of one batch each: Ray deals whole blocks, and the one with the fewest rows is next."""
+        """The dataset in blocks of whole batches: Ray deals whole blocks, and the one with the fewest rows is next."""
         repartition = self.dataset.repartition
         if "strict" not in inspect.signature(repartition).parameters:
             import ray
@@ -118,7 +122,8 @@ class RayBatches:
                 "lost: that takes `Dataset.repartition(target_num_rows_per_block=..., strict=True)`. Install a newer "
                 "Ray."
             )
-        return repartition(target_num_rows_per_block=self.batch_size, strict=True)
+        assert self.batch_size is not None, "`sized` comes first"
+        return repartition(target_num_rows_per_block=self.batch_size * self.batches_per_block, strict=True)
 
     def _ordered(self, dataset: Any) -> Any:
         if not self.preserve_order or dataset.context.execution_options.preserve_order:

@@ -34,6 +34,11 @@ def test_every_row_is_in_one_batch_and_joint_batches_are_in_order() -> None:
     assert [ids(share) for share in shares] == [[[0, 1], [4, 5], [8, 9]], [[2, 3], [6, 7], [10]]]
 
 
+def test_several_batches_may_be_dealt_at_a_time() -> None:
+    shares = RayBatches(Rows(list(range(11))), batch_size=2, batches_per_block=2).shares(2)
+    assert [ids(share) for share in shares] == [[[0, 1], [2, 3], [8, 9], [10]], [[4, 5], [6, 7]]]
+
+
 def test_one_worker_reads_the_dataset_itself() -> None:
     [share] = RayBatches(Rows([1, 2, 3]), batch_size=2).shares(1)
     assert ids(share) == ids(share) == [[1, 2], [3]]
@@ -53,6 +58,8 @@ def test_what_is_wrong_is_said() -> None:
         RayBatches([1])
     with pytest.raises(ValueError, match="`batch_size=0`"):
         RayBatches(Rows([]), batch_size=0)
+    with pytest.raises(ValueError, match="`batches_per_block=0`"):
+        RayBatches(Rows([]), batches_per_block=0)
     with pytest.raises(ValueError, match="pass both"):
         RayBatches(Rows([]), label_column="y")
     with pytest.raises(RuntimeError, match="Install a newer Ray"):
