@@ -1,6 +1,6 @@
 """`fit` on real workers, with checkpoints that are kept and runs that fail.
 
-Covers `raysgd.train.base_trainer`, `raysgd.train.data_parallel_trainer`, `raysgd.train.fit.run` and
+Covers `raysgd.train.base_trainer`, `raysgd.train.data_parallel_trainer` and
 `raysgd.train.fit.job`: they are short pieces of one way, which only a run goes through whole.
 """
 

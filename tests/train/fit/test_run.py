@@ -1,0 +1,108 @@
+"""In which order reports are handed over. Real runs are in `test_fit_integration`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.air import Checkpoint, FailureConfig, ScalingConfig
+from raysgd.storage import open_folder
+from raysgd.train._messages import TrainingResultType
+from raysgd.train._run import Step
+from raysgd.train.backend import BackendConfig
+from raysgd.train.fit.checkpoints import Landing
+from raysgd.train.fit.run import FitPlan, FitRun, StopConditionMet
+from raysgd.train.fit.session import TrialFacts
+
+
+class Steps:
+    """Stands for a run of a function: each step has its metrics, and perhaps a checkpoint on its way."""
+
+    is_over = False
+
+    def __init__(self, run: FitRun, *steps: tuple[int, Landing | None]) -> None:
+        self.fit, self.steps = run, list(steps)
+
+    def next_step(self) -> Step:
+        if not self.steps:
+            self.is_over = True
+            return Step(None, ())
+        number, landing = self.steps.pop(0)
+        self.fit._checkpoints.landing = landing or self.fit._checkpoints.landing
+        ref: Any = object() if landing is not None else None
+        return Step(TrainingResultType.REPORT, ({"number": number},), ref)
+
+    def decoded_by(self, rank: int, step: Step) -> Any:
+        return step.data[rank]
+
+
+class Seen:
+    """Takes reports, and stops at one of them."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.stop_at = stop_at
+        self.numbers: list[int] = []
+        self.checkpoints: list[Checkpoint | None] = []
+
+    def take(self, metrics: dict[str, Any], checkpoint: Checkpoint | None) -> bool:
+        self.numbers.append(metrics["number"])
+        self.checkpoints.append(checkpoint)
+        return metrics["number"] == self.stop_at
+
+
+def run_of(place: Path, seen: Seen, *steps: tuple[int, Landing | None]) -> FitRun:
+    facts = TrialFacts(open_folder(place / "trial"), "run", "trial", "1", ScalingConfig(num_workers=1))
+    plan = FitPlan(int, BackendConfig(), ScalingConfig(num_workers=1), FailureConfig(), facts)
+    run = FitRun(plan, seen.take)
+    run._run = Steps(run, *steps)  # type: ignore[assignment]
+    return run
+
+
+def test_a_report_waits_for_its_checkpoint_and_later_ones_for_it(tmp_path: Path) -> None:
+    seen, landing = Seen(), Landing()
+    run = run_of(tmp_path, seen, (1, None), (2, landing), (3, None))
+    for _ in range(3):
+        assert run.step()
+    assert seen.numbers == [1]
+    checkpoint = Checkpoint.from_dict({"number": 2})
+    landing.end(checkpoint)
+    run._hand_over()  # as the driver does while it waits for the next step
+    assert seen.numbers == [1, 2, 3]
+    assert seen.checkpoints == [None, checkpoint, None]
+    assert not run.step()
+
+
+def test_a_report_whose_checkpoint_was_lost_is_handed_over_without_it(tmp_path: Path) -> None:
+    seen, lost, never = Seen(), Landing(), Landing()
+    run = run_of(tmp_path, seen, (1, lost), (2, never))
+    run.step(), run.step()
+    lost.end()
+    run._hand_over()
+    assert (seen.numbers, seen.checkpoints) == ([1], [None])
+    run.end()
+    assert (seen.numbers, seen.checkpoints) == ([1, 2], [None, None])
+
+
+def test_a_stop_condition_ends_the_run(tmp_path: Path) -> None:
+    seen = Seen(stop_at=2)
+    run = run_of(tmp_path, seen, (1, None), (2, None), (3, None))
+    assert run.step()
+    with pytest.raises(StopConditionMet):
+        run.step()
+    seen = Seen(stop_at=2)
+    run_of(tmp_path, seen, (1, None), (2, None), (3, None)).run()
+    assert seen.numbers == [1, 2]
+
+
+def test_an_attempt_begins_when_all_that_was_reported_before_is_written_down(tmp_path: Path) -> None:
+    seen, told = Seen(), list[str]()
+    run = run_of(tmp_path, seen, (1, Landing()))
+    run._begin, run._fail = lambda: told.append("begin"), lambda error: told.append(f"fail after {seen.numbers}")
+    run.step()
+    run._failure = ValueError("bad")
+    run._begin_attempt()
+    assert told == ["fail after [1]", "begin"]
+    run._begin_attempt()
+    assert told == ["fail after [1]", "begin", "begin"]
