@@ -1,0 +1,85 @@
+from __future__ import annotations
+
+import itertools
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pyarrow import fs
+
+from raysgd.storage._transfers import fetch, in_one_piece, on_threads, pieces, send, send_and_rename
+
+LARGE = bytes(range(256)) * 80_000  # 20 MB: more than one piece
+
+
+def test_a_file_is_sent_piece_by_piece_or_at_once() -> None:
+    with tempfile.TemporaryFile() as file:
+        file.write(LARGE)
+        assert [len(piece) for piece in pieces(file)] == [2**23, 2**23, len(LARGE) - 2**24]
+        assert [bytes(piece) for piece in in_one_piece(file)] == [LARGE]
+
+
+def test_an_empty_file_is_sent_too(tmp_path: Path) -> None:
+    local = fs.LocalFileSystem()
+    with tempfile.TemporaryFile() as file:
+        for content in (pieces, in_one_piece):
+            send(local, lambda content=content: content(file), str(tmp_path / content.__name__))
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"", b""]
+
+
+def test_a_file_that_is_seen_as_it_grows_has_another_name_until_it_is_complete(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    def content() -> Iterator[bytes]:
+        yield b"first"
+        seen.append([path.name for path in (tmp_path / "folder").iterdir()])
+        yield b"second"
+
+    send_and_rename(fs.LocalFileSystem(), content, str(tmp_path / "folder" / "file"))
+    [[name]] = seen
+    assert name.startswith(".raysgd-")
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["file"]
+    assert (tmp_path / "folder" / "file").read_bytes() == b"firstsecond"
+
+
+@pytest.mark.parametrize("error", [OSError("gone"), KeyboardInterrupt()], ids=repr)
+def test_a_file_that_could_not_be_sent_leaves_the_former_one(tmp_path: Path, error: BaseException) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+
+    def content() -> Iterator[bytes]:
+        yield b"half"
+        raise error
+
+    with pytest.raises(type(error)):
+        send_and_rename(fs.LocalFileSystem(), content, str(tmp_path / "file"))
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("file", b"old")]
+
+
+def test_a_second_attempt_to_fetch_begins_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"content")
+    with tempfile.TemporaryFile() as target:
+        target.write(b"longer than the content")
+        fetch(fs.LocalFileSystem(), str(tmp_path / "file"), target)
+        target.seek(0)
+        assert target.read() == b"content"
+
+
+def test_after_a_failure_no_more_is_begun() -> None:
+    begun, count, may_end = [], itertools.count(), threading.Event()
+
+    def work(name: str) -> None:
+        begun.append(name)
+        if next(count) == 0:
+            may_end.set()
+            raise OSError(name)
+        may_end.wait(10)
+
+    with pytest.raises(OSError, match="0"):
+        on_threads(work, [str(number) for number in range(10_000)])
+    assert len(begun) < 10_000
+
+
+def test_nothing_to_do_takes_no_thread() -> None:
+    on_threads(pytest.fail, [])
