@@ -100,7 +100,7 @@ def run_population(workload: str, small_workload: str) -> dict[str, list[float]]
             found = _copies(population)
         found["gap_s"] = gaps(folder)[1:]
     with ray_cluster(NUM_WORKERS):
-        config = config_of(STATES[small_workload], NUM_WORKERS)
+        config = config_of(STATES[small_workload].with_steps(4), NUM_WORKERS)  # data is made in `setup`, too
         with make_trainer({**config, "lr": RATES[0]}) as trainer:
             found["new_trial_s"] = [_new_trial(trainer, {**config, "lr": rate}) for rate in RATES * 3]
     return found
@@ -165,6 +165,7 @@ def _run_tune(trainable: Any, folder: str, config: dict[str, Any], *, reuse_acto
         quantile_fraction=0.5,
         hyperparam_mutations={"lr": tune.uniform(1e-5, 1e-2)},
         resample_probability=0.0,
+        synch=True,  # else, on a busy machine, one trial ends before the other begins
     )
     tune.Tuner(
         trainable,
