@@ -61,12 +61,6 @@ class KeptCheckpoints:
         for dropped in self._ranking.admit(index, self._score(metrics)):
             self._delete(dropped)
 
-    def discard(self, checkpoint: Checkpoint | None) -> None:
-        """Deletes a checkpoint that does not count."""
-        name = name_of(checkpoint) if checkpoint is not None else None
-        if name is not None:
-            self._chores.submit(f"delete {name}", (self._folder.trial / name).delete)
-
     @property
     def best(self) -> list[tuple[Checkpoint, dict[str, Any]]]:
         """Those that are kept, with the metrics of their reports: the worst first, the best last."""
@@ -80,7 +74,9 @@ class KeptCheckpoints:
                 self._delete(index)
 
     def _delete(self, index: int) -> None:
-        self.discard(self._present.pop(index)[0])
+        name = name_of(self._present.pop(index)[0])
+        if name is not None:
+            self._chores.submit(f"delete {name}", (self._folder.trial / name).delete)
 
     def _score(self, metrics: Mapping[str, Any]) -> float | None:
         if self._attribute is None:

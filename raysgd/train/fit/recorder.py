@@ -70,7 +70,7 @@ class Recorder:
         self._logs = Logs(folder, self._chores)
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
         self._writers: list[ReportWriter] = []
-        self._is_open = self._has_stopped = False
+        self._is_open = False
         self._last_failure: BaseException | None = None
 
     # ------------------------------------------------------------------------------------------------ the run
@@ -91,7 +91,7 @@ class Recorder:
         self._trial.set_status(Trial.RUNNING)
 
     def take(self, metrics: Mapping[str, Any], checkpoint: Checkpoint | None) -> bool:
-        """There is a report. After one at which the run stops, reports and their checkpoints are discarded.
+        """There is a report.
 
         Args:
             metrics: Those of rank 0.
@@ -104,9 +104,6 @@ class Recorder:
             CallbackError: A callback failed.
             OSError: The folder cannot be written to.
         """
-        if self._has_stopped:  # workers are ahead of what is recorded
-            self._checkpoints.discard(checkpoint)
-            return True
         result = self._filler.fill(metrics, name_of(checkpoint) if checkpoint is not None else None)
         result[DONE] = result[DONE] or self._stop(self._trial.trial_id, result)
         if checkpoint is not None:
@@ -119,8 +116,7 @@ class Recorder:
             self._keep(checkpoint, result)
         self._callbacks.end_step()
         self._logs.upload_soon()
-        self._has_stopped = bool(result[DONE])
-        return self._has_stopped
+        return bool(result[DONE])
 
     def fail(self, error: BaseException) -> None:
         """An attempt has ended with an error, which goes into `error.txt`."""
@@ -175,9 +171,7 @@ class Recorder:
             self._trial.update_last_result(dict(reports[-1]))
         self._checkpoints.take_over(reports)
         self._trial.checkpoint = self._checkpoints.latest
-        experiment = self._folder.experiment
-        if experiment.has(CALLBACK_STATES_FILE):
-            self._callbacks.restore_states(pickle.loads(experiment.read(CALLBACK_STATES_FILE)))
+        self._load_callback_states()
 
     def _keep(self, checkpoint: Checkpoint, result: Mapping[str, Any]) -> None:
         self._callbacks.save(checkpoint)
@@ -185,6 +179,15 @@ class Recorder:
         self._checkpoints.add(checkpoint, result, self._filler.progress)
         self._callbacks.saved()
         self._save_callback_states()
+
+    def _load_callback_states(self) -> None:
+        experiment = self._folder.experiment
+        if not experiment.has(CALLBACK_STATES_FILE):
+            return
+        try:
+            self._callbacks.restore_states(pickle.loads(experiment.read(CALLBACK_STATES_FILE)))
+        except Exception as error:  # of a damaged file, or of a callback that has changed meanwhile
+            logger.warning("the callbacks start without their former state (%s): %r", CALLBACK_STATES_FILE, error)
 
     def _save_callback_states(self) -> None:
         from ray import cloudpickle

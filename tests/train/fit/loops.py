@@ -132,12 +132,15 @@ def log_with_mlflow(config: dict[str, Any]) -> None:
 
 def fit_with_keras(config: dict[str, Any]) -> None:
     """Trains with Keras, with the callback of today and with that of Ray 2.0."""
+    if config["is_legacy"]:
+        os.environ["TF_USE_LEGACY_KERAS"] = "1"
     import numpy as np
     import tensorflow as tf
 
     from raysgd.air.callbacks.keras import Callback
     from raysgd.air.integrations.keras import ReportCheckpointCallback
 
+    assert ("tf_keras" in tf.keras.Model.__module__) == config["is_legacy"]
     model = tf.keras.Sequential([tf.keras.Input(shape=(1,)), tf.keras.layers.Dense(1)])
     model.compile(optimizer="sgd", loss="mse")
     x = np.linspace(0, 1, 8).reshape(-1, 1)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -225,8 +226,9 @@ def test_a_vendor_that_is_not_installed_is_named_with_its_package(path: str, mod
 
 @RunIf(modules=["tensorflow"])
 class TestKeras:
-    def test_reports_and_saves_by_its_events(self, tmp_path: Path) -> None:
-        config = {"num_epochs": 2, "frequency": 2}
+    @pytest.mark.parametrize("is_legacy", [False, pytest.param(True, marks=pytest.mark.soak)])
+    def test_reports_and_saves_by_its_events(self, tmp_path: Path, is_legacy: bool) -> None:
+        config = {"num_epochs": 2, "frequency": 2, "is_legacy": is_legacy}
         trainer = make_trainer(tmp_path, tmp_path, loops.fit_with_keras, config=config)
         trainer.scaling_config = ScalingConfig(num_workers=1)
         result = trainer.fit()
@@ -258,6 +260,31 @@ class TestGoingOn:
         assert restored.metrics is not None
         assert {**restored.metrics, "done": True} == json.loads(json.dumps(first.metrics, default=str))
         assert len(reports_in(restored)) == 3
+
+    def test_a_run_whose_driver_was_killed_goes_on(self, tmp_path: Path) -> None:
+        import ray
+
+        program = (
+            "import pathlib, ray, sys\n"
+            "from tests.train.fit.test_recorder_integration import make_trainer\n"
+            "ray.init(log_to_driver=False)\n"
+            "folder = pathlib.Path(sys.argv[1])\n"
+            "make_trainer(folder, folder, config={'epoch_s': 0.5}).fit()\n"
+        )
+        environment = {**os.environ, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+        driver = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)], env=environment)
+        try:
+            while driver.poll() is None and not list(tmp_path.glob("run/*/checkpoint_000000")):
+                time.sleep(0.02)
+        finally:
+            driver.kill()
+            driver.wait()
+        result = DataParallelTrainer.restore(tmp_path / "run").fit()
+        assert [report["epoch"] for report in reports_in(result)][-1] == 2
+        assert len(result.best_checkpoints) == 3
+        assert result.metrics is not None
+        assert result.metrics["training_iteration"] == 3
+        assert result.metrics["iterations_since_restore"] < 3
 
     def test_a_failed_run_goes_on_with_other_arguments_and_a_damaged_file(self, tmp_path: Path) -> None:
         with pytest.raises(TrainingFailedError):
