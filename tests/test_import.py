@@ -112,6 +112,8 @@ def test_completion_shows_the_lazy_names() -> None:
     "name",
     [
         "raysgd.train.Trainer",
+        "raysgd.air.session.report",
+        "raysgd.air.callbacks",
         "raysgd.torch.TorchTrainer",
         "raysgd.tf.TFTrainer",
         "raysgd.v2.Trainer",
@@ -128,7 +130,7 @@ def test_modules_can_be_written_behind_the_name_of_the_package(name: str) -> Non
 
 
 def test_the_packages_behind_its_name_load_no_framework() -> None:
-    names = "data, raysgd.operators, raysgd.tf, raysgd.torch, raysgd.train, raysgd.tune, raysgd.v2"
+    names = "air, raysgd.data, raysgd.operators, raysgd.tf, raysgd.torch, raysgd.train, raysgd.tune, raysgd.v2"
     loaded = run_fresh(
         f"import sys, raysgd; raysgd.{names}; print(*{{name.partition('.')[0] for name in sys.modules}})"
     )
