@@ -46,6 +46,7 @@ class ExecutorRules:
         on_failure: Called when the function is about to start again because of a failure.
         words: What users are told behind the facts of the engine.
         retry_advice: What the last loss that is allowed says about the number of retries.
+        packs: Whether workers go to as few nodes as they can; None leaves that to the environment.
     """
 
     failures: FailurePolicy = field(default_factory=FailurePolicy)
@@ -53,6 +54,7 @@ class ExecutorRules:
     on_failure: Callable[[Diagnosis], None] = _ignore
     words: Words = WORDS
     retry_advice: str = RETRY_ADVICE
+    packs: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -118,9 +120,10 @@ class WorkerSettings:
         return ScalingPolicy(max_workers=self.max_workers, min_workers=self.min_workers)
 
     def group_spec(
-        self, config: BackendConfig, initialization_hook: Callable[[], Any] | None, words: Words = WORDS
+        self, config: BackendConfig, initialization_hook: Callable[[], Any] | None, rules: ExecutorRules | None = None
     ) -> GroupSpec:
         """What the engine starts every group from."""
+        rules = rules or ExecutorRules()
         return GroupSpec(
             connection=self._connection(config),
             make_replica=FunctionReplica,
@@ -128,9 +131,9 @@ class WorkerSettings:
             initialization_hook=initialization_hook,
             reservation_timeout_s=self.reservation_timeout_s,
             captures=False,
-            packs=self.packs,
+            packs=self.packs if rules.packs is None else rules.packs,
             heartbeat_s=self.heartbeat_s,
-            words=words,
+            words=rules.words,
         )
 
     def _connection(self, config: BackendConfig) -> Connection:

@@ -170,3 +170,13 @@ def make_objects(worker_object: WorkerObject, workers: Sequence[Worker]) -> None
     gather(
         [worker.actor.group.submit(worker.actor.rank, "host", make_worker_object, worker_object) for worker in workers]
     )
+
+
+class NoWorkers:
+    """Stands where there are no workers."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise InactiveWorkerGroupError("There are no workers: call `start` first.")
+
+    def __len__(self) -> int:
+        raise InactiveWorkerGroupError("There are no workers: call `start` first.")

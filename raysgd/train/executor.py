@@ -29,7 +29,7 @@ from raysgd.train._plugin_hooks import PluginHooks
 from raysgd.train._run import FunctionRun, Step
 from raysgd.train._settings import ExecutorRules, WorkerSettings
 from raysgd.train._shards import DividedData
-from raysgd.train._worker_handles import LostDuringCallError, Worker, WorkerObject, gather
+from raysgd.train._worker_handles import LostDuringCallError, NoWorkers, Worker, WorkerObject, gather
 from raysgd.train.backend import BackendConfig, backend_of
 from raysgd.train.checkpoint import CheckpointManager, CheckpointStrategy
 from raysgd.train.worker_group import WorkerGroup
@@ -150,7 +150,7 @@ class BackendExecutor:
 
     def _make_controller(self, initialization_hook: Callable[[], Any] | None) -> ElasticController:
         return ElasticController(
-            self._settings.group_spec(self._config, initialization_hook, self._rules.words),
+            self._settings.group_spec(self._config, initialization_hook, self._rules),
             self._settings.scaling,
             self._rules.failures,
             release_timeout_s=_RELEASE_S,
@@ -339,9 +339,9 @@ class BackendExecutor:
         return self._run
 
     @property
-    def worker_group(self) -> WorkerGroup | _InactiveGroup:
+    def worker_group(self) -> WorkerGroup | NoWorkers:
         """The workers; before `start` and after `shutdown` something that raises on every use."""
-        return self.get_worker_group() if self._controller is not None else _InactiveGroup()
+        return self.get_worker_group() if self._controller is not None else NoWorkers()
 
     def get_worker_group(self) -> WorkerGroup:
         """The workers.
@@ -442,13 +442,3 @@ class Flag(int):
 
     def __repr__(self) -> str:
         return repr(bool(self))
-
-
-class _InactiveGroup:
-    """Stands where there are no workers."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise InactiveWorkerGroupError("There are no workers: call `start` first.")
-
-    def __len__(self) -> int:
-        raise InactiveWorkerGroupError("There are no workers: call `start` first.")

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.train._settings import WORDS, WorkerSettings
+from raysgd.train._settings import WORDS, ExecutorRules, WorkerSettings
 from raysgd.train.backend import Backend, BackendConfig, Placed, Unconnected
 from raysgd.train.torch import TorchConfig
 
@@ -20,6 +20,16 @@ def test_groups_are_started_from_what_the_user_asked_for() -> None:
     assert (made.min_workers, made.max_workers) == (2, 4)
     assert spec.resources.bundle() == {"CPU": 0.5, "disk": 1}
     assert (spec.heartbeat_s, spec.initialization_hook, spec.captures, spec.words) == (20, print, False, WORDS)
+
+
+@pytest.mark.parametrize(
+    ("spread", "packs", "expected"), [("0", None, True), ("1", None, False), ("1", True, True), ("0", False, False)]
+)
+def test_a_front_end_may_say_how_workers_are_placed(
+    monkeypatch: pytest.MonkeyPatch, spread: str, packs: bool | None, expected: bool
+) -> None:
+    monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", spread)
+    assert settings().group_spec(BackendConfig(), None, ExecutorRules(packs=packs)).packs is expected
 
 
 @pytest.mark.parametrize(("shares", "num_gpus"), [("0", 1), ("1", 1), ("1", 0)])

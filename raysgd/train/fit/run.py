@@ -221,9 +221,29 @@ def _executor(plan: FitPlan, checkpoints: FitCheckpoints, on_failure: Callable[[
         max_retries=as_max_retries(plan.failures.max_failures),
         resize_check_s=scaling.elastic_resize_monitor_interval_s,
         rules=ExecutorRules(
-            FailurePolicy(retries_user_errors=True), checkpoints, on_failure, words=WORDS, retry_advice=""
+            FailurePolicy(retries_user_errors=True),
+            checkpoints,
+            on_failure,
+            words=WORDS,
+            retry_advice="",
+            packs=packs(scaling.placement_strategy),
         ),
     )
+
+
+def packs(placement_strategy: str) -> bool | None:
+    """What an executor takes for `ScalingConfig.placement_strategy`; of the strict ones it does as much as it can.
+
+    >>> [packs(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
+    [None, True, False, False]
+    """
+    if placement_strategy.startswith("STRICT_"):
+        logger.warning(
+            "`placement_strategy=%r` is followed as far as there is room, as %r is",
+            placement_strategy,
+            placement_strategy.removeprefix("STRICT_"),
+        )
+    return {"STRICT_PACK": True, "SPREAD": False, "STRICT_SPREAD": False}.get(placement_strategy)
 
 
 def as_max_retries(max_failures: int) -> int:
