@@ -202,6 +202,7 @@ def ids_in(name: str) -> list[float]:
     return sorted(row["id"] for row in train.get_dataset_shard(name).iter_rows())
 
 
+@pytest.mark.soak
 def test_fit_divides_what_it_is_to_divide_and_again_after_a_failure(tmp_path: Path) -> None:
     from ray.data.preprocessors import MinMaxScaler
 
