@@ -24,7 +24,7 @@ from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import Resources, World
-from raysgd.engine.worker import is_sendable
+from raysgd.engine.worker import is_sendable, packed_bytes
 from raysgd.exceptions import UnpicklableError
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
@@ -203,7 +203,11 @@ class ClassTrainer(ABC):
             return share
         import ray
 
-        return ray.put(share)
+        try:
+            return ray.put(share)
+        except TypeError:
+            packed_bytes("What the call is given", share)  # says what cannot be pickled, and what to do
+            raise
 
     @property
     @abstractmethod

@@ -1,4 +1,7 @@
-"""`Tuner`: a trainer of `fit()` with many configs. Covers `raysgd.train.fit.tuned`: what a trial does is seen here."""
+"""`Tuner`: a trainer of `fit()` with many configs.
+
+Covers `raysgd.train.fit.tuned`: what a trial does is seen here.
+"""
 
 from __future__ import annotations
 
