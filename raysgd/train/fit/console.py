@@ -11,6 +11,7 @@ from typing import IO, Any, TextIO
 from raysgd.air.result import flattened
 from raysgd.train.fit.trial import Trial
 
+_TABLES = 3  # how much reporters of Ray Tune print by default
 _FILLED_IN = frozenset(
     {
         "checkpoint_dir_name",
@@ -92,6 +93,9 @@ class Reporter:
         self.callback = reporter  # whose name errors show
 
     def setup(self) -> None:
+        log = sys.modules.get("ray.tune.utils.log")
+        if log is not None:
+            log.set_verbosity(_TABLES)  # of the process: a `Tuner(..., verbose=0)` before this run leaves it at 0
         if hasattr(self.callback, "setup"):
             self.callback.setup(start_time=time.time(), total_samples=1)
 

@@ -49,7 +49,9 @@ def test_verbose(tmp_path: Path, capsys: pytest.CaptureFixture[str], verbose: in
 class TestReporter:
     def test_of_ray_tune_shows_the_trial(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         from ray.tune import CLIReporter
+        from ray.tune.utils.log import set_verbosity
 
+        set_verbosity(0)  # as a sweep leaves it that was to print nothing
         play(tmp_path, progress_reporter=CLIReporter(metric_columns=["loss"], max_report_frequency=0))
         shown = capsys.readouterr().out
         assert "TorchTrainer_" in shown
