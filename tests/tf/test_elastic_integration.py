@@ -148,6 +148,7 @@ def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
     assert all(len(counter) == NUM_SAMPLES for counter in used.values())
 
 
+@pytest.mark.soak
 @pytest.mark.keras_in_turns("keras3")
 def test_an_epoch_that_shrank_grows_back_before_its_end(
     ray_cluster: None, keras: str, trainers: list[TFTrainer], tmp_path: Path

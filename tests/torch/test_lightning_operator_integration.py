@@ -185,6 +185,7 @@ def die_once(operator: Any) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.soak
 @pytest.mark.usefixtures("ray_cluster")
 def test_a_lost_worker_is_replaced_and_the_module_gets_its_state_back(tmp_path: Path) -> None:
     operator_cls = TrainingOperator.from_ptl(Line)

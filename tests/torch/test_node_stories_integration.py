@@ -24,6 +24,7 @@ def test_two_trainers_recover_at_the_same_time_each_for_itself() -> None:
     assert found["two"] == {"kinds": [["rejoined"]] * 2, "sizes": [2, 2], "uses": [[1], [1]], "num_results": 2}
 
 
+@pytest.mark.soak
 def test_a_spare_takes_the_place_of_a_worker_whose_node_is_gone(found: dict[str, Any]) -> None:
     assert found["spare"] == {"kinds": ["rejoined"], "size": 2, "uses": [1], "is on the lost node": False}
 
