@@ -34,6 +34,7 @@ from raysgd._background_writer import BackgroundWriter
 from raysgd._plain_pickle import NotPlainError
 from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
+from raysgd.storage.files import saving, shown
 from raysgd.torch import _seal
 from raysgd.torch._loadable import check_loadable as check_loadable
 from raysgd.torch._seal import Seal
@@ -72,8 +73,6 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version
         ValueError: `state` lacks keys that `read` insists on.
         OSError: The file could not be written, for instance for lack of space. `path` is as it was before.
     """
-    from raysgd.storage.files import saving  # here, because workers only read
-
     missing = _missing_keys(state)
     if missing:
         raise ValueError(f"`write({os.fspath(path)!r}, state)`: `state` lacks {missing}; {_REQUIRED_KEYS_HINT}")
@@ -232,8 +231,6 @@ class AsyncWriter(BackgroundWriter):
     """
 
     def __init__(self) -> None:
-        from raysgd.storage.files import shown
-
         super().__init__(write, shown)
 
 
