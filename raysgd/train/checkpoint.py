@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from raysgd.air._packing import DICT_FILE
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import is_uri, local_copy, saving
 from raysgd.train._arrivals import Arrivals, CheckpointLostError
@@ -31,8 +32,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-_DIRECTORY_FILE = "dict_checkpoint.pkl"  # in the directories that later versions of the old library wrote
 
 
 class FileStore:
@@ -247,13 +246,13 @@ def load_checkpoint(checkpoint: Mapping[str, Any] | str | Path | None) -> dict[s
     path = Path(checkpoint).expanduser()
     if not path.exists():
         raise ValueError(f"`checkpoint={str(checkpoint)!r}`: there is no such file.")
-    return _read(path / _DIRECTORY_FILE if path.is_dir() else path)
+    return _read(path / DICT_FILE if path.is_dir() else path)
 
 
 def _read_from_store(place: Folder, checkpoint: str | Path) -> dict[str, Any]:
     """Reads a file, or the file in a folder that holds a checkpoint."""
     try:
-        with local_copy((place / _DIRECTORY_FILE).uri if place.exists() else checkpoint) as path:
+        with local_copy((place / DICT_FILE).uri if place.exists() else checkpoint) as path:
             return _read(Path(path))
     except FileNotFoundError:
         raise ValueError(f"`checkpoint={str(place)!r}`: there is no such file.") from None

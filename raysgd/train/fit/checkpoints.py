@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from raysgd.air._packing import EXTRA_FILES_KEY, FOLDER_KEY, METADATA_FILE
+from raysgd.air._packing import DICT_FILE, EXTRA_FILES_KEY, FOLDER_KEY, METADATA_FILE
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.constants import PREPROCESSOR_KEY
 from raysgd.storage import Folder, StorageError
@@ -20,8 +20,6 @@ from raysgd.train._arrivals import Arrivals
 from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.layout import checkpoint_name
 from raysgd.train.fit.session import METADATA_KEY, checkpoint_at
-
-_DICT_FILE = "dict_checkpoint.pkl"
 
 
 @dataclass
@@ -160,7 +158,7 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
         return
     from ray import cloudpickle
 
-    with staged.writing(_DICT_FILE) as file:
+    with staged.writing(DICT_FILE) as file:
         cloudpickle.dump(content, file, protocol=5)
 
 

@@ -68,7 +68,7 @@ class FitJob:
         info = SimpleNamespace(resources=resources)
         recorder = Recorder(folder, trainer._trial_config, run_config, name, info)
         newest = _newest_in(folder) if goes_on else None
-        facts = _facts(folder, trainer)
+        facts = facts_of(folder, trainer)
         return cls(folder, recorder, run_config, facts, name, newest or trainer.resume_from_checkpoint)
 
     def run(self, train: Callable[[], None]) -> Result:
@@ -83,7 +83,7 @@ class FitJob:
             self._end_failed(error)
             if not isinstance(error, Exception) or self.run_config.failure_config.fail_fast == "raise":
                 raise
-            raise training_failed_error(error, self._advice) from getattr(error, "__cause__", None)
+            raise training_failed_error(error, self._advice) from error.__cause__
         return self.recorder.end()
 
     def drive(
@@ -139,7 +139,8 @@ def _newest_in(folder: TrialFolder) -> Checkpoint | None:
     return checkpoint_at(folder.trial / names[-1]) if names else None
 
 
-def _facts(folder: TrialFolder, trainer: BaseTrainer) -> TrialFacts:
+def facts_of(folder: TrialFolder, trainer: BaseTrainer) -> TrialFacts:
+    """What a function can ask about a run in that folder."""
     chdir = os.environ.get(CHDIR_ENV, "1") != "0"
     return TrialFacts(
         folder=folder.trial,

@@ -144,15 +144,25 @@ def new_trial_folder(run_config: Any, trainer_name: str) -> TrialFolder:
     Raises:
         StorageError: The storage cannot be used.
     """
-    root = open_folder(
-        run_config.storage_path or DEFAULT_STORAGE,
-        filesystem=run_config.storage_filesystem,
-        argument="storage_path",
-    )
-    date = time.strftime("%Y-%m-%d_%H-%M-%S")
+    root, date = storage_of(run_config), _now()
     experiment = root / run_config.name if run_config.name else _unused(root, f"{trainer_name}_{date}")
-    dir_name = f"{trainer_name}_{secrets.token_hex(3)[:5]}_00000_{EXPERIMENT_TAG}_{date}"
-    return TrialFolder(experiment, dir_name, is_new=True)
+    return new_trial(experiment, trainer_name)
+
+
+def storage_of(run_config: Any) -> Folder:
+    """Where runs with such a `RunConfig` have their folders."""
+    place = run_config.storage_path or DEFAULT_STORAGE
+    return open_folder(place, filesystem=run_config.storage_filesystem, argument="storage_path")
+
+
+def new_trial(experiment: Folder, trainer_name: str) -> TrialFolder:
+    """A new trial in the folder of an experiment. Writes nothing."""
+    identity = f"{secrets.token_hex(3)[:5]}_00000"
+    return TrialFolder(experiment, f"{trainer_name}_{identity}_{EXPERIMENT_TAG}_{_now()}", is_new=True)
+
+
+def _now() -> str:
+    return time.strftime("%Y-%m-%d_%H-%M-%S")
 
 
 def _unused(root: Folder, name: str) -> Folder:

@@ -10,7 +10,6 @@ import queue
 import secrets
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
@@ -19,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 from raysgd import _trials
 from raysgd._trials import Reported, TrialInfo
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import FailureConfig, RunConfig, ScalingConfig
-from raysgd.storage import Folder, open_folder
-from raysgd.train.fit.job import FitJob
-from raysgd.train.fit.layout import DEFAULT_STORAGE, EXPERIMENT_TAG, TrialFolder
+from raysgd.air.config import FailureConfig, ScalingConfig
+from raysgd.train.fit.job import FitJob, facts_of
+from raysgd.train.fit.layout import TrialFolder, new_trial, storage_of
 from raysgd.train.fit.run import FitPlan, FitRun
 from raysgd.train.fit.session import TrialFacts
 
@@ -190,16 +188,8 @@ class FitTrial:
 
     def _facts(self, trainer: BaseTrainer) -> TrialFacts:
         assert self._folder is not None
-        return TrialFacts(
-            folder=self._folder.trial,
-            experiment_name=self._folder.experiment_name,
-            name=self._info.name or self._folder.name,
-            id=self._info.identity or self._folder.id,
-            scaling=trainer.scaling_config,
-            metadata=trainer.metadata,
-            workdir=None,
-            keeps_files=trainer.run_config.checkpoint_config.num_to_keep != 0,
-        )
+        own = facts_of(self._folder, trainer)
+        return replace(own, name=self._info.name or own.name, id=self._info.identity or own.id, workdir=None)
 
     def save(self, folder: Path) -> None:
         """Writes the newest checkpoint for Tune, and drops those before it."""
@@ -255,11 +245,7 @@ def _run(trainer: BaseTrainer, reports: Reports) -> None:
 
 def _folder_of(trainer: BaseTrainer, info: TrialInfo) -> TrialFolder:
     """Where the workers put checkpoints until Tune has them: in the storage of the run, which all of them see."""
-    run_config: RunConfig = trainer.run_config
-    place: Any = run_config.storage_path or DEFAULT_STORAGE
-    root: Folder = open_folder(place, filesystem=run_config.storage_filesystem, argument="storage_path")
-    date = time.strftime("%Y-%m-%d_%H-%M-%S")
-    name = f"{type(trainer).__name__}_{secrets.token_hex(3)[:5]}_00000_{EXPERIMENT_TAG}_{date}"
-    folder = TrialFolder(root / _FOLDER / (info.identity or secrets.token_hex(4)), name, is_new=True)
+    experiment = storage_of(trainer.run_config) / _FOLDER / (info.identity or secrets.token_hex(4))
+    folder = new_trial(experiment, type(trainer).__name__)
     folder.make()
     return folder
