@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import importlib
 import os
 from collections.abc import Iterator
 from typing import Any
 
+from raysgd.storage import files
 from raysgd.testing.targets import controller_of
 
 
@@ -32,12 +32,11 @@ def fail_save(trainer: Any, error: OSError | None = None, after_bytes: int = 0) 
     if error is not None and not isinstance(error, OSError):
         raise ValueError(f"`error={error!r}`: need an `OSError`, as a failed write raises.")
     controller_of(trainer)
-    front_end = next(cls.__module__ for cls in type(trainer).__mro__ if cls.__module__.startswith("raysgd."))
-    writing: Any = importlib.import_module(f"{front_end.rpartition('.')[0]}.checkpoint_file")
     number = errno.ENOSPC
     failure = error or OSError(number, os.strerror(number))
     targets: set[str] = set()
-    saving = writing.saving
+    writing: Any = files
+    saving = files.saving
     save = trainer.save
 
     @functools.wraps(save)

@@ -23,7 +23,6 @@ import numpy as np
 from raysgd._plain_pickle import NotPlainError, PlainUnpickler, array_of, check_depth, plain_dtype
 from raysgd._stored_archive import members
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
-from raysgd.storage.files import saving
 
 FORMAT_VERSION = 1
 """The newest format that this version of raysgd reads, and the one that it writes."""
@@ -49,12 +48,14 @@ def write(path: str | os.PathLike[str], state: dict[str, Any]) -> None:
         ValueError: Something in `state` could not be given back; the message says where it is.
         OSError: The file could not be written. `path` is as it was before.
     """
+    from raysgd.storage import files  # here, because workers only read
+
     arrays: dict[str, np.ndarray[Any, Any]] = {}
     check_depth(state, "`state`")
     tree = _encoded(state, "", arrays)
     names = {name: {"dtype": array.dtype.name, "shape": array.shape} for name, array in arrays.items()}
     index = json.dumps({"format": FORMAT_VERSION, "state": tree, "arrays": names})
-    with saving(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+    with files.saving(path) as file, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         for name, array in arrays.items():
             with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
                 np.lib.format.write_array(member, _storable(array), allow_pickle=False)

@@ -34,7 +34,6 @@ from raysgd._background_writer import BackgroundWriter
 from raysgd._plain_pickle import NotPlainError
 from raysgd.exceptions import CheckpointCorruptedError as CheckpointCorruptedError
 from raysgd.exceptions import UnsafeCheckpointError as UnsafeCheckpointError
-from raysgd.storage.files import saving, shown
 from raysgd.torch import _seal
 from raysgd.torch._loadable import check_loadable as check_loadable
 from raysgd.torch._seal import Seal
@@ -73,12 +72,14 @@ def write(path: str | os.PathLike[str], state: dict[str, Any], *, format_version
         ValueError: `state` lacks keys that `read` insists on.
         OSError: The file could not be written, for instance for lack of space. `path` is as it was before.
     """
+    from raysgd.storage import files  # here, because workers only read
+
     missing = _missing_keys(state)
     if missing:
         raise ValueError(f"`write({os.fspath(path)!r}, state)`: `state` lacks {missing}; {_REQUIRED_KEYS_HINT}")
     content = {key: value for key, value in state.items() if key != FORMAT_KEY}
     content[FORMAT_KEY] = format_version
-    with saving(path) as file:
+    with files.saving(path) as file:
         stream = _ChecksummedStream(file)
         stream.save(content)
         file.seek(-_ZIP_END_BYTES, os.SEEK_END)
@@ -231,7 +232,9 @@ class AsyncWriter(BackgroundWriter):
     """
 
     def __init__(self) -> None:
-        super().__init__(write, shown)
+        from raysgd.storage import files
+
+        super().__init__(write, files.shown)
 
 
 @dataclass(frozen=True)
