@@ -388,6 +388,32 @@ class Report:
         amount = asdict(value) if isinstance(value, Estimate) else value
         self._facts["results"].append({"contender": contender, "figure": figure, **labels, "value": amount})
 
+    def figures(
+        self, title: str, names: Mapping[str, str], runs: Mapping[str, Sequence[Mapping[str, Any]]]
+    ) -> dict[tuple[str, str], float]:
+        """Prints a table of figures and adds them to the results; returns their medians, by contender and figure.
+
+        Args:
+            title: Of the table.
+            names: The figures, and what their columns are called.
+            runs: What each contender measured in each run: for a figure one sample, or a list of them; or none.
+        """
+        rows, medians = [], {}
+        for contender, found in runs.items():
+            cells = []
+            for figure in names:
+                samples = [sample for run in found if figure in run for sample in _samples(run[figure])]
+                if not samples:
+                    cells.append("-")
+                    continue
+                value = estimate(samples)
+                self.result(contender, figure, value)
+                medians[contender, figure] = value.median
+                cells.append(value.text())
+            rows.append([contender, *cells])
+        self.table(title, ["contender", *names.values()], rows)
+        return medians
+
     def finish(self, targets: Sequence[Target]) -> None:
         """Prints the targets and the JSON line. Of a smoke test nothing is compared with a target."""
         if self._facts["smoke_test"]:
@@ -405,6 +431,10 @@ class Report:
         self._facts["targets"] = [target.as_dict() for target in targets]
         self._facts["machine"]["load_after"] = os.getloadavg()[0]
         print("\n" + json.dumps(self._facts), flush=True)
+
+
+def _samples(measured: Any) -> Sequence[float]:
+    return measured if isinstance(measured, list) else [measured]
 
 
 def markdown_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -13,8 +13,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import signal
 import statistics
 import tempfile
 import time
@@ -22,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _functions as functions
 from _common import (
     MIB,
     OWN,
@@ -30,7 +29,6 @@ from _common import (
     Target,
     choose_peers,
     dispatch,
-    estimate,
     make_parser,
     ray_cluster,
     run_job,
@@ -49,26 +47,6 @@ _FIGURES = {
     "recovery_s": "SIGKILL -> function begins again, s",
 }
 _ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
-_NUM_TENSORS = 10
-_NUM_SAVES = 4
-
-
-def _state(num_bytes: int) -> dict[str, Any]:
-    """A state of so many bytes in a few tensors."""
-    import torch
-
-    return {f"weight_{index}": torch.ones(num_bytes // 4 // _NUM_TENSORS) for index in range(_NUM_TENSORS)}
-
-
-def _stalls(save: Callable[[], None], pause_s: float) -> list[float]:
-    """How long each of some saves took."""
-    stalls = []
-    for _ in range(_NUM_SAVES):
-        began = time.perf_counter()
-        save()
-        stalls.append(time.perf_counter() - began)
-        time.sleep(pause_s)
-    return stalls
 
 
 def _report_often(report: Callable[[dict[str, Any]], None], num_reports: int) -> list[float]:
@@ -91,33 +69,13 @@ def _begun_s(folder: Path) -> float:
     return max(float(path.read_text()) for path in folder.glob("begun_*"))
 
 
-def _die_or_note(folder: Path, rank: int, size: int) -> bool:
-    """In the first life waits for all ranks, then rank 1 dies; in the second one notes when it began."""
-    if (folder / "death").exists():
-        (folder / f"again_{rank}").write_text(str(time.time()))
-        return False
-    (folder / f"alive_{rank}").touch()
-    while len(list(folder.glob("alive_*"))) < size:
-        time.sleep(0.01)
-    if rank == 1:
-        time.sleep(1)  # the parent must see that the functions run
-        (folder / "death").write_text(str(time.time()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    return True
-
-
-def _recovery_s(folder: Path) -> float:
-    began = [float(path.read_text()) for path in folder.glob("again_*")]
-    return max(began) - float((folder / "death").read_text())
-
-
 def _figures(folder: Path, delays: list[float], called_at: float) -> dict[str, float]:
     """The figures of one contender, from what its functions have noted."""
     found = {
         "startup_s": _begun_s(folder) - called_at,
         "report_s": statistics.median(json.loads((folder / "reports").read_text())),
         "to_driver_s": statistics.median(delays),
-        "recovery_s": _recovery_s(folder),
+        "recovery_s": functions.recovery_s(folder),
     }
     for kind in ("folder", "dict"):
         if (folder / f"{kind}s").exists():
@@ -134,7 +92,7 @@ def _save_folders(state: dict[str, Any], save: Callable[[str], None], pause_s: f
             torch.save(state, Path(folder) / "state.pt")
             save(folder)
 
-    return _stalls(save_folder, pause_s)
+    return functions.stalls(save_folder, pause_s)
 
 
 # The functions are the same for both: `library` brings what they call.
@@ -148,7 +106,7 @@ def _begin(library: Any, config: dict[str, Any]) -> None:
 def _report_and_save(library: Any, config: dict[str, Any]) -> None:
     folder = config["folder"]
     _note(folder, "reports", _report_often(library.report, config["num_reports"]))
-    state = _state(config["num_bytes"])
+    state = functions.state_of(config["num_bytes"])
 
     def save(path: str) -> None:
         library.report({"saved": True}, checkpoint=library.Checkpoint.from_directory(path))
@@ -157,13 +115,15 @@ def _report_and_save(library: Any, config: dict[str, Any]) -> None:
     if hasattr(library.Checkpoint, "from_dict"):
         checkpoint = library.Checkpoint.from_dict(state)
         _note(
-            folder, "dicts", _stalls(lambda: library.report({"saved": True}, checkpoint=checkpoint), config["pause_s"])
+            folder,
+            "dicts",
+            functions.stalls(lambda: library.report({"saved": True}, checkpoint=checkpoint), config["pause_s"]),
         )
 
 
 def _lose(library: Any, config: dict[str, Any]) -> None:
     context = library.get_context()
-    if _die_or_note(Path(config["folder"]), context.get_world_rank(), context.get_world_size()):
+    if functions.die_or_note(Path(config["folder"]), context.get_world_rank(), context.get_world_size()):
         time.sleep(60)
 
 
@@ -274,20 +234,7 @@ def main() -> None:
             **own_sizes,
         )
     runs = take_turns(jobs, arguments.repetitions, report)
-    rows, medians = [], {}
-    for name, found in runs.items():
-        cells = []
-        for figure in _FIGURES:
-            samples = [run[figure] for run in found if figure in run]
-            if not samples:
-                cells.append("-")
-                continue
-            value = estimate(samples)
-            report.result(name, figure, value)
-            medians[name, figure] = value.median
-            cells.append(value.text())
-        rows.append([name, *cells])
-    report.table("`fit()`", ["contender", *_FIGURES.values()], rows)
+    medians = report.figures("`fit()`", _FIGURES, runs)
     report.finish(
         [
             Target("report to the driver, s", 0.002, True, medians[OWN, "to_driver_s"]),

@@ -13,15 +13,13 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import os
-import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import _functions as functions
 from _common import (
     MIB,
     OWN,
@@ -30,7 +28,6 @@ from _common import (
     Target,
     choose_peers,
     dispatch,
-    estimate,
     make_parser,
     ray_cluster,
     run_job,
@@ -46,46 +43,6 @@ _FIGURES = {
     "recovery_s": "SIGKILL -> function begins again, s",
 }
 _ENVIRONMENTS = {"ray_train_fast_poll": RAY_TRAIN_FAST_POLL}
-_NUM_TENSORS = 10
-_NUM_SAVES = 4
-
-
-def _state(num_bytes: int) -> dict[str, Any]:
-    """A state of so many bytes in a few tensors."""
-    import torch
-
-    return {f"weight_{index}": torch.ones(num_bytes // 4 // _NUM_TENSORS) for index in range(_NUM_TENSORS)}
-
-
-def _stalls(save: Callable[[], None], pause_s: float) -> list[float]:
-    """How long each of some saves took."""
-    stalls = []
-    for _ in range(_NUM_SAVES):
-        began = time.perf_counter()
-        save()
-        stalls.append(time.perf_counter() - began)
-        time.sleep(pause_s)
-    return stalls
-
-
-def _die_or_note(folder: Path, rank: int) -> bool:
-    """In the first life waits for all ranks, then rank 1 dies; in the second one notes when it began."""
-    if (folder / "death").exists():
-        (folder / f"again_{rank}").write_text(str(time.time()))
-        return False
-    (folder / f"alive_{rank}").touch()
-    while not (folder / "alive_0").exists() or not (folder / "alive_1").exists():
-        time.sleep(0.01)
-    if rank == 1:
-        time.sleep(1)  # the parent must see that the functions run
-        (folder / "death").write_text(str(time.time()))
-        os.kill(os.getpid(), signal.SIGKILL)
-    return True
-
-
-def _recovery_s(folder: Path) -> float:
-    began = [float(path.read_text()) for path in folder.glob("again_*")]
-    return max(began) - float((folder / "death").read_text())
 
 
 def run_raysgd(num_reports: int, num_bytes: int, pause_s: float) -> dict[str, float]:
@@ -104,11 +61,11 @@ def run_raysgd(num_reports: int, num_bytes: int, pause_s: float) -> dict[str, fl
     def report_and_save() -> list[float]:
         for _ in range(num_reports):
             train.report(sent=time.time())
-        state = _state(num_bytes)
-        return _stalls(lambda: train.save_checkpoint(**state), pause_s)
+        state = functions.state_of(num_bytes)
+        return functions.stalls(lambda: train.save_checkpoint(**state), pause_s)
 
     def lose(config: dict[str, Any]) -> None:
-        if _die_or_note(Path(config["folder"]), train.world_rank()):
+        if functions.die_or_note(Path(config["folder"]), train.world_rank(), 2):
             train.report(waits=True)
             time.sleep(60)
 
@@ -121,7 +78,7 @@ def run_raysgd(num_reports: int, num_bytes: int, pause_s: float) -> dict[str, fl
         pair.start()
         pair.run(lose, {"folder": name})
         pair.shutdown()
-        recovery_s = _recovery_s(Path(name))
+        recovery_s = functions.recovery_s(Path(name))
     return {
         "to_callback_s": statistics.median(delays),
         "cycle_s": statistics.median(after - before for before, after in itertools.pairwise(arrivals)),
@@ -149,17 +106,17 @@ def run_ray_train(num_reports: int, num_bytes: int, pause_s: float) -> dict[str,
     def report_and_save(config: dict[str, Any]) -> None:
         for _ in range(num_reports):
             report({"sent": time.time()})
-        state = _state(num_bytes)
+        state = functions.state_of(num_bytes)
 
         def save() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 torch.save(state, Path(folder) / "state.pt")
                 report({"saved": True}, checkpoint=Checkpoint.from_directory(folder))
 
-        Path(config["folder"], "stalls").write_text(json.dumps(_stalls(save, pause_s)))
+        Path(config["folder"], "stalls").write_text(json.dumps(functions.stalls(save, pause_s)))
 
     def lose(config: dict[str, Any]) -> None:
-        if _die_or_note(Path(config["folder"]), get_context().get_world_rank()):
+        if functions.die_or_note(Path(config["folder"]), get_context().get_world_rank(), 2):
             time.sleep(60)
 
     with tempfile.TemporaryDirectory(prefix="bench-") as name, ray_cluster(3, object_store_mib=1024):
@@ -183,7 +140,7 @@ def run_ray_train(num_reports: int, num_bytes: int, pause_s: float) -> dict[str,
             "to_callback_s": statistics.median(delays),
             "first_stall_s": first_stall_s,
             "stall_s": statistics.median(stalls),
-            "recovery_s": _recovery_s(folder),
+            "recovery_s": functions.recovery_s(folder),
         }
 
 
@@ -209,20 +166,7 @@ def main() -> None:
         for name in (OWN, *peers.selected)
     }
     runs = take_turns(jobs, arguments.repetitions, report)
-    rows, medians = [], {}
-    for name, found in runs.items():
-        cells = []
-        for figure in _FIGURES:
-            samples = [run[figure] for run in found if figure in run]
-            if not samples:
-                cells.append("-")
-                continue
-            value = estimate(samples)
-            report.result(name, figure, value)
-            medians[name, figure] = value.median
-            cells.append(value.text())
-        rows.append([name, *cells])
-    report.table("Training functions", ["contender", *_FIGURES.values()], rows)
+    medians = report.figures("Training functions", _FIGURES, runs)
     report.finish(
         [
             Target("report to the callback and back, s", 0.003, True, medians[OWN, "cycle_s"]),

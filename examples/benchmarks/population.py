@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _common import OWN, Report, Target, choose_peers, dispatch, estimate, make_parser, ray_cluster, run_job, take_turns
+from _common import OWN, Report, Target, choose_peers, dispatch, make_parser, ray_cluster, run_job, take_turns
 from _workloads import MOMENTUM, STATES, HandWritten, StockOperator, config_of
 from torch.nn.parallel import DistributedDataParallel
 
@@ -264,25 +264,8 @@ def main() -> None:
     jobs: dict[str, Callable[[], Any]] = {
         name: functools.partial(run_job, __file__, name, **workloads) for name in names
     }
-    report.finish(_targets(_report(report, take_turns(jobs, arguments.repetitions, report))))
-
-
-def _report(report: Report, runs: dict[str, list[dict[str, list[float]]]]) -> dict[tuple[str, str], float]:
-    rows, medians = [], {}
-    for name, found in runs.items():
-        cells = []
-        for figure in _FIGURES:
-            samples = [sample for run in found for sample in run.get(figure, ())]
-            if not samples:
-                cells.append("-")
-                continue
-            value = estimate(samples)
-            report.result(name, figure, value)
-            medians[name, figure] = value.median
-            cells.append(value.text())
-        rows.append([name, *cells])
-    report.table("A trial copies a better one", ["contender", *_FIGURES.values()], rows)
-    return medians
+    runs = take_turns(jobs, arguments.repetitions, report)
+    report.finish(_targets(report.figures("A trial copies a better one", _FIGURES, runs)))
 
 
 def _targets(medians: dict[tuple[str, str], float]) -> list[Target]:

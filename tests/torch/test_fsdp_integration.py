@@ -130,7 +130,7 @@ def test_a_lost_worker_is_replaced_and_nothing_is_lost(
     alone = make_local(Blocks, config={"batch_size": 8})
     expected = [alone.train(num_steps=7), alone.train(num_steps=2)]
     config = {"dies_in": [5, 7], "marks": str(tmp_path), "step_s": 0.2}
-    with start(config=config, snapshot_every_n_steps=1, heartbeat_s=0.5) as trainer:
+    with start(config=config, snapshot_every_n_steps=1, heartbeat_s=2) as trainer:
         found = [trainer.train(num_steps=7), trainer.train(num_steps=2)]
         inside, before = (event.detail for event in trainer.status().events if event.kind == "rebuilt")
         model = trainer.get_model().state_dict()

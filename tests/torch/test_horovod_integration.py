@@ -282,7 +282,7 @@ def test_a_killed_worker_costs_a_call_or_less_and_no_result(
     """Also where the driver is a rank, whose process has to form the next group as well."""
     config = {**CONFIG, "optimizer": "adam"}
     alone = make_local(config={**JOINT, "optimizer": "adam"})
-    options: dict[str, Any] = {} if use_local else {"snapshot_every_n_steps": 1, "heartbeat_s": 0.5}
+    options: dict[str, Any] = {} if use_local else {"snapshot_every_n_steps": 1, "heartbeat_s": 2}
     with TorchTrainer(
         training_operator_cls=Mortal, config=config, num_workers=2, backend="horovod", use_local=use_local, **options
     ) as trainer:
