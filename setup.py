@@ -57,7 +57,11 @@ EXTRAS = {
     "storage": ["pyarrow>=14", "fsspec>=2023.6"],
     "tensorboard": ["tensorboardX>=2.6"],
     "mlflow": ["mlflow-skinny>=2.9"],
-    "progress": ["tqdm>=4.60"],
+    "wandb": ["wandb>=0.16"],
+    "progress": ["tqdm>=4.60", "rich>=13"],
+    "plot": ["matplotlib>=3.7"],
+    "hf": union(TORCH, ["transformers>=4.40", "peft>=0.10"]),
+    "migrate": ["libcst>=1.1"],
 }
 # Every extra above in one environment.
 EXTRAS["all"] = union(*EXTRAS.values())
@@ -76,15 +80,25 @@ EXTRAS["dev"] = union(
             "storage",
             "tensorboard",
             "mlflow",
+            "wandb",
             "progress",
+            "plot",
+            "hf",
+            "migrate",
             "tf",
         )
     ),
     [
+        "accelerate>=0.30",
         "boto3>=1.34",
         "codespell>=2.2",
+        "GPy>=1.13",
+        "ipykernel>=6",
         "moto[server]>=5",
         "mypy>=1.10",
+        "nbclient>=0.8",
+        "onnx>=1.15",
+        "onnxscript>=0.1",
         "optuna>=4",
         "psutil>=5.9",
         "pytest>=9.0",
@@ -128,6 +142,6 @@ setup(
     package_data={"raysgd": ["py.typed"]},
     zip_safe=False,
     python_requires=">=3.10,<3.13",
-    install_requires=["cloudpickle>=2.2", "numpy>=1.23", "ray>=2.9", "xxhash>=3.0"],
+    install_requires=["click>=8", "cloudpickle>=2.2", "numpy>=1.23", "ray>=2.9", "xxhash>=3.0"],
     extras_require=EXTRAS,
 )

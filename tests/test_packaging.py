@@ -15,17 +15,21 @@ import raysgd
 
 ROOT = Path(__file__).resolve().parent.parent
 USER_EXTRAS = {
-    "storage",
-    "torch",
-    "tf",
-    "horovod",
-    "tune",
     "data",
+    "hf",
+    "horovod",
     "lightning",
     "metrics",
-    "tensorboard",
+    "migrate",
     "mlflow",
+    "plot",
     "progress",
+    "storage",
+    "tensorboard",
+    "tf",
+    "torch",
+    "tune",
+    "wandb",
 }
 
 
@@ -84,9 +88,9 @@ def test_the_version_is_that_of_the_package(metadata: Message) -> None:
     assert (metadata["Name"], metadata["Version"]) == ("raysgd", raysgd.__version__)
 
 
-def test_the_base_install_needs_four_packages(metadata: Message) -> None:
+def test_the_base_install_needs_five_packages(metadata: Message) -> None:
     needed = {line for line in metadata.get_all("Requires-Dist", []) if "extra" not in line}
-    assert {re.split(r"[<>=]", line)[0] for line in needed} == {"ray", "numpy", "cloudpickle", "xxhash"}
+    assert {re.split(r"[<>=]", line)[0] for line in needed} == {"ray", "numpy", "click", "cloudpickle", "xxhash"}
 
 
 def test_every_extra_exists_and_installs_something(metadata: Message) -> None:
