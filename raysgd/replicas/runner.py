@@ -25,6 +25,7 @@ from raysgd.replicas.loop import Loop
 from raysgd.replicas.ray_batches import RayBatches
 from raysgd.replicas.replica_state import ReplicaState
 from raysgd.replicas.results import WorkerMetrics, as_number
+from raysgd.replicas.running import Running
 from raysgd.replicas.streams import PlaceInStep, Stream, WatchedBatches, redrawing
 
 
@@ -74,7 +75,7 @@ class ClassRunner(ABC):
         self._loop = Loop(feed)
         self._timers = TimerCollection()
         self._copies = PendingCopies()
-        self._running: tuple[Stream, int, int | None, Mapping[str, Any]] | None = None
+        self._running: Running | None = None
         self._run: EpochRun | None = None
         self._inside = MidCallSnapshots(snapshot_every_n_steps)
 
@@ -312,8 +313,9 @@ class ClassRunner(ABC):
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
         batches = WatchedBatches(coming, self._loop.step)
-        self._running = (stream, stream.num_steps_taken - run.num_completed, request.num_steps, info)
-        internals.meters_to_fill = run.meters
+        began_at = stream.num_steps_taken - run.num_completed
+        self._running = Running(stream, began_at, request.num_steps, info, "train")
+        internals.meters_to_fill, internals.latest_metrics = run.meters, {}
         try:
             with (
                 self._training(run, stream),
@@ -352,9 +354,11 @@ class ClassRunner(ABC):
             request = replace(request, starts_over=True)
         with self._evaluating(), self._feed.validation.stream(request) as stream:
             began_at = stream.num_steps_taken
-            self._running = (stream, began_at, request.num_steps, request.info)
+            self._running = Running(stream, began_at, request.num_steps, request.info, "validation")
+            operator._raysgd.latest_metrics = {}
             try:
                 batches = stream.take(request.num_steps)
+                batches = batches if request.redraw is None else redrawing(batches, request.redraw)
                 with self._timers.record("validation"):
                     returned = call_with_accepted(operator.validate, batches, info=dict(request.info), **options)
             finally:
@@ -371,16 +375,12 @@ class ClassRunner(ABC):
             raise HeldAtBoundary
 
     def progress(self) -> Progress | None:
-        """How far the running epoch is; called from a second thread, so it only reads."""
+        """How far the running call is; called from a second thread, so it only reads."""
         running = self._running
         if running is None:
             return None
-        stream, began_at, num_steps, info = running
-        loss = as_number(self._operator._raysgd.latest_metrics.get("train_loss"))
-        total = num_steps if num_steps is not None else stream.source.num_steps()
-        return Progress(
-            stream.num_steps_taken - began_at, total, info.get("epoch_idx", 0), info.get("num_epochs"), loss
-        )
+        latest = {name: as_number(value) for name, value in self._operator._raysgd.latest_metrics.items()}
+        return running.progress({k: v for k, v in latest.items() if v is not None}, max(0, self.epoch - 1))
 
     def _answer(self, returned: Any, extra: Mapping[str, Any], request: EpochRequest, num_steps: int) -> EpochAnswer:
         if not isinstance(returned, Mapping):

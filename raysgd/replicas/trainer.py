@@ -30,6 +30,7 @@ from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.making import ReplicaMaker
 from raysgd.replicas.not_yet import NotYet
+from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.read_only_config import ReadOnlyConfig
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
 from raysgd.replicas.sharing import Sharing
@@ -155,6 +156,7 @@ class ClassTrainer(ABC):
     def _begin(self, controller: ElasticController) -> None:
         """Starts the workers; they end with the trainer, also without a `shutdown`."""
         self._controller = controller
+        self._listeners = ProgressListeners(controller)
         self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller)
         self._finalizer = finalize(self, _abandon, controller)
         try:
@@ -179,7 +181,9 @@ class ClassTrainer(ABC):
     def _requests(self, asked: EpochRequest, worlds: Sequence[World]) -> list[tuple[EpochRequest]]:
         """One request for each rank. Made again for every attempt, because the workers may have changed."""
         request = replace(asked, seed=self._seed_of_order)
-        return [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
+        requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
+        redraw = self._listeners.on_wait if self.use_local else None
+        return requests if redraw is None else [(replace(request, redraw=redraw),), *requests[1:]]
 
     def _requests_with_data(
         self, name: str, asked: EpochRequest, dataset: Any, worlds: Sequence[World]
@@ -215,33 +219,33 @@ class ClassTrainer(ABC):
         """What all ranks draw the order of the samples from."""
 
     def _train(
-        self,
-        requests: Callable[[Sequence[World]], list[tuple[Any, ...]]],
-        max_retries: int,
-        can_resume: bool = True,
-        on_wait: Callable[[], None] | None = None,
+        self, asked: EpochRequest, max_retries: int, dataset: Any = None, can_resume: bool = True
     ) -> list[EpochAnswer]:
         """Runs a training call.
 
         Args:
-            requests: Makes the request of each rank.
+            asked: What every replica is asked.
             max_retries: How many times it is repeated after a loss of workers.
+            dataset: What takes the place of the registered data; None if nothing does.
             can_resume: Whether it can continue with the batches that are left, in another group.
-            on_wait: Called some ten times a second.
         """
-        runner = self._runner_cls
+        runner, on_wait = self._runner_cls, self._listeners.on_wait
+        requests = partial(self._requests_with_data, "train", asked, dataset)
         resume = runner.resume_epoch if can_resume else None
         call = Call(runner.train_epoch, requests, changes_state=True, keeps_alike=True, on_wait=on_wait, resume=resume)
         try:
-            return self._throughput.run(call, max_retries)
+            answers = self._throughput.run(call, max_retries)
         except BaseException:
             self._sharing.forget()
             raise
+        self._listeners.tell_end("train", asked, answers[0])
+        return answers
 
     def _validate(self, asked: EpochRequest, dataset: Any = None) -> list[EpochAnswer]:
         """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all."""
         requests = partial(self._requests_with_data, "validation", asked, dataset)
-        call = Call(self._runner_cls.validate, requests, changes_state=self._facts.keeps_own_state)
+        changes_state, on_wait = self._facts.keeps_own_state, self._listeners.on_wait
+        call = Call(self._runner_cls.validate, requests, changes_state=changes_state, on_wait=on_wait)
         try:
             answers: list[EpochAnswer] = self._controller.run(call)
         except BaseException:
@@ -249,6 +253,7 @@ class ClassTrainer(ABC):
             self._validation_starts_over = True
             raise
         self._validation_starts_over = False
+        self._listeners.tell_end("validation", asked, answers[0])
         return answers
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:

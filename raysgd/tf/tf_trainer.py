@@ -12,7 +12,6 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from raysgd import _checks
@@ -221,8 +220,7 @@ class TFTrainer(ClassTrainer):
         """
         _checks.check_max_retries(max_retries)
         asked = self._asked(num_steps, profile, reduce_results, info)
-        requests = partial(self._requests_with_data, "train", asked, None)
-        return self._result(self._train(requests, max_retries, can_resume=self._goes_on), reduce_results)
+        return self._result(self._train(asked, max_retries, can_resume=self._goes_on), reduce_results)
 
     def validate(
         self,

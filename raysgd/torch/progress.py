@@ -6,20 +6,13 @@ pages, it is one line at the end of the epoch.
 
 from __future__ import annotations
 
-import logging
 import sys
 import time
-from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
 from raysgd._optional import require
-from raysgd.engine.controller import ElasticController
-from raysgd.replicas import results
-from raysgd.replicas.epochs import EpochAnswer, Progress
-from raysgd.replicas.runner import ClassRunner
-
-logger = logging.getLogger(__name__)
+from raysgd.replicas.epochs import Progress
 
 
 class ProgressBar:
@@ -84,19 +77,3 @@ class ProgressBar:
 def _label(progress: Progress) -> str:
     epochs = f"/{progress.num_epochs}" if progress.num_epochs else ""
     return f"{progress.epoch_idx + 1}{epochs}e"
-
-
-def progress_of(controller: ElasticController) -> Any:
-    """How far rank 0 is in a running epoch; None if it does not answer at once."""
-    transfer = controller.ensure_group().beside(0, ClassRunner.progress)
-    try:
-        return transfer.result(1.0)
-    except Exception as error:  # a bar is not worth a failure; the call itself reports the loss of the worker
-        logger.debug("no news for the progress bar: %s", error)
-        return None
-
-
-def end_of(answer: EpochAnswer, info: Mapping[str, Any]) -> Progress:
-    """How far an epoch is that has ended."""
-    loss = results.as_number(answer.metrics.values.get("last_train_loss")) if answer.metrics is not None else None
-    return Progress(answer.num_steps, answer.num_steps, answer.epoch_idx, info.get("num_epochs"), loss)

@@ -6,9 +6,8 @@ failures are the engine's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -21,15 +20,14 @@ from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
-from raysgd.engine.types import World
-from raysgd.replicas.epochs import EpochRequest, merged
+from raysgd.replicas.epochs import merged
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.settings import GroupSettings
 from raysgd.replicas.trainer import ClassTrainer
 from raysgd.storage import files
 from raysgd.torch import arguments, checkpoint_file, constants, epoch_checks, retired
 from raysgd.torch.options import ModelOptions, StepOptions
-from raysgd.torch.progress import ProgressBar, end_of, progress_of
+from raysgd.torch.progress import ProgressBar
 from raysgd.torch.replica_state import as_in_file
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.state_loader import RNG, StateLoader
@@ -248,16 +246,11 @@ class TorchTrainer(ClassTrainer):
         _checks.check_max_retries(max_retries)
         asked = self._asked(num_steps, profile, reduce_results, info)
         arguments.check_dataset(dataset, steps_apart=self.num_workers > 1 and not self._facts.is_synchronous)
-        with ExitStack() as stack:
-            bar = stack.enter_context(ProgressBar()) if self.use_tqdm else None
-            redraw = (lambda: bar.show(progress_of(self._controller))) if bar is not None else None
-            requests = partial(self._training_requests, asked, dataset, redraw)
-            answers = self._train(requests, max_retries, can_resume=dataset is None, on_wait=redraw)
-            epoch_checks.check_even_steps(answers, self._facts.is_synchronous)
-            result = merged(answers, reduce_results)
-            epoch_checks.warn_of_nothing("train", answers, asked.num_steps)
-            if bar is not None:
-                bar.show(end_of(answers[0], asked.info))
+        with self._shown() if self.use_tqdm else nullcontext():
+            answers = self._train(asked, max_retries, dataset, can_resume=dataset is None)
+        epoch_checks.check_even_steps(answers, self._facts.is_synchronous)
+        result = merged(answers, reduce_results)
+        epoch_checks.warn_of_nothing("train", answers, asked.num_steps)
         return result
 
     def validate(
@@ -280,14 +273,11 @@ class TorchTrainer(ClassTrainer):
     def _seed_of_order(self) -> int:
         return int(self._facts.seed)
 
-    def _training_requests(
-        self, asked: EpochRequest, dataset: Any, redraw: Callable[[], None] | None, worlds: Sequence[World]
-    ) -> list[tuple[Any, ...]]:
-        requests = self._requests_with_data("train", asked, dataset, worlds)
-        if self.use_local:
-            request, *share = requests[0]
-            requests[0] = (replace(request, redraw=redraw), *share)
-        return requests
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Draws a progress bar until the end of the block."""
+        with ProgressBar() as bar, self._listeners.listening(bar.show):
+            yield
 
     def get_local_operator(self) -> TrainingOperator:
         """The live operator of rank 0, with `use_local=True` only.

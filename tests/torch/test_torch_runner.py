@@ -284,10 +284,28 @@ def test_progress_is_read_beside_a_running_epoch() -> None:
     assert all(isinstance(p.loss, float) for p in found[1:])
 
 
-def test_a_replica_in_the_driver_redraws_between_steps() -> None:
+def test_progress_of_an_evaluation_shows_its_own_metrics() -> None:
+    class Watched(LinearOperator):
+        def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            self.progress.append(runner.progress())
+            return super().validate_batch(batch, batch_info)
+
+    runner = make_runner(Watched)
+    runner.operator.progress = []  # type: ignore[attr-defined]
+    train(runner)
+    validate(runner)
+    found = runner.operator.progress  # type: ignore[attr-defined]
+    assert [(p.kind, p.num_steps, p.epoch_idx) for p in found[:2]] == [("validation", 1, 0), ("validation", 2, 0)]
+    assert not found[0].metrics
+    assert found[1].metrics["val_loss"] == found[1].loss
+    assert runner.progress() is None
+
+
+@pytest.mark.parametrize("call", [TorchRunner.train_epoch, TorchRunner.validate])
+def test_a_replica_in_the_driver_redraws_between_steps(call: Any) -> None:
     runner = make_runner()
     found: list[Any] = []
-    train(runner, redraw=lambda: found.append(runner.progress()))
+    call(runner, EpochRequest(None, {}, False, seed=0, redraw=lambda: found.append(runner.progress())))
     assert found
     assert found[0].num_steps == 1
 
