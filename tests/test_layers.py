@@ -25,9 +25,11 @@ UTILITIES = {
     "raysgd._lazy",
     "raysgd._logging",
     "raysgd._meters",
+    "raysgd._nested",
     "raysgd._once",
     "raysgd._optional",
     "raysgd._paths",
+    "raysgd._ranking",
     "raysgd._ray_data",
     "raysgd._timers",
     "raysgd._version",
@@ -226,6 +228,15 @@ def test_storage_stands_on_the_utilities_and_knows_neither_ray_nor_a_framework()
     )
     assert words(found for found in found if found.is_of("ray", *FRAMEWORKS)) == []
     assert words(found for found in found if found.is_of("pyarrow", "fsspec") and not found.in_function) == []
+
+
+def test_writers_stand_on_the_utilities_and_know_neither_ray_nor_a_framework() -> None:
+    found = imports_of("raysgd/writers")
+    assert (
+        words(found for found in found if found.is_of("raysgd") and not found.is_of("raysgd.writers", *UTILITIES)) == []
+    )
+    assert words(found for found in found if found.is_of("ray", *FRAMEWORKS)) == []
+    assert words(found for found in found if found.is_of("tensorboardX", "mlflow", "wandb")) == []
 
 
 def test_the_values_of_a_run_stand_on_storage_and_the_utilities() -> None:

@@ -11,6 +11,7 @@ from numbers import Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from raysgd._nested import flattened, value_at
 from raysgd._optional import require
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import MAX, MIN
@@ -147,30 +148,6 @@ def _quality(value: Any, mode: str) -> tuple[bool, float]:
     if not isinstance(value, Real) or math.isnan(value):
         return False, 0.0
     return True, float(value) if mode == MAX else -float(value)
-
-
-def flattened(nested: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A dict without dicts inside: their keys are joined by slashes.
-
-    >>> flattened({"loss": 0.5, "config": {"lr": 0.1, "model": {}}})
-    {'loss': 0.5, 'config/lr': 0.1, 'config/model': {}}
-    """
-    flat: dict[str, Any] = {}
-    for key, value in nested.items():
-        if isinstance(value, Mapping) and value:
-            flat |= flattened(value, f"{prefix}{key}/")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
-
-
-def value_at(metrics: Mapping[str, Any], name: str) -> Any:
-    """A metric by its name, in which slashes may lead into nested dicts; None if there is none.
-
-    >>> value_at({"val": {"loss": 0.5}}, "val/loss")
-    0.5
-    """
-    return metrics[name] if name in metrics else flattened(metrics).get(name)
 
 
 def read_reports(folder: Folder) -> list[dict[str, Any]]:

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import logging
-import math
 from dataclasses import dataclass
-from numbers import Real
 from typing import Any
 
 from raysgd._checks import is_integer
+from raysgd._ranking import MAX, MIN, Ranking, is_number
 from raysgd.train.constants import TIMESTAMP
 
 logger = logging.getLogger(__name__)
-
-MAX = "max"
-MIN = "min"
 
 
 @dataclass
@@ -69,74 +65,6 @@ class Verdict:
     dropped: int | None = None
 
 
-_Rank = tuple[bool, float, int]
-
-
-class Ranking:
-    """Orders checkpoints by their score and says which ones are deleted.
-
-    NaN and a missing score are worse than any number. Of equals the newer one is better, so that checkpoints without
-    a score are in the order of their time.
-
-    >>> ranking = Ranking(num_to_keep=2, order="min")
-    >>> [ranking.admit(number, loss) for number, loss in enumerate([math.nan, 3.0, 7.0, 5.0])]
-    [(), (), (0,), (2,)]
-    >>> ranking.kept
-    [3, 1]
-
-    Args:
-        num_to_keep: How many stay; None for all.
-        order: Whether "max" or "min" of the score is best.
-        spares_newest: Whether the newest one stays although there are `num_to_keep` better ones, until there is a
-            newer one.
-    """
-
-    def __init__(self, num_to_keep: int | None, order: str = MAX, *, spares_newest: bool = False) -> None:
-        self._num_to_keep = num_to_keep
-        self._sign = 1.0 if order == MAX else -1.0
-        self._spares_newest = spares_newest
-        self._present: dict[int, _Rank] = {}
-
-    def admit(self, identity: int, score: float | None = None) -> tuple[int, ...]:
-        """Takes a new checkpoint in.
-
-        Args:
-            identity: Its number, higher than all before.
-            score: What it is judged by; None for a missing score.
-
-        Returns:
-            The numbers of those that are to be deleted, worst first. The new one can be among them.
-        """
-        self._present[identity] = self._rank(identity, score)
-        spared = identity if self._spares_newest else None
-        dropped = tuple(each for each in self._ordered()[: self._num_surplus] if each != spared)
-        for each in dropped:
-            del self._present[each]
-        return dropped
-
-    @property
-    def kept(self) -> list[int]:
-        """The numbers of those that stay, worst first. The newest is left out when it is only spared."""
-        return self._ordered()[self._num_surplus :]
-
-    @property
-    def best(self) -> int | None:
-        """The number of the best one that stays; None when none does."""
-        return self.kept[-1] if self.kept else None
-
-    @property
-    def _num_surplus(self) -> int:
-        return 0 if self._num_to_keep is None else max(0, len(self._present) - self._num_to_keep)
-
-    def _ordered(self) -> list[int]:
-        return sorted(self._present, key=self._present.__getitem__)
-
-    def _rank(self, identity: int, score: float | None) -> _Rank:
-        if score is None or math.isnan(score):
-            return False, 0.0, identity
-        return True, self._sign * score, identity
-
-
 class Retention:
     """Decides which checkpoints of `Trainer` stay, and which scores it accepts.
 
@@ -178,16 +106,3 @@ class Retention:
     def best(self) -> int | None:
         """The best checkpoint that is kept."""
         return self._ranking.best
-
-
-def is_number(value: Any) -> bool:
-    """Whether this is a number, also as a NumPy scalar or a tensor of one element."""
-    if isinstance(value, Real):
-        return True
-    if isinstance(value, str | bytes | bool):
-        return False
-    try:
-        float(value)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return True

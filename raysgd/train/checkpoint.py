@@ -10,11 +10,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from raysgd._ranking import MAX, MIN
 from raysgd.air._packing import DICT_FILE
 from raysgd.storage import Folder, StorageError, open_folder
 from raysgd.storage.files import is_uri, local_copy, saving
 from raysgd.train._arrivals import Arrivals, CheckpointLostError
-from raysgd.train._retention import MAX, MIN, CheckpointStrategy, Retention, Verdict, check_strategy
+from raysgd.train._retention import CheckpointStrategy, Retention, Verdict, check_strategy
 from raysgd.train.constants import TRAIN_CHECKPOINT_SUBDIR
 
 __all__ = [

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import logging
-import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from raysgd._optional import require
 from raysgd._paths import check_local
-from raysgd.air.result import flattened
 from raysgd.compat.names import former_names
-from raysgd.train.callbacks._event_file import EventFile
 from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import (
@@ -26,8 +19,10 @@ from raysgd.train.constants import (
     TRAIN_CHECKPOINT_SUBDIR,
     TRAINING_ITERATION,
 )
-
-logger = logging.getLogger(__name__)
+from raysgd.writers.event_file import EventFile
+from raysgd.writers.json_files import JsonList
+from raysgd.writers.json_files import SafeFallbackEncoder as SafeFallbackEncoder
+from raysgd.writers.mlflow_run import MLflowRun
 
 
 class LogdirManager:
@@ -75,17 +70,6 @@ class LogdirManager:
         return path
 
 
-class SafeFallbackEncoder(json.JSONEncoder):
-    """Writes arrays as lists, scalars of numpy as numbers, and everything else that JSON does not know as text."""
-
-    def default(self, value: Any) -> Any:
-        if isinstance(value, np.ndarray):
-            return value.tolist()
-        if isinstance(value, np.generic):
-            return value.item()
-        return str(value)
-
-
 class JsonLoggerCallback(TrainingCallback):
     """Keeps a JSON file: a list with one element for each report, which is a list of the workers' metrics.
 
@@ -105,7 +89,7 @@ class JsonLoggerCallback(TrainingCallback):
     ) -> None:
         self._logdir = LogdirManager(logdir)
         self._filename = filename or self._default_filename
-        self._is_empty = True
+        self._file: JsonList | None = None
         self.results_preprocessor = IndexedResultsPreprocessor(workers_to_log)
 
     @property
@@ -120,16 +104,11 @@ class JsonLoggerCallback(TrainingCallback):
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         self._logdir.setup_logdir(logdir)
-        self.log_path.write_text("[]")
-        self._is_empty = True
+        self._file = JsonList(self.log_path)
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
-        """Puts the results before the closing bracket, so that the file is whole after each of them."""
-        text = json.dumps(results, cls=SafeFallbackEncoder)
-        with open(self.log_path, "r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(f"{'' if self._is_empty else ', '}{text}]".encode())
-        self._is_empty = False
+        assert self._file is not None
+        self._file.write(results)
 
 
 class TBXLoggerCallback(TrainingCallback):
@@ -169,13 +148,6 @@ class TBXLoggerCallback(TrainingCallback):
             self._file.close()
 
 
-def _parameters(config: Any) -> dict[str, Any]:
-    """The config of a function by its names, where it has such."""
-    if config is None or isinstance(config, Mapping):
-        return dict(config or {})
-    return dict(vars(config)) if hasattr(config, "__dict__") else {"config": config}
-
-
 def one_rank(worker_to_log: Any) -> int:
     """The rank, also out of a list of one.
 
@@ -191,9 +163,6 @@ def one_rank(worker_to_log: Any) -> int:
     if len(ranks) != 1:
         raise ValueError(f"`worker_to_log={ranks!r}`: need the rank of one worker; the log cannot tell several apart.")
     return one_rank(ranks[0])
-
-
-_default_stores: set[str] = set()  # that this module has chosen: MLflow cannot tell them from those of users
 
 
 class MLflowLoggerCallback(TrainingCallback):
@@ -225,11 +194,10 @@ class MLflowLoggerCallback(TrainingCallback):
         logdir: str | None = None,
         worker_to_log: int = 0,
     ) -> None:
-        self._mlflow = require("mlflow", extra="mlflow", purpose="`MLflowLoggerCallback`")
+        self._run = MLflowRun(
+            tracking_uri, registry_uri, experiment_id, experiment_name, tags, purpose="`MLflowLoggerCallback`"
+        )
         self._logdir = LogdirManager(logdir)
-        self._tracking_uri, self._registry_uri = tracking_uri, registry_uri
-        self._experiment_id, self._experiment_name = experiment_id, experiment_name
-        self._tags = dict(tags or {})
         self._save_artifact = self.reads_checkpoints = save_artifact
         self.results_preprocessor = IndexedResultsPreprocessor(one_rank(worker_to_log))
 
@@ -239,53 +207,17 @@ class MLflowLoggerCallback(TrainingCallback):
         return self._logdir.logdir_path
 
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
-        folder = self._logdir.setup_logdir(logdir)
-        self._choose_store(folder / "mlruns")
-        experiment = self._find_experiment()
-        self._mlflow.start_run(experiment_id=experiment, tags=self._tags)
-        self._mlflow.log_params(_parameters(config))
-
-    def _choose_store(self, default: Path) -> None:
-        mlflow = self._mlflow
-        is_chosen = mlflow.is_tracking_uri_set() and mlflow.get_tracking_uri() not in _default_stores
-        if self._tracking_uri or not is_chosen:
-            mlflow.set_tracking_uri(self._tracking_uri or str(default))
-        if not self._tracking_uri and not is_chosen:
-            _default_stores.add(str(default))
-            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 wants a folder to be asked for twice
-        if self._registry_uri:
-            mlflow.set_registry_uri(self._registry_uri)
-
-    def _find_experiment(self) -> str:
-        identity = self._experiment_id or os.environ.get("MLFLOW_EXPERIMENT_ID")
-        if identity is not None:
-            try:
-                return str(self._mlflow.get_experiment(experiment_id=identity).experiment_id)
-            except self._mlflow.exceptions.MlflowException:
-                logger.warning("there is no MLflow experiment %s; looking for one by name", identity)
-        name = self._experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
-        if name is None:
-            raise ValueError(
-                "MLflow needs an experiment: pass the `experiment_id` of an existing one, or an `experiment_name`."
-            )
-        found = self._mlflow.get_experiment_by_name(name)
-        return str(found.experiment_id if found is not None else self._mlflow.create_experiment(name))
+        self._run.start(self._logdir.setup_logdir(logdir), config)
 
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         [result] = results
-        metrics = {}
-        for name, value in flattened(result).items():
-            try:
-                metrics[name] = float(value)
-            except (TypeError, ValueError):
-                continue
-        self._mlflow.log_metrics(metrics, step=result[TRAINING_ITERATION])
+        self._run.write(result, result[TRAINING_ITERATION])
 
     def finish_training(self, error: bool = False, **info: Any) -> None:
         checkpoints = self.logdir / TRAIN_CHECKPOINT_SUBDIR
         if self._save_artifact and checkpoints.is_dir():
-            self._mlflow.log_artifacts(str(checkpoints), artifact_path=TRAIN_CHECKPOINT_SUBDIR)
-        self._mlflow.end_run(status="FAILED" if error else "FINISHED")
+            self._run.add_folder(checkpoints)
+        self._run.close(has_failed=error)
 
 
 __getattr__, __dir__ = former_names(__name__)

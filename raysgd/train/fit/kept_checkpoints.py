@@ -8,10 +8,10 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from raysgd._once import Once
+from raysgd._ranking import Ranking
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.result import by_checkpoint, value_at
-from raysgd.train._retention import Ranking
 from raysgd.train.fit.chores import Chores
 from raysgd.train.fit.layout import TrialFolder, checkpoint_index
 from raysgd.train.fit.metrics import Progress, as_score

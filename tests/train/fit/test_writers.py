@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from raysgd.train.fit.writers import ProgressFile, ReportWriter, ResultFile, as_json, open_writers, write_error
+from raysgd.train.fit.writers import ProgressFile, ReportWriter, ResultFile, open_writers, write_error
 from raysgd.train.fit.writers import write_params as write_parameters
+from raysgd.writers.json_files import as_json
 from tests.run_if import RunIf
 from tests.train.fit.notes import events
 
@@ -125,7 +126,7 @@ def test_a_broken_tensorboardx_costs_only_its_file(
     def broken(folder: Path, prefix: str) -> None:
         raise ImportError("libprotobuf is missing")
 
-    monkeypatch.setattr("raysgd.train.fit.writers.EventFile", broken)
+    monkeypatch.setattr("raysgd.writers.event_file.EventFile", broken)
     writers = open_writers(tmp_path, {})
     for iteration in (1, 2, 3):
         write_all(writers, {"loss": 1.0, "training_iteration": iteration})

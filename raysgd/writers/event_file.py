@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from raysgd._nested import flattened
 from raysgd._once import Once
-from raysgd._optional import require
-from raysgd.air.result import flattened
+from raysgd._optional import require, require_installed
 
 logger = logging.getLogger(__name__)
 
@@ -82,3 +83,51 @@ class EventFile:
     def _warn(self, name: str, value: Any) -> None:
         if self._once.is_first(name):
             logger.warning("`%s` is not written for TensorBoard: it is a %s", name, type(value).__name__)
+
+
+class LateEventFile:
+    """The same, opened in a thread from the first report on.
+
+    tensorboardX imports PyTorch, which takes a second where the driver has not done so. Neither the start of a run nor
+    a report waits for it.
+
+    Args:
+        folder: Where the file is.
+        prefix: What the names of all metrics begin with.
+
+    Raises:
+        ModuleNotFoundError: tensorboardX is not installed.
+    """
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        require_installed("tensorboardX", extra="tensorboard", purpose="a file for TensorBoard")
+        self._folder, self._prefix = folder, prefix
+        self._opener = ThreadPoolExecutor(1, thread_name_prefix="raysgd-tensorboard")
+        self._opening: Future[EventFile] | None = None
+        self._waiting: list[tuple[dict[str, Any], int]] = []
+        self._once = Once()
+
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Writes one report as soon as the file is open."""
+        self._waiting.append((dict(metrics), step))
+        if self._opening is None:
+            self._opening = self._opener.submit(EventFile, self._folder, self._prefix)
+        if self._opening.done():
+            self._write_waiting()
+
+    def close(self) -> None:
+        """Writes what waits and ends the file and its thread."""
+        self._opener.shutdown()
+        if self._opening is not None:
+            self._write_waiting()
+            if self._opening.exception() is None:
+                self._opening.result().close()
+
+    def _write_waiting(self) -> None:
+        assert self._opening is not None
+        waiting, self._waiting = self._waiting, []
+        error = self._opening.exception()
+        for metrics, step in waiting if error is None else []:
+            self._opening.result().write(metrics, step)
+        if error is not None and self._once.is_first("broken"):
+            logger.warning("no file for TensorBoard: %s", error)

@@ -4,7 +4,7 @@ from math import nan
 
 import pytest
 
-from raysgd.train._retention import Ranking
+from raysgd._ranking import Ranking
 
 LOSSES = [nan, 3.0, 7.0, 5.0]
 

@@ -1,0 +1,68 @@
+"""Metrics as a table in a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from raysgd._atomic_file import replacing
+from raysgd._nested import flattened
+from raysgd.writers.json_files import appending
+
+
+class CsvTable:
+    """Writes a table. Nested metrics have columns such as `val/loss`; a new metric adds a column to the whole table.
+
+    Args:
+        path: The file; one that is there is continued.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._columns = self._found_columns()
+        self._file = self._open()
+
+    def write(self, report: Mapping[str, Any]) -> None:
+        """Writes a row, which is in the file when this returns."""
+        row = flattened(report)
+        added = [key for key in row if key not in self._columns]
+        if added:
+            self._widen(added)
+        csv.DictWriter(self._file, self._columns, lineterminator="\n").writerow(row)
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _open(self) -> IO[str]:
+        appending(self._path).close()
+        return open(self._path, "a", encoding="utf-8", newline="")
+
+    def _found_columns(self) -> list[str]:
+        """The columns of the run that this one continues."""
+        if not self._path.exists():
+            return []
+        with open(self._path, encoding="utf-8", errors="replace", newline="") as file:
+            return next(csv.reader(file), [])
+
+    def _widen(self, added: Sequence[str]) -> None:
+        self._file.close()
+        self._columns = [*self._columns, *added]
+        with open(self._path, encoding="utf-8", errors="replace", newline="") as file:
+            rows = list(csv.DictReader(file))
+        with replacing(str(self._path)) as new:
+            new.write(_encoded(self._columns, rows))
+        self._file = self._open()
+
+
+def _encoded(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, columns, lineterminator="\n")
+    writer.writeheader()
+    for row in rows:
+        writer.writerow({key: value for key, value in row.items() if key in columns})
+    return text.getvalue().encode()

@@ -1,0 +1,94 @@
+"""Metrics as JSON: a line for each report, or a list of all."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+
+class SafeFallbackEncoder(json.JSONEncoder):
+    """Writes arrays as lists, scalars of numpy as numbers, and everything else that JSON does not know as text."""
+
+    def default(self, value: Any) -> Any:
+        if isinstance(value, np.ndarray):
+            return value.tolist()
+        if isinstance(value, np.generic):
+            return value.item()
+        return str(value)
+
+
+class JsonLines:
+    """Writes one JSON object a line. A line that was cut off when a driver was killed stays alone in its line.
+
+    Args:
+        path: The file; one that is there is continued.
+        last: What stands at the end of each line.
+    """
+
+    def __init__(self, path: Path, last: Mapping[str, Any] | None = None) -> None:
+        self._file = appending(path)
+        self._last = as_json(dict(last))[1:] if last else "}"
+
+    def write(self, report: Mapping[str, Any]) -> None:
+        """Writes a line, which is in the file when this returns."""
+        text = as_json(dict(report))[:-1]
+        separator = ", " if report and self._last != "}" else ""
+        self._file.write(f"{text}{separator}{self._last}\n".encode())
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+class JsonList:
+    """Keeps a file that is one list, whole after each report. Begins with an empty list.
+
+    Args:
+        path: The file; one that is there is replaced.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._is_empty = True
+        path.write_text("[]")
+
+    def write(self, report: Any) -> None:
+        """Puts a report before the closing bracket."""
+        text = as_json(report)
+        with open(self._path, "r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(f"{'' if self._is_empty else ', '}{text}]".encode())
+        self._is_empty = False
+
+
+def as_json(value: Any, indent: int | None = None) -> str:
+    """The value as JSON. What JSON does not know is written as text, also as a key."""
+    try:
+        return json.dumps(value, cls=SafeFallbackEncoder, indent=indent)
+    except (TypeError, ValueError):  # keys that are not text, or a dict inside of itself
+        return json.dumps(_plain(value, depth=0), cls=SafeFallbackEncoder, indent=indent)
+
+
+def _plain(value: Any, depth: int) -> Any:
+    if depth > 50:
+        return "..."
+    if isinstance(value, Mapping):
+        return {str(key): _plain(each, depth + 1) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each, depth + 1) for each in value]
+    return value
+
+
+def appending(path: Path) -> IO[bytes]:
+    """Opens a file of lines to write on. A last line without an end gets one."""
+    file = open(path, "ab+", buffering=0)  # noqa: SIM115
+    if file.tell():
+        file.seek(-1, os.SEEK_END)
+        if file.read(1) != b"\n":
+            file.write(b"\n")
+    return file

@@ -1,0 +1,119 @@
+"""Metrics in a run of MLflow."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from raysgd._nested import flattened
+from raysgd._optional import require
+
+logger = logging.getLogger(__name__)
+
+_default_stores: set[str] = set()  # that this module has chosen: MLflow cannot tell them from those of users
+
+
+class MLflowRun:
+    """Writes to a run of MLflow, the active one of this process.
+
+    Args:
+        tracking_uri: Where runs are kept. Default: what `mlflow.set_tracking_uri` or the environment variable
+            MLFLOW_TRACKING_URI says, else the folder `mlruns` in that of the run.
+        registry_uri: Where models are kept. Default: with the runs, unless MLFLOW_REGISTRY_URI says something else.
+        experiment_id: An experiment that exists. Default: the environment variable MLFLOW_EXPERIMENT_ID.
+        experiment_name: Else the name of one, which is made if need be. Default: MLFLOW_EXPERIMENT_NAME.
+        tags: Tags of the run.
+        purpose: Who needs MLflow, for the error that it is missing.
+
+    Raises:
+        ModuleNotFoundError: MLflow is not installed.
+    """
+
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        registry_uri: str | None = None,
+        experiment_id: str | None = None,
+        experiment_name: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        *,
+        purpose: str = "a run of MLflow",
+    ) -> None:
+        self._mlflow = require("mlflow", extra="mlflow", purpose=purpose)
+        self._tracking_uri, self._registry_uri = tracking_uri, registry_uri
+        self._experiment_id, self._experiment_name = experiment_id, experiment_name
+        self._tags = dict(tags or {})
+
+    def start(self, folder: Path, config: Any, name: str | None = None) -> None:
+        """Starts the run and logs the config.
+
+        Args:
+            folder: The folder of the run of this library.
+            config: What its parameters are.
+            name: What it is called; None leaves that to MLflow.
+
+        Raises:
+            ValueError: No experiment is named.
+        """
+        self._choose_store(folder / "mlruns")
+        self._mlflow.start_run(experiment_id=self._find_experiment(), run_name=name, tags=self._tags)
+        self._mlflow.log_params(_parameters(config))
+
+    def write(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Logs what of the metrics is a number."""
+        self._mlflow.log_metrics(numbers_in(metrics), step=step)
+
+    def add_folder(self, folder: Path) -> None:
+        """Uploads a folder, under its own name."""
+        self._mlflow.log_artifacts(str(folder), artifact_path=folder.name)
+
+    def close(self, *, has_failed: bool) -> None:
+        """Ends the run."""
+        self._mlflow.end_run(status="FAILED" if has_failed else "FINISHED")
+
+    def _choose_store(self, default: Path) -> None:
+        mlflow = self._mlflow
+        is_chosen = mlflow.is_tracking_uri_set() and mlflow.get_tracking_uri() not in _default_stores
+        if self._tracking_uri or not is_chosen:
+            mlflow.set_tracking_uri(self._tracking_uri or str(default))
+        if not self._tracking_uri and not is_chosen:
+            _default_stores.add(str(default))
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # MLflow 3 wants a folder to be asked for twice
+        if self._registry_uri:
+            mlflow.set_registry_uri(self._registry_uri)
+
+    def _find_experiment(self) -> str:
+        identity = self._experiment_id or os.environ.get("MLFLOW_EXPERIMENT_ID")
+        if identity is not None:
+            try:
+                return str(self._mlflow.get_experiment(experiment_id=identity).experiment_id)
+            except self._mlflow.exceptions.MlflowException:
+                logger.warning("there is no MLflow experiment %s; looking for one by name", identity)
+        name = self._experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        if name is None:
+            raise ValueError(
+                "MLflow needs an experiment: pass the `experiment_id` of an existing one, or an `experiment_name`."
+            )
+        found = self._mlflow.get_experiment_by_name(name)
+        return str(found.experiment_id if found is not None else self._mlflow.create_experiment(name))
+
+
+def numbers_in(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics that are numbers, also inside of dicts."""
+    found = {}
+    for name, value in flattened(metrics).items():
+        try:
+            found[name] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return found
+
+
+def _parameters(config: Any) -> dict[str, Any]:
+    """The config of a function by its names, where it has such."""
+    if config is None or isinstance(config, Mapping):
+        return dict(config or {})
+    return dict(vars(config)) if hasattr(config, "__dict__") else {"config": config}
