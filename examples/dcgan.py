@@ -8,14 +8,10 @@ its training. A generator that draws but one digit would score well, too, so the
 
 from __future__ import annotations
 
-import argparse
-import json
-import logging
-import os
 from typing import Any
 
-import ray
 import torch
+from _common import one_process_then_workers, parse_arguments, print_result, ray_running
 from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional
@@ -99,27 +95,10 @@ def draw(generator: nn.Module) -> torch.Tensor:
         return generator.eval()(noise)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-workers", type=int, default=2, help="processes that train together (default: 2)")
-    parser.add_argument("--use-gpu", action="store_true", help="give each worker a GPU")
-    parser.add_argument("--smoke-test", action="store_true", help="only one epoch, to see that it runs")
-    parser.add_argument("--address", help="a running Ray cluster, for example `auto` (default: start one)")
-    args = parser.parse_args()
-    num_epochs = 1 if args.smoke_test else 100
-
-    options: dict[str, Any] = {"address": args.address}
-    if args.address is None:  # start a cluster on this machine, for as long as this program runs
-        num_cpus = max(args.num_workers, os.cpu_count() or 1)
-        options = {"address": "local", "num_cpus": num_cpus, "include_dashboard": False}
-    ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
-
-    images, digits = load_images()
-    judge = train_judge(images[NUM_HELD_OUT:], digits[NUM_HELD_OUT:])
+def train(num_epochs: int, judge: nn.Module, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """Trains with these options of a trainer; returns the generator before and after."""
     config = {"noise_dim": NOISE_DIM, "lr": 0.001, BATCH_SIZE: 64, "seed": 0, "judge": judge}
-    with TorchTrainer(
-        training_operator_cls=DigitsGAN, config=config, num_workers=args.num_workers, use_gpu=args.use_gpu
-    ) as trainer:
+    with TorchTrainer(training_operator_cls=DigitsGAN, config=config, **options) as trainer:
         _, untrained = trainer.get_model(to_cpu=True)
         for epoch in range(1, num_epochs + 1):
             trained = trainer.train()
@@ -127,21 +106,33 @@ def main() -> None:
                 losses = f"loss of discriminator {trained['loss_d']:.3f}, of generator {trained['loss_g']:.3f}"
                 print(f"epoch {epoch:3d}: {losses}, score {trainer.validate()['score']:.3f}", flush=True)
         _, generator = trainer.get_model(to_cpu=True)
-    ray.shutdown()
+    return untrained, generator
 
+
+def main() -> None:
+    args = parse_arguments(__doc__)
+    num_epochs = 6 if args.smoke_test else 100
+    images, digits = load_images()
+    judge = train_judge(images[NUM_HELD_OUT:], digits[NUM_HELD_OUT:])
+
+    def score(shown: torch.Tensor) -> float:
+        return confident(judge, shown).double().mean().item()
+
+    with ray_running(args):
+        found = [train(num_epochs, judge, **options) for options in one_process_then_workers(args)]
+    (untrained, alone), (_, generator) = found[0], found[-1]
     generated = draw(generator)
     counts = judge(generated).argmax(dim=1).bincount(minlength=10).tolist()
-    result = {
-        "score": confident(judge, generated).double().mean().item(),
-        "score_of_real_digits": confident(judge, images[:NUM_HELD_OUT]).double().mean().item(),
-        "score_untrained": confident(judge, draw(untrained)).double().mean().item(),
-        "digits_drawn": counts,
-        "num_workers": args.num_workers,
-        "epochs": num_epochs,
-    }
     print(f"{NUM_GENERATED} generated images, of each digit from 0 to 9 as the judge sees it: {counts}")
-    print(f"score {result['score']:.3f}; real digits reach {result['score_of_real_digits']:.3f}")
-    print(json.dumps(result))
+    print_result(
+        args,
+        score=score(generated),
+        score_of_one_process=score(draw(alone)),
+        score_of_real_digits=score(images[:NUM_HELD_OUT]),
+        score_untrained=score(draw(untrained)),
+        digits_drawn=counts,
+        epochs=num_epochs,
+    )
 
 
 if __name__ == "__main__":

@@ -6,19 +6,13 @@ checkpoint is best, and the remaining 20 % test that one.
 
 from __future__ import annotations
 
-import argparse
 import json
-import logging
-import os
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-import ray
 import torch
-from sklearn.datasets import load_digits
-from sklearn.model_selection import train_test_split
+from _common import load_digits, parse_arguments, print_result, ray_running
 from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import train
@@ -29,11 +23,7 @@ from raysgd.train.torch import gather_state, get_device, load_state, prepare_dat
 
 def load_data() -> list[TensorDataset]:
     """Returns train, validation and test data, the same ones every time."""
-    pixels, digits = load_digits(return_X_y=True)
-    data = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(digits))
-    rest, test = train_test_split(range(len(data)), test_size=0.2, stratify=digits, random_state=0)
-    training, validation = train_test_split(rest, test_size=0.2, stratify=digits[rest], random_state=0)
-    return [TensorDataset(*data[part]) for part in (training, validation, test)]
+    return [TensorDataset(torch.tensor(images).flatten(1), torch.tensor(digits)) for images, digits in load_digits()]
 
 
 def make_model() -> torch.nn.Module:
@@ -81,30 +71,10 @@ class Show(TrainingCallback):
         print(f"epoch {results[0]['epoch']:2d}: validation accuracy {results[0]['accuracy']:.3f}", flush=True)
 
 
-def start_ray(address: str | None, num_workers: int) -> None:
-    """Connects to a running cluster, or starts one on this machine for as long as this program runs."""
-    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
-    if address is None:
-        num_cpus = max(num_workers, os.cpu_count() or 1)
-        options.update(address="local", num_cpus=num_cpus, include_dashboard=False)
-    else:
-        options.update(address=address)
-    ray.init(**options)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--num-workers", type=int, default=2, help="at most so many processes (default: 2)")
-    parser.add_argument("--use-gpu", action="store_true", help="give each worker a GPU")
-    parser.add_argument("--smoke-test", action="store_true", help="only one epoch, to see that it runs")
-    parser.add_argument("--address", help="a running Ray cluster, for example `auto` (default: start one)")
-    args = parser.parse_args()
-    began, num_epochs = time.monotonic(), 1 if args.smoke_test else 15
-
-    start_ray(args.address, args.num_workers)
-    print(f"training on the digits of scikit-learn with up to {args.num_workers} worker(s)", flush=True)
+def run(num_epochs: int, num_workers: int | tuple[int, int], use_gpu: bool) -> tuple[float, int]:
+    """Trains; returns the accuracy of the best checkpoint on the test data, and with how many workers it ended."""
     with tempfile.TemporaryDirectory(prefix="raysgd-") as folder:
-        trainer = Trainer("torch", num_workers=(1, args.num_workers), use_gpu=args.use_gpu, logdir=folder)
+        trainer = Trainer("torch", num_workers=num_workers, use_gpu=use_gpu, logdir=folder)
         trainer.start()
         returned = trainer.run(
             learn_digits,
@@ -115,15 +85,28 @@ def main() -> None:
         trainer.shutdown()
         log = json.loads(Path(trainer.latest_run_dir, "results.json").read_text())
         best = trainer.best_checkpoint
-    ray.shutdown()
-
     model = make_model()
     model.load_state_dict(best["model"])
     test_accuracy = accuracy(model, load_data()[2])
     print(f"{len(log)} reports; the best checkpoint, of epoch {best['epoch']}, reads {test_accuracy:.3f} of the digits")
-    seconds = round(time.monotonic() - began, 1)
-    result = {"test_accuracy": test_accuracy, "num_workers": len(returned), "epochs": num_epochs, "seconds": seconds}
-    print(json.dumps(result))
+    return test_accuracy, len(returned)
+
+
+def main() -> None:
+    args = parse_arguments(__doc__)
+    num_epochs = 2 if args.smoke_test else 15
+    with ray_running(args, num_cpus=args.num_workers):
+        print("training on one worker", flush=True)
+        alone, _ = run(num_epochs, 1, args.use_gpu)
+        print(f"training on up to {args.num_workers} workers", flush=True)
+        together, num_workers = run(num_epochs, (1, args.num_workers), args.use_gpu)
+    print_result(
+        args,
+        test_accuracy=together,
+        test_accuracy_of_one_process=alone,
+        epochs=num_epochs,
+        num_workers_at_the_end=num_workers,
+    )
 
 
 if __name__ == "__main__":

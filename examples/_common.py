@@ -1,0 +1,107 @@
+"""What the examples share: their arguments, a Ray cluster, the digits of scikit-learn, and the last line.
+
+An example trains once in one process and once on its workers, and shows both scores:
+
+    args = parse_arguments(__doc__)
+    with ray_running(args):
+        scores = [train(options) for options in one_process_then_workers(args)]
+    print_result(args, accuracy=scores[-1], accuracy_of_one_process=scores[0])
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+Arrays = tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # for examples that import TensorFlow later: it says a lot otherwise
+
+
+def parse_arguments(description: str | None, *, num_workers: int = 2) -> argparse.Namespace:
+    """The arguments that every example takes.
+
+    Args:
+        description: The docstring of the example.
+        num_workers: How many workers it has by default.
+    """
+    formatter = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=formatter)
+    workers = f"processes that train together (default: {num_workers}); 1 trains in this process, without Ray"
+    parser.add_argument("--num-workers", type=int, default=num_workers, help=workers)
+    parser.add_argument("--use-gpu", action="store_true", help="give each worker a GPU")
+    parser.add_argument("--smoke-test", action="store_true", help="train only briefly, to see that it runs")
+    parser.add_argument("--address", help="a running Ray cluster, for example `auto` (default: start one)")
+    args = parser.parse_args()
+    args.began = time.monotonic()
+    return args
+
+
+@contextmanager
+def ray_running(args: argparse.Namespace, num_cpus: int | None = None) -> Iterator[None]:
+    """Connects to a running cluster, or starts one on this machine for as long as the block lasts.
+
+    Does nothing for one worker, which needs no Ray, unless the example says how many CPUs it needs.
+
+    Args:
+        args: What `parse_arguments` returned.
+        num_cpus: How many CPUs the example needs. Default: one for each worker.
+    """
+    if args.num_workers == 1 and num_cpus is None:
+        yield
+        return
+    import ray
+    from ray import cloudpickle
+
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])  # other machines of a cluster do not have this file
+    options: dict[str, Any] = {"logging_level": logging.ERROR, "log_to_driver": False}
+    if args.address is None:
+        num_cpus = max(num_cpus or args.num_workers, os.cpu_count() or 1)
+        options.update(address="local", num_cpus=num_cpus, include_dashboard=False)
+    else:
+        options.update(address=args.address)
+    ray.init(**options)
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def one_process_then_workers(args: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Arguments for two trainers: the first one trains in this process, the second one on the workers."""
+    print("training in one process", flush=True)
+    yield {"num_workers": 1, "use_local": True, "use_gpu": args.use_gpu}
+    if args.num_workers > 1:
+        print(f"training on {args.num_workers} workers", flush=True)
+        yield {"num_workers": args.num_workers, "use_gpu": args.use_gpu}
+
+
+def load_digits() -> tuple[Arrays, Arrays, Arrays]:
+    """The 1,797 real digits of scikit-learn as `(images, labels)`: to train on, to validate with, and to test with.
+
+    Images have the shape (8, 8) and values from 0 to 1. The parts are 64 %, 16 % and 20 %, the same ones every time.
+    """
+    from sklearn import datasets
+    from sklearn.model_selection import train_test_split
+
+    pixels, labels = datasets.load_digits(return_X_y=True)
+    images = (pixels / 16).astype("float32").reshape(-1, 8, 8)
+    rest, test = train_test_split(np.arange(len(labels)), test_size=0.2, stratify=labels, random_state=0)
+    train, validation = train_test_split(rest, test_size=0.2, stratify=labels[rest], random_state=0)
+    train, validation, test = [(images[part], labels[part]) for part in (train, validation, test)]
+    return train, validation, test
+
+
+def print_result(args: argparse.Namespace, **results: Any) -> None:
+    """Prints the last line, for programs: JSON with the results, the number of workers and the seconds."""
+    seconds = round(time.monotonic() - args.began, 1)
+    print(json.dumps({**results, "num_workers": args.num_workers, "seconds": seconds}), flush=True)
