@@ -17,6 +17,7 @@ from raysgd._once import Once
 from raysgd._timers import TimerCollection
 from raysgd.engine.types import World
 from raysgd.exceptions import NotRegisteredError
+from raysgd.replicas.logged import note, with_logged
 
 NUM_STEPS = "__num_steps__"
 
@@ -56,6 +57,8 @@ class Internals:
         config: The config of this worker.
         context: The place of the operator among its replicas, and the objects that it works with.
         latest_metrics: What the last batch reported.
+        logged: What was passed to `log` since then.
+        logged_outside: What was passed to it before a batch began.
         meters_to_fill: Where the next `train_epoch` counts, if it continues one that broke off.
         once: What was said already.
     """
@@ -64,6 +67,8 @@ class Internals:
         self.config = config
         self.context = context
         self.latest_metrics: Mapping[str, Any] = {}
+        self.logged: dict[str, Any] = {}
+        self.logged_outside: dict[str, Any] = {}
         self.meters_to_fill: AverageMeterCollection | None = None
         self.once = Once()
 
@@ -97,8 +102,8 @@ class Internals:
         return meters
 
     def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
-        """Metrics of a batch without their weight, and that."""
-        self.latest_metrics = metrics
+        """Metrics of a batch, with those that were logged and without their weight, and that."""
+        metrics = self.latest_metrics = with_logged(metrics, self.logged)
         return {name: value for name, value in metrics.items() if name != NUM_SAMPLES}, metrics.get(NUM_SAMPLES, 1)
 
 
@@ -125,6 +130,21 @@ class BaseOperator:
             config: The trainer's `config`, with the batch size under `BATCH_SIZE` already divided by the workers.
         """
         raise NotImplementedError("Override `setup` to create and register models and optimizers.")
+
+    def log(self, name: str, value: Any) -> None:
+        """Reports a metric of the batch, beside those that `train_batch` or `validate_batch` returns.
+
+        It is averaged in the same way: by the samples of the batch, over batches and workers. Call it anywhere inside
+        these methods. If a name is logged twice in a batch, the last value counts; if it is also returned, that one.
+
+        Args:
+            name: The name in the result of `train` or `validate`.
+            value: A number, a tensor of one element, or a metric object of torchmetrics.
+
+        Raises:
+            TypeError, ValueError: This cannot be the name of a metric.
+        """
+        note(self._raysgd.logged, name, value)
 
     def state_dict(self) -> Any:
         """State of your own for checkpoints and recovery; what is registered is taken care of. Return CPU data."""

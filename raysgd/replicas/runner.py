@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from functools import partial, wraps
+from functools import partial
 from typing import Any, ClassVar
 
-from raysgd._meters import BATCH_WEIGHT, NUM_SAMPLES, MetricSummary
+from raysgd._meters import NUM_SAMPLES, MetricSummary
 from raysgd._timers import TimerCollection
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
@@ -21,12 +21,13 @@ from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
 from raysgd.replicas.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.replicas.feed import Feed
+from raysgd.replicas.logged import completing, counting, forget, take_outside
 from raysgd.replicas.loop import Loop
 from raysgd.replicas.ray_batches import RayBatches
 from raysgd.replicas.replica_state import ReplicaState
 from raysgd.replicas.results import WorkerMetrics, as_number
 from raysgd.replicas.running import Running
-from raysgd.replicas.streams import PlaceInStep, Stream, WatchedBatches, redrawing
+from raysgd.replicas.streams import Stream, WatchedBatches, redrawing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,10 +317,11 @@ class ClassRunner(ABC):
         began_at = stream.num_steps_taken - run.num_completed
         self._running = Running(stream, began_at, request.num_steps, info, "train")
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
+        forget(internals)
         try:
             with (
                 self._training(run, stream),
-                _not_counting_padding(operator, self._loop.step),
+                counting(operator, self._loop.step),
                 self._timers.record("train_epoch"),
             ):
                 self._loop.note_boundary()
@@ -352,7 +354,12 @@ class ClassRunner(ABC):
         self._feed.take_share("validation", request, share)
         if self._feed.ray_loader("validation") is not None:  # all ranks have to begin a pass together
             request = replace(request, starts_over=True)
-        with self._evaluating(), self._feed.validation.stream(request) as stream:
+        forget(operator._raysgd)
+        with (
+            self._evaluating(),
+            completing(operator),
+            self._feed.validation.stream(request) as stream,
+        ):
             began_at = stream.num_steps_taken
             self._running = Running(stream, began_at, request.num_steps, request.info, "validation")
             operator._raysgd.latest_metrics = {}
@@ -385,7 +392,8 @@ class ClassRunner(ABC):
     def _answer(self, returned: Any, extra: Mapping[str, Any], request: EpochRequest, num_steps: int) -> EpochAnswer:
         if not isinstance(returned, Mapping):
             return EpochAnswer(None, returned, num_steps)
-        values = {**extra, **{name: self._loop.plain(value) for name, value in returned.items()}}
+        together = {**take_outside(self._operator._raysgd), **returned}
+        values = {**extra, **{name: self._loop.plain(value) for name, value in together.items()}}
         if request.profile:
             values["profile"] = self._timers.stats()
         behind = (returned.totals, returned.objects) if isinstance(returned, MetricSummary) else ()
@@ -398,27 +406,3 @@ class ClassRunner(ABC):
         else:
             self._timers.disable()
         self._operator.timers = self._timers
-
-
-@contextmanager
-def _not_counting_padding(operator: Any, step: PlaceInStep) -> Iterator[None]:
-    """Lets `train_batch` report no samples for padding, to a `train_epoch` that the user wrote and that counts by them.
-
-    Around the method and not inside it: an override may divide by what the stock one reports.
-    """
-    before, train_batch = dict(vars(operator)), operator.train_batch
-
-    @wraps(train_batch)
-    def without_padding(*args: Any, **kwargs: Any) -> Any:
-        metrics = train_batch(*args, **kwargs)
-        if not step.is_padding or not isinstance(metrics, Mapping):
-            return metrics
-        return {**metrics, **{weight: 0 for weight in (NUM_SAMPLES, BATCH_WEIGHT) if weight in metrics}}
-
-    operator.train_batch = without_padding
-    try:
-        yield
-    finally:
-        del operator.train_batch
-        if "train_batch" in before:  # the user's, set on the object
-            operator.train_batch = train_batch

@@ -1,13 +1,15 @@
 """What the stock rungs make of a batch, and of what `forward` and a model return.
 
-A batch is a sequence with the target last, or a mapping of names to tensors, as collators for language models make it.
-A model returns its output; or a mapping, or an object with attributes, that may hold the loss too.
+A batch is a sequence with the target last; or a mapping of names to tensors, as collators for language models make it,
+or a dataclass with such fields. A model returns its output; or a mapping, or an object with attributes, that may hold
+the loss too.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -16,35 +18,51 @@ import torch
 from raysgd.torch.parallel import unwrap
 
 TARGET_NAMES = ("labels", "label", "targets", "target", "y")
-"""Under which of these names a batch that is a mapping has its target; the first one that is there counts."""
+"""Under which of these names a batch that has names holds its target; the first one that is there counts."""
 
 
 def split(batch: Any) -> tuple[tuple[Any, ...], Any]:
-    """Inputs and target of a batch. A mapping is one input; its target is None where it has no known name.
+    """Inputs and target of a batch.
+
+    A mapping or a dataclass is one input; its target is None where it has no known name. The fields of a named tuple
+    are inputs one by one, but for the target: the field with such a name, or else the last one.
 
     Raises:
         TypeError: The batch has no parts that could be told apart.
     """
-    if isinstance(batch, Mapping):
-        return (batch,), next((batch[name] for name in TARGET_NAMES if name in batch), None)
+    named = by_name(batch)
+    if named is not None:
+        return (batch,), next((named[name] for name in TARGET_NAMES if name in named), None)
     if isinstance(batch, torch.Tensor | str) or not isinstance(batch, Iterable):
         raise TypeError(
-            f"The stock methods cannot use a batch that is a `{type(batch).__name__}`: they need inputs and target, "
-            f"as a tuple with the target last, or as a dict with one of the keys {', '.join(TARGET_NAMES)}. Change "
-            "what the loader's `collate_fn` returns, or override `prepare_batch(self, batch)`, which returns "
-            "`(inputs, target)`."
+            f"The stock methods cannot use a batch that is a `{type(batch).__name__}`: they need inputs and target, as "
+            "a tuple with the target last, or as a dict or a dataclass with one of the names "
+            f"{', '.join(TARGET_NAMES)}. Change what the loader's `collate_fn` returns, or override "
+            "`prepare_batch(self, batch)`, which returns `(inputs, target)`."
         )
-    *features, target = batch
-    return tuple(features), target
+    parts = list(batch)
+    names = getattr(batch, "_fields", ())
+    target = parts.pop(next((names.index(name) for name in TARGET_NAMES if name in names), len(parts) - 1))
+    return tuple(parts), target
+
+
+def by_name(value: Any) -> Mapping[str, Any] | None:
+    """What a mapping or a dataclass holds, by name; None for anything else."""
+    if isinstance(value, Mapping):
+        return value
+    if not is_dataclass(value) or isinstance(value, type):
+        return None
+    return {field.name: getattr(value, field.name) for field in fields(value)}
 
 
 def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
-    """The output of a model. A single mapping is passed by keyword, without a target that the model does not take."""
-    if len(features) != 1 or not isinstance(features[0], Mapping):
+    """The output of a model. A single input with names is passed by keyword, without a target that it does not take."""
+    named = by_name(features[0]) if len(features) == 1 else None
+    if named is None:
         return model(*features)
     model_class: Any = type(unwrap(model)) if isinstance(model, torch.nn.Module) else None
     surplus = frozenset() if model_class is None else _targets_not_taken(model_class)
-    return model(**{name: value for name, value in features[0].items() if name not in surplus})
+    return model(**{name: value for name, value in named.items() if name not in surplus})
 
 
 @lru_cache(maxsize=64)
@@ -68,6 +86,14 @@ def prediction(output: Any) -> Any:
     return output if logits is None else logits
 
 
+def without_metrics(returned: Any) -> tuple[Any, Mapping[str, Any]]:
+    """What `forward` returned without the metrics at its end, and these."""
+    if not isinstance(returned, tuple | list) or len(returned) < 2 or not isinstance(returned[-1], Mapping):
+        return returned, {}
+    *parts, metrics = returned
+    return (parts[0] if len(parts) == 1 else tuple(parts)), metrics
+
+
 def parts_of_forward(returned: Any) -> tuple[Any, torch.Tensor, Any]:
     """Output, loss and weight, each None where `forward` did not return it.
 
@@ -76,7 +102,8 @@ def parts_of_forward(returned: Any) -> tuple[Any, torch.Tensor, Any]:
     """
     if isinstance(returned, torch.Tensor) and returned.ndim == 0:
         return None, returned, None
-    if isinstance(returned, tuple | list) and len(returned) in (2, 3):
+    names_loss = "loss" in getattr(returned, "_fields", ())
+    if isinstance(returned, tuple | list) and len(returned) in (2, 3) and not names_loss:
         output, loss, *weight = returned
         return output, loss, weight[0] if weight else None
     loss = own_loss(returned)
@@ -84,14 +111,15 @@ def parts_of_forward(returned: Any) -> tuple[Any, torch.Tensor, Any]:
         return returned, loss, None
     raise TypeError(
         f"`forward` returned a `{type(returned).__name__}`: return the loss, `(output, loss)`, or `(output, loss, "
-        "weight)`."
+        "weight)`; each may have a dict of metrics behind it."
     )
 
 
 def _named(output: Any, name: str) -> Any:
     if isinstance(output, Mapping):
         return output.get(name)
-    return None if isinstance(output, torch.Tensor | tuple | list) else getattr(output, name, None)
+    is_unnamed = isinstance(output, torch.Tensor | tuple | list) and name not in getattr(output, "_fields", ())
+    return None if is_unnamed else getattr(output, name, None)
 
 
 def count_samples(batch: Any) -> int:
@@ -125,10 +153,11 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_list_of_samples(value: Any) -> bool:
-    """Whether it is a list of dicts with the same keys, which were not joined to one dict."""
-    if not isinstance(value, (tuple, list)) or not value or not isinstance(value[0], Mapping):
+    """Whether it is a list of dicts or dataclasses with the same names, which were not joined to one."""
+    first = by_name(value[0]) if isinstance(value, (tuple, list)) and value else None
+    if first is None:
         return False
-    return all(isinstance(item, Mapping) and item.keys() == value[0].keys() for item in value)
+    return all(each is not None and each.keys() == first.keys() for each in map(by_name, value))
 
 
 def _first_counted(parts: Iterable[Any]) -> Any:
@@ -136,7 +165,8 @@ def _first_counted(parts: Iterable[Any]) -> Any:
     for part in parts:
         if _is_array(part) or _is_list_of_samples(part):
             return part
-        inner = part.values() if isinstance(part, Mapping) else part if isinstance(part, (tuple, list)) else ()
+        named = by_name(part)
+        inner = named.values() if named is not None else part if isinstance(part, (tuple, list)) else ()
         found = _first_counted(inner)
         if found is not None:
             return found

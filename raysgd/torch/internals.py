@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from raysgd._meters import AverageMeterCollection
+from raysgd.replicas.logged import note
 from raysgd.replicas.operator import Internals, required
+from raysgd.torch import batches
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.gradients import Gradients, step_with
 from raysgd.torch.metric_objects import capture
@@ -91,6 +93,13 @@ class TorchInternals(Internals):
             if step.waits_for(optimizer):
                 with self.choice.acting_on(optimizer):
                     step_with(self._operator, optimizer)
+
+    def parts_of_forward(self, returned: Any) -> tuple[Any, torch.Tensor, Any]:
+        """Output, loss and weight of what `forward` returned; its metrics are logged."""
+        parts, metrics = batches.without_metrics(returned)
+        for name, value in metrics.items():
+            note(self.logged, name, value)
+        return batches.parts_of_forward(parts)
 
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         operator = self._operator

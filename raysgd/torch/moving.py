@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import MutableMapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
 
 
 def to_device(value: Any, device: torch.device) -> Any:
-    """Copies tensors in nested tuples, lists and dicts to `device`, without waiting where memory is pinned."""
+    """Copies tensors in nested tuples, lists, dicts and dataclasses to `device`; does not wait if memory is pinned.
+
+    What has a method `to` of its own, such as the batches of `transformers`, is moved by that.
+    """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)
-    if isinstance(value, dict):
+    if hasattr(value, "to") and not isinstance(value, type):
+        return value.to(device)
+    if is_dataclass(value) and not isinstance(value, type):
+        return _moved_dataclass(value, device)
+    if isinstance(value, MutableMapping):
         moved = copy.copy(value)  # whatever class of dict it is
         moved.update((key, to_device(item, device)) for key, item in value.items())
         return moved
@@ -20,7 +29,18 @@ def to_device(value: Any, device: torch.device) -> Any:
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, list | tuple):
         return type(value)(to_device(item, device) for item in value)
-    return value.to(device) if hasattr(value, "to") else value
+    return value
+
+
+def _moved_dataclass(value: Any, device: torch.device) -> Any:
+    """A copy of a dataclass, made without its `__init__`: that of a user may compute what is there already."""
+    moved = {field.name: to_device(getattr(value, field.name), device) for field in fields(value)}
+    if isinstance(value, MutableMapping):  # an output of `transformers`, which is both
+        return replace(value, **moved)
+    copied = copy.copy(value)
+    for name, item in moved.items():
+        object.__setattr__(copied, name, item)  # also of a frozen one
+    return copied
 
 
 def read_tensors(tensors: list[torch.Tensor]) -> list[float]:

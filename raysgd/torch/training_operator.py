@@ -146,8 +146,8 @@ class TrainingOperator(BaseOperator):
         """Takes one optimizer step on one batch; with accumulation, on the last of several.
 
         Args:
-            batch: A sequence whose last element is the target and whose others are the inputs of the model; or a dict,
-                which is passed to the model by keyword (its target is under one of `batches.TARGET_NAMES`).
+            batch: A sequence whose last element is the target and whose others are the inputs of the model; or a dict
+                or a dataclass, which is passed to the model by keyword (its target has one of `batches.TARGET_NAMES`).
             batch_info: `batch_idx`, `global_step`, `is_padding` and the entries of `info`. A batch is padding where
                 this worker has no samples left and repeats some, with weight 0, because the others have. In the
                 warm-up of a standby worker also `warm_up=True`: the step does not count.
@@ -160,7 +160,7 @@ class TrainingOperator(BaseOperator):
         internals = self._raysgd
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), internals.precision.forward():
-            _, loss, weight = batches.parts_of_forward(self.forward(features, target))
+            _, loss, weight = internals.parts_of_forward(self.forward(features, target))
         with internals.choice.acting_on(required(self, "optimizer")):
             with self.timers.record("grad"):
                 backward_with(self, loss, weight)
@@ -182,6 +182,7 @@ class TrainingOperator(BaseOperator):
         The loss is that of the criterion; without one, that which the model has put into its output as `loss`.
         An override may return the loss alone.
         Where the loss is the mean over something else (tokens, boxes), return how many of these there are as a third.
+        Behind each of these may be a dict of metrics, which are reported as with `self.log`.
         """
         output = batches.call(required(self, "model"), features)
         loss = batches.own_loss(output) if getattr(self, "criterion", None) is None else None
@@ -257,7 +258,7 @@ class TrainingOperator(BaseOperator):
         features, target = self.prepare_batch(batch)
         criterion = getattr(self, "criterion", internals.registered.criterion)
         with self.timers.record("eval_fwd"), internals.precision.forward(), watching(criterion) as comparisons:
-            output, loss, weight = batches.parts_of_forward(self.forward(features, target))
+            output, loss, weight = internals.parts_of_forward(self.forward(features, target))
         output = batches.prediction(output)
         if type(self).forward is TrainingOperator.forward:
             comparisons += compared_by(criterion, output, target)

@@ -1,16 +1,36 @@
 from __future__ import annotations
 
-from collections import UserDict
+from collections import UserDict, namedtuple
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
 
-from raysgd.torch import batches
+from raysgd.torch import TrainingOperator, batches
+from raysgd.torch.moving import to_device
 
 X, Y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """As many people write their collators."""
+
+    x: torch.Tensor
+    labels: torch.Tensor | None = None
+
+
+class TargetFirst(NamedTuple):
+    """A batch whose target is found by its name."""
+
+    labels: torch.Tensor
+    x: torch.Tensor
+
+
+Unnamed = namedtuple("Unnamed", ["left", "right"])
 
 
 @pytest.mark.parametrize(
@@ -22,6 +42,10 @@ X, Y = torch.ones(4, 3), torch.zeros(4, dtype=torch.long)
         ({"x": X, "y": Y, "targets": X}, 1, X),
         (UserDict({"x": X, "label": Y}), 1, Y),
         ({"x": X}, 1, None),
+        (Batch(X, Y), 1, Y),
+        (Batch(X), 1, None),
+        (TargetFirst(Y, X), 1, Y),
+        (Unnamed(X, Y), 1, Y),
     ],
 )
 def test_the_target_is_the_last_part_or_has_a_known_name(batch: Any, num_features: int, target: Any) -> None:
@@ -57,6 +81,8 @@ def test_a_model_gets_the_names_and_no_target_that_it_does_not_take() -> None:
     assert batches.call(TakesAnything(), ({"x": X, "labels": Y},)) == ["labels", "x"]
     assert batches.call(lambda **inputs: sorted(inputs), ({"x": X, "y": Y},)) == ["x", "y"]
     assert batches.call(Named(), (X, 3.0)).equal(3 * X)
+    assert batches.call(Named(), (Batch(X, Y),)).equal(X)
+    assert batches.call(TakesTarget(), (Batch(X, Y),)) == (X, Y)
 
 
 def test_a_name_that_the_model_does_not_know_is_its_own_error() -> None:
@@ -75,6 +101,13 @@ class Output:
 LOSS = torch.tensor(0.5)
 
 
+class LossFirst(NamedTuple):
+    """An output in which the loss comes first."""
+
+    loss: torch.Tensor
+    logits: torch.Tensor
+
+
 @pytest.mark.parametrize(
     ("output", "loss", "predicted"),
     [
@@ -84,6 +117,7 @@ LOSS = torch.tensor(0.5)
         ({"out": X}, None, {"out": X}),
         (Output(X, LOSS), LOSS, X),
         (Output(X), None, X),
+        (LossFirst(LOSS, X), LOSS, X),
     ],
 )
 def test_loss_and_logits_are_found_in_an_output(output: Any, loss: Any, predicted: Any) -> None:
@@ -106,6 +140,20 @@ def test_forward_may_return_the_loss_alone(returned: Any, parts: tuple[Any, ...]
 def test_forward_may_return_what_the_model_did() -> None:
     output = Output(X, LOSS)
     assert batches.parts_of_forward(output) == (output, LOSS, None)
+
+
+def test_a_named_tuple_is_read_by_its_names() -> None:
+    output = LossFirst(LOSS, X)
+    assert batches.parts_of_forward(output) == (output, LOSS, None)
+
+
+@pytest.mark.parametrize("parts", [LOSS, (X, LOSS), (X, LOSS, 7)])
+def test_metrics_may_stand_at_the_end_of_what_forward_returns(parts: Any) -> None:
+    returned = (*parts, {"iou": 1}) if isinstance(parts, tuple) else (parts, {"iou": 1})
+    found, metrics = batches.without_metrics(returned)
+    assert metrics == {"iou": 1}
+    assert found == parts
+    assert batches.without_metrics(parts) == (parts, {})
 
 
 @pytest.mark.parametrize("returned", [None, X, (X,), {"out": X}, (X, LOSS, 1, 2)])
@@ -143,6 +191,8 @@ def test_anything_else_is_refused_with_what_it_may_return(returned: Any) -> None
         ([{"input_ids": torch.zeros(8, 16)}], 8),
         ([], 0),
         ({}, 1),
+        (Batch(torch.zeros(6, 2), torch.zeros(6)), 6),
+        ([Batch(torch.zeros(5, 4)), Batch(torch.zeros(1, 4))], 2),
         (torch.tensor(3.0), 1),
         ("text", 1),
         (None, 1),
@@ -151,3 +201,48 @@ def test_anything_else_is_refused_with_what_it_may_return(returned: Any) -> None
 )
 def test_samples_are_counted_in_batches_of_any_structure(batch: Any, expected: int) -> None:
     assert batches.count_samples(batch) == expected
+
+
+class Both(torch.nn.Module):
+    """Computes its own loss, and returns both in a container of the given kind."""
+
+    def __init__(self, returned: Callable[..., Any]) -> None:
+        super().__init__()
+        self.layer, self.returned = torch.nn.Linear(3, 2), returned
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        logits = self.layer(x)
+        return self.returned(loss=torch.nn.functional.cross_entropy(logits, labels), logits=logits)
+
+
+def model_output(**parts: Any) -> Any:
+    from transformers.modeling_outputs import SequenceClassifierOutput
+
+    return SequenceClassifierOutput(**parts)
+
+
+class Kinds(TrainingOperator):
+    """Trains on batches of the config's kind, with a model that returns another kind."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        model = Both(config["output"])
+        self.model, self.optimizer = self.register(models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1))
+        made = [config["batch"](x=torch.randn(size, 3), labels=torch.arange(size) % 2) for size in (4, 3)]
+        self.register_data(train_loader=made, validation_loader=made)
+
+    def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
+        inputs, target = super().prepare_batch(batch)
+        return to_device(inputs, self.device), target
+
+
+@pytest.mark.parametrize("output", [dict, Output, LossFirst, model_output])
+def test_containers_of_every_kind_train_and_validate_alike(make_local: Any, output: Any) -> None:
+    expected = None
+    for batch in (dict, Batch, UserDict):
+        trainer = make_local(Kinds, config={"batch": batch, "output": output})
+        found = trainer.train(), trainer.validate()
+        assert found[0]["num_samples"] == found[1]["num_samples"] == 7
+        expected = expected or found
+        assert found == expected
+        assert 0 <= found[1]["val_accuracy"] <= 1
