@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import MutableMapping
 from dataclasses import fields, is_dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -36,7 +36,8 @@ def _moved_dataclass(value: Any, device: torch.device) -> Any:
     """A copy of a dataclass, made without its `__init__`: that of a user may compute what is there already."""
     moved = {field.name: to_device(getattr(value, field.name), device) for field in fields(value)}
     if isinstance(value, MutableMapping):  # an output of `transformers`, which is both
-        return replace(value, **moved)
+        remade: Any = replace(cast("Any", value), **moved)
+        return remade
     copied = copy.copy(value)
     for name, item in moved.items():
         object.__setattr__(copied, name, item)  # also of a frozen one
