@@ -35,6 +35,7 @@ __getattr__, __dir__ = lazy_names(
     },
     submodules=(
         "air",
+        "callbacks",
         "data",
         "exceptions",
         "operators",

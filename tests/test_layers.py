@@ -216,9 +216,18 @@ def test_connections_load_a_framework_only_inside_functions() -> None:
 
 def test_replicas_stand_on_the_engine_and_know_no_framework() -> None:
     found = imports_of("raysgd/replicas")
-    allowed = ("raysgd.engine", "raysgd.replicas", "raysgd.utils", "raysgd._fitting", *UTILITIES)
+    # `fit` calls callbacks, and those read histories: neither is of any use without the other.
+    allowed = ("raysgd.engine", "raysgd.replicas", "raysgd.callbacks", "raysgd.utils", "raysgd._fitting", *UTILITIES)
     assert words(found for found in found if found.is_of("raysgd") and not found.is_of(*allowed)) == []
     assert words(found for found in found if found.is_of("ray.tune", *FRAMEWORKS)) == []
+
+
+def test_callbacks_stand_on_histories_and_storage_and_load_a_framework_only_inside_functions() -> None:
+    found = imports_of("raysgd/callbacks")
+    allowed = ("raysgd.callbacks", "raysgd.replicas.history", "raysgd.storage", "raysgd.utils", *UTILITIES)
+    at_import = [found for found in found if not found.in_function]
+    assert words(found for found in at_import if found.is_of("raysgd") and not found.is_of(*allowed)) == []
+    assert words(found for found in at_import if found.is_of("ray", "ray.tune", *FRAMEWORKS)) == []
 
 
 def test_storage_stands_on_the_utilities_and_knows_neither_ray_nor_a_framework() -> None:

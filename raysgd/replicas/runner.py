@@ -41,6 +41,7 @@ class RunnerFacts:
         keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
         epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
         ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
+        has_validation: Whether there is something to validate on.
     """
 
     num_models: int
@@ -50,6 +51,7 @@ class RunnerFacts:
     keeps_own_state: bool
     epoch_obstacle: str | None = None
     ray_batches: Mapping[str, RayBatches] = field(default_factory=dict)
+    has_validation: bool = False
 
 
 class ClassRunner(ABC):
@@ -84,6 +86,13 @@ class ClassRunner(ABC):
     def epoch(self) -> int:
         """How many passes over the train data were begun."""
         return self._feed.epoch
+
+    @property
+    def epochs_done(self) -> int:
+        """How many passes over the train data were completed."""
+        position = self._feed.position()
+        is_mid_pass = position is not None and (position.get("is_mid_pass") or position.get("is_unknown"))
+        return self._feed.epoch - bool(is_mid_pass)
 
     @abstractmethod
     def renew(self, settings: Any) -> Any:

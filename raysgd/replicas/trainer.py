@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 from weakref import finalize
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
+from raysgd.callbacks.callback import Callback
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.group_spec import GroupSpec, Words
-from raysgd.engine.lifecycle import ElasticRules
-from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.renewal import renew, restart
-from raysgd.engine.resources import draining_nodes
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
-from raysgd.engine.types import Resources, World
+from raysgd.engine.types import World
 from raysgd.engine.worker import is_sendable, packed_bytes
 from raysgd.exceptions import UnpicklableError
 from raysgd.replicas.batching import split_batch_size
+from raysgd.replicas.controlling import make_controller
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
+from raysgd.replicas.fitting import Fit, FitOptions
+from raysgd.replicas.history import History
 from raysgd.replicas.making import ReplicaMaker
 from raysgd.replicas.not_yet import NotYet
 from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.read_only_config import ReadOnlyConfig
+from raysgd.replicas.recording import CallRecorder, as_test
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
 from raysgd.replicas.sharing import Sharing
 from raysgd.replicas.throughput import Throughput
@@ -39,29 +42,12 @@ from raysgd.utils import BATCH_SIZE
 
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
 
-WORDS = Words(
-    when_shut_down="Create a new one; `save` before `shutdown` keeps the state.",
-    when_interrupted="State that you had not saved is lost.",
-    when_starved="The last completed state is kept: it can be saved, and the next call looks for resources again.",
-    when_spent=(
-        "The last completed state is kept: call again to go on from it with new workers, or use `shutdown(force=True)`."
-    ),
-    when_not_granted=(
-        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
-        "environment variable SGD_PLACEMENT_GROUP_TIMEOUT_S."
-    ),
-    after_end="the last completed state is kept",
-    restart_point="from the last completed call",
-)
-"""What users of a class-based trainer are told behind the engine's facts."""
-
 logger = logging.getLogger(__name__)
 
 
 class ClassTrainer(ABC):
     """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
 
-    fit = NotYet("Call `trainer.train()` once for each epoch, and `trainer.validate()` as often as you like.")
     predict = NotYet("Call `trainer.get_model()`, which returns the trained model, and use it in this process.")
 
     training_operator_cls: type[Any]
@@ -124,39 +110,20 @@ class ClassTrainer(ABC):
 
     def _make_controller(self) -> ElasticController:
         """What keeps the workers alive, as the trainer's arguments ask for it."""
-        settings, timeout_s = self._group_settings, self._reservation_timeout_s
         self._replicas.settings = self._settings_to_send()
-        rejoins = settings.recovery == "rejoin" and not settings.is_driver_only and self._keeps_survivors
-        num_gpus = settings.num_gpus_per_worker if self._settings.use_gpu else 0
-        group = GroupSpec(
-            connection=self._make_connection(),
-            make_replica=self._replicas,
-            resources=Resources(settings.num_cpus_per_worker, num_gpus),
-            use_local=settings.use_local,
-            initialization_hook=settings.initialization_hook,
-            reservation_timeout_s=timeout_s,
-            captures=not settings.is_driver_only,
-            regroups=rejoins,
-            num_spares=settings.spare_workers,
-            heartbeat_s=settings.heartbeat_s,
-            settle_timeout_s=settings.settle_timeout_s,
-            words=WORDS,
-        )
-        scaling = ScalingPolicy(
-            max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)
-        )
-        return ElasticController(
-            group,
-            scaling,
-            FailurePolicy(rejoins),
-            release_timeout_s=timeout_s,
-            rules=ElasticRules(settings.resize_check_s, draining_nodes),
+        return make_controller(
+            self._group_settings,
+            self._replicas,
+            self._make_connection(),
+            self._reservation_timeout_s,
+            keeps_survivors=self._keeps_survivors,
         )
 
     def _begin(self, controller: ElasticController) -> None:
         """Starts the workers; they end with the trainer, also without a `shutdown`."""
         self._controller = controller
         self._listeners = ProgressListeners(controller)
+        self._recorder = CallRecorder(controller.history.events, lambda: self.num_workers)
         self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller)
         self._finalizer = finalize(self, _abandon, controller)
         try:
@@ -255,6 +222,83 @@ class ClassTrainer(ABC):
         self._validation_starts_over = False
         self._listeners.tell_end("validation", asked, answers[0])
         return answers
+
+    @abstractmethod
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Trains for one pass over the data."""
+
+    @abstractmethod
+    def validate(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates on the validation data."""
+
+    @abstractmethod
+    def save(self, checkpoint: Any) -> Any:
+        """Writes the state to a file."""
+
+    @abstractmethod
+    def load(self, checkpoint: Any) -> None:
+        """Loads a file that `save` wrote."""
+
+    def fit(
+        self,
+        epochs: int,
+        *,
+        callbacks: Iterable[Any] = (),
+        validation_freq: int = 1,
+        dataset: Any = None,
+        validation_dataset: Any = None,
+        resume_from: str | Path | None = None,
+        folder: str | Path | None = None,
+    ) -> History:
+        """Trains for some epochs, validates after each of them, and calls callbacks. Call it again for more epochs.
+
+        Args:
+            epochs: How many more epochs to train. With `resume_from` it is the total: those that the checkpoint has
+                count.
+            callbacks: Objects of subclasses of `raysgd.callbacks.Callback`, called in this order.
+            validation_freq: Validate after every so many epochs; 0 for never. Without validation data, nothing is
+                validated.
+            dataset: Trained on instead of the registered data, as in `train`.
+            validation_dataset: Validated on instead of the registered data, as in `validate`.
+            resume_from: A file that `run.save` or `save` wrote, or its URI: loaded first. "auto" is the newest
+                checkpoint that the callbacks find, and starts from the beginning if there is none.
+            folder: Where callbacks put their files. Default: a new folder in `~/ray_results`.
+
+        Returns:
+            One row per epoch, and all that happened.
+
+        Raises:
+            CallbackError: A callback failed. The state of the training is kept.
+            WorkerError, WorkersLostError: As in `train`.
+        """
+        options = FitOptions(
+            epochs=epochs,
+            callbacks=callbacks,
+            validation_freq=validation_freq,
+            dataset=dataset,
+            validation_dataset=validation_dataset,
+            resume_from=resume_from,
+            folder=folder,
+        )
+        return Fit(self, options).run()
+
+    def test(self, dataset: Any) -> dict[str, Any]:
+        """Evaluates on other data than the registered ones, as `validate(dataset=...)`; names begin with `test_`."""
+        with self._recorder.as_test():
+            return as_test(self.validate(dataset=dataset))
+
+    @property
+    def history(self) -> History:
+        """Every call of `train`, `validate` and `test` since the start, and what happened to the workers."""
+        return self._recorder.history
+
+    @contextmanager
+    def _worker_callbacks_of(self, callbacks: Sequence[Callback]) -> Iterator[None]:
+        """Lets callbacks run in the workers inside the block."""
+        for callback in callbacks:
+            if callback.worker_callback() is not None:
+                raise TypeError(f"`{type(callback).__name__}` runs in the workers, which is not there yet.")
+        yield
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Loads such a state into all workers; returns when they have it.

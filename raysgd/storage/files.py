@@ -100,3 +100,15 @@ def _folder_and_name(uri: str, argument: str = "path") -> tuple[Folder, str]:
         raise ValueError(f"`{argument}={_uris.masked(uri)!r}`: need the URI of a file, such as '{example}'.")
     _filesystems.check(argument, uri)
     return open_folder(_uris.child_of(f"{store}{query}", above)), name
+
+
+def beside(location: str | os.PathLike[str], ending: str) -> str:
+    """The location of a file beside another one, whose name is longer by `ending`.
+
+    Example:
+        >>> beside("s3://bucket/last.pt?region=eu", ".json"), beside("runs/last.pt", ".json")
+        ('s3://bucket/last.pt.json?region=eu', 'runs/last.pt.json')
+    """
+    text = _uris.checked_text("path", location)
+    query = "" if _uris.is_local(text) else _uris.divided(text)[2]
+    return f"{text.removesuffix(query)}{ending}{query}"

@@ -106,6 +106,7 @@ class TFRunner(ClassRunner):
             keeps_own_state=type(operator).state_dict is not TrainingOperator.state_dict,
             epoch_obstacle=self._epoch_obstacle,
             ray_batches={} if self._world.rank else ray_batches_of(operator._raysgd.data.ray_loaders),
+            has_validation=operator.validation_dataset is not None,
         )
 
     def _signature(self, dataset: Any) -> DatasetSignature | None:

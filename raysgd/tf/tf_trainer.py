@@ -22,6 +22,7 @@ from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.epochs import EpochAnswer, merged
+from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import check_parts, load_into_all
 from raysgd.replicas.settings import GroupSettings
@@ -191,6 +192,7 @@ class TFTrainer(ClassTrainer):
             return MultiWorkerConnection(variables)
         return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=self.form_timeout_s)
 
+    @recorded("train")
     def train(
         self,
         num_steps: int | None = None,
@@ -222,18 +224,23 @@ class TFTrainer(ClassTrainer):
         asked = self._asked(num_steps, profile, reduce_results, info)
         return self._result(self._train(asked, max_retries, can_resume=self._goes_on), reduce_results)
 
+    @recorded("validation")
     def validate(
         self,
         num_steps: int | None = None,
         profile: bool = False,
         reduce_results: bool = True,
         info: Mapping[str, Any] | None = None,
+        *,
+        dataset: Any = None,
     ) -> Any:
         """Evaluates on the test dataset, every sample once.
 
         Arguments as in `train`. With creators the result has `validation_<name>` for each metric of the model; with an
         operator it is as in `train`, without `epoch`.
         """
+        if dataset is not None:
+            raise NotImplementedError("`TFTrainer.validate` takes no `dataset` yet: register it as the test dataset.")
         return self._result(self._validate(self._asked(num_steps, profile, reduce_results, info)), reduce_results)
 
     @property

@@ -125,6 +125,7 @@ class TorchRunner(ClassRunner):
             is_sharded=self._parallel.is_sharded,
             epoch_obstacle=self._epoch_obstacle,
             ray_batches={} if self._world.rank else self._internals.data.ray_batches,
+            has_validation=validation is not None or overrides(self.operator, "validate"),
         )
 
     def restore_file(self, identity: FileIdentity, weights_only: bool, own_state: Any) -> None:

@@ -21,6 +21,7 @@ from raysgd.connections.torch import TorchConnection
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.replicas.epochs import merged
+from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.settings import GroupSettings
 from raysgd.replicas.trainer import ClassTrainer
@@ -214,6 +215,7 @@ class TorchTrainer(ClassTrainer):
     def _reservation_timeout_s(self) -> float:
         return constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
 
+    @recorded("train")
     def train(
         self,
         num_steps: int | None = None,
@@ -253,12 +255,14 @@ class TorchTrainer(ClassTrainer):
         epoch_checks.warn_of_nothing("train", answers, asked.num_steps)
         return result
 
+    @recorded("validation")
     def validate(
         self,
         num_steps: int | None = None,
         profile: bool = False,
         reduce_results: bool = True,
         info: Mapping[str, Any] | None = None,
+        *,
         dataset: Any = None,
     ) -> Any:
         """Evaluates on the validation loader, every sample once; arguments and result as in `train`, no `epoch`."""

@@ -1,0 +1,165 @@
+"""`Callback`, which runs in the driver, and `Run`, what it sees of the run that it belongs to."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysgd.replicas.history import History
+
+if TYPE_CHECKING:
+    from raysgd.callbacks.worker_callback import WorkerCallback
+    from raysgd.engine.history import Event
+    from raysgd.replicas.epochs import Progress
+
+RESULTS_FOLDER = Path("~/ray_results")
+"""Where runs without a folder of their own put files."""
+
+
+class Callback:
+    """Called while a run goes on, in the driver. Every method does nothing; override what you need.
+
+    Give objects of subclasses to `trainer.fit(callbacks=[...])`, `Trainer.run(callbacks=[...])` or
+    `RunConfig(callbacks=[...])`. What a method raises ends the run with a `CallbackError` that names the class and
+    the method; the state of the training is kept.
+
+    Example:
+        >>> class Patience(Callback):
+        ...     def on_result(self, run, result):
+        ...         if result["val_loss"] < 0.1:
+        ...             run.stop("good enough")
+    """
+
+    def on_run_begin(self, run: Run) -> None:
+        """Called once, before the first epoch. With `resume_from` the state is loaded by then."""
+
+    def on_epoch_begin(self, run: Run) -> None:
+        """Called before each epoch of a class-based trainer."""
+
+    def on_progress(self, run: Run, progress: Progress) -> None:
+        """Called some ten times a second while an epoch runs. The workers are asked only if this is overridden."""
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        """Called after each epoch, or for each report of a function.
+
+        Args:
+            run: The run.
+            result: The metrics. Entries that you add are kept in the history, and callbacks after this one see them.
+        """
+
+    def on_checkpoint(self, run: Run, checkpoint: str) -> None:
+        """Called when a checkpoint was saved, with its path or URI."""
+
+    def on_event(self, run: Run, event: Event) -> None:
+        """Called after the epoch in which workers were lost, added, or replaced."""
+
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
+        """Called once at the end, whatever the end is. `error` is what ended the run, if something did."""
+
+    def worker_callback(self) -> WorkerCallback | None:
+        """What runs in each worker, if this callback needs something there."""
+        return None
+
+    def newest_checkpoint(self, run: Run) -> str | None:
+        """Path or URI of the newest checkpoint that this callback wrote; `resume_from="auto"` asks for it."""
+        return None
+
+    def state_dict(self) -> Any:
+        """What this callback needs to go on in another run: plain data, as JSON has it."""
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Takes over what `state_dict` returned."""
+
+
+class Run:
+    """One run, as callbacks see it.
+
+    Attributes:
+        trainer: The class-based trainer; None for functions.
+        name: What the run is called.
+        config: The config of the trainer or the function.
+        epoch: The epoch that is trained, or was trained last, from 1; 0 before the first one. For functions the number
+            of the last report.
+        epochs: The last epoch of the run, if it is not stopped before; None for functions.
+        history: The results so far. A run that resumes has those of the checkpoint too.
+        callbacks: The callbacks of the run, in the order in which they are called.
+        started_at: When it began, in seconds since the Unix epoch.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        config: Mapping[str, Any] | None = None,
+        trainer: Any | None = None,
+        epochs: int | None = None,
+        history: History | None = None,
+        folder: str | Path | None = None,
+        callbacks: list[Callback] | None = None,
+        save: Callable[[Run, str], None] | None = None,
+        obstacle_to_stop: str | None = None,
+    ) -> None:
+        self.trainer = trainer
+        self.name = name
+        self.config = dict(config or {})
+        self.epoch = 0
+        self.epochs = epochs
+        self.history = History() if history is None else history
+        self.callbacks = callbacks if callbacks is not None else []
+        self.started_at = time.time()
+        self._folder = folder
+        self._save = save
+        self._obstacle_to_stop = obstacle_to_stop
+
+    @cached_property
+    def folder(self) -> Path:
+        """Where callbacks put files. The folder is made when this is first read."""
+        folder = Path(self._folder) if self._folder is not None else self._new_folder()
+        folder = folder.expanduser().absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        return folder
+
+    def _new_folder(self) -> Path:
+        moment = time.strftime("%Y-%m-%d_%H-%M-%S", time.localtime(self.started_at))
+        base = RESULTS_FOLDER.expanduser() / f"{self.name}_{moment}"
+        candidates = (base.with_name(f"{base.name}_{number}") if number else base for number in range(1000))
+        return next(each for each in candidates if not each.exists())
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after the epoch that is running.
+
+        Args:
+            reason: Why; `history.stop_reason` keeps it.
+
+        Raises:
+            NotImplementedError: Nothing can stop this kind of run from outside.
+        """
+        if self._obstacle_to_stop is not None:
+            raise NotImplementedError(self._obstacle_to_stop)
+        self.history.stop_reason = self.history.stop_reason or str(reason)
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self.history.stop_reason is not None
+
+    def save(self, location: str | Path) -> None:
+        """Saves the state of the trainer, and beside it the history and the callbacks' states, for `resume_from`.
+
+        Args:
+            location: A path, or the URI of a file, as for `trainer.save`.
+
+        Raises:
+            NotImplementedError: There is no class-based trainer; a function saves its state itself.
+            OSError: The file could not be written. The state is kept.
+        """
+        if self._save is None:
+            raise NotImplementedError(
+                "`run.save` needs a class-based trainer: a training function saves its own checkpoints, with "
+                "`session.report(..., checkpoint=...)` or `train.save_checkpoint(...)`."
+            )
+        self._save(self, str(location))

@@ -1,0 +1,175 @@
+"""Calls the callbacks of a run, in their order, and names the one that fails."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.exceptions import CallbackError
+
+if TYPE_CHECKING:
+    from raysgd.engine.history import Event
+    from raysgd.replicas.epochs import Progress
+
+logger = logging.getLogger(__name__)
+
+
+class CallbackCalls:
+    """The callbacks of one run. After one of them has failed, the caller ends the run.
+
+    Args:
+        callbacks: Called in this order.
+        run: What they are shown.
+    """
+
+    def __init__(self, callbacks: Sequence[Callback], run: Run) -> None:
+        self._callbacks = callbacks
+        self._run = run
+        self._begun: list[Callback] = []
+        self._failed_in_progress: CallbackError | None = None
+
+    def begin(self) -> None:
+        """The run begins."""
+        for callback in self._callbacks:
+            self._begun.append(callback)
+            self._call(callback, "on_run_begin")
+
+    def begin_epoch(self) -> None:
+        """An epoch begins."""
+        self._on("on_epoch_begin")
+
+    @property
+    def wants_progress(self) -> bool:
+        """Whether a callback asks how far a running epoch is."""
+        return bool(self._watching)
+
+    @property
+    def _watching(self) -> list[Callback]:
+        return [each for each in self._callbacks if overrides(each, "on_progress")]
+
+    def progress(self, progress: Progress) -> None:
+        """There is news of a running epoch. An error is kept until that is over, which `check_progress` raises."""
+        if self._failed_in_progress is not None:
+            return
+        try:
+            for callback in self._watching:
+                self._call(callback, "on_progress", progress)
+        except CallbackError as error:
+            self._failed_in_progress = error
+
+    def check_progress(self) -> None:
+        """Raises what a callback raised while an epoch was running."""
+        if self._failed_in_progress is not None:
+            raise self._failed_in_progress
+
+    def result(self, result: dict[str, Any]) -> None:
+        """There is a result."""
+        self._on("on_result", result)
+
+    def checkpoint(self, checkpoint: str) -> None:
+        """A checkpoint was saved."""
+        self._on("on_checkpoint", checkpoint)
+
+    def event(self, event: Event) -> None:
+        """Something happened to the workers."""
+        self._on("on_event", event)
+
+    def end(self, error: BaseException | None) -> None:
+        """The run has ended. All callbacks whose `on_run_begin` was called are called, also when one fails.
+
+        Raises:
+            CallbackError: A callback failed in a run that did not.
+        """
+        failed: list[CallbackError] = []
+        for callback in self._begun:
+            try:
+                self._call(callback, "on_run_end", error)
+            except CallbackError as each:
+                failed.append(each)
+        for hidden in failed if error is not None else failed[1:]:
+            logger.error("%s", hidden)
+        if failed and error is None:
+            raise failed[0]
+
+    def states(self) -> list[dict[str, Any]]:
+        """What the callbacks need to go on in another run: for each its class and its state."""
+        return [
+            {"name": type(callback).__name__, "state": self._call(callback, "state_dict", run=False)}
+            for callback in self._callbacks
+        ]
+
+    def load_states(self, states: Iterable[Any]) -> None:
+        """Gives callbacks back what `states` returned. Each gets the first state of its class that no other has got."""
+        left = [dict(entry) for entry in states]
+        for callback in self._callbacks:
+            found = next((entry for entry in left if entry.get("name") == type(callback).__name__), None)
+            if found is not None:
+                left.remove(found)
+                if found.get("state") is not None:
+                    self._call(callback, "load_state_dict", found["state"], run=False)
+
+    def _on(self, method: str, *args: Any) -> None:
+        for callback in self._callbacks:
+            self._call(callback, method, *args)
+
+    def _call(self, callback: Callback, method: str, *args: Any, run: bool = True) -> Any:
+        arguments = (self._run, *args) if run else args
+        try:
+            return getattr(callback, method)(*arguments)
+        except Exception as error:
+            raise failure_of(callback, method, error) from error
+
+
+def failure_of(callback: Any, method: str, error: Exception) -> CallbackError:
+    """What to raise where a callback has raised."""
+    name = type(getattr(callback, "adapted", callback)).__name__
+    return CallbackError(
+        f"The callback `{name}` failed in `{method}`: {type(error).__name__}: {error}. The run ends. What was trained "
+        "and saved is kept: fix the callback or leave it out, and go on."
+    )
+
+
+def overrides(callback: Callback, method: str) -> bool:
+    """Whether a callback does something in a method."""
+    return getattr(type(callback), method, None) is not getattr(Callback, method)
+
+
+def checked(callbacks: Any, argument: str = "callbacks") -> list[Callback]:
+    """The callbacks that a user gave.
+
+    Raises:
+        TypeError: They are no list, or one of them is no callback.
+    """
+    if callbacks is None:
+        return []
+    if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable):
+        raise TypeError(f"`{argument}={callbacks!r}`: need a list of callbacks.")
+    return [_one(each, argument) for each in callbacks]
+
+
+def _one(callback: Any, argument: str) -> Callback:
+    if isinstance(callback, Callback):
+        return callback
+    if isinstance(callback, WorkerCallback):
+        return InWorkers(callback)
+    instead = f" Did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
+    raise TypeError(
+        f"`{argument}` has {callback!r}: need objects of subclasses of `raysgd.callbacks.Callback`.{instead}"
+    )
+
+
+class InWorkers(Callback):
+    """A worker callback that was given by itself.
+
+    Args:
+        adapted: The worker callback.
+    """
+
+    def __init__(self, adapted: WorkerCallback) -> None:
+        self.adapted = adapted
+
+    def worker_callback(self) -> WorkerCallback:
+        return self.adapted

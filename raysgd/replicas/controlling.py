@@ -1,0 +1,75 @@
+"""Makes the controller of a class-based trainer from what the trainer was asked for."""
+
+from __future__ import annotations
+
+from raysgd.engine.connection import Connection
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.group_spec import GroupSpec, Words
+from raysgd.engine.lifecycle import ElasticRules
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.resources import draining_nodes
+from raysgd.engine.types import Resources
+from raysgd.replicas.making import ReplicaMaker
+from raysgd.replicas.settings import GroupSettings
+
+WORDS = Words(
+    when_shut_down="Create a new one; `save` before `shutdown` keeps the state.",
+    when_interrupted="State that you had not saved is lost.",
+    when_starved="The last completed state is kept: it can be saved, and the next call looks for resources again.",
+    when_spent=(
+        "The last completed state is kept: call again to go on from it with new workers, or use `shutdown(force=True)`."
+    ),
+    when_not_granted=(
+        "Ask for fewer workers or less per worker, free what is held, add nodes, or wait longer by setting the "
+        "environment variable SGD_PLACEMENT_GROUP_TIMEOUT_S."
+    ),
+    after_end="the last completed state is kept",
+    restart_point="from the last completed call",
+)
+"""What users of a class-based trainer are told behind the engine's facts."""
+
+
+def make_controller(
+    settings: GroupSettings,
+    make_replica: ReplicaMaker,
+    connection: Connection,
+    reservation_timeout_s: float,
+    *,
+    keeps_survivors: bool,
+) -> ElasticController:
+    """What keeps the workers alive, as the trainer's arguments ask for it.
+
+    Args:
+        settings: How many workers there are, and what each of them gets.
+        make_replica: Makes the replicas.
+        connection: What connects the workers.
+        reservation_timeout_s: How long to wait for resources.
+        keeps_survivors: Whether the survivors of a loss can go on, as far as their framework is concerned.
+    """
+    rejoins = settings.recovery == "rejoin" and not settings.is_driver_only and keeps_survivors
+    group = GroupSpec(
+        connection=connection,
+        make_replica=make_replica,
+        resources=Resources(
+            settings.num_cpus_per_worker, settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
+        ),
+        use_local=settings.use_local,
+        initialization_hook=settings.initialization_hook,
+        reservation_timeout_s=reservation_timeout_s,
+        captures=not settings.is_driver_only,
+        regroups=rejoins,
+        num_spares=settings.spare_workers,
+        heartbeat_s=settings.heartbeat_s,
+        settle_timeout_s=settings.settle_timeout_s,
+        words=WORDS,
+    )
+    scaling = ScalingPolicy(
+        max_workers=settings.num_workers, min_workers=settings.min_workers, num_local=int(settings.use_local)
+    )
+    return ElasticController(
+        group,
+        scaling,
+        FailurePolicy(rejoins),
+        release_timeout_s=reservation_timeout_s,
+        rules=ElasticRules(settings.resize_check_s, draining_nodes),
+    )

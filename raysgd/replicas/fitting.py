@@ -1,0 +1,193 @@
+"""The loop behind `trainer.fit`: epochs, validation, callbacks, and where a run resumes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysgd import _checks
+from raysgd.callbacks import calling
+from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.calling import CallbackCalls
+from raysgd.callbacks.sidecar import Sidecar
+from raysgd.engine.call import Call
+from raysgd.exceptions import InvalidCountError
+from raysgd.replicas.history import History
+from raysgd.replicas.runner import ClassRunner
+
+if TYPE_CHECKING:
+    from raysgd.replicas.trainer import ClassTrainer
+
+AUTO = "auto"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FitOptions:
+    """What `fit` is asked, checked. The docstring of `fit` says what each field means.
+
+    Raises:
+        InvalidCountError: A count is out of range.
+        TypeError: Something is of another kind.
+    """
+
+    epochs: int
+    callbacks: Any = ()
+    validation_freq: int = 1
+    dataset: Any = None
+    validation_dataset: Any = None
+    resume_from: Any = None
+    folder: Any = None
+
+    def __post_init__(self) -> None:
+        if not _checks.is_integer(self.epochs) or self.epochs < 0:
+            raise InvalidCountError(f"`epochs={self.epochs!r}`: need a number of epochs, 0 or more.")
+        if not _checks.is_integer(self.validation_freq) or self.validation_freq < 0:
+            raise InvalidCountError(
+                f"`validation_freq={self.validation_freq!r}`: need 0 (never), 1 (after each epoch), or after how many "
+                "epochs."
+            )
+        for name, value in (("resume_from", self.resume_from), ("folder", self.folder)):
+            if value is not None and not isinstance(value, str | Path):
+                raise TypeError(f"`{name}={value!r}`: need a path, or None.")
+
+
+class Fit:
+    """One call of `fit`.
+
+    Args:
+        trainer: The trainer.
+        options: What it was asked.
+    """
+
+    def __init__(self, trainer: ClassTrainer, options: FitOptions) -> None:
+        self._trainer = trainer
+        self._options = options
+        self._callbacks: list[Callback] = calling.checked(options.callbacks)
+        self._run = Run(
+            name=trainer.training_operator_cls.__name__,
+            config=trainer.config,
+            trainer=trainer,
+            epochs=options.epochs,
+            folder=options.folder,
+            callbacks=self._callbacks,
+            save=lambda run, location: self._save(location),
+        )
+        self._calls = CallbackCalls(self._callbacks, self._run)
+        self._num_records = len(trainer.history.records)
+        self._num_events = len(trainer.history.events)
+
+    def run(self) -> History:
+        """Trains; returns the history of this run."""
+        with self._trainer._worker_callbacks_of(self._callbacks):
+            self._resume()
+            with self._told_of_the_run():
+                while self._run.epoch < self._last_epoch and not self._run.is_stopping:
+                    self._epoch()
+        return self._run.history
+
+    @contextmanager
+    def _told_of_the_run(self) -> Iterator[None]:
+        error: BaseException | None = None
+        try:
+            self._calls.begin()
+            yield
+        except BaseException as raised:  # Ctrl-C too
+            error = raised
+            raise
+        finally:
+            self._calls.end(error)
+
+    @property
+    def _last_epoch(self) -> int:
+        assert self._run.epochs is not None
+        return self._run.epochs
+
+    def _epoch(self) -> None:
+        run, trainer, options = self._run, self._trainer, self._options
+        self._calls.begin_epoch()
+        if run.is_stopping:
+            return
+        run.epoch += 1
+        with trainer._listeners.listening(self._calls.progress) if self._calls.wants_progress else nullcontext():
+            given = {} if options.dataset is None else {"dataset": options.dataset}
+            trainer.train(info={"num_epochs": self._last_epoch}, **given)
+            if self._is_validation_due:
+                trainer.validate(dataset=options.validation_dataset)
+        self._calls.check_progress()
+        self._tell_of_events()
+        self._tell_of_result()
+
+    @property
+    def _is_validation_due(self) -> bool:
+        every, run = self._options.validation_freq, self._run
+        has_data = self._options.validation_dataset is not None or self._trainer._facts.has_validation
+        return has_data and every > 0 and run.epoch % every == 0
+
+    def _tell_of_events(self) -> None:
+        events = self._trainer.history.events[self._num_events :]
+        self._num_events += len(events)
+        for event in events:
+            self._run.history.events.append(event)
+            self._calls.event(event)
+
+    def _tell_of_result(self) -> None:
+        row = self._take_records()
+        row["epoch"] = self._run.epoch
+        self._calls.result(row)
+        if len(self._trainer.history):
+            self._trainer.history[-1].update(row)
+        self._take_records()
+
+    def _take_records(self) -> dict[str, Any]:
+        """Takes over what the trainer has recorded since; returns the row of the epoch."""
+        history = self._run.history
+        for record in self._trainer.history.records[self._num_records :]:
+            history.add(record)
+        self._num_records = len(self._trainer.history.records)
+        return history[-1] if len(history) else history.add_row({})
+
+    # ------------------------------------------------------------------------------------------- saved and resumed
+
+    def _save(self, location: str) -> None:
+        self._trainer.save(location)
+        Sidecar(self._run.epoch, self._run.history, self._calls.states()).write(location)
+        self._calls.checkpoint(location)
+
+    def _resume(self) -> None:
+        run, location = self._run, self._place_to_resume()
+        if location is not None:
+            self._load(location)
+        run.epoch = self._epochs_done()
+        if self._options.resume_from is None:
+            run.epochs = run.epoch + self._options.epochs
+
+    def _place_to_resume(self) -> str | None:
+        given = self._options.resume_from
+        if given != AUTO:
+            return None if given is None else str(given)
+        found = [each.newest_checkpoint(self._run) for each in self._callbacks]
+        return max((str(each) for each in found if each is not None), key=_epoch_of, default=None)
+
+    def _load(self, location: str) -> None:
+        self._trainer.load(location)
+        sidecar = Sidecar.read(location)
+        if sidecar is not None:
+            history = self._run.history
+            history.take_over(sidecar.history)
+            self._calls.load_states(sidecar.callbacks)
+
+    def _epochs_done(self) -> int:
+        done: list[int] = self._trainer._controller.run(Call(_epochs_done, rank=0))
+        return done[0]
+
+
+def _epochs_done(replica: ClassRunner) -> int:
+    return replica.epochs_done
+
+
+def _epoch_of(checkpoint: str) -> int:
+    sidecar = Sidecar.read(checkpoint)
+    return -1 if sidecar is None else sidecar.epoch

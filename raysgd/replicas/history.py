@@ -1,0 +1,236 @@
+"""`History`: what a trainer or a run has measured, call by call and epoch by epoch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, overload
+
+from raysgd import _optional
+from raysgd.engine.history import Event
+from raysgd.replicas.results import as_number
+
+Kind = Literal["train", "validation", "test"]
+
+_FORMER_PREFIX = "validation_"
+_LAST = "last_"
+_MOST_ELEMENTS = 1000
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call of `train`, `validate` or `test`.
+
+    Attributes:
+        kind: "train", "validation" or "test".
+        epoch: How many epochs were begun by then.
+        metrics: What the call returned; empty with `reduce_results=False`.
+        began_at: When it began, in seconds since the Unix epoch.
+        seconds: How long it took, recoveries included.
+        num_workers: How many workers there were at its end.
+    """
+
+    kind: Kind
+    epoch: int
+    metrics: dict[str, Any]
+    began_at: float
+    seconds: float
+    num_workers: int
+
+
+class History(Sequence[dict[str, Any]]):
+    """One row per epoch: the metrics of training, and those of validation under names with `val_`.
+
+    A row also has "epoch", "seconds" (of the training call) and "num_workers".
+
+    Args:
+        events: Where losses and resizes are listed; by default a new list.
+
+    Attributes:
+        records: Every call of `train`, `validate` and `test`, in order.
+        events: Losses of workers and resizes.
+        stop_reason: Why a callback stopped the run; None if none did.
+
+    Example:
+        >>> history = History()
+        >>> history.add(CallRecord("train", 1, {"train_loss": 0.5}, 0.0, 2.0, 4))
+        >>> history.add(CallRecord("validation", 1, {"accuracy": 0.9}, 2.0, 1.0, 4))
+        >>> history[-1]["val_accuracy"], history["train_loss"]
+        (0.9, [0.5])
+    """
+
+    def __init__(self, events: list[Event] | None = None) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self.records: list[CallRecord] = []
+        self.events: list[Event] = [] if events is None else events
+        self.stop_reason: str | None = None
+
+    @overload
+    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[dict[str, Any]]: ...
+    @overload
+    def __getitem__(self, index: str) -> list[Any]: ...
+    def __getitem__(self, index: int | slice | str) -> Any:
+        """A row, some rows, or with the name of a metric its values, None where a row lacks it."""
+        if isinstance(index, str):
+            if index not in self.metrics:
+                raise KeyError(f"no epoch has the metric {index!r}: there are {self.metrics}")
+            return [row.get(index) for row in self._rows]
+        return self._rows[index]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        return iter(self._rows)
+
+    @property
+    def metrics(self) -> list[str]:
+        """The names in the rows, in the order in which they were first met."""
+        return list(dict.fromkeys(name for row in self._rows for name in row))
+
+    def add(self, record: CallRecord) -> None:
+        """Adds a call: one of `train` begins a row, one of `validate` completes it."""
+        self.records.append(record)
+        if record.kind == "train":
+            self._rows.append(_row(record))
+        elif record.kind == "validation" and self._rows:
+            validation = {validation_name(name): value for name, value in record.metrics.items()}
+            self._rows[-1].update(validation, val_seconds=record.seconds)
+
+    def add_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Adds an epoch, or a report of a function, as a row of its own; returns the row."""
+        self._rows.append(dict(row))
+        return self._rows[-1]
+
+    def take_over(self, other: History) -> None:
+        """Puts what another history has ahead of what this one has; its reason to stop is that of a run before."""
+        self._rows[:0] = [dict(row) for row in other]
+        self.records[:0] = other.records
+        self.events[:0] = other.events
+
+    def to_pandas(self) -> Any:
+        """The rows as a `pandas.DataFrame`.
+
+        Raises:
+            ModuleNotFoundError: pandas is not installed.
+        """
+        pandas = _optional.require("pandas", extra="data", purpose="`History.to_pandas`")
+        return pandas.DataFrame(self._rows)
+
+    def to_json(self) -> str:
+        """All of it as JSON. What JSON has no place for becomes text, and NaN and infinity become null."""
+        content = {
+            "rows": self._rows,
+            "records": [asdict(record) for record in self.records],
+            "events": [asdict(event) for event in self.events],
+            "stop_reason": self.stop_reason,
+        }
+        return json.dumps(plain(content), allow_nan=False)
+
+    @classmethod
+    def from_json(cls, text: str) -> History:
+        """What `to_json` wrote. Metrics that are null become NaN.
+
+        Raises:
+            ValueError: It is something else.
+        """
+        try:
+            content = json.loads(text)
+            history = cls([_made(Event, entry) for entry in content["events"]])
+            history._rows = [_with_nan(row) for row in content["rows"]]
+            records = [_made(CallRecord, entry) for entry in content["records"]]
+        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"This is not the JSON of a `History`: {error!r}") from error
+        for record in records:
+            record.metrics.update(_with_nan(record.metrics))
+        history.records, history.stop_reason = records, content.get("stop_reason")
+        return history
+
+    def __repr__(self) -> str:
+        losses = sum(event.is_loss for event in self.events)
+        facts = [_counted(len(self), "epoch")]
+        if losses:
+            facts.append(_counted(losses, "loss", "losses") + " of workers")
+        if self.stop_reason is not None:
+            facts.append(f"stopped: {self.stop_reason}")
+        last = {name: value for name, value in self._rows[-1].items() if is_shown(name, value)} if self._rows else {}
+        values = ", ".join(f"{name}={value:.4g}" for name, value in last.items())
+        return f"<History: {', '.join(facts)}{'; last: ' if values else ''}{values}>"
+
+
+def validation_name(name: str) -> str:
+    """What a metric of validation is called beside those of training.
+
+    Example:
+        >>> [validation_name(name) for name in ("accuracy", "val_loss", "last_x", "validation_loss")]
+        ['val_accuracy', 'val_loss', 'last_val_x', 'val_loss']
+    """
+    if name.startswith(_LAST):
+        return _LAST + validation_name(name.removeprefix(_LAST))
+    return name if name.startswith("val_") else f"val_{name.removeprefix(_FORMER_PREFIX)}"
+
+
+def name_in_test(name: str) -> str:
+    """What a metric of validation is called in the result of `test`.
+
+    Example:
+        >>> [name_in_test(name) for name in ("val_loss", "last_val_loss", "validation_loss", "num_samples")]
+        ['test_loss', 'last_test_loss', 'test_loss', 'num_samples']
+    """
+    if name.startswith(_LAST):
+        return _LAST + name_in_test(name.removeprefix(_LAST))
+    for prefix in ("val_", _FORMER_PREFIX):
+        if name.startswith(prefix):
+            return f"test_{name.removeprefix(prefix)}"
+    return name
+
+
+def is_shown(name: str, value: Any) -> bool:
+    """Whether a short view of a row shows this entry: numbers that are neither counts nor last values."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and not name.startswith(_LAST) and not name.endswith(_COUNTS)
+
+
+_COUNTS = ("batch_count", "num_samples", "num_workers", "seconds")
+
+
+def plain(value: Any) -> Any:
+    """A value as JSON has it; text for what JSON has no place for, and null for NaN and infinity."""
+    number = as_number(value)
+    if isinstance(number, float):
+        return number if math.isfinite(number) else None
+    if number is not None or value is None or isinstance(value, str):
+        return number if value is not None and not isinstance(value, str) else value
+    if isinstance(value, Mapping):
+        return {str(key): plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple | set | frozenset):
+        return [plain(entry) for entry in value]
+    if hasattr(value, "tolist") and _num_elements(value) <= _MOST_ELEMENTS:
+        return plain(value.tolist())
+    return str(value)
+
+
+def _num_elements(value: Any) -> int:
+    return math.prod(getattr(value, "shape", ()))
+
+
+def _row(record: CallRecord) -> dict[str, Any]:
+    told = {"epoch": record.epoch, "seconds": record.seconds, "num_workers": record.num_workers}
+    return {**told, **record.metrics, **told}
+
+
+def _made(kind: Any, entry: Mapping[str, Any]) -> Any:
+    known = {field.name for field in fields(kind)}
+    return kind(**{name: value for name, value in entry.items() if name in known})
+
+
+def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: math.nan if value is None else value for name, value in row.items()}
+
+
+def _counted(number: int, word: str, words: str | None = None) -> str:
+    return f"{number} {word if number == 1 else words or f'{word}s'}"
