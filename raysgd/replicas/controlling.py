@@ -1,4 +1,4 @@
-"""Makes the controller of a class-based trainer from what the trainer was asked for."""
+"""Makes the controller of a class-based trainer from its settings."""
 
 from __future__ import annotations
 

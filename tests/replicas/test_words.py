@@ -8,7 +8,7 @@ import pytest
 
 from raysgd import TorchTrainer
 from raysgd.engine.group_spec import Words
-from raysgd.replicas import trainer as class_based
+from raysgd.replicas import controlling as class_based
 from raysgd.train import Trainer, _settings
 from raysgd.train.executor import BackendExecutor
 
