@@ -21,13 +21,25 @@ from raysgd._lazy import lazy_names
 if TYPE_CHECKING:
     from raysgd.operators.classification import ClassificationOperator
     from raysgd.operators.gan import GANOperator
+    from raysgd.operators.hugging_face import HuggingFaceOperator
+    from raysgd.operators.regression import RegressionOperator
+    from raysgd.operators.segmentation import SegmentationOperator
 
-__all__ = ["ClassificationOperator", "GANOperator"]
+__all__ = [
+    "ClassificationOperator",
+    "RegressionOperator",
+    "SegmentationOperator",
+    "HuggingFaceOperator",
+    "GANOperator",
+]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
         "ClassificationOperator": "raysgd.operators.classification",
         "GANOperator": "raysgd.operators.gan",
+        "HuggingFaceOperator": "raysgd.operators.hugging_face",
+        "RegressionOperator": "raysgd.operators.regression",
+        "SegmentationOperator": "raysgd.operators.segmentation",
     },
 )

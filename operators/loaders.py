@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,10 @@ from torch.utils.data import DataLoader, IterableDataset
 _ALLOWED = "return `(train, validation)`, each a dataset or a `DataLoader`, with None for `validation` if there is none"
 
 
-def make_loaders(data: Any, batch_size: int) -> tuple[Any, Any]:
+Collator = Callable[[list[Any]], Any]
+
+
+def make_loaders(data: Any, batch_size: int, collator: Collator | None = None) -> tuple[Any, Any]:
     """Return a train and a validation loader, None for one that there is not.
 
     Datasets are put into a `DataLoader`, that of the train data shuffled; what is a loader already, or any other
@@ -21,6 +24,7 @@ def make_loaders(data: Any, batch_size: int) -> tuple[Any, Any]:
     Args:
         data: `(train, validation)`, or train data alone.
         batch_size: Samples in a batch of one worker.
+        collator: Makes a batch of samples; None for PyTorch's own way.
 
     Raises:
         TypeError: `data` is neither.
@@ -31,7 +35,8 @@ def make_loaders(data: Any, batch_size: int) -> tuple[Any, Any]:
         (5, [tensor([0, 1]), tensor([2, 3])])
     """
     train, validation = _pair(data)
-    return _loader(train, batch_size, shuffle=True), _loader(validation, batch_size, shuffle=False)
+    options = {"batch_size": batch_size, "collate_fn": collator}
+    return _loader(train, options, shuffle=True), _loader(validation, options, shuffle=False)
 
 
 def _pair(data: Any) -> tuple[Any, Any]:
@@ -47,12 +52,12 @@ def _pair(data: Any) -> tuple[Any, Any]:
     return data[0], data[1]
 
 
-def _loader(data: Any, batch_size: int, *, shuffle: bool) -> Any:
+def _loader(data: Any, options: dict[str, Any], *, shuffle: bool) -> Any:
     if isinstance(data, IterableDataset):
-        return DataLoader(data, batch_size=batch_size)  # an iterable dataset has an order of its own
+        return DataLoader(data, **options)  # an iterable dataset has an order of its own
     if data is None or isinstance(data, DataLoader) or not _is_indexed(data):
         return data
-    return DataLoader(data, batch_size=batch_size, shuffle=shuffle)
+    return DataLoader(data, shuffle=shuffle, **options)
 
 
 def _is_data(value: Any) -> bool:

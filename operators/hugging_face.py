@@ -1,0 +1,221 @@
+"""`HuggingFaceOperator`: trains models of Hugging Face's `transformers`, also with adapters of PEFT."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from raysgd.operators import options
+from raysgd.operators.supervised import SupervisedOperator
+from raysgd.torch import TrainingOperator
+from raysgd.torch.batches import call, count_samples, own_loss, parts_of_forward, prediction, split
+from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
+
+if TYPE_CHECKING:
+    from raysgd.torch import TorchTrainer
+
+IGNORED = -100
+"""The label of what a loss leaves out, in all of `transformers`."""
+
+SHIFT_LABELS = "shift_labels"
+"""Where some collators put labels that are moved by one place already."""
+
+
+class HuggingFaceOperator(SupervisedOperator):
+    """Trains one model of `transformers` with the loss that it computes; you give the model, the data and a collator.
+
+    Override `build_model`, `build_data` and `build_collator`, or pass functions that do the first two as
+    `config["model_creator"]` and `config["data_creator"]`. A batch is a dict of tensors, as the collators of
+    `transformers` make it, with the targets under `labels`. If the model is a `PeftModel`, its adapter is trained.
+
+    The loss of a token-level model is the mean over the labels that are not -100. So gradients and metrics are weighted
+    by their number, and workers with texts of different length make the step that one process would make.
+
+    `train` reports `train_loss`, `validate` reports `val_loss` and, where labels are integers, `val_accuracy`.
+
+    More rungs that may be overridden alone: `build_optimizer`, `build_scheduler`, `count_labels`, `forward`, and the
+    ladder of `TrainingOperator`. `setup` calls the `build_...` methods; leave it, or call `super().setup(config)`.
+
+    Keys of the config, all optional; others are yours:
+
+    * `lr`: learning rate, 0.00005.
+    * `optimizer`: "adamw" (the default), "adam", "rmsprop", "sgd", or a class called like those of `torch.optim`.
+    * `weight_decay`: 0; biases and the scales of norms have none.
+    * `scheduler`: the name of a schedule of `transformers.get_scheduler`, such as "linear", with `num_warmup_steps` (0)
+      and `num_training_steps`. It needs `TorchTrainer(scheduler_step_freq="batch")`.
+    * `raysgd.utils.BATCH_SIZE`: samples in a step of all workers together; or `batch_size`: of each worker, 32.
+    * `seed`: fixes the first weights, the order of the data and everything random after them, for PyTorch's generators.
+    * `model_creator`, `data_creator`: functions of the config.
+
+    Example:
+        >>> from transformers import BertConfig, BertForSequenceClassification
+        >>> from raysgd import TorchTrainer
+        >>> class Parity(HuggingFaceOperator):
+        ...     def build_model(self, config):
+        ...         sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+        ...         return BertForSequenceClassification(BertConfig(vocab_size=10, num_labels=2, **sizes))
+        ...
+        ...     def build_data(self, config):
+        ...         data = [{"input_ids": torch.tensor([index % 10]), "labels": index % 2} for index in range(100)]
+        ...         return data, data
+        >>> config = {"lr": 0.01, "batch_size": 10, "seed": 0}
+        >>> with TorchTrainer(training_operator_cls=Parity, config=config, use_local=True) as trainer:
+        ...     for _ in range(5):
+        ...         result = trainer.train()
+        ...     trainer.validate()["val_accuracy"] > 0.9
+        True
+
+    Attributes:
+        model: The registered model.
+        optimizer: Its optimizer.
+        scheduler: The learning-rate scheduler, if there is one.
+        ddp_args: Options for `DistributedDataParallel`. A model with parameters that its loss does not use needs
+            `{"find_unused_parameters": True}`.
+    """
+
+    _default_lr = 5e-5
+    _default_optimizer = "adamw"
+
+    def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor] | None:
+        """Return None: the model computes the loss. For another loss override `forward`."""
+        return None
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+        """Create the schedule that the config names; None without `config["scheduler"]`."""
+        if config.get("scheduler") is None:
+            return None
+        if self.scheduler_step_freq == "epoch":
+            raise ValueError(
+                f"`config['scheduler']={config['scheduler']!r}` counts optimizer steps: pass "
+                '`TorchTrainer(scheduler_step_freq="batch")`, or override `build_scheduler`.'
+            )
+        from transformers import get_scheduler
+
+        num_steps = options.count(config, "num_training_steps", default=0)
+        num_warmup_steps = options.number(config, "num_warmup_steps", default=0, positive=False)
+        return get_scheduler(config["scheduler"], optimizer, int(num_warmup_steps), num_steps)
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build everything and register it. If you override this, call it.
+
+        Raises:
+            ValueError: An option in the config makes no sense, or the model or the data is missing.
+            TypeError: A `build_...` method returned something of the wrong kind.
+        """
+        super().setup(config)
+        self._shifts_labels = _shifts_labels(self._original_models[0])
+
+    def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
+        """Bring a batch to the device.
+
+        Returns:
+            The batch, as the only input, and the labels that its predictions are compared with. These stay where the
+            collator made them, so that nothing waits for a GPU to count them.
+
+        Raises:
+            TypeError: The batch is no dict.
+        """
+        if not isinstance(batch, Mapping):
+            raise TypeError(
+                f"A batch is a `{type(batch).__name__}`: return a dict from `build_collator`, as the collators of "
+                "`transformers` do, or override `prepare_batch` and `forward`."
+            )
+        features, _ = super().prepare_batch(batch)
+        labels = split(batch)[1]
+        if SHIFT_LABELS in batch:
+            return features, batch[SHIFT_LABELS]
+        return features, labels[..., 1:] if self._shifts_labels and labels is not None else labels
+
+    def count_labels(self, target: Any) -> int | None:
+        """Return how many labels the loss of a batch is the mean over; None for one that is a mean over samples.
+
+        Override it for a model whose loss leaves out other labels than those of -100.
+
+        Args:
+            target: The labels, as `prepare_batch` returns them.
+        """
+        if not isinstance(target, torch.Tensor) or target.is_floating_point():
+            return None
+        return int(target.ne(IGNORED).sum())
+
+    def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
+        """Return the model's output, its loss, and how many labels that is the mean over.
+
+        Raises:
+            TypeError: The model has computed no loss.
+        """
+        output = call(self.model, features)
+        loss = own_loss(output)
+        if loss is None:
+            raise TypeError(
+                f"`{type(self._original_models[0]).__name__}` returned no loss for a batch with "
+                f"{', '.join(map(repr, features[0]))}: add `labels` to the samples, use a model with a head, leave "
+                "`return_dict` at True, or override `forward`."
+            )
+        return output, loss, self.count_labels(target)
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate one batch: `val_loss`, and `val_accuracy` where the labels are classes."""
+        features, target = self.prepare_batch(batch)
+        with self.timers.record("eval_fwd"), TrainingOperator.autocast(self):
+            output, loss, weight = parts_of_forward(self.forward(features, target))
+        metrics = {"val_loss": loss.detach(), NUM_SAMPLES: count_samples(batch)}
+        if weight is None:
+            return metrics
+        share = _accuracy(prediction(output), target)
+        return {**metrics, **({} if share is None else {"val_accuracy": share}), BATCH_WEIGHT: weight}
+
+    @staticmethod
+    def save_pretrained(trainer: TorchTrainer, folder: str | Path, *parts: Any) -> Path:
+        """Write the model of a trainer to a folder, for `from_pretrained`; of a `PeftModel`, the adapter.
+
+        Args:
+            trainer: What trains a `HuggingFaceOperator`.
+            folder: Where to write, on the machine of this program. It is made if it is not there.
+            parts: What else goes there, such as the tokenizer: anything with a `save_pretrained`.
+
+        Returns:
+            The folder.
+        """
+        path = Path(folder)
+        for part in (trainer.get_model(to_cpu=True), *parts):
+            part.save_pretrained(path)
+        return path
+
+    def _parameters(self, model: torch.nn.Module) -> list[dict[str, Any]]:
+        """What is trained, and which of it without weight decay: biases and the scales of norms, which are vectors."""
+        trained = {name: each for name, each in model.named_parameters() if each.requires_grad}
+        if not trained:
+            raise ValueError("The model that `build_model` returned has no parameter with `requires_grad`.")
+        decaying = [each for name, each in trained.items() if each.ndim > 1 and "bias" not in name]
+        others = [each for name, each in trained.items() if each.ndim <= 1 or "bias" in name]
+        return [{"params": decaying}, {"params": others, "weight_decay": 0.0}]
+
+
+def _shifts_labels(model: Any) -> bool:
+    """Whether the loss compares the prediction at each place with the label at the next one.
+
+    The name of the model's class does not tell: some language models use `transformers`' loss for them, others compute
+    one of their own, from labels that are not moved.
+    """
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of a `PeftModel`
+    forwards = [inspect.unwrap(each.forward) for each in type(model).__mro__ if "forward" in vars(each)]
+    if not any("loss_function" in each.__code__.co_names for each in forwards if hasattr(each, "__code__")):
+        return False
+    from transformers.loss.loss_utils import ForCausalLMLoss
+
+    is_encoder_decoder = getattr(getattr(model, "config", None), "is_encoder_decoder", False)
+    return getattr(model, "loss_function", None) is ForCausalLMLoss and not is_encoder_decoder
+
+
+def _accuracy(logits: Any, target: torch.Tensor) -> torch.Tensor | None:
+    """How often the highest score is that of the label; None where the output holds no scores of classes."""
+    if not isinstance(logits, torch.Tensor) or logits.ndim != target.ndim + 1 or logits.shape[-1] < 2:
+        return None
+    target = target.to(logits.device)
+    chosen = logits[..., : target.shape[-1], :].argmax(-1) if target.ndim > 1 else logits.argmax(-1)
+    return (chosen == target).sum() / target.ne(IGNORED).sum()

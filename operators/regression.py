@@ -1,0 +1,82 @@
+"""`RegressionOperator`: trains a model that predicts numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raysgd._optional import require
+from raysgd.operators.supervised import MeasuredOperator
+from raysgd.torch.batches import call, prediction
+
+
+class RegressionOperator(MeasuredOperator):
+    """Trains one model with the mean squared error; you give the model and the data.
+
+    Override `build_model` and `build_data`, or pass functions that do the same as `config["model_creator"]` and
+    `config["data_creator"]`. A sample is `(input, target)`; the model returns a prediction in the shape of the targets,
+    or with one more dimension of size 1, which is removed.
+
+    `train` reports `train_loss`. `validate` reports `val_loss`, `val_mae` (mean absolute error) and `val_r2` (the share
+    of the variance that is explained), over the samples of all workers as if one process had seen them. It needs
+    `pip install "raysgd[metrics]"`.
+
+    More rungs that may be overridden alone: `build_metrics`, `build_criterion`, `build_optimizer`, `build_scheduler`,
+    and the ladder of `TrainingOperator`. `setup` calls the `build_...` methods; leave it, or call
+    `super().setup(config)`.
+
+    Keys of the config: those of `ClassificationOperator`.
+
+    Example:
+        >>> import torch
+        >>> from torch.utils.data import TensorDataset
+        >>> from raysgd import TorchTrainer
+        >>> class Line(RegressionOperator):
+        ...     def build_model(self, config):
+        ...         return torch.nn.Linear(1, 1)
+        ...
+        ...     def build_data(self, config):
+        ...         x = torch.linspace(-1, 1, 100).reshape(-1, 1)
+        ...         data = TensorDataset(x, 2 * x[:, 0])
+        ...         return data, data
+        >>> config = {"lr": 0.1, "batch_size": 20, "seed": 0}
+        >>> with TorchTrainer(training_operator_cls=Line, config=config, use_local=True) as trainer:
+        ...     for _ in range(10):
+        ...         result = trainer.train()
+        ...     trainer.validate()["val_r2"] > 0.9
+        True
+    """
+
+    def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor]:
+        """Create the loss, the mean over the samples."""
+        return torch.nn.MSELoss()
+
+    def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
+        """Create the metrics of the validation: name -> a metric of torchmetrics."""
+        torchmetrics = require("torchmetrics", extra="metrics", purpose=f"`{type(self).__name__}.build_metrics`")
+        return {
+            "val_mae": torchmetrics.MeanAbsoluteError().set_dtype(torch.float64),
+            "val_r2": torchmetrics.R2Score().set_dtype(torch.float64),
+        }
+
+    def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return predictions and targets; in float64, because metrics subtract sums of squares."""
+        return output.double(), target.double()
+
+    def forward(self, features: Sequence[Any], target: Any) -> tuple[Any, ...]:
+        """Return predictions in the shape of the targets, and the loss.
+
+        Raises:
+            ValueError: The shapes differ.
+        """
+        predicted = prediction(call(self.model, features))
+        if predicted.ndim == target.ndim + 1 and predicted.shape[-1] == 1:
+            predicted = predicted.squeeze(-1)
+        if predicted.shape != target.shape:
+            raise ValueError(
+                f"The model returned predictions of shape {tuple(predicted.shape)} for targets of shape "
+                f"{tuple(target.shape)}: return one prediction for each target, or override `forward`."
+            )
+        return predicted, self.criterion(predicted, target)

@@ -1,0 +1,180 @@
+"""What the ready-made operators with one model share: what is built, in which order, and the options of the config."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from raysgd.operators import options
+from raysgd.operators.loaders import make_loaders, seeded
+from raysgd.torch import TrainingOperator
+from raysgd.torch.batches import count_samples, parts_of_forward, prediction
+from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
+
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+
+
+class SupervisedOperator(TrainingOperator):
+    """Trains one model with one loss; the base of the operators that you subclass, and not one of them.
+
+    `setup` calls the `build_...` methods below. `build_model` and `build_data` have to be there, or functions that do
+    the same, as `config["model_creator"]` and `config["data_creator"]`.
+
+    Attributes:
+        model: The registered model.
+        optimizer: Its optimizer.
+        criterion: The loss, if there is one apart from the model.
+        scheduler: The learning-rate scheduler, only where `build_scheduler` returns one.
+        ddp_args: Options for `DistributedDataParallel`.
+    """
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    criterion: Callable[..., torch.Tensor]
+    scheduler: Any
+    ddp_args: Mapping[str, Any] = {}
+
+    _default_lr = 1e-3
+    _default_optimizer = "adam"
+
+    def build_model(self, config: dict[str, Any]) -> torch.nn.Module:
+        """Create the model. Override it, or pass `config["model_creator"]`.
+
+        Raises:
+            ValueError: There is neither.
+        """
+        return _created(self, "model", config)
+
+    def build_data(self, config: dict[str, Any]) -> Any:
+        """Create the data. Override it, or pass `config["data_creator"]`.
+
+        Returns:
+            `(train, validation)`: datasets, which are put into loaders, or loaders; None for what there is not.
+
+        Raises:
+            ValueError: There is neither.
+        """
+        return _created(self, "data", config)
+
+    def build_collator(self, config: dict[str, Any]) -> Callable[[list[Any]], Any] | None:
+        """Create the function that makes a batch of samples; None for PyTorch's. Loaders keep their own."""
+        return None
+
+    def build_optimizer(self, model: torch.nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+        """Create the optimizer that the config names."""
+        make = _optimizer_class(config.get("optimizer", self._default_optimizer))
+        lr = options.number(config, "lr", default=self._default_lr, positive=True)
+        weight_decay = options.number(config, "weight_decay", default=0.0, positive=False)
+        return make(self._parameters(model), lr=lr, weight_decay=weight_decay)
+
+    def build_criterion(self, config: dict[str, Any]) -> Callable[..., torch.Tensor] | None:
+        """Create the loss, the mean over the samples; None if the model computes it."""
+        raise NotImplementedError(f"Override `{type(self).__name__}.build_criterion` to return the loss.")
+
+    def build_scheduler(self, optimizer: torch.optim.Optimizer, config: dict[str, Any]) -> Any:
+        """Create a learning-rate scheduler, for a trainer with `scheduler_step_freq`; None for none."""
+        return None
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build everything and register it. If you override this, call it.
+
+        Raises:
+            ValueError: An option in the config makes no sense, or the model or the data is missing.
+            TypeError: A `build_...` method returned something of the wrong kind.
+        """
+        seed, batch_size = options.seed(config), options.batch_size(config)
+        with seeded(seed, self.world_rank):
+            self._register_parts(config)
+            loaders = make_loaders(self.build_data(config), batch_size, self.build_collator(config))
+            self.register_data(train_loader=loaders[0], validation_loader=loaders[1])
+
+    def _parameters(self, model: torch.nn.Module) -> Any:
+        """What the optimizer is given."""
+        return model.parameters()
+
+    def _register_parts(self, config: dict[str, Any]) -> None:
+        model = self.build_model(config)
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(
+                f"`build_model` returned a `{type(model).__name__}`: return one `torch.nn.Module`. For several models "
+                "subclass `TrainingOperator`."
+            )
+        optimizer = self.build_optimizer(model, config)
+        parts = {"criterion": self.build_criterion(config), "scheduler": self.build_scheduler(optimizer, config)}
+        self.model, self.optimizer, *others = self.register(
+            models=model,
+            optimizers=optimizer,
+            criterion=parts["criterion"],
+            schedulers=parts["scheduler"],
+            ddp_args=dict(self.ddp_args),
+        )
+        for name, part in zip([name for name, part in parts.items() if part is not None], others, strict=True):
+            setattr(self, name, part)
+
+
+class MeasuredOperator(SupervisedOperator):
+    """Evaluates with metrics of torchmetrics, which are merged by what they have counted, not by their values."""
+
+    def build_metrics(self, config: dict[str, Any]) -> Mapping[str, Any]:
+        """Create the metrics of the validation: name -> a metric of torchmetrics. Override it to have others."""
+        raise NotImplementedError(f"Override `{type(self).__name__}.build_metrics` to return metrics.")
+
+    def measured(self, output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the metrics are updated with, made of a batch's output and target."""
+        return output, target
+
+    def setup(self, config: dict[str, Any]) -> None:
+        """Build everything and register it. If you override this, call it."""
+        super().setup(config)
+        self.metrics = {name: metric.to(self.device) for name, metric in self.build_metrics(config).items()}
+
+    def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
+        """Evaluate on all batches; what an interrupted validation has counted is forgotten first."""
+        for metric in self.metrics.values():
+            metric.reset()
+        return super().validate(val_iterator, info)
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate one batch: `val_loss`, and the metrics over all batches so far."""
+        features, target = self.prepare_batch(batch)
+        with self.timers.record("eval_fwd"), TrainingOperator.autocast(self):
+            output, loss, weight = parts_of_forward(self.forward(features, target))
+        measured = self.measured(prediction(output), target)
+        for metric in self.metrics.values():
+            metric.update(*measured)
+        counts = {NUM_SAMPLES: count_samples((target,))}
+        if weight is not None:
+            counts[BATCH_WEIGHT] = weight
+        return {"val_loss": loss.detach(), **self.metrics, **counts}
+
+
+def _created(operator: SupervisedOperator, what: str, config: dict[str, Any]) -> Any:
+    """What the creator function in the config returns."""
+    creator = config.get(f"{what}_creator")
+    if creator is None:
+        raise ValueError(
+            f"`{type(operator).__name__}` has no {what}: override `build_{what}(config)`, or pass a function of the "
+            f"config as `config['{what}_creator']`."
+        )
+    if not callable(creator):
+        raise ValueError(f"`config['{what}_creator']={creator!r}`: need a function that takes the config.")
+    return creator(config)
+
+
+def _optimizer_class(named: Any) -> Callable[..., torch.optim.Optimizer]:
+    if isinstance(named, str) and named.lower() in OPTIMIZERS:
+        return OPTIMIZERS[named.lower()]
+    if callable(named):
+        make: Callable[..., torch.optim.Optimizer] = named
+        return make
+    raise ValueError(
+        f"`config['optimizer']={named!r}`: allowed are {', '.join(map(repr, OPTIMIZERS))} and classes that are called "
+        "like those of `torch.optim`. For more options override `build_optimizer`."
+    )

@@ -1,0 +1,72 @@
+"""Models of `transformers` on several workers, which have to do what one process does with all the texts.
+
+The tasks run side by side in the workers of one trainer: importing `transformers` takes longer than all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.cloudpickle
+import torch
+from transformers import AutoModelForCausalLM
+
+from raysgd import TorchTrainer
+from raysgd.operators import HuggingFaceOperator
+from tests.operators import test_hugging_face as alone
+from tests.torch import lab
+
+pytestmark = pytest.mark.integration
+
+TASKS = ("classify texts", "label words", "next words", "text to text", "adapter")
+CALLS = (("train", None), ("train", None), ("validate", None))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def ships_what_tests_define() -> Iterator[None]:
+    """Let workers use what test modules define, without a path to the tests."""
+    for module in (alone, lab):
+        ray.cloudpickle.register_pickle_by_value(module)
+    yield
+    for module in (alone, lab):
+        ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+def config(task: str, num_workers: int) -> dict[str, Any]:
+    """Batches of six texts in all; in the last step of a pass there are four, and three workers have 2, 1 and 1."""
+    return {"task": task, "lr": 0.1, "optimizer": "sgd", "batch_size": 6 // num_workers}
+
+
+def weights(state: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([value.double().flatten() for value in state.values()])
+
+
+@pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])
+def test_n_workers_train_what_one_process_would_whatever_the_lengths_of_texts(
+    num_workers: int, ray_cluster: None, tmp_path: Path
+) -> None:
+    first = config("next words", num_workers)
+    with TorchTrainer(training_operator_cls=alone.Task, config=first, num_workers=num_workers) as trainer:
+        folder = HuggingFaceOperator.save_pretrained(trainer, tmp_path)
+        found = {
+            task: lab.run_together(trainer, lab.Experiment(alone.Task, config(task, num_workers), CALLS))
+            for task in TASKS
+        }
+    for task in TASKS:
+        expected = lab.run_alone(lab.Experiment(alone.Task, config(task, 1), CALLS))
+        for result, expected_result in zip(found[task].results, expected.results, strict=True):
+            names = [name for name in expected_result if name.endswith(("_loss", "_accuracy", "num_samples"))]
+            names = [name for name in names if not name.startswith("last_")]
+            assert {name: result[name] for name in names} == pytest.approx(
+                {name: expected_result[name] for name in names}, rel=1e-6
+            )
+            assert len(names) >= 2
+        for model in found[task].model:
+            torch.testing.assert_close(weights(model), weights(expected.model[0]), rtol=0, atol=1e-6)
+        before = weights(alone.model_of(task).state_dict())
+        assert (weights(expected.model[0]) - before).abs().max() > 1e-3, "they were trained"
+    saved = AutoModelForCausalLM.from_pretrained(str(folder))
+    assert torch.equal(alone.weights(saved), alone.weights(alone.model_of("next words")))
