@@ -203,7 +203,8 @@ def _shifts_labels(model: Any) -> bool:
     one of their own, from labels that are not moved.
     """
     model = model.get_base_model() if hasattr(model, "get_base_model") else model  # that of a `PeftModel`
-    forwards = [inspect.unwrap(each.forward) for each in type(model).__mro__ if "forward" in vars(each)]
+    own = [vars(each)["forward"] for each in type(model).__mro__ if "forward" in vars(each)]
+    forwards = [inspect.unwrap(each) for each in own]
     if not any("loss_function" in each.__code__.co_names for each in forwards if hasattr(each, "__code__")):
         return False
     from transformers.loss.loss_utils import ForCausalLMLoss
