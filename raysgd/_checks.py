@@ -99,9 +99,17 @@ def check_info(info: Any) -> dict[str, Any]:
 def refuse_unknown(trainer: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuses unknown keywords, with a guess at what was meant."""
     for name in unknown:
-        close = difflib.get_close_matches(name, [*known], n=1)
-        hint = f" Did you mean `{close[0]}`?" if close else ""
-        raise TypeError(f"`{trainer}` does not know `{name}`.{hint}")
+        raise TypeError(f"`{trainer}` does not know `{name}`.{did_you_mean(name, known)}")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A guess at what was meant, to put behind a sentence; empty if nothing is close.
+
+    >>> did_you_mean("val_los", ["val_loss", "epoch"])
+    ' Did you mean `val_loss`?'
+    """
+    close = difflib.get_close_matches(name, [*known], n=1)
+    return f" Did you mean `{close[0]}`?" if close else ""
 
 
 def check_max_retries(max_retries: Any) -> None:

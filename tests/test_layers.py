@@ -222,9 +222,10 @@ def test_replicas_stand_on_the_engine_and_know_no_framework() -> None:
     assert words(found for found in found if found.is_of("ray.tune", *FRAMEWORKS)) == []
 
 
-def test_callbacks_stand_on_histories_and_storage_and_load_a_framework_only_inside_functions() -> None:
+def test_callbacks_stand_on_histories_writers_and_storage_and_load_a_framework_only_inside_functions() -> None:
     found = imports_of("raysgd/callbacks")
-    allowed = ("raysgd.callbacks", "raysgd.replicas.history", "raysgd.storage", "raysgd.utils", *UTILITIES)
+    below = ("raysgd.replicas.history", "raysgd.storage", "raysgd.utils", "raysgd.writers")
+    allowed = ("raysgd.callbacks", *below, *UTILITIES)
     at_import = [found for found in found if not found.in_function]
     assert words(found for found in at_import if found.is_of("raysgd") and not found.is_of(*allowed)) == []
     assert words(found for found in at_import if found.is_of("ray", "ray.tune", *FRAMEWORKS)) == []

@@ -16,16 +16,52 @@ from typing import TYPE_CHECKING
 from raysgd._lazy import lazy_names
 
 if TYPE_CHECKING:
+    from raysgd.callbacks.averages import EMA, SWA
     from raysgd.callbacks.callback import Callback, Run
+    from raysgd.callbacks.checkpointing import Checkpointing
+    from raysgd.callbacks.early_stopping import EarlyStopping
+    from raysgd.callbacks.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
+    from raysgd.callbacks.monitors import GradientNorms, LearningRateMonitor, ThroughputMonitor
+    from raysgd.callbacks.profiling import ProfilerTrace
     from raysgd.callbacks.worker_callback import WorkerCallback
 
-__all__ = ["Callback", "Run", "WorkerCallback"]
+__all__ = [
+    "EMA",
+    "SWA",
+    "CSVLogger",
+    "Callback",
+    "Checkpointing",
+    "EarlyStopping",
+    "GradientNorms",
+    "JSONLogger",
+    "LearningRateMonitor",
+    "MLflowLogger",
+    "ProfilerTrace",
+    "Run",
+    "TensorBoardLogger",
+    "ThroughputMonitor",
+    "WandbLogger",
+    "WorkerCallback",
+]
 
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
+        "EMA": "raysgd.callbacks.averages",
+        "SWA": "raysgd.callbacks.averages",
+        "CSVLogger": "raysgd.callbacks.loggers",
         "Callback": "raysgd.callbacks.callback",
+        "Checkpointing": "raysgd.callbacks.checkpointing",
+        "EarlyStopping": "raysgd.callbacks.early_stopping",
+        "GradientNorms": "raysgd.callbacks.monitors",
+        "JSONLogger": "raysgd.callbacks.loggers",
+        "LearningRateMonitor": "raysgd.callbacks.monitors",
+        "MLflowLogger": "raysgd.callbacks.loggers",
+        "ProfilerTrace": "raysgd.callbacks.profiling",
         "Run": "raysgd.callbacks.callback",
+        "TensorBoardLogger": "raysgd.callbacks.loggers",
+        "ThroughputMonitor": "raysgd.callbacks.monitors",
+        "WandbLogger": "raysgd.callbacks.loggers",
         "WorkerCallback": "raysgd.callbacks.worker_callback",
     },
 )

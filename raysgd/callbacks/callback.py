@@ -31,7 +31,13 @@ class Callback:
         ...     def on_result(self, run, result):
         ...         if result["val_loss"] < 0.1:
         ...             run.stop("good enough")
+
+    Attributes:
+        runs_last: Whether this callback is called after all others that do not say so, wherever it is in the list, as
+            one that saves their states.
     """
+
+    runs_last: bool = False
 
     def on_run_begin(self, run: Run) -> None:
         """Called once, before the first epoch. With `resume_from` the state is loaded by then."""

@@ -138,7 +138,7 @@ def overrides(callback: Callback, method: str) -> bool:
 
 
 def checked(callbacks: Any, argument: str = "callbacks") -> list[Callback]:
-    """The callbacks that a user gave.
+    """The callbacks that a user gave, in the order in which they are called.
 
     Raises:
         TypeError: They are no list, or one of them is no callback.
@@ -147,7 +147,7 @@ def checked(callbacks: Any, argument: str = "callbacks") -> list[Callback]:
         return []
     if isinstance(callbacks, Callback | str | bytes) or not isinstance(callbacks, Iterable):
         raise TypeError(f"`{argument}={callbacks!r}`: need a list of callbacks.")
-    return [_one(each, argument) for each in callbacks]
+    return sorted((_one(each, argument) for each in callbacks), key=lambda each: each.runs_last)
 
 
 def _one(callback: Any, argument: str) -> Callback:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -57,6 +57,17 @@ class CsvTable:
         with replacing(str(self._path)) as new:
             new.write(_encoded(self._columns, rows))
         self._file = self._open()
+
+
+def keep_rows(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Leaves only some rows in a table, if there is one. Their values are texts."""
+    if not path.exists():
+        return
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        reader = csv.DictReader(file)
+        columns, rows = list(reader.fieldnames or ()), [row for row in reader if is_kept(row)]
+    with replacing(str(path)) as new:
+        new.write(_encoded(columns, rows))
 
 
 def _encoded(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:

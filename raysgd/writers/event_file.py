@@ -25,7 +25,7 @@ class EventFile:
 
     Args:
         folder: Where the file is.
-        prefix: What the names of all metrics begin with.
+        prefix: What the names of all metrics begin with, without a slash at the end; "" for nothing.
 
     Raises:
         ModuleNotFoundError: tensorboardX is not installed.
@@ -37,7 +37,7 @@ class EventFile:
         tensorboard = require("tensorboardX", extra="tensorboard", purpose="a file for TensorBoard")
         self._summary = require("tensorboardX.summary", extra="tensorboard", purpose="a file for TensorBoard")
         self._writer = tensorboard.SummaryWriter(str(folder), flush_secs=_FLUSH_S)
-        self._prefix = prefix
+        self._prefix = f"{prefix}/" if prefix else ""
         self._once = Once()
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
@@ -45,9 +45,9 @@ class EventFile:
         scalars = {}
         for name, value in flattened(metrics).items():
             if isinstance(value, self.VALID_SUMMARY_TYPES):
-                scalars[f"{self._prefix}/{name}"] = value
+                scalars[f"{self._prefix}{name}"] = value
             else:
-                self._write(f"{self._prefix}/{name}", value, step)
+                self._write(f"{self._prefix}{name}", value, step)
         self._write_scalars({name: value for name, value in scalars.items() if not math.isnan(value)}, step)
 
     def flush(self) -> None:

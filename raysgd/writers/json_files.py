@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
+
+from raysgd._atomic_file import replacing
 
 
 class SafeFallbackEncoder(json.JSONEncoder):
@@ -43,6 +45,24 @@ class JsonLines:
     def close(self) -> None:
         """Closes the file."""
         self._file.close()
+
+
+def keep_lines(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
+    """Leaves only some reports in a file of lines, if there is one. What is no report goes too."""
+    if not path.exists():
+        return
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    kept = [line for line in lines if (report := _report_in(line)) is not None and is_kept(report)]
+    with replacing(str(path)) as file:
+        file.write("".join(f"{line}\n" for line in kept).encode())
+
+
+def _report_in(line: str) -> dict[str, Any] | None:
+    try:
+        report = json.loads(line)
+    except ValueError:
+        return None
+    return report if isinstance(report, dict) else None
 
 
 class JsonList:

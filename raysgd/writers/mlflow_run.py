@@ -26,7 +26,11 @@ class MLflowRun:
         experiment_id: An experiment that exists. Default: the environment variable MLFLOW_EXPERIMENT_ID.
         experiment_name: Else the name of one, which is made if need be. Default: MLFLOW_EXPERIMENT_NAME.
         tags: Tags of the run.
+        joins: Whether to write to the run that is active, if there is one, and to leave it open.
         purpose: Who needs MLflow, for the error that it is missing.
+
+    Attributes:
+        default_experiment: The name of the experiment if nothing else names one; None for an error.
 
     Raises:
         ModuleNotFoundError: MLflow is not installed.
@@ -40,27 +44,40 @@ class MLflowRun:
         experiment_name: str | None = None,
         tags: Mapping[str, Any] | None = None,
         *,
+        joins: bool = False,
         purpose: str = "a run of MLflow",
     ) -> None:
         self._mlflow = require("mlflow", extra="mlflow", purpose=purpose)
         self._tracking_uri, self._registry_uri = tracking_uri, registry_uri
         self._experiment_id, self._experiment_name = experiment_id, experiment_name
         self._tags = dict(tags or {})
+        self._joins, self._is_own = joins, True
+        self.default_experiment: str | None = None
 
-    def start(self, folder: Path, config: Any, name: str | None = None) -> None:
-        """Starts the run and logs the config.
+    def start(self, folder: Path, config: Any, *, name: str | None = None, run_id: str | None = None) -> str:
+        """Starts the run, or goes on with one, and logs the config.
 
         Args:
             folder: The folder of the run of this library.
             config: What its parameters are.
             name: What it is called; None leaves that to MLflow.
+            run_id: The run to go on with.
+
+        Returns:
+            The id of the run.
 
         Raises:
             ValueError: No experiment is named.
         """
-        self._choose_store(folder / "mlruns")
-        self._mlflow.start_run(experiment_id=self._find_experiment(), run_name=name, tags=self._tags)
-        self._mlflow.log_params(_parameters(config))
+        active = self._mlflow.active_run() if self._joins else None
+        self._is_own = active is None
+        if active is None:
+            self._choose_store(folder / "mlruns")
+            where = {"run_id": run_id} if run_id is not None else {"experiment_id": self._find_experiment()}
+            active = self._mlflow.start_run(**where, run_name=name, tags=self._tags)
+        if run_id is None:
+            self._mlflow.log_params(_parameters(config))
+        return str(active.info.run_id)
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Logs what of the metrics is a number."""
@@ -71,8 +88,14 @@ class MLflowRun:
         self._mlflow.log_artifacts(str(folder), artifact_path=folder.name)
 
     def close(self, *, has_failed: bool) -> None:
-        """Ends the run."""
-        self._mlflow.end_run(status="FAILED" if has_failed else "FINISHED")
+        """Ends the run, if it was started here."""
+        if self._is_own:
+            self._mlflow.end_run(status="FAILED" if has_failed else "FINISHED")
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]:
+        """What is raised when the store cannot be reached or is full."""
+        return (OSError, self._mlflow.exceptions.MlflowException)
 
     def _choose_store(self, default: Path) -> None:
         mlflow = self._mlflow
@@ -92,7 +115,7 @@ class MLflowRun:
                 return str(self._mlflow.get_experiment(experiment_id=identity).experiment_id)
             except self._mlflow.exceptions.MlflowException:
                 logger.warning("there is no MLflow experiment %s; looking for one by name", identity)
-        name = self._experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME")
+        name = self._experiment_name or os.environ.get("MLFLOW_EXPERIMENT_NAME") or self.default_experiment
         if name is None:
             raise ValueError(
                 "MLflow needs an experiment: pass the `experiment_id` of an existing one, or an `experiment_name`."

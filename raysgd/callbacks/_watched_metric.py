@@ -1,0 +1,69 @@
+"""The metric that a callback decides by."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from raysgd._checks import did_you_mean
+from raysgd._nested import flattened, value_at
+from raysgd._ranking import MAX, MIN, is_number
+
+_OF_VALIDATION = ("val_", "last_val_")
+
+
+class WatchedMetric:
+    """Finds one metric in results and compares its values.
+
+    Args:
+        owner: The callback, for messages.
+        name: The metric; slashes lead into nested dicts.
+        mode: Whether "min" or "max" of it is best.
+
+    Raises:
+        TypeError: `name` is no text.
+        ValueError: Another mode.
+    """
+
+    def __init__(self, owner: str, name: Any, mode: Any) -> None:
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"`{owner}(metric={name!r})`: need the name of a metric, such as 'val_loss'.")
+        if mode not in (MIN, MAX):
+            raise ValueError(f'`{owner}(mode={mode!r})`: allowed are "{MIN}" and "{MAX}".')
+        self.name, self.mode = name, mode
+        self.was_found = False
+        self._owner = owner
+
+    def value_in(self, result: Mapping[str, Any]) -> float | None:
+        """Its value; None in an epoch without validation, if it is a metric of validation.
+
+        Raises:
+            ValueError: There is no such metric, or it is no number.
+        """
+        value = value_at(result, self.name)
+        if value is None and self.name not in result:
+            self._check_absence(result)
+            return None
+        if not is_number(value):
+            raise ValueError(f"`{self._owner}(metric={self.name!r})`: its value is {value!r:.80}; need a number.")
+        self.was_found = True
+        return float(value)
+
+    def is_better(self, value: float, other: float | None, min_delta: float = 0.0) -> bool:
+        """Whether a value is better than another one, by more than `min_delta`. NaN is never better."""
+        if math.isnan(value):
+            return False
+        if other is None:
+            return True
+        return value < other - min_delta if self.mode == MIN else value > other + min_delta
+
+    def _check_absence(self, result: Mapping[str, Any]) -> None:
+        names = flattened(result)
+        if self.name.startswith(_OF_VALIDATION) and not any(name.startswith(_OF_VALIDATION) for name in names):
+            return
+        known = [name for name, value in names.items() if not name.startswith("last_") and is_number(value)]
+        raise ValueError(
+            f"`{self._owner}(metric={self.name!r})`: there is no such metric.{did_you_mean(self.name, known)} There "
+            f"are {', '.join(known) or 'none'}."
+        )

@@ -1,0 +1,285 @@
+"""`Checkpointing`: saves a class-based trainer every few epochs, and keeps the newest and the best files."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from raysgd import _checks
+from raysgd._ranking import Ranking
+from raysgd.callbacks import sidecar
+from raysgd.callbacks._watched_metric import WatchedMetric
+from raysgd.callbacks.callback import Callback, Run
+from raysgd.exceptions import StorageError
+from raysgd.storage import Folder, open_folder
+
+logger = logging.getLogger(__name__)
+
+INDEX_FILE = "checkpoints.json"
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint.
+
+    Attributes:
+        name: Its file.
+        epoch: How many epochs it has.
+        score: The value of the metric in its epoch; None without one.
+    """
+
+    name: str
+    epoch: int
+    score: float | None
+
+
+class Checkpointing(Callback):
+    """Saves the state of a class-based trainer to files, on a disk or in a store.
+
+    Files are called `epoch_0001.ckpt` and so on, and `trainer.load` reads them. Each one is written whole or not at
+    all. Beside it is a small file with the history of the run and the states of all callbacks. `trainer.fit(...,
+    resume_from="auto")` resumes from the newest file in `folder`.
+
+    If a file cannot be written, because a disk is full or a store cannot be reached, the log says so, the training goes
+    on, and the next epoch tries again. After `max_failures` failures in a row the run ends with an error, and the
+    trainer keeps its state.
+
+    Args:
+        folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the folder of the run.
+        every_n_epochs: How often to save. The last epoch of a run is always saved.
+        keep_last: How many of the newest files to keep; None for all.
+        keep_best: How many of the best files to keep as well. Default: 1 if there is a metric, else 0.
+        metric: The metric that says which ones are best, such as "val_loss". An epoch without it is never the best.
+        mode: Whether "min" or "max" of the metric is best.
+        max_failures: After how many failed saves in a row the run ends: 1 for the first one, None for never.
+        restore_best_at_end: Whether to load the best file into the trainer when the run ends well.
+
+    Raises:
+        ValueError, TypeError: An argument is wrong. In a run: there is no such metric.
+
+    Example:
+        >>> saving = Checkpointing("runs/digits", keep_last=2, keep_best=1, metric="val_accuracy", mode="max")
+    """
+
+    runs_last = True
+
+    def __init__(
+        self,
+        folder: str | Path | None = None,
+        *,
+        every_n_epochs: int = 1,
+        keep_last: int | None = 1,
+        keep_best: int | None = None,
+        metric: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        max_failures: int | None = 3,
+        restore_best_at_end: bool = False,
+    ) -> None:
+        self._given = open_folder(folder, argument="folder") if folder is not None else None
+        self.every_n_epochs = _checks.check_count("every_n_epochs", every_n_epochs, "1 saves every epoch.")
+        self.keep_last = _count_or_none("keep_last", keep_last, "None keeps all; `resume_from` needs the newest.")
+        self.max_failures = _count_or_none("max_failures", max_failures, "None never ends the run.")
+        self._metric = WatchedMetric("Checkpointing", metric, mode) if metric is not None else None
+        self.keep_best = self._checked_keep_best(keep_best)
+        _checks.refuse_text(restore_best_at_end=restore_best_at_end)
+        self.restore_best_at_end = bool(restore_best_at_end)
+        if self.restore_best_at_end and not self.keep_best:
+            raise ValueError("`restore_best_at_end=True` needs a `metric` and `keep_best` of 1 or more.")
+        self._folder = self._given
+        self._saved: list[Saved] = []
+        self._num_failures = 0
+        self._pending: Saved | None = None
+
+    def _checked_keep_best(self, keep_best: Any) -> int:
+        if keep_best is None:
+            return 0 if self._metric is None else 1
+        if not _checks.is_integer(keep_best) or keep_best < 0:
+            raise ValueError(f"`keep_best={keep_best!r}`: need a number of files, 0 or more.")
+        if keep_best and self._metric is None:
+            raise ValueError(f"`keep_best={keep_best}` needs a `metric`, such as `metric='val_loss'`.")
+        return int(keep_best)
+
+    # ------------------------------------------------------------------------------------------------ what there is
+
+    @property
+    def newest(self) -> str | None:
+        """The path or URI of the newest checkpoint of the run; None before the first one."""
+        return self._location(self._saved[-1].name) if self._saved else None
+
+    @property
+    def best(self) -> str | None:
+        """The path or URI of the best checkpoint; None if there is none with a score."""
+        found = self._best()
+        return self._location(found.name) if found is not None else None
+
+    @property
+    def best_score(self) -> float | None:
+        """The value of the metric in the best checkpoint."""
+        found = self._best()
+        return found.score if found is not None else None
+
+    def newest_checkpoint(self, run: Run) -> str | None:
+        """What `resume_from="auto"` resumes from: the newest checkpoint in the folder, also of an earlier process.
+
+        Raises:
+            StorageError: The store cannot be reached.
+        """
+        self._folder = self._folder_of(run)
+        present = set(self._folder.names())
+        found = [each for each in self._indexed() if each.name in present]
+        return self._location(found[-1].name) if found else None
+
+    # ------------------------------------------------------------------------------------------------ the run
+
+    def on_run_begin(self, run: Run) -> None:
+        """Finds the folder, and what an earlier run has left there.
+
+        Raises:
+            NotImplementedError: The run is that of a function.
+        """
+        if run.trainer is None:
+            raise NotImplementedError(
+                "`Checkpointing` is for class-based trainers. A function saves its own checkpoints; `CheckpointConfig` "
+                "or `CheckpointStrategy` says which ones are kept."
+            )
+        folder = self._folder_of(run)
+        if folder != self._folder or run.epoch == 0:
+            self._saved = []
+        self._folder, self._num_failures, self._pending = folder, 0, None
+        try:
+            self._look_around()
+        except StorageError as error:
+            logger.warning("Checkpointing: could not look into %s: %s", folder, error)
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        """Saves, if this epoch is to be saved, or an earlier one could not be."""
+        score = self._metric.value_in(result) if self._metric is not None else None
+        self._pending = Saved(f"epoch_{run.epoch:04d}.ckpt", run.epoch, score)
+        if run.epoch % self.every_n_epochs == 0 or self._num_failures:
+            self._save(run, self._pending)
+
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
+        """Saves the last epoch, and loads the best one if it is to."""
+        if error is None and self._pending is not None:
+            self._save(run, self._pending)
+        best = self.best
+        if error is None and self.restore_best_at_end and best is not None:
+            run.trainer.load(best)  # type: ignore[union-attr]
+
+    def _save(self, run: Run, new: Saved) -> None:
+        before = self._saved
+        self._saved = [*(each for each in before if each.name != new.name), new]
+        kept = self._kept()
+        dropped = [each for each in self._saved if each not in kept]
+        self._saved = kept  # which is what the file beside the checkpoint says
+        assert self._folder is not None
+        try:
+            self._folder.make()
+            run.save(self._location(new.name))
+            self._write_index()
+        except OSError as error:
+            self._saved = before
+            self._fail(new, error)
+            return
+        self._pending, self._num_failures = None, 0
+        for each in dropped:
+            self._delete(each)
+
+    def _fail(self, new: Saved, error: OSError) -> None:
+        self._num_failures += 1
+        is_over = self.max_failures is not None and self._num_failures >= self.max_failures
+        logger.warning(
+            "Checkpointing: could not save epoch %d in %s (%d in a row): %s: %s. The trainer keeps its state%s",
+            new.epoch,
+            self._folder,
+            self._num_failures,
+            type(error).__name__,
+            error,
+            "; the run ends" if is_over else "; the next epoch is saved instead",
+        )
+        if is_over:
+            raise error
+
+    def _delete(self, saved: Saved) -> None:
+        assert self._folder is not None
+        try:
+            for name in (saved.name, f"{saved.name}{sidecar.ENDING}"):
+                self._folder.remove(name)
+        except OSError as error:
+            logger.warning("Checkpointing: could not delete %s in %s: %s", saved.name, self._folder, error)
+
+    # ------------------------------------------------------------------------------------------------ what is kept
+
+    def _kept(self) -> list[Saved]:
+        """The newest and the best ones, in the order in which they were saved."""
+        newest = self._saved if self.keep_last is None else self._saved[-self.keep_last :]
+        best = Ranking(self.keep_best, self._metric.mode if self._metric is not None else "max")
+        for number, each in enumerate(self._saved):
+            best.admit(number, each.score)
+        names = {each.name for each in newest} | {self._saved[number].name for number in best.kept}
+        return [each for each in self._saved if each.name in names]
+
+    def _best(self) -> Saved | None:
+        found: Saved | None = None
+        for each in self._saved if self._metric is not None else ():
+            if each.score is not None and self._metric.is_better(each.score, found.score if found else None):  # type: ignore[union-attr]
+                found = each
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Which checkpoints there are."""
+        return {"saved": [asdict(each) for each in self._saved]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on with the checkpoints of another run in the same folder."""
+        self._saved = _read(state)
+
+    # ------------------------------------------------------------------------------------------------ the folder
+
+    def _folder_of(self, run: Run) -> Folder:
+        return self._given if self._given is not None else open_folder(run.folder / "checkpoints")
+
+    def _location(self, name: str) -> str:
+        assert self._folder is not None
+        return str(self._folder.local_path / name) if self._folder.is_local else (self._folder / name).uri
+
+    def _write_index(self) -> None:
+        assert self._folder is not None
+        self._folder.write(INDEX_FILE, json.dumps(self.state_dict(), indent=1).encode())
+
+    def _indexed(self) -> list[Saved]:
+        """What the folder says is in it; nothing where there is no such file, or it is damaged."""
+        assert self._folder is not None
+        try:
+            return _read(json.loads(self._folder.read(INDEX_FILE)))
+        except FileNotFoundError:
+            return []
+        except (ValueError, KeyError, TypeError) as error:
+            logger.warning("Checkpointing: %s in %s is damaged: %r", INDEX_FILE, self._folder, error)
+            return []
+
+    def _look_around(self) -> None:
+        """Forgets what is no longer there, and warns of what another run has left."""
+        assert self._folder is not None
+        if self._saved:
+            present = set(self._folder.names())
+            self._saved = [each for each in self._saved if each.name in present]
+        elif found := self._indexed():
+            logger.warning(
+                "Checkpointing: %s has %d checkpoints of another run, which this one may replace; to continue that "
+                'run, pass `resume_from="auto"`',
+                self._folder,
+                len(found),
+            )
+
+
+def _count_or_none(name: str, value: Any, hint: str) -> int | None:
+    return None if value is None else _checks.check_count(name, value, hint)
+
+
+def _read(state: Mapping[str, Any]) -> list[Saved]:
+    return [Saved(str(each["name"]), int(each["epoch"]), each["score"]) for each in state["saved"]]

@@ -1,0 +1,128 @@
+"""Monitors: add learning rates, throughput and gradient norms to the results of each epoch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from raysgd.callbacks._operators import index_of, of_optimizer, optimizers_of
+from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.worker_callback import WorkerCallback
+
+
+class LearningRateMonitor(Callback):
+    """Adds the learning rate of the last step of each epoch to its results, as `lr`.
+
+    Several optimizers have `lr_optimizer0` and so on; several parameter groups `lr_group0`, or `lr_NAME` if they have
+    names. For `TorchTrainer`.
+    """
+
+    def worker_callback(self) -> WorkerCallback:
+        """Reads the rates in the workers."""
+        return _LearningRates()
+
+
+class _LearningRates(WorkerCallback):
+    """Notes the rates that optimizers step with."""
+
+    def __init__(self) -> None:
+        self._rates: dict[str, float] = {}
+
+    def on_epoch_begin(self, operator: Any) -> None:
+        self._rates = {}
+
+    def on_gradients(self, operator: Any, optimizer: Any) -> None:
+        self._rates.update(_rates_of(operator, index_of(operator, optimizer), optimizer))
+
+    def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
+        for index, optimizer in enumerate(optimizers_of(operator)):
+            metrics.update(dict(_rates_of(operator, index, optimizer)))
+        metrics.update(self._rates)
+
+
+def _rates_of(operator: Any, index: int, optimizer: Any) -> Iterator[tuple[str, float]]:
+    groups = getattr(optimizer, "param_groups", ())
+    for number, group in enumerate(groups):
+        name = of_optimizer("lr", index, operator)
+        ending = f"_{group.get('name', f'group{number}')}" if len(groups) > 1 else ""
+        yield f"{name}{ending}", float(group["lr"])
+
+
+class ThroughputMonitor(Callback):
+    """Adds `samples_per_s` and `steps_per_s` of all workers together to the results of each epoch.
+
+    The time is that of the training call, recoveries included and validation excluded. For functions it is the time
+    since the report before, and needs `num_samples` in the reports.
+    """
+
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
+
+    def on_run_begin(self, run: Run) -> None:
+        """Begins to measure."""
+        self._last = time.perf_counter()
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        """Adds the rates."""
+        now = time.perf_counter()
+        since, self._last = now - self._last, now
+        seconds = result.get("seconds", since)
+        for name, counted in (("samples_per_s", "num_samples"), ("steps_per_s", "batch_count")):
+            if counted in result and seconds > 0:
+                result[name] = float(result[counted]) / seconds
+
+
+class GradientNorms(Callback):
+    """Adds the norm of the gradients before clipping to the results: `grad_norm` (the mean) and `max_grad_norm`.
+
+    The gradients are those that the optimizer steps with, averaged over all workers. With several optimizers the names
+    are `grad_norm_optimizer0` and so on. For `TorchTrainer`.
+    """
+
+    def worker_callback(self) -> WorkerCallback:
+        """Measures in the workers."""
+        return _NormMeter()
+
+
+class _NormMeter(WorkerCallback):
+    """Keeps sum, number and maximum of the norms, for each optimizer."""
+
+    def __init__(self) -> None:
+        self._totals: dict[int, list[Any]] = {}
+
+    def on_epoch_begin(self, operator: Any) -> None:
+        self._totals = {}
+
+    def on_gradients(self, operator: Any, optimizer: Any) -> None:
+        norm = _norm_of(operator, optimizer)
+        index = index_of(operator, optimizer)
+        total, count, largest = self._totals.get(index, (0.0, 0, norm))
+        self._totals[index] = [total + norm, count + 1, norm.maximum(_like(largest, norm))]
+
+    def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
+        for index, (total, count, largest) in sorted(self._totals.items()):
+            name = of_optimizer("grad_norm", index, operator)
+            metrics[name], metrics[f"max_{name}"] = float(total) / count, float(largest)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"totals": [[index, *map(float, entry)] for index, entry in self._totals.items()]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._totals = {int(index): [total, int(count), largest] for index, total, count, largest in state["totals"]}
+
+
+def _norm_of(operator: Any, optimizer: Any) -> Any:
+    import torch
+
+    parameters = operator._raysgd.precision.parameters(optimizer)
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients) if gradients else torch.zeros(())
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm.detach()
+
+
+def _like(value: Any, tensor: Any) -> Any:
+    """A number that may come out of a state, as a tensor beside another one."""
+    import torch
+
+    return torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)

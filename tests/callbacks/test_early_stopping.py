@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from raysgd.callbacks import EarlyStopping, Run
+
+
+def play(stopping: EarlyStopping, *values: float | None, run: Run | None = None) -> Run:
+    """Gives it one result an epoch, until it stops the run; None for an epoch without validation."""
+    run = run or Run(name="run")
+    stopping.on_run_begin(run)
+    for value in values:
+        run.epoch += 1
+        stopping.on_result(run, {"train_loss": 1.0} | ({"val_loss": value} if value is not None else {}))
+        if run.is_stopping:
+            break
+    stopping.on_run_end(run, None)
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "epoch"),
+    [
+        ({"patience": 2}, [3, 2, 2, 2, 1], 4),
+        ({"patience": 2}, [3, 2, 2.5, 1, 2, 3], 6),
+        ({"patience": 2, "min_delta": 0.5}, [3, 2.6, 2.5, 1], 3),
+        ({"patience": 2, "mode": "max"}, [1, 2, 3, 3, 3], 5),
+        ({"patience": 1}, [3, None, None, 2, None, 2], 6),
+        ({"patience": 9}, [3, math.nan], 2),
+        ({"patience": 2, "check_finite": False}, [math.nan, math.nan, 1], 2),
+        ({"patience": 2, "check_finite": False}, [3, math.nan, 2, math.inf, 2], 5),
+        ({"threshold": 0.5}, [3, 0.6, 0.5], 3),
+        ({"threshold": 2.5, "mode": "max"}, [1, 2, 2.6], 3),
+    ],
+)
+def test_when_it_stops(options: dict[str, Any], values: list[float | None], epoch: int) -> None:
+    run = play(EarlyStopping("val_loss", **options), *values)
+    assert (run.epoch, run.is_stopping) == (epoch, True)
+
+
+def test_the_reason_says_what_was_best() -> None:
+    run = play(EarlyStopping("val_loss", patience=1), 3.0, 2.0, 4.0)
+    assert run.history.stop_reason == "`val_loss` has not improved for 1 results; the best one was 2 in epoch 2"
+
+
+def test_a_run_that_improves_goes_on() -> None:
+    stopping = EarlyStopping("val_loss", patience=1)
+    assert not play(stopping, 3, 2, 1).is_stopping
+    assert (stopping.best, stopping.best_epoch) == (1, 3)
+
+
+def test_a_run_that_resumes_goes_on_counting() -> None:
+    first = EarlyStopping("val_loss", patience=3)
+    run = play(first, 1.0, 2.0, 2.0)
+    later = EarlyStopping("val_loss", patience=3)
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    assert play(later, 2.0, run=run).is_stopping
+    assert (later.best, later.best_epoch) == (1.0, 1)
+
+
+def test_a_second_run_counts_from_the_beginning() -> None:
+    stopping = EarlyStopping("val_loss", patience=2)
+    assert play(stopping, 1, 1, 1).is_stopping
+    assert not play(stopping, 5, 4).is_stopping
+
+
+def test_an_unknown_metric_is_an_error_with_a_guess() -> None:
+    run = Run(name="run")
+    with pytest.raises(ValueError, match="no such metric") as error:
+        EarlyStopping("val_los").on_result(run, {"val_loss": 1.0, "last_val_loss": 1.0, "note": "text"})
+    assert str(error.value).endswith("Did you mean `val_loss`? There are val_loss.")
+    with pytest.raises(ValueError, match="its value is 'text'; need a number"):
+        EarlyStopping("note").on_result(run, {"note": "text"})
+
+
+def test_a_metric_of_validation_is_missed_once_at_the_end(caplog: pytest.LogCaptureFixture) -> None:
+    assert not play(EarlyStopping("val_loss"), None, None).is_stopping
+    assert [record.getMessage()[:43] for record in caplog.records] == ["EarlyStopping: no epoch had `val_loss`, bec"]
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"metric": ""}, TypeError, "need the name of a metric"),
+        ({"mode": "best"}, ValueError, r"`EarlyStopping\(mode='best'\)`: allowed are"),
+        ({"patience": 0}, ValueError, "`patience=0`"),
+        ({"min_delta": -1}, ValueError, "`min_delta=-1`"),
+        ({"threshold": "low"}, ValueError, "`threshold='low'`"),
+        ({"check_finite": "no"}, ValueError, "True or False"),
+    ],
+)
+def test_bad_arguments(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        EarlyStopping(**options)

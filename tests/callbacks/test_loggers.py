@@ -1,0 +1,208 @@
+from __future__ import annotations
+
+import csv
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from raysgd.callbacks import Callback, CSVLogger, JSONLogger, MLflowLogger, Run, TensorBoardLogger, WandbLogger
+from raysgd.torch import TorchTrainer
+from tests.run_if import RunIf
+from tests.train.fit.notes import events
+
+Make = Callable[..., TorchTrainer]
+
+
+def play(
+    callback: Callback, folder: Path, *results: dict[str, Any], epoch: int = 0, error: BaseException | None = None
+) -> Run:
+    """What a run does with a logger."""
+    run = Run(name="digits", config={"lr": 0.1, "model": {"width": 4}}, folder=folder)
+    run.epoch = epoch
+    callback.on_run_begin(run)
+    for result in results:
+        run.epoch += 1
+        callback.on_result(run, dict(result))
+    callback.on_run_end(run, error)
+    return run
+
+
+def lines_of(path: Path) -> list[Any]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+class TestFiles:
+    def test_have_a_row_for_each_epoch(self, make_local: Make, tmp_path: Path) -> None:
+        loggers = [CSVLogger(), JSONLogger(tmp_path / "own" / "log.jsonl")]
+        history = make_local().fit(2, callbacks=loggers, folder=tmp_path)
+        assert [loggers[0].path, loggers[1].path] == [tmp_path / "metrics.csv", tmp_path / "own" / "log.jsonl"]
+        lines = lines_of(tmp_path / "own" / "log.jsonl")
+        assert [line["val_loss"] for line in lines] == history["val_loss"]
+        assert [line.keys() for line in lines] == [row.keys() for row in history]
+        rows = rows_of(tmp_path / "metrics.csv")
+        assert [float(row["val_loss"]) for row in rows] == history["val_loss"]
+        assert [row["epoch"] for row in rows] == ["1", "2"]
+
+    @pytest.mark.parametrize(("logger", "read"), [(CSVLogger, rows_of), (JSONLogger, lines_of)])
+    def test_of_a_run_that_resumes_go_on_behind_its_checkpoint(
+        self, tmp_path: Path, logger: Any, read: Callable[[Path], Any]
+    ) -> None:
+        path = tmp_path / "log"
+        play(logger(path), tmp_path, {"a": 1}, {"a": 2}, {"a": 3})
+        play(logger(path), tmp_path, {"a": 9, "b": 1}, epoch=2)
+        assert [(str(row["epoch"]), str(row["a"])) for row in read(path)] == [("1", "1"), ("2", "2"), ("3", "9")]
+
+    @pytest.mark.parametrize(("logger", "read"), [(CSVLogger, rows_of), (JSONLogger, lines_of)])
+    def test_of_a_new_run_begin_again(self, tmp_path: Path, logger: Any, read: Callable[[Path], Any]) -> None:
+        for value in (1, 2):
+            play(logger(tmp_path / "log"), tmp_path, {"a": value})
+        assert [str(row["a"]) for row in read(tmp_path / "log")] == ["2"]
+
+    def test_that_cannot_be_written_cost_a_warning_and_are_tried_again(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        blocker = tmp_path / "folder"
+        blocker.write_text("")
+        logger, run = CSVLogger(blocker / "log.csv"), Run(name="run", folder=tmp_path)
+        logger.on_run_begin(run)
+        for run.epoch in (1, 2):
+            logger.on_result(run, {"a": run.epoch})
+        blocker.unlink()
+        run.epoch = 3
+        logger.on_result(run, {"a": 3})
+        logger.on_run_end(run, None)
+        [message] = [record.getMessage() for record in caplog.records]
+        assert message.startswith("CSVLogger: could not write")
+        assert [row["a"] for row in rows_of(blocker / "log.csv")] == ["3"]
+
+    def test_are_files_of_this_machine(self) -> None:
+        with pytest.raises(ValueError, match="need a path on a local or mounted disk"):
+            JSONLogger("s3://bucket/log.jsonl")
+
+
+@RunIf(modules=["tensorboardX"])
+def test_tensorboard_is_shown_numbers_by_epoch(tmp_path: Path) -> None:
+    play(TensorBoardLogger(), tmp_path, {"epoch": 1, "a": 1.0}, {"epoch": 2, "a": 0.5, "nested": {"b": 3}})
+    assert list(events(tmp_path / "tensorboard")) == [("a", 1, 1.0), ("a", 2, 0.5), ("nested/b", 2, 3.0)]
+
+
+@RunIf(modules=["mlflow"])
+class TestMLflow:
+    @pytest.fixture(autouse=True)
+    def is_not_set_up(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        import mlflow
+
+        for name in ("MLFLOW_TRACKING_URI", "MLFLOW_ALLOW_FILE_STORE"):
+            monkeypatch.setenv(name, "")  # MLflow and we set them; so they are taken away again
+            monkeypatch.delenv(name)
+        yield
+        mlflow.set_tracking_uri(None)
+
+    def client(self, tmp_path: Path) -> Any:
+        import mlflow
+
+        return mlflow.MlflowClient(str(tmp_path / "mlruns"))
+
+    def test_a_run_has_parameters_and_metrics(self, tmp_path: Path) -> None:
+        logger = MLflowLogger(tags={"team": "a"})
+        play(logger, tmp_path, {"loss": 2.0, "text": "x"}, {"loss": 1.0})
+        found = self.client(tmp_path).get_run(logger.run_id)
+        assert found.data.params["lr"] == "0.1"
+        assert (found.info.run_name, found.info.status, found.data.tags["team"]) == ("digits", "FINISHED", "a")
+        history = self.client(tmp_path).get_metric_history(logger.run_id, "loss")
+        assert [(each.step, each.value) for each in history] == [(1, 2.0), (2, 1.0)]
+
+    def test_a_run_that_resumes_goes_on_with_it(self, tmp_path: Path) -> None:
+        first, later = MLflowLogger(), MLflowLogger()
+        play(first, tmp_path, {"loss": 2.0}, error=KeyboardInterrupt())
+        assert self.client(tmp_path).get_run(first.run_id).info.status == "FAILED"
+        later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        play(later, tmp_path, {"loss": 1.0}, epoch=1)
+        assert later.run_id == first.run_id
+        assert len(self.client(tmp_path).get_metric_history(first.run_id, "loss")) == 2
+
+    def test_a_run_that_is_active_is_used_and_left_open(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        import mlflow
+
+        monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+        mlflow.set_tracking_uri(str(tmp_path / "mlruns"))
+        with mlflow.start_run() as active:
+            logger = MLflowLogger()
+            play(logger, tmp_path, {"loss": 2.0})
+            assert logger.run_id == active.info.run_id
+            assert mlflow.active_run() is not None
+
+    def test_a_store_that_refuses_costs_a_warning(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        (tmp_path / "file").write_text("")
+        play(MLflowLogger(tracking_uri=str(tmp_path / "file" / "runs")), tmp_path, {"loss": 2.0})
+        assert "MLflowLogger: could not write" in caplog.text
+
+
+@RunIf(modules=["wandb"])
+class TestWandb:
+    @pytest.fixture(autouse=True)
+    def ends_its_service(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        import wandb
+
+        monkeypatch.setenv("WANDB_SERVICE", "")
+        monkeypatch.delenv("WANDB_SERVICE")
+        yield
+        wandb.teardown()
+
+    def test_offline_runs_are_on_the_disk(self, tmp_path: Path) -> None:
+        logger = WandbLogger("digits", mode="offline", settings={"silent": True})
+        play(logger, tmp_path, {"loss": 2.0, "text": "x"}, {"loss": 1.0})
+        [found] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+        assert logger.run_id in found.name
+        assert written(found, "loss") == [2.0, 1.0]
+
+
+def written(path: Path, name: str) -> list[float]:
+    """The values of a metric in the file of a run."""
+    from wandb.proto import wandb_internal_pb2
+
+    values = []
+    for record in map(wandb_internal_pb2.Record.FromString, records_in(path.read_bytes())):
+        items = {item.key or "/".join(item.nested_key): item.value_json for item in record.history.item}
+        values += [json.loads(items[name])] if name in items else []
+    return values
+
+
+def records_in(content: bytes) -> Iterator[bytes]:
+    """The records of a log of LevelDB, all of which are in one block here."""
+    place = len(b":W&B") + 3
+    while place + 7 <= len(content) < 32768:
+        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
+        assert kind == 1  # a whole one
+        yield content[place + 7 : place + 7 + length]
+        place += 7 + length
+
+
+@pytest.mark.parametrize(
+    ("logger", "module", "command"),
+    [
+        (TensorBoardLogger, "tensorboardX", 'pip install "raysgd[tensorboard]"'),
+        (MLflowLogger, "mlflow", 'pip install "raysgd[mlflow]"'),
+        (WandbLogger, "wandb", 'pip install "raysgd[wandb]"'),
+    ],
+)
+def test_a_missing_package_says_how_to_install_it(
+    logger: Any, module: str, command: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError) as error:
+        logger()
+    assert command in str(error.value)
+    assert f"`{logger.__name__}`" in str(error.value)
