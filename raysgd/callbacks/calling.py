@@ -31,6 +31,24 @@ class CallbackCalls:
         self._begun: list[Callback] = []
         self._failed_in_progress: CallbackError | None = None
 
+    def worker_callbacks(self) -> list[tuple[str, WorkerCallback]]:
+        """What callbacks need in each worker, with the name of the callback that brings it.
+
+        Raises:
+            TypeError: A callback returned something else.
+        """
+        found: list[tuple[str, WorkerCallback]] = []
+        for callback in self._callbacks:
+            brought = self._call(callback, "worker_callback", run=False)
+            if brought is not None and not isinstance(brought, WorkerCallback):
+                raise TypeError(
+                    f"`{type(callback).__name__}.worker_callback` returned {brought!r}: need an object of a subclass "
+                    "of `raysgd.callbacks.WorkerCallback`, or None."
+                )
+            if brought is not None:
+                found.append((name_of(callback), brought))
+        return found
+
     def begin(self) -> None:
         """The run begins."""
         for callback in self._callbacks:
@@ -97,7 +115,7 @@ class CallbackCalls:
     def states(self) -> list[dict[str, Any]]:
         """What the callbacks need to go on in another run: for each its class and its state."""
         return [
-            {"name": type(callback).__name__, "state": self._call(callback, "state_dict", run=False)}
+            {"name": name_of(callback), "state": self._call(callback, "state_dict", run=False)}
             for callback in self._callbacks
         ]
 
@@ -105,7 +123,7 @@ class CallbackCalls:
         """Gives callbacks back what `states` returned. Each gets the first state of its class that no other has got."""
         left = [dict(entry) for entry in states]
         for callback in self._callbacks:
-            found = next((entry for entry in left if entry.get("name") == type(callback).__name__), None)
+            found = next((entry for entry in left if entry.get("name") == name_of(callback)), None)
             if found is not None:
                 left.remove(found)
                 if found.get("state") is not None:
@@ -125,11 +143,15 @@ class CallbackCalls:
 
 def failure_of(callback: Any, method: str, error: Exception) -> CallbackError:
     """What to raise where a callback has raised."""
-    name = type(getattr(callback, "adapted", callback)).__name__
     return CallbackError(
-        f"The callback `{name}` failed in `{method}`: {type(error).__name__}: {error}. The run ends. What was trained "
-        "and saved is kept: fix the callback or leave it out, and go on."
+        f"The callback `{name_of(callback)}` failed in `{method}`: {type(error).__name__}: {error}. The run ends. What "
+        "was trained and saved is kept: fix the callback or leave it out, and go on."
     )
+
+
+def name_of(callback: Any) -> str:
+    """What a callback is called: the name of the class that the user gave."""
+    return type(getattr(callback, "adapted", callback)).__name__
 
 
 def overrides(callback: Callback, method: str) -> bool:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from raysgd import _checks
 from raysgd.callbacks import calling
@@ -18,10 +19,9 @@ from raysgd.exceptions import InvalidCountError
 from raysgd.replicas.history import History
 from raysgd.replicas.runner import ClassRunner
 
-if TYPE_CHECKING:
-    from raysgd.replicas.trainer import ClassTrainer
-
 AUTO = "auto"
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class Fit:
         options: What it was asked.
     """
 
-    def __init__(self, trainer: ClassTrainer, options: FitOptions) -> None:
+    def __init__(self, trainer: Any, options: FitOptions) -> None:
         self._trainer = trainer
         self._options = options
         self._callbacks: list[Callback] = calling.checked(options.callbacks)
@@ -81,12 +81,30 @@ class Fit:
 
     def run(self) -> History:
         """Trains; returns the history of this run."""
-        with self._trainer._worker_callbacks_of(self._callbacks):
+        with self._in_workers():
             self._resume()
             with self._told_of_the_run():
                 while self._run.epoch < self._last_epoch and not self._run.is_stopping:
                     self._epoch()
         return self._run.history
+
+    @contextmanager
+    def _in_workers(self) -> Iterator[None]:
+        """Lets callbacks run in the workers inside the block."""
+        chosen, use = self._calls.worker_callbacks(), self._trainer._use_worker_callbacks
+        if not chosen:
+            yield
+            return
+        try:
+            use(chosen)
+            yield
+        except BaseException:
+            try:
+                use(())
+            except Exception as error:  # the one that ended the run is the one to see
+                logger.warning("could not take callbacks out of the workers: %r", error)
+            raise
+        use(())
 
     @contextmanager
     def _told_of_the_run(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ from raysgd._timers import TimerCollection
 from raysgd.engine.types import World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas.logged import note, with_logged
+from raysgd.replicas.worker_callbacks import InstalledCallbacks
 
 NUM_STEPS = "__num_steps__"
 
@@ -61,6 +62,7 @@ class Internals:
         logged_outside: What was passed to it before a batch began.
         meters_to_fill: Where the next `train_epoch` counts, if it continues one that broke off.
         once: What was said already.
+        callbacks: What runs around each step in this worker.
     """
 
     def __init__(self, config: dict[str, Any], context: Any) -> None:
@@ -71,6 +73,7 @@ class Internals:
         self.logged_outside: dict[str, Any] = {}
         self.meters_to_fill: AverageMeterCollection | None = None
         self.once = Once()
+        self.callbacks = InstalledCallbacks()
 
     @property
     def world(self) -> World:

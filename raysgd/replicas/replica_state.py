@@ -77,6 +77,7 @@ class ReplicaState(ABC):
             "epoch": self._feed.epoch,
             "operator": operator.state_dict(),
             **self._parts(),
+            **operator._raysgd.callbacks.part_of_state(),
             RESUME: {
                 "global_step": operator.global_step,
                 "position": self._feed.position(),
@@ -93,6 +94,7 @@ class ReplicaState(ABC):
         """
         check_progress(state["epoch"], state.get(RESUME))
         self._check_parts(state)
+        self._operator._raysgd.callbacks.check(state)
         state["operator"]
 
     def apply(self, state: Mapping[str, Any]) -> None:
@@ -110,6 +112,7 @@ class ReplicaState(ABC):
         self._apply_more_progress(resume)
         operator.global_step = resume.get("global_step", operator.global_step)
         self._feed.go_to(int(state["epoch"]), resume.get("position"))
+        operator._raysgd.callbacks.apply(state, operator)
 
     def not_registered(self) -> NotRegisteredError:
         """What to raise where there is nothing to save."""

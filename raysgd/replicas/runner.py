@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 from raysgd._meters import NUM_SAMPLES, MetricSummary
 from raysgd._timers import TimerCollection
+from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
 from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
@@ -199,6 +200,11 @@ class ClassRunner(ABC):
             return f"`{name}` has a `train_epoch` of its own and does not set `resumes_epochs`"
         return self._feed.obstacle("train")
 
+    def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:
+        """Lets these callbacks, and no others, run around each step."""
+        self._operator._raysgd.callbacks.install(callbacks, self._operator)
+        self._loop.note_boundary()
+
     def replica_progress(self) -> ReplicaProgress:
         """How far the training call is that broke off or was held, or the last one that was completed."""
         run, loop, obstacle = self._run, self._loop, self._group_obstacle
@@ -331,8 +337,10 @@ class ClassRunner(ABC):
             with (
                 self._training(run, stream),
                 counting(operator, self._loop.step),
+                internals.callbacks.around_steps(operator, self._loop.step),
                 self._timers.record("train_epoch"),
             ):
+                internals.callbacks.begin_epoch(run, operator)
                 self._loop.note_boundary()
                 returned = call_with_accepted(
                     operator.train_epoch, batches, info=info, num_steps=request.num_steps, epoch_idx=run.epoch_idx
@@ -348,6 +356,7 @@ class ClassRunner(ABC):
         return self._finish(run, returned, request)
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
+        returned = self._operator._raysgd.callbacks.end_epoch(self._operator, returned)
         answer = self._answer(returned, self._loop.extra_results(), request, run.num_completed)
         told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) else self._loop.num_samples(run)

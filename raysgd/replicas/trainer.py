@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 from weakref import finalize
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
-from raysgd.callbacks.callback import Callback
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.engine.controller import ElasticController
@@ -28,13 +25,12 @@ from raysgd.exceptions import UnpicklableError
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.controlling import make_controller
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
-from raysgd.replicas.fitting import Fit, FitOptions
-from raysgd.replicas.history import History
+from raysgd.replicas.fit_methods import FitMethods
 from raysgd.replicas.making import ReplicaMaker
 from raysgd.replicas.not_yet import NotYet
 from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.read_only_config import ReadOnlyConfig
-from raysgd.replicas.recording import CallRecorder, as_test
+from raysgd.replicas.recording import CallRecorder
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
 from raysgd.replicas.sharing import Sharing
 from raysgd.replicas.throughput import Throughput
@@ -45,7 +41,7 @@ TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
 logger = logging.getLogger(__name__)
 
 
-class ClassTrainer(ABC):
+class ClassTrainer(FitMethods):
     """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
 
     predict = NotYet("Call `trainer.get_model()`, which returns the trained model, and use it in this process.")
@@ -222,83 +218,6 @@ class ClassTrainer(ABC):
         self._validation_starts_over = False
         self._listeners.tell_end("validation", asked, answers[0])
         return answers
-
-    @abstractmethod
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains for one pass over the data."""
-
-    @abstractmethod
-    def validate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates on the validation data."""
-
-    @abstractmethod
-    def save(self, checkpoint: Any) -> Any:
-        """Writes the state to a file."""
-
-    @abstractmethod
-    def load(self, checkpoint: Any) -> None:
-        """Loads a file that `save` wrote."""
-
-    def fit(
-        self,
-        epochs: int,
-        *,
-        callbacks: Iterable[Any] = (),
-        validation_freq: int = 1,
-        dataset: Any = None,
-        validation_dataset: Any = None,
-        resume_from: str | Path | None = None,
-        folder: str | Path | None = None,
-    ) -> History:
-        """Trains for some epochs, validates after each of them, and calls callbacks. Call it again for more epochs.
-
-        Args:
-            epochs: How many more epochs to train. With `resume_from` it is the total: those that the checkpoint has
-                count.
-            callbacks: Objects of subclasses of `raysgd.callbacks.Callback`, called in this order.
-            validation_freq: Validate after every so many epochs; 0 for never. Without validation data, nothing is
-                validated.
-            dataset: Trained on instead of the registered data, as in `train`.
-            validation_dataset: Validated on instead of the registered data, as in `validate`.
-            resume_from: A file that `run.save` or `save` wrote, or its URI: loaded first. "auto" is the newest
-                checkpoint that the callbacks find, and starts from the beginning if there is none.
-            folder: Where callbacks put their files. Default: a new folder in `~/ray_results`.
-
-        Returns:
-            One row per epoch, and all that happened.
-
-        Raises:
-            CallbackError: A callback failed. The state of the training is kept.
-            WorkerError, WorkersLostError: As in `train`.
-        """
-        options = FitOptions(
-            epochs=epochs,
-            callbacks=callbacks,
-            validation_freq=validation_freq,
-            dataset=dataset,
-            validation_dataset=validation_dataset,
-            resume_from=resume_from,
-            folder=folder,
-        )
-        return Fit(self, options).run()
-
-    def test(self, dataset: Any) -> dict[str, Any]:
-        """Evaluates on other data than the registered ones, as `validate(dataset=...)`; names begin with `test_`."""
-        with self._recorder.as_test():
-            return as_test(self.validate(dataset=dataset))
-
-    @property
-    def history(self) -> History:
-        """Every call of `train`, `validate` and `test` since the start, and what happened to the workers."""
-        return self._recorder.history
-
-    @contextmanager
-    def _worker_callbacks_of(self, callbacks: Sequence[Callback]) -> Iterator[None]:
-        """Lets callbacks run in the workers inside the block."""
-        for callback in callbacks:
-            if callback.worker_callback() is not None:
-                raise TypeError(f"`{type(callback).__name__}` runs in the workers, which is not there yet.")
-        yield
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Loads such a state into all workers; returns when they have it.

@@ -45,7 +45,7 @@ class TorchInternals(Internals):
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision, self.parallel = context.precision, context.parallel
         self.choice = OptimizerChoice(lambda: self.registered.optimizers, lambda: required(operator, "optimizer"))
-        self.own_steps = OwnSteps(context.precision, context.settings.step_options, operator)
+        self.own_steps = OwnSteps(context.precision, context.settings.step_options, operator, self.callbacks)
         self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
 
     @property

@@ -24,10 +24,24 @@ class Bounds(Protocol):
         """Clips each number."""
 
 
-class OwnSteps:
-    """Clips gradients right before an optimizer steps, once."""
+class Watcher(Protocol):
+    """Sees gradients before they are clipped."""
 
-    def __init__(self, precision: Precision, options: StepOptions, bounds: Bounds) -> None:
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether it is to be called."""
+
+    def gradients(self, optimizer: Any) -> None:
+        """Called before an optimizer steps."""
+
+
+class OwnSteps:
+    """Shows gradients to a watcher and clips them, right before an optimizer steps, once."""
+
+    def __init__(
+        self, precision: Precision, options: StepOptions, bounds: Bounds, watcher: Watcher | None = None
+    ) -> None:
+        self._watcher = watcher
         self._precision = precision
         self._options = options
         self._bounds = bounds
@@ -63,11 +77,19 @@ class OwnSteps:
 
     def clip(self, optimizer: Any) -> None:
         """Clips the gradients of an optimizer, which may be scaled."""
-        if self._options.clips:
+        if self._acts:
             self._precision.unscale(optimizer)
             self._clip(optimizer)
 
+    @property
+    def _acts(self) -> bool:
+        return self._options.clips or (self._watcher is not None and self._watcher.wants_gradients)
+
     def _clip(self, optimizer: Any) -> None:
+        if self._watcher is not None:
+            self._watcher.gradients(optimizer)
+        if not self._options.clips:
+            return
         options, self._has_clipped = self._options, True
         parameters = [each for each in self._precision.parameters(optimizer) if each.grad is not None]
         if options.clip_grad_norm is not None:
@@ -93,7 +115,7 @@ class OwnSteps:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
             return  # such a step changes nothing: some programs take one ahead of a scheduler
         self._precision.check_use()
-        if not self._is_clipped and self._options.clips:
+        if not self._is_clipped and self._acts:
             _unscale_for_step(optimizer)
             self._clip(optimizer)
 

@@ -55,6 +55,7 @@ class TorchState(ReplicaState):
     def help_copy(self) -> None:
         if self._parallel.is_sharded:
             self.read_parts()  # rank 0 cannot put its state together alone
+            self._internals.callbacks.states()
 
     def decoded(self, state: EncodedState | Mapping[str, Any]) -> Mapping[str, Any]:
         return decode(state, copy=False) if isinstance(state, EncodedState) else state

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from raysgd._checks import refuse_text
 from raysgd._optional import require
+from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.replicas.settings import ReplicaSettings
 from raysgd.torch.constants import VALID_SCHEDULER_STEP
 from raysgd.torch.options import FSDPOptions, ModelOptions, StepOptions
@@ -31,6 +32,7 @@ class TorchSettings(ReplicaSettings):
     model_options: ModelOptions = field(default_factory=ModelOptions)
     step_options: StepOptions = field(default_factory=StepOptions)
     fsdp_options: FSDPOptions = field(default_factory=FSDPOptions)
+    worker_callbacks: tuple[WorkerCallback, ...] = ()
 
     def __post_init__(self) -> None:
         if self.scheduler_step_freq and self.scheduler_step_freq not in tuple(VALID_SCHEDULER_STEP):

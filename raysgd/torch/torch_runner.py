@@ -98,6 +98,7 @@ class TorchRunner(ClassRunner):
         self._state = TorchState(self._operator, self._parallel, self._feed)
         self._loop = StepLoop(self._operator, self._parallel, self._feed)
         self._hyperparameters = hyperparameters.read(self._internals.registered.optimizers)
+        self.install_callbacks(settings.worker_callbacks)
         return self._facts()
 
     def renew(self, settings: TorchSettings) -> TorchFacts:

@@ -15,6 +15,7 @@ import torch
 
 from raysgd import _checks
 from raysgd._state_codec import decode
+from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
@@ -109,6 +110,7 @@ class TorchTrainer(ClassTrainer):
     scheduler_step_freq: str | None
     _settings: TorchSettings
     _runner_cls = TorchRunner
+    _runs_worker_callbacks = True
     _divide_by_hand = "pass `add_dist_sampler=False`"
 
     def __init__(
@@ -196,6 +198,11 @@ class TorchTrainer(ClassTrainer):
         arguments.check_combination(settings)
         arguments.check_batch_size(settings.config, num_workers)
         super().__init__(group, settings, checkpoint_file.AsyncWriter())
+
+    @property
+    def worker_callbacks(self) -> tuple[WorkerCallback, ...]:
+        """The callbacks that `fit` has in the workers while it runs."""
+        return self._settings.worker_callbacks
 
     @property
     def wrap_ddp(self) -> bool:
