@@ -11,6 +11,7 @@ name brings in what it needs when it is first used.
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from raysgd import _logging
@@ -51,6 +52,17 @@ __getattr__, __dir__ = lazy_names(
 )
 
 _logging.install()
+
+
+def _take_over_aliases() -> None:
+    """In a worker of a program for the old library: that imports it from where it was."""
+    from raysgd.compat import aliases
+
+    aliases.install_from_environment()
+
+
+if "RAYSGD_COMPAT" in os.environ:
+    _take_over_aliases()
 
 
 def PyTorchTrainer(*args: Any, **kwargs: Any) -> NoReturn:

@@ -1,5 +1,20 @@
 """What keeps programs for the old library running where the code they import has a new name or place.
 
-`names.py` lists the single names. The packages that are old addresses themselves, `raysgd.v2` and `raysgd.data`, stay
-where programs import them from; docs/adr/0062-former-names-in-one-table.md says why.
+`install` lets them run unchanged, and so does `python -m raysgd.compat script.py`. `raysgd migrate` rewrites them.
+`paths.py` has the one table of old and new names; `names.py` lists names that raysgd's own modules had elsewhere. The
+packages that are old addresses themselves, `raysgd.v2` and `raysgd.data`, stay where programs import them from;
+docs/adr/0062-former-names-in-one-table.md says why.
 """
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raysgd._lazy import lazy_names
+
+if TYPE_CHECKING:
+    from raysgd.compat.aliases import install
+
+__all__ = ["install"]
+
+__getattr__, __dir__ = lazy_names(__name__, {"install": "raysgd.compat.aliases"})

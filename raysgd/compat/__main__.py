@@ -1,0 +1,28 @@
+"""`python -m raysgd.compat [--ray-train] SCRIPT [ARGUMENT ...]`: runs an old program unchanged."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+import click
+
+from raysgd.compat.aliases import install
+
+
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--ray-train", is_flag=True, help="`ray.train` and `ray.air` mean the old library, too.")
+@click.argument("script", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def run(ray_train: bool, script: Path, arguments: tuple[str, ...]) -> None:
+    """Run SCRIPT with its imports of `ray.util.sgd` leading to raysgd."""
+    folder = script.resolve().parent
+    sys.argv[:] = [str(script), *arguments]
+    sys.path[0] = str(folder)
+    install(ray_train, folder)
+    runpy.run_path(str(script), run_name="__main__")
+
+
+if __name__ == "__main__":
+    run(prog_name="python -m raysgd.compat")

@@ -1,0 +1,145 @@
+"""Lets programs run unchanged that import the old library: its module paths lead to this one.
+
+The modules under the old paths are stand-ins, not copies: what a program reads from one, or sets on one, it reads from
+and sets on raysgd's module. Ray's own `ray.util.sgd`, which raises on import, is never executed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from raysgd.compat.paths import Paths
+
+VARIABLE = "RAYSGD_COMPAT"
+"""Tells worker processes what `install` was told: `sgd`, or `train:` and the folder of the program."""
+
+_EXECUTED = ("ray.util.sgd",)
+"""Packages that Ray has, but whose import raises."""
+
+
+def install(ray_train: bool = False, folder: str | Path | None = None) -> None:
+    """Makes imports of `ray.util.sgd`, and of what else Ray has no longer, lead to raysgd; in workers too.
+
+    Call it before Ray is started, so that the worker processes inherit it. On a cluster that runs already pass
+    `runtime_env={"worker_process_setup_hook": "raysgd.compat.install"}` to `ray.init`.
+
+    Args:
+        ray_train: Whether `ray.train` and `ray.air`, too, mean the old library, where the program itself and the
+            modules in its folder import them. Ray's own modules keep Ray's.
+        folder: The folder of the program; by default that of the running script, or else the current one.
+
+    Raises:
+        TypeError: `ray_train` is not a bool.
+    """
+    if not isinstance(ray_train, bool):
+        raise TypeError(f"`ray_train` has to be True or False, not `{ray_train!r}`.")
+    own = Path(folder or _folder_of_script()).resolve()
+    os.environ[VARIABLE] = f"train:{own}" if ray_train else "sgd"
+    _add_finder()
+    from raysgd.compat import own_imports
+
+    own_imports.redirect(own, ray_train)
+
+
+def install_from_environment() -> None:
+    """The same in a worker process, as the driver's process did it."""
+    kind, _, folder = os.environ[VARIABLE].partition(":")
+    install(kind == "train", folder or None)
+
+
+class Alias(ModuleType):
+    """Stands for another module, under another name.
+
+    Args:
+        name: The name that a program knows.
+        target: The module that it gets.
+    """
+
+    def __init__(self, name: str, target: ModuleType) -> None:
+        super().__init__(name, target.__doc__)
+        vars(self).update(_raysgd_target=target, __path__=[])
+        if not hasattr(target, "__all__"):
+            vars(self)["__all__"] = [each for each in dir(target) if not each.startswith("_")]
+
+    def __getattr__(self, name: str) -> Any:
+        target: ModuleType = vars(self)["_raysgd_target"]
+        try:
+            return getattr(target, name)
+        except AttributeError:  # a submodule that was imported in another process only
+            if importlib.util.find_spec(f"{target.__name__}.{name}") is None:
+                raise
+            return importlib.import_module(f"{target.__name__}.{name}")
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, ModuleType) or name.startswith("__"):  # the import system's own
+            vars(self)[name] = value
+        else:
+            setattr(vars(self)["_raysgd_target"], name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(vars(self)["_raysgd_target"], name)
+
+    def __dir__(self) -> list[str]:
+        return dir(vars(self)["_raysgd_target"])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Other processes need no `install` for what they are sent."""
+        return _alias_there, (vars(self)["__name__"], vars(self)["_raysgd_target"].__name__)
+
+
+def _alias_there(name: str, target: str) -> Alias:
+    return Alias(name, importlib.import_module(target))
+
+
+class _OldNames(MetaPathFinder, Loader):
+    """Finds the modules of the old library that Ray has no longer."""
+
+    def __init__(self) -> None:
+        self._paths = Paths(beside_sgd=False)
+        self._modules = dict(self._paths.modules())
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> Any:
+        if fullname in self._modules:
+            return ModuleSpec(fullname, self, is_package=True)
+        gone = self._paths.find(fullname) if fullname.startswith(_EXECUTED) else None
+        if gone is not None and gone.new is None:
+            raise ModuleNotFoundError(f"`{fullname}` has no successor in raysgd: {gone.reason}.", name=fullname)
+        if self._paths.is_package(fullname) and not _is_rays(fullname):
+            return ModuleSpec(fullname, self, is_package=True)
+        return None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        new = self._modules.get(spec.name)
+        return ModuleType(spec.name) if new is None else Alias(spec.name, importlib.import_module(new))
+
+    def exec_module(self, module: ModuleType) -> None:
+        """There is nothing to execute: the module itself was imported."""
+
+
+def _is_rays(name: str) -> bool:
+    """Whether Ray has a package of this name, between `ray` and the names of the old library."""
+    parent, _, _ = name.rpartition(".")
+    if not parent:
+        return True
+    found = sys.modules.get(parent) or importlib.import_module(parent)
+    places = [Path(folder) / name.rpartition(".")[2] for folder in getattr(found, "__path__", ())]
+    return any((place / "__init__.py").exists() or place.with_suffix(".py").exists() for place in places)
+
+
+def _add_finder() -> None:
+    if not any(isinstance(finder, _OldNames) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _OldNames())
+
+
+def _folder_of_script() -> Path:
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return Path(file).parent if file else Path.cwd()

@@ -1,0 +1,69 @@
+"""`raysgd migrate PATH... [--write] [--diff]`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from raysgd._optional import require_installed
+
+if TYPE_CHECKING:
+    from raysgd.compat.migrate.files import MigratedFile
+
+
+@click.command()
+@click.argument("paths", nargs=-1, required=True, type=click.Path(path_type=Path), metavar="PATH...")
+@click.option("--write", is_flag=True, help="Replace the files. Without it, nothing is written.")
+@click.option("--diff", "shows_diff", is_flag=True, help="Print what changes.")
+@click.option("--ray-train", is_flag=True, help="`ray.train` and `ray.air` mean Ray 1.x or 2.0 to 2.9, too.")
+def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool) -> None:
+    """Rewrite programs for `ray.util.sgd` for raysgd: imports, names and retired arguments.
+
+    PATH is a file, or a folder whose Python files are all looked at. Lines that you have to decide about are printed
+    with the reason. Exit status 1: a file could not be migrated, and is as it was.
+    """
+    require_installed("libcst", extra="migrate", purpose="`raysgd migrate`")
+    from raysgd.compat.migrate.files import files_of, migrate_file
+
+    try:
+        found = [migrate_file(path, ray_train) for path in files_of(paths)]
+    except FileNotFoundError as error:
+        raise click.ClickException(str(error)) from None
+    has_failed = False
+    for file in found:
+        _tell(file, shows_diff)
+        has_failed |= file.after.has_failed or (write and file.has_changed and not _wrote(file))
+    click.echo(_summary(found, write), err=True)
+    sys.exit(int(has_failed))
+
+
+def _tell(file: MigratedFile, shows_diff: bool) -> None:
+    if shows_diff and file.has_changed:
+        click.echo(file.diff(), nl=False)
+    for finding in file.after.findings:
+        kind = "error" if finding.is_error else "look"
+        click.echo(f"{file.path}:{finding.line}: {kind}: {finding.text}", err=True)
+
+
+def _wrote(file: MigratedFile) -> bool:
+    try:
+        file.write()
+    except OSError as error:
+        click.echo(f"{file.path}:1: error: it cannot be written: {error}", err=True)
+        return False
+    return True
+
+
+def _summary(found: Sequence[MigratedFile], write: bool) -> str:
+    changed = sum(file.has_changed for file in found)
+    failed = sum(file.after.has_failed for file in found)
+    to_look_at = sum(not finding.is_error for file in found for finding in file.after.findings)
+    done = "rewritten" if write else "would change (nothing is written without --write)"
+    parts = [f"{changed} of {len(found)} files {done}"]
+    parts += [f"{failed} could not be migrated and are as they were"] if failed else []
+    parts += [f"{to_look_at} lines to look at"] if to_look_at else []
+    return "; ".join(parts) + "."

@@ -1,0 +1,90 @@
+"""Goes through files and folders, and writes what was rewritten: each file whole, or not at all."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from raysgd._atomic_file import replacing
+from raysgd.compat.migrate.findings import Finding
+from raysgd.compat.migrate.source import Migrated, migrate
+
+_SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
+_MARK = b"ray.util.sgd"
+
+
+@dataclass(frozen=True)
+class MigratedFile:
+    """A file of a program, and what became of it."""
+
+    path: Path
+    before: bytes
+    after: Migrated
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether there is something to write."""
+        return self.before != self.after.text
+
+    def diff(self) -> str:
+        """The change, as `git apply` takes it."""
+        texts = (_lines(self.before), _lines(self.after.text))
+        return "".join(difflib.unified_diff(*texts, f"a/{self.path}", f"b/{self.path}"))
+
+    def write(self) -> None:
+        """Replaces the file; its permissions stay.
+
+        Raises:
+            OSError: It could not be written; it is as it was.
+        """
+        with replacing(str(self.path.resolve())) as file:
+            file.write(self.after.text)
+
+
+def files_of(paths: Sequence[Path]) -> Iterator[Path]:
+    """The files to look at: those that are named, and those in folders that are named, in order.
+
+    Raises:
+        FileNotFoundError: There is no such path, or a folder has no Python in it.
+    """
+    for path in paths:
+        if path.is_file():
+            yield path
+            continue
+        if not path.is_dir():
+            raise FileNotFoundError(f"`{path}` does not exist: pass a file or a folder of Python files.")
+        found = sorted(_inside(path))
+        if not found:
+            raise FileNotFoundError(f"there is no Python file in the folder `{path}`.")
+        yield from found
+
+
+def migrate_file(path: Path, ray_train: bool) -> MigratedFile:
+    """Rewrites one file, in memory. A notebook is only looked at."""
+    try:
+        before = path.read_bytes()
+    except OSError as error:
+        return MigratedFile(path, b"", Migrated(b"", [Finding(1, f"it cannot be read: {error}", is_error=True)]))
+    if path.suffix == ".ipynb":
+        return MigratedFile(path, before, Migrated(before, _of_notebook(before)))
+    return MigratedFile(path, before, migrate(before, ray_train))
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    for root, folders, names in os.walk(folder):
+        folders[:] = [each for each in folders if each not in _SKIPPED and not each.startswith(".")]
+        yield from (Path(root, name) for name in names if name.endswith((".py", ".ipynb")))
+
+
+def _of_notebook(text: bytes) -> list[Finding]:
+    if _MARK not in text:
+        return []
+    advice = "notebooks are not rewritten: change the cells by hand, or export it as a script and migrate that"
+    return [Finding(1, advice, is_error=True)]
+
+
+def _lines(text: bytes) -> list[str]:
+    return text.decode("utf-8", errors="replace").splitlines(keepends=True)

@@ -1,0 +1,122 @@
+"""Rewrites the text of one program."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+import libcst as cst
+from libcst.codemod import CodemodContext
+from libcst.codemod.visitors import AddImportsVisitor
+from libcst.metadata import MetadataWrapper, PositionProvider
+
+from raysgd.compat.migrate.arguments import Arguments
+from raysgd.compat.migrate.findings import Finding, Findings
+from raysgd.compat.migrate.names import Names
+from raysgd.compat.paths import Paths
+
+_MARKS = ("ray.util.sgd", "ray.tune.integration")
+
+
+@dataclass(frozen=True)
+class Migrated:
+    """A program after it was rewritten.
+
+    Attributes:
+        text: The new text; the old one where nothing is to be done, or something is in the way.
+        findings: What a person has to look at.
+    """
+
+    text: bytes
+    findings: list[Finding]
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether something was in the way."""
+        return any(finding.is_error for finding in self.findings)
+
+
+def migrate(text: bytes, ray_train: bool = False) -> Migrated:
+    """Rewrites a program.
+
+    Args:
+        text: The file, as it is on the disk.
+        ray_train: Whether `ray.train` and `ray.air` mean the old library, and not today's Ray.
+    """
+    findings = Findings()
+    try:
+        ast.parse(text)  # first, because the other parser ends the process where code is nested very deeply
+        module = cst.parse_module(text)
+    except SyntaxError as error:
+        findings.add(error.lineno or 1, f"this is no valid Python: {error.msg}", is_error=True)
+        return Migrated(text, findings.sorted())
+    except (cst.ParserSyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
+        findings.add(1, f"it cannot be read as Python: {error}", is_error=True)
+        return Migrated(text, findings.sorted())
+    new = _rewritten(module, Paths(ray_train, _is_of_sgd(module)), findings)
+    found = Migrated(new.bytes, findings.sorted())
+    return Migrated(text, found.findings) if found.has_failed else found
+
+
+def _is_of_sgd(module: cst.Module) -> bool:
+    return any(mark in module.code for mark in (*_MARKS, "ray.util.data", "raysgd"))
+
+
+def _rewritten(module: cst.Module, paths: Paths, findings: Findings) -> cst.Module:
+    wrapper = MetadataWrapper(module)
+    wrapper.visit(_Texts(paths, findings))
+    names = Names(paths, findings)
+    renamed = wrapper.visit(names)
+    wrapper = MetadataWrapper(renamed)
+    arguments = Arguments(findings)
+    changed = wrapper.visit(arguments)
+    context = CodemodContext()
+    for needed in sorted(names.needs | arguments.needs):
+        AddImportsVisitor.add_needed_import(context, needed)
+    if names.dropped_ray and _uses_ray(changed):
+        AddImportsVisitor.add_needed_import(context, "ray")
+    return AddImportsVisitor(context).transform_module(changed)
+
+
+class _Texts(cst.CSTVisitor):
+    """Reports old names in strings, such as those that are patched in tests."""
+
+    METADATA_DEPENDENCIES = (PositionProvider,)
+
+    def __init__(self, paths: Paths, findings: Findings) -> None:
+        super().__init__()
+        self._paths = paths
+        self._findings = findings
+
+    def visit_SimpleString(self, node: cst.SimpleString) -> None:
+        value = node.evaluated_value
+        if not isinstance(value, str) or not value.startswith("ray.") or (place := self._paths.find(value)) is None:
+            return
+        line = self.get_metadata(PositionProvider, node).start.line
+        now = f"it is `{place.new}` now" if place.new else f"it has no successor: {place.reason}"
+        self._findings.add(line, f"the string {value!r} is left as it is: {now}")
+
+
+def _uses_ray(module: cst.Module) -> bool:
+    finder = _Ray()
+    module.visit(finder)
+    return finder.is_used
+
+
+class _Ray(cst.CSTVisitor):
+    """Looks whether the name `ray` is used outside of imports."""
+
+    is_used = False
+
+    def visit_Import(self, node: cst.Import) -> bool:
+        return False
+
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        return False
+
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        node.value.visit(self)
+        return False
+
+    def visit_Name(self, node: cst.Name) -> None:
+        self.is_used |= node.value == "ray"

@@ -1,0 +1,300 @@
+"""Where the names of the old library are now, or why they are gone. The one table: whoever needs it asks it here.
+
+`raysgd migrate` rewrites programs by it, `raysgd.compat.install` lets them run unchanged by it, and the tables of
+`docs/migration.md` are made of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+Group = Literal["sgd", "train"]
+"""Whose names they are: "sgd" for those that Ray has no longer, "train" for those under which today's Ray has something
+else. These are left alone unless the user says that they mean the old library."""
+
+_SESSION_A = "get_dataset_shard load_checkpoint local_rank report save_checkpoint world_rank world_size"
+_SESSION_B = "get_checkpoint get_context get_dataset_shard report"
+_CONFIGS = "CheckpointConfig FailureConfig RunConfig ScalingConfig"
+_STRATEGY = "BackendConfig CheckpointStrategy TrainingCallback TrainingIterator Trainer"
+_V2 = (
+    "BackendConfig CheckpointStrategy HorovodConfig SGDCallback SGDIterator TensorflowConfig TorchConfig Trainer "
+    "TrainingCallback TrainingIterator " + _SESSION_A
+)
+_WORKER_GROUP = "Worker WorkerGroup WorkerMetadata"
+_LOGGERS = "JsonLoggerCallback TBXLoggerCallback MLflowLoggerCallback PrintCallback TorchTensorboardProfilerCallback"
+_TORCH = (
+    "TorchConfig accelerate backward enable_reproducibility get_device prepare_data_loader prepare_model "
+    "prepare_optimizer TorchWorkerProfiler"
+)
+_SESSION_C = (
+    "get_checkpoint get_dataset_shard get_experiment_name get_local_rank get_local_world_size get_metadata "
+    "get_node_rank get_trial_dir get_trial_id get_trial_name get_trial_resources get_world_rank get_world_size report"
+)
+_EXECUTOR = "Backend BackendConfig BackendExecutor InactiveWorkerGroupError TrainingWorkerError"
+
+_SGD: dict[str, tuple[str, str]] = {
+    "ray.util.sgd": ("raysgd", "TorchTrainer TFTrainer"),
+    "ray.util.sgd.torch": ("raysgd.torch", "BaseTorchTrainable CreatorOperator TorchTrainer TrainingOperator"),
+    "ray.util.sgd.torch.torch_trainer": ("raysgd.torch.torch_trainer", "BaseTorchTrainable TorchTrainer"),
+    "ray.util.sgd.torch.training_operator": (
+        "raysgd.torch.training_operator",
+        "CreatorOperator TrainingOperator get_test_metrics_operator get_test_operator",
+    ),
+    "ray.util.sgd.torch.lightning_operator": ("raysgd.torch.lightning_operator", "LightningOperator"),
+    "ray.util.sgd.torch.constants": (
+        "raysgd.torch.constants",
+        "NCCL_TIMEOUT_S NUM_STEPS SCHEDULER_STEP SCHEDULER_STEP_BATCH SCHEDULER_STEP_EPOCH SCHEDULER_STEP_MANUAL "
+        "SGD_PLACEMENT_GROUP_TIMEOUT_S USE_FP16 VALID_SCHEDULER_STEP",
+    ),
+    "ray.util.sgd.torch.utils": ("raysgd.torch.utils", "choose_amp_backend setup_address setup_process_group"),
+    "ray.util.sgd.torch.torch_dataset": ("raysgd.torch.torch_dataset", "TorchMLDataset"),
+    "ray.util.sgd.torch.resnet": (
+        "raysgd.torch.resnet",
+        "BasicBlock Bottleneck ResNet ResNet18 ResNet34 ResNet50 ResNet101 ResNet152",
+    ),
+    "ray.util.sgd.torch.func_trainable": ("raysgd.torch.func_trainable", "DistributedTrainableCreator"),
+    "ray.util.sgd.torch.examples": ("raysgd.torch.examples", ""),
+    "ray.util.sgd.torch.examples.train_example": (
+        "raysgd.torch.examples.train_example",
+        "LinearDataset data_creator model_creator optimizer_creator scheduler_creator train_example",
+    ),
+    "ray.util.sgd.tf": ("raysgd.tf", "TFTrainable TFTrainer"),
+    "ray.util.sgd.tf.tf_trainer": ("raysgd.tf.tf_trainer", "TFTrainable TFTrainer"),
+    "ray.util.sgd.tf.tf_dataset": ("raysgd.tf.tf_dataset", "TFMLDataset"),
+    "ray.util.sgd.tf.examples": ("raysgd.tf.examples", ""),
+    "ray.util.sgd.tf.examples.tensorflow_train_example": (
+        "raysgd.tf.examples.tensorflow_train_example",
+        "create_config simple_dataset simple_model train_example tune_example",
+    ),
+    "ray.util.sgd.tf.examples.cifar_tf_example": ("raysgd.tf.examples.cifar_tf_example", "main"),
+    "ray.util.sgd.data": ("raysgd.data", "Dataset"),
+    "ray.util.sgd.data.dataset": ("raysgd.data.dataset", "Dataset"),
+    "ray.util.sgd.utils": (
+        "raysgd.utils",
+        "AverageMeter AverageMeterCollection BATCH_COUNT BATCH_SIZE NUM_SAMPLES TimerCollection TimerStat "
+        "check_for_failure find_free_port override",
+    ),
+    "ray.util.data": ("raysgd.util.data", "MLDataset from_parallel_iter"),
+    "ray.tune.integration.torch": (
+        "raysgd.tune.torch",
+        "DistributedTrainableCreator distributed_checkpoint_dir is_distributed_trainable",
+    ),
+    "ray.tune.integration.tensorflow": (
+        "raysgd.tune.tensorflow",
+        "DistributedTrainableCreator distributed_checkpoint_dir get_num_workers",
+    ),
+    "ray.util.sgd.v2": ("raysgd.v2", _V2),
+    "ray.util.sgd.v2.trainer": ("raysgd.v2.trainer", "SGDIterator SGDWorkerGroup Trainer"),
+    "ray.util.sgd.v2.callbacks": ("raysgd.v2.callbacks", "SGDCallback JsonLoggerCallback TBXLoggerCallback"),
+    "ray.util.sgd.v2.callbacks.callback": ("raysgd.v2.callbacks", "SGDCallback"),
+    "ray.util.sgd.v2.callbacks.logging": (
+        "raysgd.train.callbacks.logging",
+        "JsonLoggerCallback TBXLoggerCallback",
+    ),
+    "ray.util.sgd.v2.session": ("raysgd.train.session", _SESSION_A),
+    "ray.util.sgd.v2.checkpoint": ("raysgd.train.checkpoint", "CheckpointStrategy"),
+    "ray.util.sgd.v2.worker_group": ("raysgd.train.worker_group", _WORKER_GROUP),
+    "ray.util.sgd.v2.backends": ("raysgd.v2", "BackendConfig HorovodConfig TensorflowConfig TorchConfig"),
+    "ray.util.sgd.v2.backends.backend": ("raysgd.train.backend", f"{_EXECUTOR} CheckpointManager SGDBackendError"),
+    "ray.util.sgd.v2.backends.torch": ("raysgd.train.torch", "TorchBackend TorchConfig"),
+    "ray.util.sgd.v2.backends.tensorflow": ("raysgd.train.tensorflow", "TensorflowConfig"),
+    "ray.util.sgd.v2.backends.horovod": ("raysgd.train.horovod", "HorovodConfig"),
+}
+_BESIDE_SGD = {
+    "ray.util.iter": (
+        "raysgd.util.iter",
+        "LocalIterator ParallelIterator from_items from_iterators from_range",
+    ),
+}
+"""Today's Ray has these too. In programs that use something of `_SGD` they mean ours: the two work together only."""
+
+_TRAIN: dict[str, tuple[str, str]] = {
+    "ray.train": (
+        "raysgd.train",
+        f"{_STRATEGY} {_SESSION_A} {_CONFIGS} Checkpoint DataConfig Result SyncConfig TRAIN_DATASET_KEY get_checkpoint "
+        "get_context",
+    ),
+    "ray.train.backend": ("raysgd.train.backend", f"{_EXECUTOR} EncodedData TrainBackendError"),
+    "ray.train.backends": ("raysgd.v2", "BackendConfig HorovodConfig TensorflowConfig TorchConfig"),
+    "ray.train.backends.backend": ("raysgd.train.backend", f"{_EXECUTOR} CheckpointManager TrainBackendError"),
+    "ray.train.backends.torch": ("raysgd.train.torch", "TorchConfig"),
+    "ray.train.backends.tensorflow": ("raysgd.train.tensorflow", "TensorflowConfig"),
+    "ray.train.backends.horovod": ("raysgd.train.horovod", "HorovodConfig"),
+    "ray.train.base_trainer": ("raysgd.train.base_trainer", "BaseTrainer GenDataset TrainingFailedError"),
+    "ray.train.callbacks": ("raysgd.train.callbacks", f"TrainingCallback {_LOGGERS}"),
+    "ray.train.callbacks.callback": ("raysgd.train.callbacks.callback", "TrainingCallback"),
+    "ray.train.callbacks.logging": (
+        "raysgd.train.callbacks.logging",
+        "JsonLoggerCallback MLflowLoggerCallback TBXLoggerCallback TrainCallbackLogdirManager",
+    ),
+    "ray.train.callbacks.print": ("raysgd.train.callbacks.print", "PrintCallback"),
+    "ray.train.callbacks.profile": ("raysgd.train.callbacks.profile", "TorchTensorboardProfilerCallback"),
+    "ray.train.callbacks.results_preprocessors": (
+        "raysgd.train.callbacks.results_preprocessors",
+        "ExcludedKeysResultsPreprocessor IndexedResultsPreprocessor ResultsPreprocessor SequentialResultsPreprocessor",
+    ),
+    "ray.train.checkpoint": ("raysgd.train.checkpoint", "CheckpointManager CheckpointStrategy"),
+    "ray.train.constants": ("raysgd.train.constants", "TRAIN_DATASET_KEY"),
+    "ray.train.data_parallel_trainer": ("raysgd.train.data_parallel_trainer", "DataParallelTrainer"),
+    "ray.train.error": ("raysgd.train.error", "SessionMisuseError"),
+    "ray.train.horovod": ("raysgd.train.horovod", "HorovodConfig HorovodTrainer"),
+    "ray.train.session": ("raysgd.train.session", f"{_SESSION_A} SessionMisuseError"),
+    "ray.train.tensorflow": (
+        "raysgd.train.tensorflow",
+        "TensorflowCheckpoint TensorflowConfig TensorflowTrainer prepare_dataset_shard",
+    ),
+    "ray.train.torch": ("raysgd.train.torch", f"{_TORCH} TorchCheckpoint TorchTrainer"),
+    "ray.train.train_loop_utils": ("raysgd.train.train_loop_utils", _SESSION_A),
+    "ray.train.trainer": (
+        "raysgd.train.trainer",
+        "BaseTrainer GenDataset Trainer TrainWorkerGroup TrainingFailedError TrainingIterator",
+    ),
+    "ray.train.worker_group": ("raysgd.train.worker_group", _WORKER_GROUP),
+    "ray.air": ("raysgd.air", f"{_CONFIGS} Checkpoint DatasetConfig Result"),
+    "ray.air.callbacks.comet": ("raysgd.air.callbacks.comet", "CometLoggerCallback"),
+    "ray.air.callbacks.keras": ("raysgd.air.callbacks.keras", "ReportCheckpointCallback"),
+    "ray.air.callbacks.mlflow": ("raysgd.air.callbacks.mlflow", "MLflowLoggerCallback"),
+    "ray.air.callbacks.wandb": ("raysgd.air.callbacks.wandb", "WandbLoggerCallback"),
+    "ray.air.checkpoint": ("raysgd.air.checkpoint", "Checkpoint"),
+    "ray.air.config": ("raysgd.air.config", f"{_CONFIGS} DatasetConfig"),
+    "ray.air.constants": (
+        "raysgd.air.constants",
+        "EVALUATION_DATASET_KEY MODEL_KEY PREPROCESSOR_KEY TRAIN_DATASET_KEY WILDCARD_KEY",
+    ),
+    "ray.air.integrations.comet": ("raysgd.air.integrations.comet", "CometLoggerCallback"),
+    "ray.air.integrations.keras": ("raysgd.air.integrations.keras", "ReportCheckpointCallback"),
+    "ray.air.integrations.mlflow": ("raysgd.air.integrations.mlflow", "MLflowLoggerCallback"),
+    "ray.air.integrations.wandb": ("raysgd.air.integrations.wandb", "WandbLoggerCallback"),
+    "ray.air.result": ("raysgd.air.result", "Result"),
+    "ray.air.session": ("raysgd.air.session", _SESSION_C),
+    "ray.tune.syncer": ("raysgd.air.config", "SyncConfig"),
+}
+_GROUPS: dict[Group, dict[str, tuple[str, str]]] = {"sgd": {**_SGD, **_BESIDE_SGD}, "train": _TRAIN}
+
+_RENAMED = {
+    "ray.util.sgd.PyTorchTrainer": "raysgd.TorchTrainer",
+    "ray.util.sgd.pytorch.PyTorchTrainer": "raysgd.TorchTrainer",
+    "ray.util.sgd.v2.SGDBackendError": "raysgd.v2.SGDBackendError",
+    "ray.util.ml_utils.util.find_free_port": "raysgd.utils.find_free_port",
+}
+"""Single names that have another name, or stand in no module of the tables."""
+
+_INTERNAL = "it was an internal of the old library, and raysgd's internals are different"
+_GONE = {
+    "ray.util.sgd.torch.torch_runner": _INTERNAL,
+    "ray.util.sgd.torch.distributed_torch_runner": _INTERNAL,
+    "ray.util.sgd.torch.worker_group": _INTERNAL,
+    "ray.util.sgd.tf.tf_runner": _INTERNAL,
+    "ray.util.sgd.torch.torch_dataset.TorchIterableDataset": "`TorchMLDataset.get_shard` returns the iterable dataset",
+    "ray.util.sgd.torch.torch_dataset.convert_to_tensor": "`TorchMLDataset` converts",
+    "ray.util.sgd.v2.backends.backend.TuneCheckpointManager": "`Trainer.to_tune_trainable` does what it did",
+    "ray.util.sgd.v2.worker_group.BaseWorkerMixin": _INTERNAL,
+    "ray.train.worker_group.BaseWorkerMixin": _INTERNAL,
+    "ray.train.session.Accelerator": "what `raysgd.train.torch` prepares belongs to the run",
+    "ray.train.session.get_accelerator": "what `raysgd.train.torch` prepares belongs to the run",
+    "ray.train.session.set_accelerator": "what `raysgd.train.torch` prepares belongs to the run",
+    "ray.train.accelerator": "what `raysgd.train.torch` prepares belongs to the run",
+    "ray.train.backends.backend.TuneCheckpointManager": "`Trainer.to_tune_trainable` does what it did",
+    "ray.train._internal": _INTERNAL,
+    "ray.util.data.read_parquet": "read the files with Ray Data, `ray.data.read_parquet`",
+    "ray.util.iter.from_actors": "shards are no actors any more: use `raysgd.util.iter.from_iterators`",
+}
+
+
+@dataclass(frozen=True)
+class Place:
+    """What became of an old name.
+
+    Attributes:
+        old: The name, with its module.
+        new: Where it is now; None if it is gone.
+        reason: Why it is gone, and what to use instead.
+        is_module: Whether it is a module.
+    """
+
+    old: str
+    new: str | None
+    reason: str = ""
+    is_module: bool = False
+
+
+class Paths:
+    """The table as a program sees it.
+
+    Args:
+        ray_train: Whether `ray.train` and `ray.air` mean the old library, and not today's Ray.
+        beside_sgd: Whether the program uses `ray.util.sgd` or another name that Ray has no longer.
+    """
+
+    def __init__(self, ray_train: bool = False, beside_sgd: bool = True) -> None:
+        self._modules = {**_SGD, **(_BESIDE_SGD if beside_sgd else {}), **(_TRAIN if ray_train else {})}
+        self._packages = {package for module in self._modules for package in _packages_of(module)}
+        self._others = {*_RENAMED, *_GONE}
+
+    def find(self, old: str) -> Place | None:
+        """What became of a dotted name; None for one that is not of the old library.
+
+        A name of a class's attribute is found by its class.
+        """
+        if old in self._modules:
+            return Place(old, self._modules[old][0], is_module=True)
+        for known, rest in _cuts(old):
+            if (place := self._single(known)) is not None:
+                return Place(old, place.new and f"{place.new}{rest}", place.reason)
+            if known in self._modules:
+                return self._missing(old, known)
+        return None
+
+    def is_package(self, old: str) -> bool:
+        """Whether something of the old library is below this name."""
+        return old in self._packages
+
+    def modules(self) -> Iterator[tuple[str, str]]:
+        """All old modules, each with where it is now."""
+        return ((old, new) for old, (new, _) in self._modules.items())
+
+    def _single(self, name: str) -> Place | None:
+        module, _, last = name.rpartition(".")
+        new_module, names = self._modules.get(module, ("", ""))
+        if last in names.split():
+            return Place(name, f"{new_module}.{last}")
+        if name in _RENAMED and self._knows(name):
+            return Place(name, _RENAMED[name])
+        return Place(name, None, _GONE[name]) if name in _GONE and self._knows(name) else None
+
+    def _knows(self, name: str) -> bool:
+        if name.startswith(("ray.train", "ray.air")):
+            return "ray.train" in self._modules
+        return not name.startswith("ray.util.iter") or "ray.util.iter" in self._modules
+
+    def _missing(self, old: str, module: str) -> Place:
+        return Place(old, None, f"`{self._modules[module][0]}` has no such name")
+
+
+def table(group: Group) -> list[tuple[str, str, str]]:
+    """For each old module of a group where it is now, and its names."""
+    return [(old, new, names) for old, (new, names) in _GROUPS[group].items()]
+
+
+def gone() -> dict[str, str]:
+    """The names that have no successor, each with the reason."""
+    return dict(_GONE)
+
+
+def renamed() -> dict[str, str]:
+    """The names that have another name now."""
+    return dict(_RENAMED)
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """The name and all that it starts with, each with the rest: the longest first."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        yield ".".join(parts[:end]), "".join(f".{part}" for part in parts[end:])
+
+
+def _packages_of(module: str) -> Iterator[str]:
+    parts = module.split(".")
+    return (".".join(parts[:end]) for end in range(1, len(parts)))

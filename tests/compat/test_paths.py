@@ -1,0 +1,85 @@
+"""The table of old and new names: everything on its right side is there."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+
+import pytest
+
+from raysgd.compat.paths import Paths, gone, renamed, table
+
+VENDORS = {"comet": "comet_ml", "keras": "tensorflow", "mlflow": "mlflow", "wandb": "wandb", "horovod": "horovod"}
+ROWS = [(old, new, names) for group in ("sgd", "train") for old, new, names in table(group)]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("old", "new", "names"), ROWS, ids=[old for old, _, _ in ROWS])
+def test_everything_that_has_a_successor_is_there(old: str, new: str, names: str) -> None:
+    package = VENDORS.get(new.rpartition(".")[2])
+    if package is not None and importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}")
+    module = importlib.import_module(new)
+    assert [name for name in names.split() if not hasattr(module, name)] == []
+
+
+@pytest.mark.parametrize("old", renamed())
+def test_what_was_renamed_is_there(old: str) -> None:
+    module, _, name = renamed()[old].rpartition(".")
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_a_name_is_listed_once() -> None:
+    listed = {f"{old}.{name}" for old, _, names in ROWS for name in names.split()}
+    assert listed & {*gone(), *renamed()} == set()
+    assert {old for old, _, _ in ROWS} & set(gone()) == set()
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("ray.util.sgd.TorchTrainer", "raysgd.TorchTrainer"),
+        ("ray.util.sgd.torch", "raysgd.torch"),
+        ("ray.util.sgd.torch.TorchTrainer.as_trainable", "raysgd.torch.TorchTrainer.as_trainable"),
+        ("ray.util.sgd.PyTorchTrainer", "raysgd.TorchTrainer"),
+        ("ray.util.sgd.v2.backends.torch.TorchConfig", "raysgd.train.torch.TorchConfig"),
+    ],
+)
+def test_a_dotted_name_leads_to_a_dotted_name(old: str, new: str) -> None:
+    place = Paths().find(old)
+    assert place is not None
+    assert (place.old, place.new, place.reason) == (old, new, "")
+
+
+@pytest.mark.parametrize(
+    ("old", "reason"),
+    [
+        ("ray.util.sgd.torch.torch_runner.TorchRunner", "internal"),
+        ("ray.util.sgd.torch.worker_group", "internal"),
+        ("ray.util.sgd.torch.Nothing", "`raysgd.torch` has no such name"),
+        ("ray.util.iter.from_actors", "from_iterators"),
+    ],
+)
+def test_a_name_that_is_gone_has_a_reason(old: str, reason: str) -> None:
+    place = Paths().find(old)
+    assert place is not None
+    assert place.new is None
+    assert reason in place.reason
+
+
+@pytest.mark.parametrize(
+    "name", ["ray", "ray.init", "ray.util", "ray.train.Trainer", "ray.air.session", "raysgd.torch"]
+)
+def test_the_names_of_others_are_not_in_the_table(name: str) -> None:
+    assert Paths().find(name) is None
+
+
+def test_todays_names_of_ray_are_in_it_if_the_user_means_the_old_ones() -> None:
+    found = [Paths(ray_train=True).find(name) for name in ("ray.train.Trainer", "ray.air.session.report")]
+    assert [place and place.new for place in found] == ["raysgd.train.Trainer", "raysgd.air.session.report"]
+
+
+def test_iterators_mean_ours_beside_other_old_names_only() -> None:
+    assert Paths(beside_sgd=False).find("ray.util.iter.from_items") is None
+    place = Paths(beside_sgd=True).find("ray.util.iter.from_items")
+    assert place is not None
+    assert place.new == "raysgd.util.iter.from_items"
