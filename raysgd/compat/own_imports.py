@@ -99,7 +99,7 @@ _HERE = Path(__file__).resolve().parents[1]
 
 
 class _RayView(Alias):
-    """A module of Ray in which some submodules are raysgd's, found when they are asked for."""
+    """A module of Ray in which some submodules are raysgd's; they are found when the program reads them."""
 
     def __init__(self, name: str, target: ModuleType, redirected: _Redirected) -> None:
         super().__init__(name, target)

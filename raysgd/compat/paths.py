@@ -1,4 +1,4 @@
-"""Where the names of the old library are now, or why they are gone. The one table: whoever needs it asks it here.
+"""Where the names of the old library are now, or why they are gone. This is the one table.
 
 `raysgd migrate` rewrites programs by it, `raysgd.compat.install` lets them run unchanged by it, and the tables of
 `docs/migration.md` are made of it.

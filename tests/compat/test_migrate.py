@@ -1,4 +1,7 @@
-"""`raysgd migrate`: what becomes of a program's text, and of its files."""
+"""`raysgd migrate`: what becomes of a program's text, and of its files.
+
+Covers `raysgd.compat.migrate.names`, which has no face of its own.
+"""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_all_python_compiles_also_what_is_not_run(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_is_marked_in_a_way_that_this_test_knows(page: Path) -> None:
     kinds = {block.kind for block in blocks(page)}
-    assert kinds <= {"python", "python soak", "python no-run", "bash", "text"}
+    assert kinds <= {"python", "python soak", "python no-run", "bash", "diff", "text"}
 
 
 def test_only_some_pages_start_ray() -> None:
