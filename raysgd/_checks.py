@@ -58,6 +58,12 @@ def check_seconds(name: str, value: Any, least: float = 0.0, *, may_be_least: bo
     return value if isinstance(value, int | float) else float(value)
 
 
+def check_seed(value: Any) -> None:
+    """Refuses what is no seed of random numbers."""
+    if not is_integer(value) or not 0 <= value < 2**31:
+        raise ValueError(f"`seed={value!r}`: need an integer from 0 to {2**31 - 1}, or None.")
+
+
 def check_amount(name: str, value: Any) -> None:
     """Refuses what is no amount of a resource."""
     if not is_number(value) or value < 0:

@@ -91,6 +91,9 @@ class Internals:
         """Goes on in another group."""
         self.context = replace(self.context, world=world)
 
+    def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+        """What the library itself does when entries of the config have changed: nothing here."""
+
     def info_of_call(self, num_steps: int | None, epoch_idx: int) -> dict[str, Any]:
         """What the library adds to the `info` of a training call."""
         return {NUM_STEPS: num_steps, "epoch_idx": epoch_idx}
@@ -162,6 +165,19 @@ class BaseOperator:
         For what `setup` computed from the number of workers, such as a learning rate. A worker that steps in has run
         `setup`; one that stayed has not run it again.
         """
+
+    def config_changed(self, config: dict[str, Any], changed: Mapping[str, Any]) -> None:
+        """Called on every worker after `trainer.update_config`; an exception refuses the change, on all workers.
+
+        With PyTorch, hyperparameters of optimizers follow the config: each number that has the name of an entry, and
+        had its value after `setup`. A scheduled learning rate keeps its place in the schedule. Override it, and call
+        `super`, for what else `setup` computed from the config.
+
+        Args:
+            config: The config with the new values.
+            changed: The values before, by the names that were changed.
+        """
+        self._raysgd.follow(config, changed)
 
     @property
     def config(self) -> dict[str, Any]:

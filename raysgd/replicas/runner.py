@@ -70,6 +70,7 @@ class ClassRunner(ABC):
     """
 
     stock_train_epochs: ClassVar[tuple[Any, ...]]
+    _settings: Any
     _state: ReplicaState
 
     def __init__(self, world: World, snapshot_every_n_steps: int | None, feed: Feed) -> None:
@@ -98,6 +99,29 @@ class ClassRunner(ABC):
     @abstractmethod
     def renew(self, settings: Any) -> Any:
         """Makes a new operator, from other settings, in the group that there is. Returns facts, like `setup`."""
+
+    def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+        """Changes entries of the config in the operator.
+
+        Args:
+            config: That of all workers together, with the new values.
+            changed: The values before, by name.
+
+        Returns:
+            The names of the entries that surely had no effect but to be there.
+        """
+        operator = self._operator
+        before, settings = dict(operator.config), self._settings
+        self._settings = replace(settings, config=config)
+        operator.config.update((name, config[name]) for name in changed)
+        try:
+            operator.config_changed(operator.config, changed)
+        except BaseException:
+            self._settings = settings
+            operator.config.clear()
+            operator.config.update(before)
+            raise
+        return []
 
     @abstractmethod
     def _facts(self) -> RunnerFacts:

@@ -16,7 +16,6 @@ from raysgd._background_writer import BackgroundWriter
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.renewal import renew, restart
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import World
@@ -239,36 +238,6 @@ class ClassTrainer(FitMethods):
     @abstractmethod
     def _load_state(self, state: dict[str, Any]) -> None:
         """Loads what `state_dict` returned."""
-
-    def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
-        """Begins again with another config, as a new trainer would: new operators, in the same worker processes.
-
-        With Horovod and `MultiWorkerMirroredStrategy` the processes are new, too. What was trained is gone: `save` it
-        before if you need it. Random generators are not seeded again.
-
-        Args:
-            config: As for a new trainer.
-
-        Raises:
-            ValueError, TypeError: The config cannot work; nothing was changed.
-            WorkerError: The user's set-up failed; also of the class that it raised. The workers are ended, and the next
-                call starts new ones with the new config.
-        """
-        self._settings = replace(self._settings, config=self._checked_config(config))
-        self._sharing = Sharing(self._settings.config, self._placed)
-        self._replicas.settings = self._settings_to_send()
-        try:
-            self._renew()
-        except UnpicklableError as error:
-            raise self._naming_config_entry(error) from error.__cause__
-        self._check_same_data(("train_data", "validation_data"))
-
-    def _renew(self) -> None:
-        """Makes new operators, from the present settings."""
-        if self.backend in ("horovod", "mwms"):  # what these set up in a process stays there
-            restart(self._controller)
-        else:
-            renew(self._controller, self._runner_cls.renew, self._replicas.settings)
 
     def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
         """A config that this trainer can work with."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
+from raysgd._checks import check_seed
 from raysgd.replicas.settings import ReplicaSettings
 
 
@@ -27,9 +27,4 @@ class TFSettings(ReplicaSettings):
         super().__post_init__()
         if isinstance(self.verbose, str | bytes) and self.verbose != "auto":
             raise ValueError(f'`verbose={self.verbose!r}`: allowed are True, False, 0, 1, 2 and "auto".')
-        if not _is_seed(self.seed):
-            raise ValueError(f"`seed={self.seed!r}`: need an integer from 0 to {2**31 - 1}, or None.")
-
-
-def _is_seed(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, int) and 0 <= value < 2**31
+        check_seed(self.seed)

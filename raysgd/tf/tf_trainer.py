@@ -21,12 +21,12 @@ from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConne
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.replicas.batching import split_batch_size
+from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.epochs import EpochAnswer, merged
 from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import check_parts, load_into_all
 from raysgd.replicas.settings import GroupSettings
-from raysgd.replicas.trainer import ClassTrainer
 from raysgd.storage import files
 from raysgd.tf import arguments, checkpoint_file, datasets, registration, serializing
 from raysgd.tf.creator_operator import CreatorOperator
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _RANKS = "ranks"
 
 
-class TFTrainer(ClassTrainer):
+class TFTrainer(ChangingTrainer):
     """Trains Keras models, of Keras 3 or tf_keras, on one or many workers.
 
     What is trained comes either from two functions, `model_creator` and `data_creator`, and is trained with Keras's own

@@ -1,11 +1,14 @@
 """The hyperparameters of optimizers across configs: a state brings those it was trained with, a new config has others.
 
-A state that was loaded keeps its momenta and its place in the schedule; the numbers are those that `setup` chose.
+A state that was loaded keeps its momenta and its place in the schedule; the numbers are those that `setup` chose. Where
+entries of the config change later, the numbers that came from these entries follow.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 Hyperparameters = Sequence[Mapping[str, Any]]
@@ -42,6 +45,84 @@ def apply(read_before: Iterable[Hyperparameters], optimizers: Iterable[Any], sch
             group.update(_moved(before, group))
     for scheduler in schedulers:
         _follow(scheduler)
+
+
+def follow(
+    chosen: Sequence[Hyperparameters], config: Mapping[str, Any], changed: Mapping[str, Any]
+) -> tuple[list[Hyperparameters], set[str]]:
+    """What `setup` would have chosen with changed entries of the config, as far as names and values tell.
+
+    A number comes from an entry if it has its name, and had its value when `setup` chose it. A worker that is new has
+    chosen it with the new value already.
+
+    Args:
+        chosen: What `read` returned after `setup`.
+        config: The config with the new values.
+        changed: The values before, by name.
+
+    Returns:
+        Only the numbers that follow, for `apply`; and their names.
+    """
+    new: list[Hyperparameters] = []
+    for groups in chosen:
+        new.append([_followed(group, config, changed) for group in groups])
+    return new, {name for groups in new for group in groups for name in group if name in changed}
+
+
+def _followed(group: Mapping[str, Any], config: Mapping[str, Any], changed: Mapping[str, Any]) -> dict[str, Any]:
+    followed: dict[str, Any] = {}
+    for name in changed.keys() & group.keys():
+        value = group.get(_FIRST_RATE, group[name]) if name == _RATE else group[name]
+        is_from_config = any(_is_plain(each) and each == value for each in (changed[name], config[name]))
+        if (
+            is_from_config
+            and _is_plain(config[name])
+            and isinstance(config[name], int | float) == isinstance(value, int | float)
+        ):
+            followed[name] = config[name]
+    if _RATE in followed and _FIRST_RATE in group:
+        followed[_FIRST_RATE] = followed[_RATE]
+    return followed
+
+
+def differing(before: Sequence[Hyperparameters], after: Sequence[Hyperparameters]) -> list[Hyperparameters]:
+    """Only the numbers of `after` that are other ones than before, for `apply`."""
+    found: list[Hyperparameters] = []
+    for index, groups in enumerate(after):
+        others = before[index] if index < len(before) else ()
+        found.append([_differing(others[at] if at < len(others) else {}, group) for at, group in enumerate(groups)])
+    return found
+
+
+def _differing(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    found = {name: value for name, value in after.items() if name in before and before[name] != value}
+    if _FIRST_RATE in found or _RATE in found:  # a scheduled rate needs both
+        found.update({name: after[name] for name in (_RATE, _FIRST_RATE) if name in after})
+    return found
+
+
+def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -> list[Hyperparameters]:
+    """What `setup` has chosen, with other numbers in it."""
+    return [
+        [{**group, **numbers} for group, numbers in zip(groups, others, strict=True)]
+        for groups, others in zip(chosen, new, strict=True)
+    ]
+
+
+@contextmanager
+def put_back_on_errors(optimizers: Sequence[Any], schedulers: Sequence[Any]) -> Iterator[None]:
+    """If the body fails, all numbers are what they were."""
+    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    numbers = [_plain(group) for group in groups]
+    states = [copy.deepcopy(scheduler.state_dict()) for scheduler in schedulers]
+    try:
+        yield
+    except BaseException:
+        for group, before in zip(groups, numbers, strict=True):
+            group.update(before)
+        for scheduler, state in zip(schedulers, states, strict=True):
+            scheduler.load_state_dict(state)
+        raise
 
 
 def _moved(before: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,9 +10,10 @@ import torch
 from raysgd._meters import AverageMeterCollection
 from raysgd.replicas.logged import note
 from raysgd.replicas.operator import Internals, required
-from raysgd.torch import batches
+from raysgd.torch import batches, hyperparameters
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.gradients import Gradients, step_with
+from raysgd.torch.hyperparameters import Hyperparameters
 from raysgd.torch.metric_objects import capture
 from raysgd.torch.moving import read_tensors
 from raysgd.torch.operator_context import OperatorContext
@@ -34,6 +35,8 @@ class TorchInternals(Internals):
         choice: Which optimizers a call is for.
         own_steps: Bounds for gradients.
         gradients: Computes and applies them.
+        chosen: The hyperparameters of the optimizers as `setup` chose them.
+        followed: The entries of the config that they followed when it changed last.
     """
 
     context: OperatorContext
@@ -46,6 +49,8 @@ class TorchInternals(Internals):
         self.precision, self.parallel = context.precision, context.parallel
         self.choice = OptimizerChoice(lambda: self.registered.optimizers, lambda: required(operator, "optimizer"))
         self.own_steps = OwnSteps(context.precision, context.settings.step_options, operator, self.callbacks)
+        self.chosen: list[Hyperparameters] = []
+        self.followed: set[str] = set()
         self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
 
     @property
@@ -78,6 +83,14 @@ class TorchInternals(Internals):
 
     def _keep(self, registered: Registered) -> None:
         self.registered = registered
+
+    def follow(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> None:
+        """Gives the optimizers the hyperparameters that came from entries of the config, after these changed."""
+        new, self.followed = hyperparameters.follow(self.chosen, config, changed)
+        if not self.followed:
+            return
+        self.chosen = hyperparameters.updated(self.chosen, new)
+        hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
 
     def trained_parameters(self) -> Iterator[torch.Tensor]:
         """All parameters that are trained."""

@@ -6,6 +6,7 @@ bool, and `torch.load(weights_only=True)` reads one back without trusting the fi
 
 from __future__ import annotations
 
+import hashlib
 import random
 import struct
 import sys
@@ -58,6 +59,20 @@ def capture() -> dict[str, Any]:
         "python_gauss": gauss,
         **_capture_numpy(sys.modules.get("numpy")),
     }
+
+
+def seed_alike(seed: int) -> None:
+    """Seed torch's, Python's and numpy's global generators, so that models begin equal on all ranks."""
+    import numpy
+
+    torch.manual_seed(seed)  # CUDA too
+    random.seed(seed)
+    numpy.random.seed(seed % 2**32)
+
+
+def part_ways(seed: int, rank: int) -> None:
+    """Seed them so that what a rank draws from now on, for dropout for example, is its own."""
+    seed_alike(int.from_bytes(hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=8).digest(), "little") >> 1)
 
 
 def check(state: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from raysgd._checks import refuse_text
+from raysgd._checks import check_seed, refuse_text
 from raysgd._optional import require
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.replicas.settings import ReplicaSettings
@@ -16,6 +16,9 @@ from raysgd.torch.precision import choose_precision
 @dataclass(frozen=True, kw_only=True)
 class TorchSettings(ReplicaSettings):
     """What every replica is made from. The docstring of `TorchTrainer` says what each field means.
+
+    Attributes:
+        revision: How many times the operator class was replaced by `reload`.
 
     Raises:
         ValueError: A value cannot work.
@@ -33,12 +36,16 @@ class TorchSettings(ReplicaSettings):
     step_options: StepOptions = field(default_factory=StepOptions)
     fsdp_options: FSDPOptions = field(default_factory=FSDPOptions)
     worker_callbacks: tuple[WorkerCallback, ...] = ()
+    seed: int | None = None
+    revision: int = 0
 
     def __post_init__(self) -> None:
         if self.scheduler_step_freq and self.scheduler_step_freq not in tuple(VALID_SCHEDULER_STEP):
             allowed = ", ".join(repr(name) for name in sorted(VALID_SCHEDULER_STEP))
             raise ValueError(f"`scheduler_step_freq={self.scheduler_step_freq!r}`: allowed are None, {allowed}.")
         super().__post_init__()
+        if self.seed is not None:
+            check_seed(self.seed)
         refuse_text(use_tqdm=self.use_tqdm, add_dist_sampler=self.add_dist_sampler)
         choose_precision(self.use_fp16, self.precision)
         if self.use_tqdm:

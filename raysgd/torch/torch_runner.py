@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -19,9 +19,10 @@ from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.operator import Internals, take_place
 from raysgd.replicas.putting_back import MOST_BYTES, putting_back
+from raysgd.replicas.restoring import check_parts
 from raysgd.replicas.runner import ClassRunner, RunnerFacts
 from raysgd.torch import handover as handing_over
-from raysgd.torch import hyperparameters, metric_objects
+from raysgd.torch import hyperparameters, metric_objects, rng
 from raysgd.torch.advice import with_advice
 from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.ddp import DDP
@@ -77,7 +78,8 @@ class TorchRunner(ClassRunner):
             world, settings.snapshot_every_n_steps, Feed(self._data, self._parallel, world.size, self._undo)
         )
         self._modes = Modes()
-        self._hyperparameters: list[Hyperparameters] = []
+        self._candidate: TorchRunner | None = None
+        self._has_trained = False
 
     @property
     def operator(self) -> TrainingOperator:
@@ -94,22 +96,80 @@ class TorchRunner(ClassRunner):
         settings, world, device = self._settings, self._world, self._device
         precision = make_precision(settings.use_fp16, device, settings.precision)
         context = OperatorContext(settings, world, device, precision, self._parallel)
+        if settings.seed is not None:
+            rng.seed_alike(settings.seed)
         self._operator = settings.training_operator_cls(config_for_worker(settings.config, world.size), context)
         self._state = TorchState(self._operator, self._parallel, self._feed)
         self._loop = StepLoop(self._operator, self._parallel, self._feed)
-        self._hyperparameters = hyperparameters.read(self._internals.registered.optimizers)
+        self._internals.chosen = hyperparameters.read(self._internals.registered.optimizers)
         self.install_callbacks(settings.worker_callbacks)
-        return self._facts()
+        facts = self._facts()
+        self._part_ways()
+        return facts
+
+    def _part_ways(self) -> None:
+        """Gives this rank random numbers of its own, unless it has drawn some already."""
+        if self._settings.seed is not None and not self._has_trained:
+            rng.part_ways(self._settings.seed, self._world.rank)
 
     def renew(self, settings: TorchSettings) -> TorchFacts:
         self.shutdown()
         TorchRunner.__init__(self, settings, self._world)
         return self.setup()
 
+    def prepare_reload(self, settings: TorchSettings) -> tuple[TorchFacts, list[Hyperparameters]]:
+        """Makes an operator of another class with the state of this one, which goes on until `finish_reload`.
+
+        Returns:
+            Its facts, and the hyperparameters that its `setup` chooses differently.
+
+        Raises:
+            ValueError: The state does not fit.
+        """
+        self._candidate, own = None, self._state.own()
+        try:
+            candidate = TorchRunner(settings, self._world)
+            facts = candidate.setup()
+            state = self.state()
+            counts = {"models": facts.num_models, "optimizers": facts.num_optimizers}
+            check_parts(state, {**counts, "schedulers": facts.num_schedulers} if facts.num_schedulers else counts)
+            candidate.restore(state, None)
+        finally:
+            self._state.restore_own(own)
+        candidate._has_trained, candidate._copies = self._has_trained, self._copies
+        self._candidate = candidate
+        return facts, hyperparameters.differing(self._internals.chosen, candidate._internals.chosen)
+
+    def finish_reload(self, revision: int, edited: list[Hyperparameters]) -> TorchFacts | None:
+        """Goes on as the replica that `prepare_reload` made; None where there is none."""
+        if self._settings.revision != revision:  # else it was made with the new class
+            if self._candidate is None or self._candidate._settings.revision != revision:
+                return None
+            feed, self.__dict__ = self._feed, self._candidate.__dict__  # shared: parts of it know it by its first self
+            feed.close()
+        registered = self._internals.registered
+        hyperparameters.apply(edited, registered.optimizers, registered.schedulers)
+        return self._facts()
+
+    def drop_reload(self) -> None:
+        """Forgets what `prepare_reload` made."""
+        self._candidate = None
+
     def follow_config(self) -> None:
         """Gives the optimizers the hyperparameters of `setup` again, after a state of another config was loaded."""
         registered = self._internals.registered
-        hyperparameters.apply(self._hyperparameters, registered.optimizers, registered.schedulers)
+        hyperparameters.apply(self._internals.chosen, registered.optimizers, registered.schedulers)
+
+    def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+        internals = self._internals
+        chosen, internals.followed = internals.chosen, set()
+        try:
+            with hyperparameters.put_back_on_errors(internals.registered.optimizers, internals.registered.schedulers):
+                super().change_config(config, changed)
+        except BaseException:
+            internals.chosen = chosen
+            raise
+        return [] if overrides(self.operator, "config_changed") else sorted(changed.keys() - internals.followed)
 
     def _facts(self) -> TorchFacts:
         registered = self._internals.registered
@@ -177,6 +237,8 @@ class TorchRunner(ClassRunner):
         before, now = config.get(BATCH_SIZE), config_for_worker(self._settings.config, world.size).get(BATCH_SIZE)
         if now is not None:
             config[BATCH_SIZE] = now
+        self._candidate = None  # it was made in another group
+        self._part_ways()
         take_place(self.operator, world)
         self._feed.take_place(world.rank, world.size, now, before)
         self._parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
@@ -193,6 +255,7 @@ class TorchRunner(ClassRunner):
 
     @contextmanager
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
+        self._has_trained = True
         self._modes.give_back()
         self._arm(run.epoch_idx)
         internals, registered = self._internals, self._internals.registered

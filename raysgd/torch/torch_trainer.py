@@ -25,9 +25,9 @@ from raysgd.replicas.epochs import merged
 from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.settings import GroupSettings
-from raysgd.replicas.trainer import ClassTrainer
 from raysgd.storage import files
 from raysgd.torch import arguments, checkpoint_file, constants, epoch_checks, retired
+from raysgd.torch.changing import ChangingTorchTrainer
 from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.progress import ProgressBar
 from raysgd.torch.replica_state import as_in_file
@@ -37,7 +37,7 @@ from raysgd.torch.torch_runner import TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 
 
-class TorchTrainer(ClassTrainer):
+class TorchTrainer(ChangingTorchTrainer):
     """Trains a `TrainingOperator` on one or many workers.
 
     Args:
@@ -86,6 +86,8 @@ class TorchTrainer(ClassTrainer):
             and ready.
         settle_timeout_s: How long a survivor of a loss may take to finish the step that it is in; then it
             is replaced.
+        seed: Where initial weights, the order of the data and random numbers come from; an integer, 0 or more. The
+            global generators are seeded in each worker: alike before `setup`, then each worker's own.
 
     Raises:
         ValueError, TypeError: An argument is wrong; nothing was started.
@@ -108,9 +110,8 @@ class TorchTrainer(ClassTrainer):
     use_tqdm: bool
     add_dist_sampler: bool
     scheduler_step_freq: str | None
-    _settings: TorchSettings
-    _runner_cls = TorchRunner
     _runs_worker_callbacks = True
+    seed: int | None
     _divide_by_hand = "pass `add_dist_sampler=False`"
 
     def __init__(
@@ -148,6 +149,7 @@ class TorchTrainer(ClassTrainer):
         heartbeat_s: float = 30.0,
         form_timeout_s: float = 120.0,
         settle_timeout_s: float = 120.0,
+        seed: int | None = None,
         **unknown: Any,
     ) -> None:
         num_workers = _checks.check_num_workers(
@@ -177,6 +179,7 @@ class TorchTrainer(ClassTrainer):
             model_options=ModelOptions(sync_batchnorm, activation_checkpointing, compile),
             step_options=StepOptions(accumulate_grad_batches, clip_grad_norm, clip_grad_value),
             fsdp_options=arguments.fsdp_options(fsdp_args, parallel),
+            seed=seed,
         )
         group = GroupSettings(
             num_workers=num_workers,
@@ -384,24 +387,6 @@ class TorchTrainer(ClassTrainer):
             name = files.shown(checkpoint)
             file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
             StateLoader(self._controller).load_file(file, weights_only, held)
-
-    def take_state_of(self, other: TorchTrainer) -> None:
-        """Loads the state of another trainer that is alive, past the driver and without a file.
-
-        Where configs differ, optimizers keep the hyperparameters of `setup`; a scheduled learning rate keeps its place.
-
-        Args:
-            other: A trainer of the same kind of operators, with any number of workers.
-
-        Raises:
-            ValueError, KeyError: The state does not fit; the workers are as they were.
-        """
-        StateLoader(self._controller).load_snapshot(other._shared_snapshot())
-        if dict(other.config) != dict(self.config):
-            self._follow_config()
-
-    def _follow_config(self) -> None:
-        self._controller.run(Call(TorchRunner.follow_config, changes_state=True, keeps_alike=True))
 
     def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
         checked = super()._checked_config(config)
