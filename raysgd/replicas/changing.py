@@ -83,8 +83,9 @@ class ChangingTrainer(ClassTrainer):
                     "into a new trainer."
                 )
             if name not in config:
+                guess = _checks.did_you_mean(name, map(str, config))
                 raise ValueError(
-                    f"`update_config({name}=...)`: the config has no `{name}`.{_checks.did_you_mean(name, map(str, config))} "
+                    f"`update_config({name}=...)`: the config has no `{name}`.{guess} "
                     f"It has {', '.join(f'`{each}`' for each in config) or 'no entries'}."
                 )
         return self._checked_config({**config, **changes}), {name: config[name] for name in changes}
