@@ -12,7 +12,7 @@ import torch
 from raysgd.operators import options
 from raysgd.operators.supervised import SupervisedOperator
 from raysgd.torch import TrainingOperator
-from raysgd.torch.batches import call, count_samples, own_loss, parts_of_forward, prediction, split
+from raysgd.torch.batches import call, count_samples, own_loss, prediction, split
 from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 
 if TYPE_CHECKING:
@@ -162,7 +162,7 @@ class HuggingFaceOperator(SupervisedOperator):
         """Evaluate one batch: `val_loss`, and `val_accuracy` where the labels are classes."""
         features, target = self.prepare_batch(batch)
         with self.timers.record("eval_fwd"), TrainingOperator.autocast(self):
-            output, loss, weight = parts_of_forward(self.forward(features, target))
+            output, loss, weight = self._raysgd.parts_of_forward(self.forward(features, target))
         metrics = {"val_loss": loss.detach(), NUM_SAMPLES: count_samples(batch)}
         if weight is None:
             return metrics

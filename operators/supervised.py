@@ -10,7 +10,7 @@ import torch
 from raysgd.operators import options
 from raysgd.operators.loaders import make_loaders, seeded
 from raysgd.torch import TrainingOperator
-from raysgd.torch.batches import count_samples, parts_of_forward, prediction
+from raysgd.torch.batches import count_samples, prediction
 from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -145,7 +145,7 @@ class MeasuredOperator(SupervisedOperator):
         """Evaluate one batch: `val_loss`, and the metrics over all batches so far."""
         features, target = self.prepare_batch(batch)
         with self.timers.record("eval_fwd"), TrainingOperator.autocast(self):
-            output, loss, weight = parts_of_forward(self.forward(features, target))
+            output, loss, weight = self._raysgd.parts_of_forward(self.forward(features, target))
         measured = self.measured(prediction(output), target)
         for metric in self.metrics.values():
             metric.update(*measured)
