@@ -34,7 +34,11 @@ PATIENCE_S = 15
 LEARNED: dict[str, Callable[[Result], bool]] = {
     "dcgan.py": lambda found: found["score"] > found["score_untrained"] + 0.1,
     "function_digits.py": lambda found: found["test_accuracy"] > 0.7,  # there are ten digits: guessing reaches 0.1
+    "lightning_digits.py": lambda found: min(found["test_accuracy"], found["test_accuracy_of_lightning"]) > 0.8,
     "quickstart.py": lambda found: found["test_accuracy"] > 0.8,
+    "regression_diabetes.py": lambda found: found["test_r2"] > 0.2,  # of always predicting the mean: 0
+    "segmentation.py": lambda found: found["test_iou"] > 0.3,  # of a digit everywhere: 0.1
+    "text_classification.py": lambda found: found["test_accuracy"] > found["accuracy_of_most_frequent"] + 0.1,
     "tf_creators.py": lambda found: found["validation_loss"] < 0.03,  # the mean over y * y, of a model of zeros: 0.08
     "tf_digits.py": lambda found: found["test_accuracy"] > 0.7,
     "train_example.py": lambda found: found["val_loss"] < 10,  # of a model of zeros: more than 200
@@ -44,7 +48,14 @@ LEARNED: dict[str, Callable[[Result], bool]] = {
 NEEDS_WORKERS = {"function_digits.py"}
 """Scripts that train on workers even with `--num-workers 1`."""
 
-LONG = {"dcgan.py", "tf_creators.py", "tf_digits.py"}
+LONG = {
+    "dcgan.py",
+    "lightning_digits.py",
+    "segmentation.py",
+    "text_classification.py",
+    "tf_creators.py",
+    "tf_digits.py",
+}
 """Scripts that take too long for every run of the tests, most of them because of what they import."""
 
 # Not the scripts' own: Ray's logs of its sessions, PyTorch's cache, what TensorFlow leaves of a process that is killed,
