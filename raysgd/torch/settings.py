@@ -54,6 +54,6 @@ class TorchSettings(ReplicaSettings):
 
 def _check_tqdm() -> None:
     try:
-        require("tqdm.auto", extra="progress", purpose="`use_tqdm=True`")
+        require("tqdm", extra="progress", purpose="`use_tqdm=True`")
     except ImportError as error:
         raise ValueError(str(error)) from error

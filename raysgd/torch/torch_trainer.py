@@ -29,7 +29,7 @@ from raysgd.storage import files
 from raysgd.torch import arguments, checkpoint_file, constants, epoch_checks, retired
 from raysgd.torch.changing import ChangingTorchTrainer
 from raysgd.torch.options import ModelOptions, StepOptions
-from raysgd.torch.progress import ProgressBar
+from raysgd.torch.progress import EpochBar
 from raysgd.torch.replica_state import as_in_file
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.state_loader import RNG, StateLoader
@@ -290,7 +290,7 @@ class TorchTrainer(ChangingTorchTrainer):
     @contextmanager
     def _shown(self) -> Iterator[None]:
         """Draws a progress bar until the end of the block."""
-        with ProgressBar() as bar, self._listeners.listening(bar.show):
+        with EpochBar() as bar, self._listeners.listening(bar.show):
             yield
 
     def get_local_operator(self) -> TrainingOperator:

@@ -1,4 +1,4 @@
-"""The progress bar, on streams that are a terminal and on streams that are not."""
+"""The bar of `use_tqdm`, on streams that are a terminal and on streams that are not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import pytest
 
 from raysgd.replicas.epochs import Progress
-from raysgd.torch.progress import ProgressBar
+from raysgd.torch.progress import EpochBar
 
 
 class Terminal(io.StringIO):
@@ -23,7 +23,7 @@ def news(num_steps: int, loss: float | None = 0.5, num_epochs: int | None = None
 
 def test_a_file_gets_one_line_for_an_epoch() -> None:
     stream = io.StringIO()
-    with ProgressBar(stream) as bar:
+    with EpochBar(stream) as bar:
         for num_steps in range(10):
             bar.show(news(num_steps))
         assert stream.getvalue() == ""
@@ -38,7 +38,7 @@ def test_a_file_gets_one_line_for_an_epoch() -> None:
 
 def test_a_file_gets_a_line_also_for_an_epoch_too_short_for_news() -> None:
     stream = io.StringIO()
-    with ProgressBar(stream) as bar:
+    with EpochBar(stream) as bar:
         bar.show(Progress(4, 4, 0, None, None))
     assert stream.getvalue().count("\n") == 1
     assert "4/4" in stream.getvalue()
@@ -47,7 +47,7 @@ def test_a_file_gets_a_line_also_for_an_epoch_too_short_for_news() -> None:
 
 def test_a_terminal_gets_one_bar_that_is_cleared() -> None:
     stream = Terminal()
-    with ProgressBar(stream) as bar:
+    with EpochBar(stream) as bar:
         bar.show(news(3))
         bar.show(news(7))
         bar.show(news(10, loss=0.25))
@@ -62,8 +62,8 @@ def test_a_terminal_gets_one_bar_that_is_cleared() -> None:
 
 def test_without_news_nothing_is_drawn() -> None:
     for stream in (io.StringIO(), Terminal()):
-        with ProgressBar(stream) as bar:
-            bar.show(None)
+        with EpochBar(stream):
+            pass
         assert stream.getvalue() == ""
 
 
@@ -71,7 +71,7 @@ def test_a_failed_epoch_leaves_no_line() -> None:
     stream = io.StringIO()
 
     def fail() -> None:
-        with ProgressBar(stream) as bar:
+        with EpochBar(stream) as bar:
             bar.show(news(3))
             raise KeyError("user code")
 
@@ -84,7 +84,7 @@ def test_a_failed_epoch_clears_the_bar() -> None:
     stream = Terminal()
 
     def fail() -> None:
-        with ProgressBar(stream) as bar:
+        with EpochBar(stream) as bar:
             bar.show(news(3))
             raise KeyError("user code")
 
@@ -96,14 +96,14 @@ def test_a_failed_epoch_clears_the_bar() -> None:
 @pytest.mark.parametrize(("num_epochs", "label"), [(None, "3e:"), (5, "3/5e:")])
 def test_the_label_counts_epochs_from_one(num_epochs: int | None, label: str) -> None:
     stream = io.StringIO()
-    with ProgressBar(stream) as bar:
+    with EpochBar(stream) as bar:
         bar.show(news(10, num_epochs=num_epochs))
     assert stream.getvalue().startswith(label)
 
 
 def test_an_unknown_total_is_no_obstacle() -> None:
     stream = io.StringIO()
-    with ProgressBar(stream) as bar:
+    with EpochBar(stream) as bar:
         bar.show(Progress(num_steps=6, total=None, epoch_idx=0, num_epochs=None, loss=None))
     assert "6" in stream.getvalue()
     assert stream.getvalue().count("\n") == 1

@@ -392,7 +392,7 @@ def test_apex_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatc
 
 
 def test_tqdm_is_asked_for_before_anything_starts(monkeypatch: pytest.MonkeyPatch, nothing_starts: None) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    monkeypatch.setitem(sys.modules, "tqdm", None)
     with pytest.raises(ValueError, match="use_tqdm"):
         TorchTrainer(training_operator_cls=LinearOperator, use_tqdm=True)
 

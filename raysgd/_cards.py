@@ -1,0 +1,70 @@
+"""Cards for notebooks: small pieces of HTML that are readable on light and on dark ground. All text is escaped."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+
+_STYLE = """<style>
+.raysgd-card{font:13px/1.45 system-ui,-apple-system,"Segoe UI",sans-serif;max-width:62rem;padding:10px 14px;
+ border:1px solid rgba(128,128,128,.35);border-radius:8px;overflow-x:auto;color:inherit}
+.raysgd-card .raysgd-title{font-weight:600;font-size:14px;margin:0 0 6px}
+.raysgd-card .raysgd-title span{font-weight:400;opacity:.7;margin-left:.6em}
+.raysgd-card table{border-collapse:collapse;margin:0 0 4px;border:0;font-size:13px;color:inherit;background:none}
+.raysgd-card th,.raysgd-card td{padding:2px 14px 2px 0;border:0;text-align:left;vertical-align:top;white-space:nowrap;
+ background:none;color:inherit}
+.raysgd-card th{font-weight:500;opacity:.65}
+.raysgd-card table.raysgd-grid td,.raysgd-card table.raysgd-grid th{text-align:right;
+ font-variant-numeric:tabular-nums;border-bottom:1px solid rgba(128,128,128,.2)}
+.raysgd-card table.raysgd-grid td:last-child,.raysgd-card table.raysgd-grid th:last-child{padding-right:0}
+.raysgd-card table.raysgd-facts td{white-space:normal}
+.raysgd-card .raysgd-words td,.raysgd-card .raysgd-words th{text-align:left!important}
+.raysgd-card progress{width:14rem;max-width:40vw;height:10px;accent-color:#2a78d6;vertical-align:middle}
+.raysgd-card details{margin-top:6px}
+.raysgd-card summary{cursor:pointer;opacity:.75}
+.raysgd-card ul{margin:4px 0 0;padding-left:1.2em}
+.raysgd-card .raysgd-note{opacity:.75;margin-top:6px}
+</style>"""
+
+
+def card(title: str, *parts: str, note: str = "") -> str:
+    """A card.
+
+    Args:
+        title: Its heading; text.
+        parts: What it has below; HTML.
+        note: Beside the heading; text.
+    """
+    beside = f"<span>{safe(note)}</span>" if note else ""
+    heading = f'<div class="raysgd-title">{safe(title)}{beside}</div>'
+    return f'<div class="raysgd-card">{_STYLE}{heading}{"".join(parts)}</div>'
+
+
+def facts(rows: Sequence[tuple[str, str]]) -> str:
+    """Names and values, side by side."""
+    body = "".join(f"<tr><th>{safe(name)}</th><td>{safe(value)}</td></tr>" for name, value in rows)
+    return f'<table class="raysgd-facts">{body}</table>'
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]], *, are_words: bool = False) -> str:
+    """A table with a head; of numbers, or of words."""
+    top = "".join(f"<th>{safe(name)}</th>" for name in head)
+    body = "".join(f"<tr>{''.join(f'<td>{safe(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    kind = "raysgd-grid raysgd-words" if are_words else "raysgd-grid"
+    return f'<table class="{kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+
+
+def folded(summary: str, lines: Sequence[str]) -> str:
+    """Lines that open on a click; nothing if there are none."""
+    items = "".join(f"<li>{safe(line)}</li>" for line in lines)
+    return f"<details><summary>{safe(summary)}</summary><ul>{items}</ul></details>" if lines else ""
+
+
+def note(text: str) -> str:
+    """A line of text."""
+    return f'<div class="raysgd-note">{safe(text)}</div>'
+
+
+def safe(text: object) -> str:
+    """Text as HTML shows it."""
+    return html.escape(str(text))
