@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from raysgd.callbacks.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
     from raysgd.callbacks.monitors import GradientNorms, LearningRateMonitor, ThroughputMonitor
     from raysgd.callbacks.profiling import ProfilerTrace
+    from raysgd.callbacks.progress import ProgressBar
+    from raysgd.callbacks.report import HTMLReport
     from raysgd.callbacks.worker_callback import WorkerCallback
 
 __all__ = [
@@ -33,10 +35,12 @@ __all__ = [
     "Checkpointing",
     "EarlyStopping",
     "GradientNorms",
+    "HTMLReport",
     "JSONLogger",
     "LearningRateMonitor",
     "MLflowLogger",
     "ProfilerTrace",
+    "ProgressBar",
     "Run",
     "TensorBoardLogger",
     "ThroughputMonitor",
@@ -54,10 +58,12 @@ __getattr__, __dir__ = lazy_names(
         "Checkpointing": "raysgd.callbacks.checkpointing",
         "EarlyStopping": "raysgd.callbacks.early_stopping",
         "GradientNorms": "raysgd.callbacks.monitors",
+        "HTMLReport": "raysgd.callbacks.report",
         "JSONLogger": "raysgd.callbacks.loggers",
         "LearningRateMonitor": "raysgd.callbacks.monitors",
         "MLflowLogger": "raysgd.callbacks.loggers",
         "ProfilerTrace": "raysgd.callbacks.profiling",
+        "ProgressBar": "raysgd.callbacks.progress",
         "Run": "raysgd.callbacks.callback",
         "TensorBoardLogger": "raysgd.callbacks.loggers",
         "ThroughputMonitor": "raysgd.callbacks.monitors",

@@ -74,7 +74,7 @@ def lines_above(
                 if before is stream or (before is not None and before.isatty()):
                     above = _Above(before, hide, show)
                     stack.callback(above.end)
-                    stack.enter_context(redirect(above))  # type: ignore[arg-type]
+                    stack.enter_context(redirect(above))
         stack.enter_context(_handlers_follow(stream))
         yield
 

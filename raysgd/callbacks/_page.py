@@ -6,15 +6,17 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd._cards import safe
 from raysgd.callbacks._page_style import STYLE
-from raysgd.engine.history import Event
 from raysgd.replicas import readable
 from raysgd.replicas.charts import NUM_COLORS, Mark, Series, Span, line_chart, time_line
 from raysgd.replicas.history import CallRecord, History
 from raysgd.replicas.history_views import grouped_series, shown_events
+
+if TYPE_CHECKING:
+    from raysgd.engine.history import Event
 
 DATA_ID = "raysgd-run"
 

@@ -26,6 +26,7 @@ Style = Literal["auto", "rich", "tqdm", "plain"]
 STYLES = ("auto", "rich", "tqdm", "plain")
 
 _QUIET_S = 60.0
+_WIDTH_OF_NUMBERS = 6
 _SPEAK_FOR_THEMSELVES = ("time", "throughput", "workers")
 
 
@@ -108,7 +109,8 @@ class LineBar(Bar):
         return "  ".join([self._padded("", label), *cells]).rstrip()
 
     def _padded(self, name: str, value: str) -> str:
-        width = self._widths[name] = max(self._widths.get(name, 0), len(value))
+        least = 0 if not name or name in _SPEAK_FOR_THEMSELVES else _WIDTH_OF_NUMBERS
+        width = self._widths[name] = max(self._widths.get(name, least), len(value))
         return value.ljust(width)
 
 
@@ -285,7 +287,7 @@ def make_bar(style: Style, stream: Any, purpose: str) -> Bar:
 
 def _best(stream: Any, purpose: str) -> Bar:
     for kind in (RichBar, TqdmBar):
-        with contextlib.suppress(ModuleNotFoundError):
+        with contextlib.suppress(ImportError):
             return kind(stream, purpose)
     return LineBar(stream)
 

@@ -11,14 +11,16 @@ import logging
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from raysgd._once import Once
 from raysgd.callbacks.bars import STYLES, Bar, Style, View, make_bar
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.engine.history import Event
 from raysgd.replicas import readable
-from raysgd.replicas.epochs import Progress
+
+if TYPE_CHECKING:
+    from raysgd.engine.history import Event
+    from raysgd.replicas.epochs import Progress
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +106,7 @@ class ProgressBar(Callback):
     def _bar(self) -> Bar:
         """Made when it is first needed: by then programs have set up their streams."""
         if self._drawn is None:
-            self._drawn = make_bar(cast("Style", self._style), self._stream or sys.stderr, self._purpose)
+            self._drawn = make_bar(self._style, self._stream or sys.stderr, self._purpose)
         return self._drawn
 
     def _label(self, run: Run) -> str:

@@ -10,13 +10,15 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd._atomic_file import replacing
 from raysgd._version import __version__
 from raysgd.callbacks._page import RunFacts, page_of
 from raysgd.callbacks.callback import Callback, Run
-from raysgd.engine.history import Event
+
+if TYPE_CHECKING:
+    from raysgd.engine.history import Event
 
 _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers", "numpy")
 _OPTIONS = ("backend", "max_replicas", "use_gpu", "precision", "parallel", "recovery", "min_workers", "spare_workers")

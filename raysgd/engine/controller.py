@@ -85,6 +85,11 @@ class ElasticController:
         return self._lifecycle.num_workers
 
     @property
+    def is_stopped(self) -> bool:
+        """Whether `stop` was called."""
+        return self._lifecycle.is_stopped
+
+    @property
     def facts(self) -> list[Any]:
         """What the replicas said of themselves when they were set up, by rank."""
         return self._lifecycle.facts

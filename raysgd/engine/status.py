@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import html
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from raysgd._cards import card, facts, folded, grid
 from raysgd.engine.history import Event, History
 from raysgd.engine.snapshots import SnapshotKeeper
 from raysgd.engine.types import DataLedger, Heartbeat, WorkerInfo
@@ -98,14 +98,13 @@ class TrainerStatus:
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        facts = "".join(f"<tr><th>{_safe(name)}</th><td>{_safe(value)}</td></tr>" for name, value in self._rows())
-        head = "".join(f"<th>{name}</th>" for name in ("rank", "node", "process", "doing", "own time"))
-        workers = "".join(f"<tr>{_cells(row)}</tr>" for row in self._worker_rows())
-        events = "".join(f"<li>{_safe(f'{_at(event)} {event}')}</li>" for event in self.events)
-        return (
-            f"<div><table>{facts}</table><table><tr>{head}</tr>{workers}</table>"
-            f"<details><summary>history</summary><ul>{events}</ul></details></div>"
-        )
+        return self.as_card("Trainer")
+
+    def as_card(self, title: str) -> str:
+        """As HTML, under this title."""
+        workers = grid(("rank", "node", "process", "doing", "own time"), self._worker_rows(), are_words=True)
+        history = folded(f"history ({len(self.events)})", [f"{_at(event)} {event}" for event in self.events])
+        return card(title, facts(self._rows()), workers, history)
 
     def _rows(self) -> list[tuple[str, str]]:
         speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"
@@ -191,11 +190,3 @@ def _doing(heartbeat: Heartbeat) -> str:
 
 def _at(event: Event) -> str:
     return time.strftime("%H:%M:%S", time.localtime(event.at))
-
-
-def _safe(text: str) -> str:
-    return html.escape(text)
-
-
-def _cells(row: Sequence[str]) -> str:
-    return "".join(f"<td>{_safe(cell)}</td>" for cell in row)

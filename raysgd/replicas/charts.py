@@ -135,7 +135,7 @@ def time_line(
     """
     end = max([span.end for span in spans] + [mark.at for mark in marks] + [1e-3])
     lanes = _Lanes(Axis(0.0, end, 92.0, width - 14.0), width)
-    marks_height = 26 if marks else 4
+    marks_height = 26.0 if marks else 4.0
     parts = [lanes.calls(spans, marks_height)]
     top = marks_height + 34
     top, part = lanes.throughput(spans, top)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, overload
 
 from raysgd import _optional
 from raysgd.engine.history import Event
+from raysgd.replicas import history_views
 from raysgd.replicas.results import as_number
 
 Kind = Literal["train", "validation", "test"]
@@ -150,16 +152,28 @@ class History(Sequence[dict[str, Any]]):
         history.records, history.stop_reason = records, content.get("stop_reason")
         return history
 
+    def plot(self, path: str | os.PathLike[str], metrics: Sequence[str] | None = None) -> None:
+        """Draws metrics over epochs into a file, with matplotlib.
+
+        Args:
+            path: The file; its ending says what it is, such as `.png`, `.svg`, or `.pdf`.
+            metrics: Names of the metrics; all of them if None. `train_loss` and `val_loss` share a picture.
+
+        Raises:
+            ModuleNotFoundError: matplotlib is not installed.
+            KeyError: There is no such metric.
+            ValueError: There is nothing to draw yet.
+        """
+        history_views.save_plot(self, path, metrics)
+
     def __repr__(self) -> str:
-        losses = sum(event.is_loss for event in self.events)
-        facts = [_counted(len(self), "epoch")]
-        if losses:
-            facts.append(_counted(losses, "loss", "losses") + " of workers")
-        if self.stop_reason is not None:
-            facts.append(f"stopped: {self.stop_reason}")
-        last = {name: value for name, value in self._rows[-1].items() if is_shown(name, value)} if self._rows else {}
-        values = ", ".join(f"{name}={value:.4g}" for name, value in last.items())
-        return f"<History: {', '.join(facts)}{'; last: ' if values else ''}{values}>"
+        return history_views.as_line(self)
+
+    def __str__(self) -> str:
+        return history_views.as_text(self)
+
+    def _repr_html_(self) -> str:
+        return history_views.as_card(self)
 
 
 def validation_name(name: str) -> str:
@@ -187,15 +201,6 @@ def name_in_test(name: str) -> str:
         if name.startswith(prefix):
             return f"test_{name.removeprefix(prefix)}"
     return name
-
-
-def is_shown(name: str, value: Any) -> bool:
-    """Whether a short view of a row shows this entry: numbers that are neither counts nor last values."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and not name.startswith(_LAST) and not name.endswith(_COUNTS)
-
-
-_COUNTS = ("batch_count", "num_samples", "num_workers", "seconds")
 
 
 def plain(value: Any) -> Any:
@@ -230,7 +235,3 @@ def _made(kind: Any, entry: Mapping[str, Any]) -> Any:
 
 def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: math.nan if value is None else value for name, value in row.items()}
-
-
-def _counted(number: int, word: str, words: str | None = None) -> str:
-    return f"{number} {word if number == 1 else words or f'{word}s'}"

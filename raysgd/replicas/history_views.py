@@ -26,6 +26,16 @@ _MOST_CHARTS = 6
 _NEVER_SHOWN = ("started", "restarted")
 
 
+def as_line(history: History) -> str:
+    """The history in one line, with the metrics of the last epoch."""
+    told = _in_words(history)
+    if history.stop_reason is not None:
+        told.append(f"stopped: {history.stop_reason}")
+    last = readable.chosen(history[-1], None) if len(history) else {}
+    values = ", ".join(f"{name}={value:.4g}" for name, value in last.items())
+    return f"<History: {', '.join(told)}{'; last: ' if values else ''}{values}>"
+
+
 def as_text(history: History, metrics: Sequence[str] | None = None) -> str:
     """The last epochs as a table, and what happened to the workers.
 
@@ -53,9 +63,7 @@ def as_card(history: History) -> str:
     )
     parts = [f'<div class="raysgd-charts">{charts}</div>' if charts else "", _cards.grid(head, rows) if rows else ""]
     events = [f"{_at(event)} {event}" for event in shown_events(history)]
-    losses = sum(event.is_loss for event in history.events)
-    told = [readable.counted(len(history), "epoch")]
-    told += [f"{readable.counted(losses, 'loss', 'losses')} of workers"] if losses else []
+    told = _in_words(history)
     told += [f"the last {len(rows)} are shown"] if len(history) > len(rows) else []
     reason = _cards.note(f"Stopped: {history.stop_reason}") if history.stop_reason is not None else ""
     folded = _cards.folded(f"what happened to the workers ({len(events)})", events)
@@ -128,6 +136,12 @@ def grouped_series(history: History, metrics: Sequence[str] | None = None) -> li
 def shown_events(history: History) -> list[Event]:
     """What changed the work: losses and resizes."""
     return [event for event in history.events if event.kind not in _NEVER_SHOWN]
+
+
+def _in_words(history: History) -> list[str]:
+    losses = sum(event.is_loss for event in history.events)
+    told = [readable.counted(len(history), "epoch")]
+    return told + ([f"{readable.counted(losses, 'loss', 'losses')} of workers"] if losses else [])
 
 
 def _series(name: str, index: int, history: History) -> Series:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 _NOT_A_RESULT = frozenset({"epoch", "batch_count", "num_workers"})
@@ -18,8 +19,9 @@ def number(value: Any) -> str:
         >>> [number(value) for value in (0.25, 1 / 3, 12345.678, 7, 0.0000123, float("nan"), True, "a")]
         ['0.2500', '0.3333', '12346', '7', '1.230e-05', 'nan', 'True', 'a']
     """
-    if isinstance(value, bool | int | str) or not isinstance(value, float):
+    if isinstance(value, bool | Integral) or not isinstance(value, Real):
         return str(value)
+    value = float(value)
     if not math.isfinite(value):
         return str(value)
     if 1e4 <= abs(value) < 1e7:
@@ -75,12 +77,12 @@ def samples_per_s(row: Mapping[str, Any]) -> float | None:
 
 def is_real(value: Any) -> bool:
     """Whether it is a number that can be drawn."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def is_metric(name: str, value: Any) -> bool:
     """Whether an entry of a row is a metric to look at: a number that is neither a count nor a last value."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     is_count = name in _NOT_A_RESULT or name.endswith((_SAMPLES, _SECONDS)) or name == "val_batch_count"
     return is_number and not is_count and not name.startswith(_LAST)
 

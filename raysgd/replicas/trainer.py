@@ -33,6 +33,7 @@ from raysgd.replicas.recording import CallRecorder
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
 from raysgd.replicas.sharing import Sharing
 from raysgd.replicas.throughput import Throughput
+from raysgd.replicas.trainer_views import TrainerViews
 from raysgd.utils import BATCH_SIZE
 
 TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
@@ -40,7 +41,7 @@ TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
 logger = logging.getLogger(__name__)
 
 
-class ClassTrainer(FitMethods):
+class ClassTrainer(TrainerViews, FitMethods):
     """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
 
     predict = NotYet("Call `trainer.get_model()`, which returns the trained model, and use it in this process.")

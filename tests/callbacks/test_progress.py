@@ -1,0 +1,319 @@
+"""The progress bar, on terminals, in log files and in notebooks; and what is printed while it is drawn.
+
+Covers `raysgd.callbacks.bars`, which draws it.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+from typing import Any
+
+import pytest
+
+from raysgd.callbacks import ProgressBar, Run
+from raysgd.callbacks import bars as bars_module
+from raysgd.callbacks._notebook import progress_card
+from raysgd.callbacks.bars import LineBar, RichBar, TqdmBar, View, make_bar
+from raysgd.engine.history import Event
+from raysgd.replicas.epochs import Progress
+
+DRAWING = ["rich", "tqdm"]
+
+
+class Terminal(io.StringIO):
+    """Claims to be one."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def wide_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "120")
+
+
+def make_run(epochs: int | None = 10, trainer: Any = object) -> Run:
+    run = Run(name="run", trainer=trainer, epochs=epochs)
+    run.epoch = 3
+    return run
+
+
+def news(done: int, kind: Any = "train", **metrics: float) -> Progress:
+    return Progress(done, 10, 2, 10, None, kind, metrics or {"train_loss": 0.5})
+
+
+ROW = {
+    "epoch": 3,
+    "num_samples": 3000,
+    "train_loss": 0.25,
+    "last_train_loss": 0.2,
+    "val_loss": 0.5,
+    "seconds": 2.0,
+    "num_workers": 4,
+}
+
+
+def screen(text: str) -> list[str]:
+    """What is to be read on a terminal in the end, from what was written to it."""
+    pyte_free = [""]
+    row = column = 0
+    index = 0
+    while index < len(text):
+        character = text[index]
+        if character == "\x1b":
+            end = index + 2
+            while not text[end].isalpha():
+                end += 1
+            code, number = text[end], text[index + 2 : end]
+            if code == "A":
+                row = max(0, row - int(number or 1))
+            elif code == "K":
+                pyte_free[row] = "" if number == "2" else pyte_free[row][:column]
+            index = end + 1
+            continue
+        if character == "\r":
+            column = 0
+        elif character == "\n":
+            row, column = row + 1, 0
+            pyte_free += [""] * (row + 1 - len(pyte_free))
+        else:
+            line = pyte_free[row].ljust(column)
+            pyte_free[row] = line[:column] + character + line[column + 1 :]
+            column += 1
+        index += 1
+    return [line.rstrip() for line in pyte_free if line.strip()]
+
+
+@pytest.mark.parametrize("style", DRAWING)
+def test_a_terminal_shows_a_bar_while_a_call_runs_and_a_line_of_results_after_it(style: Any) -> None:
+    stream, run = Terminal(), make_run()
+    bar = ProgressBar(style, stream=stream)
+    bar.on_run_begin(run)
+    bar.on_progress(run, news(4))
+    [drawn] = screen(stream.getvalue())
+    assert drawn.startswith("epoch  3/10 train")
+    assert "4/10" in drawn
+    assert "train_loss" in drawn
+    bar.on_progress(run, news(2, "validation", val_loss=0.75))
+    [drawn] = screen(stream.getvalue())
+    assert drawn.startswith("epoch  3/10 validate")
+    assert "0.7500" in drawn
+    bar.on_result(run, dict(ROW))
+    bar.on_run_end(run, None)
+    row, end = screen(stream.getvalue())
+    assert row == "epoch  3/10  train_loss 0.2500  val_loss 0.5000  2.0 s  1.5k samples/s"
+    assert end.startswith("finished in ")
+
+
+@pytest.mark.parametrize("style", DRAWING)
+def test_a_call_that_is_done_takes_its_bar_away(style: Any) -> None:
+    stream, run = Terminal(), make_run()
+    bar = ProgressBar(style, stream=stream)
+    bar.on_progress(run, news(4))
+    bar.on_progress(run, Progress(10, 10, 2, 10, None, is_done=True))
+    assert screen(stream.getvalue()) == []
+
+
+@pytest.mark.parametrize("style", DRAWING)
+def test_prints_and_log_lines_go_above_the_bar(style: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also those of a handler that keeps the stream it was made with, and half lines of a print."""
+    stream, run = Terminal(), make_run()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stdout", stream)
+    handler, logger = logging.StreamHandler(stream), logging.getLogger("tests.of_the_bar")
+    monkeypatch.setattr(logger, "propagate", False)
+    logger.addHandler(handler)
+    try:
+        bar = ProgressBar(style)
+        bar.on_progress(run, news(4))
+        print("half a line, ", end="")
+        print("and the rest")
+        logger.warning("rank 1 was lost")
+        bar.on_progress(run, news(5))
+        first, second, drawn = screen(stream.getvalue())
+        assert (first, second) == ("half a line, and the rest", "rank 1 was lost")
+        assert "5/10" in drawn
+        bar.on_run_end(run, KeyError("user code"))
+        assert screen(stream.getvalue()) == [first, second]
+        assert (sys.stderr, sys.stdout, handler.stream) == (stream, stream, stream)
+        logger.warning("later")
+        assert screen(stream.getvalue())[-1] == "later"
+    finally:
+        logger.removeHandler(handler)
+
+
+def test_what_keeps_the_stream_of_a_bar_can_write_when_it_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, run = Terminal(), make_run()
+    monkeypatch.setattr(sys, "stderr", stream)
+    bar = ProgressBar("tqdm")
+    bar.on_progress(run, news(4))
+    kept = sys.stderr
+    assert kept is not stream
+    assert kept.isatty()
+    bar.on_run_end(run, KeyError())
+    print("still here", file=kept)
+    assert screen(stream.getvalue()) == ["still here"]
+
+
+def test_output_that_goes_to_a_file_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream, file, run = Terminal(), io.StringIO(), make_run()
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setattr(sys, "stdout", file)
+    for style in DRAWING:
+        bar = ProgressBar(style)  # type: ignore[arg-type]
+        bar.on_progress(run, news(4))
+        print(style)
+        bar.on_run_end(run, KeyError())
+    assert file.getvalue() == "rich\ntqdm\n"
+
+
+@pytest.mark.parametrize("style", bars_module.STYLES)
+def test_a_log_file_gets_lines_in_columns_and_nothing_else(style: Any) -> None:
+    stream, run = io.StringIO(), make_run()
+    bar = ProgressBar(style, stream=stream)
+    bar.on_run_begin(run)
+    for loss in (12.5, 0.125):
+        for done in range(10):
+            bar.on_progress(run, news(done))
+        bar.on_result(run, {**ROW, "train_loss": loss})
+    bar.on_run_end(run, None)
+    first, second, _ = stream.getvalue().splitlines()
+    assert "\x1b" not in stream.getvalue()
+    assert "\r" not in stream.getvalue()
+    assert first.index("val_loss") == second.index("val_loss")
+
+
+def test_a_long_call_is_not_silent_in_a_log_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(bars_module.time, "monotonic", lambda: now[0])
+    stream, run = io.StringIO(), make_run()
+    bar = ProgressBar("plain", stream=stream)
+    for second in range(0, 200, 5):
+        now[0] = float(second)
+        bar.on_progress(run, news(second // 20))
+    assert stream.getvalue().splitlines() == [
+        f"epoch  3/10  train {done}/10 batches  train_loss 0.5000" for done in (3, 6, 9)
+    ]
+
+
+def test_a_terminal_that_cannot_move_its_cursor_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    assert type(make_bar("auto", Terminal(), "it")) is LineBar
+
+
+def test_auto_takes_rich_then_tqdm_then_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert type(make_bar("auto", Terminal(), "it")) is RichBar
+    monkeypatch.setitem(sys.modules, "rich.progress", None)
+    assert type(make_bar("auto", Terminal(), "it")) is TqdmBar
+    monkeypatch.setitem(sys.modules, "tqdm", None)
+    assert type(make_bar("auto", Terminal(), "it")) is LineBar
+
+
+@pytest.mark.parametrize("style", DRAWING)
+def test_a_missing_package_is_named_when_the_bar_is_made(style: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, style, None)
+    with pytest.raises(ModuleNotFoundError, match=rf'style="{style}".*raysgd\[progress\]'):
+        ProgressBar(style)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "words"),
+    [
+        ({"style": "rihc"}, ValueError, "style='rihc'.*'rich'"),
+        ({"metrics": "val_loss"}, TypeError, "metrics='val_loss'.*list"),
+        ({"metrics": [1]}, TypeError, r"metrics=\[1\]"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ProgressBar(**arguments)
+
+
+def test_chosen_metrics_are_shown_in_their_order_and_others_are_not(caplog: pytest.LogCaptureFixture) -> None:
+    stream, run = io.StringIO(), make_run()
+    bar = ProgressBar("plain", metrics=("val_loss", "last_train_loss", "val_los"), stream=stream)
+    for _ in range(2):
+        bar.on_result(run, {**ROW})
+    assert stream.getvalue().startswith("epoch  3/10  val_loss 0.5000  last_train_loss 0.2000  2.0 s")
+    assert [record.getMessage() for record in caplog.records] == [
+        "`ProgressBar`: there is no metric `val_los`. Did you mean `val_loss`?"
+    ]
+
+
+def test_a_row_tells_of_another_number_of_workers() -> None:
+    stream, run = io.StringIO(), make_run()
+    bar = ProgressBar("plain", stream=stream)
+    bar.on_result(run, dict(ROW))
+    bar.on_event(run, Event("rejoined", 4, 3, 0.5, "rank 1 was lost"))
+    bar.on_result(run, {**ROW, "num_workers": 3})
+    bar.on_result(run, {**ROW, "num_workers": 3})
+    assert ["3 workers" in line for line in stream.getvalue().splitlines()] == [False, True, False]
+
+
+def test_a_function_has_reports_instead_of_epochs() -> None:
+    stream, run = io.StringIO(), make_run(epochs=None, trainer=None)
+    bar = ProgressBar("plain", stream=stream)
+    bar.on_result(run, {"loss": 0.5, "name": "text"})
+    run.history.stop_reason = "good enough"
+    bar.on_run_end(run, None)
+    first, last = stream.getvalue().splitlines()
+    assert first == "report 3  loss 0.5000"
+    assert last.endswith(": good enough")
+
+
+@pytest.mark.parametrize("style", DRAWING)
+def test_a_closed_terminal_does_not_end_the_training(style: Any) -> None:
+    stream, run = Terminal(), make_run()
+    bar = ProgressBar(style, stream=stream)
+    bar.on_progress(run, news(1))
+    stream.close()
+    bar.on_progress(run, news(2))
+    bar.on_result(run, dict(ROW))
+    bar.on_run_end(run, None)
+
+
+@pytest.mark.parametrize("style", DRAWING)
+def test_hostile_names_are_text(style: Any) -> None:
+    stream, run = Terminal(), make_run()
+    bar = ProgressBar(style, stream=stream)
+    bar.on_progress(run, news(1, **{"[bold]x[/nothing]": 0.5}))
+    bar.on_result(run, {"[/red]{task}": 1.5})
+    assert screen(stream.getvalue()) == ["epoch  3/10  [/red]{task} 1.500"]
+
+
+def test_the_card_of_a_notebook_has_the_rows_and_the_bar_and_escapes() -> None:
+    rows = [(f"epoch {number}", {"<b>": "0.5"}) for number in range(60)]
+    text = progress_card(rows, View("epoch 60", "train", 3, 10, {"<i>": "1"}), ["<script>"])
+    assert 'value="3" max="10"' in text
+    assert "the last 50 of 60 rows" in text
+    assert "epoch 59" in text
+    assert "epoch 9<" not in text
+    for hostile in ("<b>", "<i>", "<script>"):
+        assert hostile not in text
+
+
+def test_a_notebook_gets_one_display_that_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown: list[str] = []
+
+    class Display:
+        def update(self, card: Any) -> None:
+            shown.append(card.data)
+
+    def display(card: Any, display_id: bool) -> Display:
+        shown.append(card.data)
+        return Display()
+
+    monkeypatch.setattr("IPython.display.display", display)
+    monkeypatch.setattr(bars_module, "is_notebook", lambda: True)
+    run = make_run()
+    bar = ProgressBar()
+    bar.on_progress(run, news(4))
+    bar.on_result(run, dict(ROW))
+    bar.on_run_end(run, None)
+    assert "<progress" in shown[0]
+    assert "<progress" not in shown[-1]
+    assert "0.2500" in shown[-1]
+    assert "finished in" in shown[-1]
