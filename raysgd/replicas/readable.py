@@ -36,7 +36,7 @@ def seconds(value: float) -> str:
         >>> [seconds(value) for value in (0.0004, 0.25, 3.21, 59.99, 75, 4020, 90000)]
         ['0.4 ms', '0.25 s', '3.2 s', '60.0 s', '1 min 15 s', '1 h 07 min', '25 h 00 min']
     """
-    if value < 0.01:
+    if value < 0.1:
         return f"{value * 1e3:.1f} ms"
     if value < 60:
         return f"{value:.2f} s" if value < 1 else f"{value:.1f} s"
