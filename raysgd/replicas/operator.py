@@ -152,6 +152,22 @@ class BaseOperator:
         """
         note(self._raysgd.logged, name, value)
 
+    def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
+        """Predicts one batch: what the model returns for it, or the `logits` in that. For `trainer.predict`.
+
+        The models are in evaluation mode, and no gradients are kept.
+
+        Args:
+            batch: A batch of the data. The stock method passes it to the model as training does, without its target.
+            batch_info: `batch_idx`, `has_target` (whether the last part of a batch that is a tuple is a target), and
+                the entries of `info`.
+
+        Returns:
+            One result for each row, in their order: a tensor, an array, or a list with an entry for each row; for
+            several results a tuple or a dict of these.
+        """
+        return self._raysgd.predict(batch, batch_info)
+
     def state_dict(self) -> Any:
         """State of your own for checkpoints and recovery; what is registered is taken care of. Return CPU data."""
         return None

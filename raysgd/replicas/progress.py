@@ -47,14 +47,15 @@ class ProgressListeners:
 
     def tell_end(self, kind: ProgressKind, asked: EpochRequest, answer: EpochAnswer) -> None:
         """Tells that a call has returned."""
-        self._tell(end_of(kind, asked.info, answer))
+        self.tell(end_of(kind, asked.info, answer))
 
     def _tell_of_now(self) -> None:
         progress = progress_of(self._controller)
         if progress is not None:
-            self._tell(progress)
+            self.tell(progress)
 
-    def _tell(self, progress: Progress) -> None:
+    def tell(self, progress: Progress) -> None:
+        """Tells all listeners."""
         for listener in tuple(self.listeners):
             listener(progress)
 

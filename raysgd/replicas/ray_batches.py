@@ -32,6 +32,21 @@ class BatchForm:
     transform: Callable[[Any], Any] | None
     prefetch_batches: int
 
+    @property
+    def columns(self) -> list[str] | None:
+        """The names of all columns that are used; None where all are."""
+        if self.feature_columns is None:
+            return None
+        return [*_listed(self.feature_columns), *_listed(self.label_column)]
+
+
+def _listed(columns: Columns) -> list[str]:
+    return [columns] if isinstance(columns, str) else list(columns or ())
+
+
+PLAIN_FORM = BatchForm(None, None, None, None, 1)
+"""Batches that are the columns, or the arrays, as they are."""
+
 
 @dataclass(frozen=True)
 class RayBatches:
@@ -211,6 +226,21 @@ def chosen(batch: Mapping[str, Any], columns: Columns, join: Callable[[list[Any]
     if isinstance(columns, str):
         return _column(batch, columns)
     return join([_column(batch, name) for name in columns or ()])
+
+
+def formed(columns: Any, form: BatchForm, join: Callable[[list[Any]], Any]) -> Any:
+    """The batch that columns make, or arrays without names.
+
+    Args:
+        columns: Arrays of the framework.
+        form: What becomes of them.
+        join: Puts columns side by side.
+    """
+    batch = columns
+    if form.feature_columns is not None:
+        batch = chosen(columns, form.feature_columns, join)
+        batch = batch if form.label_column is None else (batch, chosen(columns, form.label_column, join))
+    return batch if form.transform is None else form.transform(batch)
 
 
 def _column(batch: Mapping[str, Any], name: str) -> Any:

@@ -24,6 +24,7 @@ from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, call_wit
 from raysgd.replicas.feed import Feed
 from raysgd.replicas.logged import completing, counting, forget, take_outside
 from raysgd.replicas.loop import Loop
+from raysgd.replicas.prediction import PredictsRounds
 from raysgd.replicas.ray_batches import RayBatches
 from raysgd.replicas.replica_state import ReplicaState
 from raysgd.replicas.results import WorkerMetrics, as_number
@@ -55,7 +56,7 @@ class RunnerFacts:
     has_validation: bool = False
 
 
-class ClassRunner(ABC):
+class ClassRunner(PredictsRounds, ABC):
     """Hosts one operator; a `RegroupingReplica` together with what a subclass adds.
 
     A subclass makes `_operator`, `_loop` and `_state` in `setup`.
@@ -242,7 +243,7 @@ class ClassRunner(ABC):
         """A sign of life; called from a second thread, so it only reads."""
         run, running = self._run, self._running
         if run is None or run.is_finished:
-            return self._heartbeat("between calls" if running is None else "validating", -1)
+            return self._heartbeat("between calls" if running is None else running.phase, -1)
         if running is None:
             return self._heartbeat("broken off", run.num_completed)
         num_samples, snapshot = self._loop.num_samples(run), self._inside.newest

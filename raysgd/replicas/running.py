@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from raysgd.replicas.epochs import Progress, ProgressKind
-from raysgd.replicas.streams import Stream
+
+_PHASES = {"train": "training", "validation": "validating", "test": "testing", "predict": "predicting"}
+
+
+class Counted(Protocol):
+    """Something that counts batches, such as a stream of them."""
+
+    num_steps_taken: int
+    source: Any
 
 
 @dataclass(frozen=True)
@@ -22,11 +30,16 @@ class Running:
         kind: What the call does.
     """
 
-    stream: Stream
+    stream: Counted
     began_at: int
     num_steps: int | None
     info: Mapping[str, Any]
     kind: ProgressKind
+
+    @property
+    def phase(self) -> str:
+        """What the call does, in a word."""
+        return _PHASES[self.kind]
 
     def progress(self, metrics: Mapping[str, float], epoch: int) -> Progress:
         """How far it is."""

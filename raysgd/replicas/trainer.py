@@ -26,7 +26,7 @@ from raysgd.replicas.controlling import make_controller
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.fit_methods import FitMethods
 from raysgd.replicas.making import ReplicaMaker
-from raysgd.replicas.not_yet import NotYet
+from raysgd.replicas.predicting import Predicts
 from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.read_only_config import ReadOnlyConfig
 from raysgd.replicas.recording import CallRecorder
@@ -41,10 +41,8 @@ TrainerT = TypeVar("TrainerT", bound="ClassTrainer")
 logger = logging.getLogger(__name__)
 
 
-class ClassTrainer(TrainerViews, FitMethods):
+class ClassTrainer(TrainerViews, Predicts, FitMethods):
     """The driver's handle on N replicas of an operator. Each replica has the attribute `operator`."""
-
-    predict = NotYet("Call `trainer.get_model()`, which returns the trained model, and use it in this process.")
 
     training_operator_cls: type[Any]
     initialization_hook: Callable[[], Any] | None

@@ -7,12 +7,14 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
-from raysgd.replicas.operator import Internals
+from raysgd.replicas.operator import Internals, required
+from raysgd.replicas.prediction import HAS_TARGET
 from raysgd.replicas.ray_batches import RayLoader
 from raysgd.tf.datasets import Sharding, num_samples
 from raysgd.tf.fit_run import FitStream
 from raysgd.tf.joint_metrics import variables_of
 from raysgd.tf.operator_context import OperatorContext
+from raysgd.tf.predicting import inputs
 from raysgd.tf.shared_variables import summed
 
 
@@ -60,6 +62,7 @@ class TFInternals(Internals):
         self.registered, self.data = Registered(), RegisteredData()
         self.train_function: Any = None
         self.test_function: Any = None
+        self._predict_function: Any = None
         self._trained: tuple[int, tuple[int, ...]] | None = None  # by what optimizer, and what
 
     def compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,8 +77,17 @@ class TFInternals(Internals):
         trained = [id(variable) for model in models if model.built for variable in model.trainable_variables]
         kind = (id(getattr(self._operator, "optimizer", None)), tuple(trained))
         if kind != self._trained and self._trained is not None:
-            self.train_function = self.test_function = None
+            self.train_function = self.test_function = self._predict_function = None
         self._trained = kind
+
+    def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
+        """What the stock `predict_batch` returns."""
+        self.forget_stale_steps()
+        if self._predict_function is None:
+            model = required(self._operator, "model")
+            self._predict_function = self.compiled(lambda features: model(features, training=False))
+        with self._operator.timers.record("predict_fwd"):
+            return self._predict_function(inputs(batch, info.get(HAS_TARGET, False)))
 
     def num_samples(self, batch: Any) -> int:
         """How many samples of a batch count."""

@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 
 from raysgd.engine.types import World
-from raysgd.replicas.ray_batches import BatchForm, RayBatches, RayLoader, chosen
+from raysgd.replicas import trees
+from raysgd.replicas.ray_batches import BatchForm, RayBatches, RayLoader, formed
 from raysgd.tf.datasets import prepare_dataset_shard
 
 
@@ -33,13 +34,9 @@ def dataset_over(loader: RayLoader) -> Any:
     return prepare_dataset_shard(tf.data.Dataset.from_generator(lambda: iter(loader), output_signature=signature))
 
 
-def as_batch(arrays: Mapping[str, Any], form: BatchForm) -> Any:
-    """What a step gets: a dict of arrays, or features and label. float64 becomes float32, as models have it."""
-    columns = {name: _as_array(values) for name, values in arrays.items()}
-    batch: Any = columns
-    if form.label_column is not None:
-        batch = chosen(columns, form.feature_columns, _joined), chosen(columns, form.label_column, _joined)
-    return batch if form.transform is None else form.transform(batch)
+def as_batch(arrays: Any, form: BatchForm) -> Any:
+    """What a step gets: arrays as models have them, float32 for float64, or the columns that the form names."""
+    return formed(trees.mapped(arrays, _as_array), form, _joined)
 
 
 def _as_array(values: Any) -> Any:

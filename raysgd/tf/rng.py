@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,6 +25,18 @@ def part_ways(seed: int, rank: int, models: Sequence[Any]) -> None:
     tf.random.set_seed(seed + rank)
     for variable in seeds_of(models):
         variable.assign(np.array(variable.numpy()) + np.uint32(rank))
+
+
+def capture() -> Any:
+    """The states of the generators of NumPy and `random`."""
+    return np.random.get_state(), random.getstate()
+
+
+def restore(states: Any) -> None:
+    """Goes on where they were."""
+    of_numpy, of_python = states
+    np.random.set_state(of_numpy)
+    random.setstate(of_python)
 
 
 def seeds_of(models: Sequence[Any]) -> list[Any]:

@@ -16,9 +16,10 @@ from raysgd.exceptions import IncompatibleModelError
 from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.operator import take_place
+from raysgd.replicas.prediction import PredictRequest, Work
 from raysgd.replicas.ray_batches import ray_batches_of
 from raysgd.replicas.runner import ClassRunner, RunnerFacts
-from raysgd.tf import building, datasets, registration, rng, serializing, shared_variables
+from raysgd.tf import building, datasets, predicting, registration, rng, serializing, shared_variables
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.feed import Feed
@@ -176,6 +177,23 @@ class TFRunner(ClassRunner):
                 yield
             finally:
                 self._synchronizer.validation_step.forget()
+
+    @contextmanager
+    def _predicting(self) -> Iterator[None]:
+        """Random states are given back, so that training goes on as if nothing had happened."""
+        own, drawn = self._state.own(), rng.capture()
+        with self._synchronizer.exchanges.surfacing_errors():
+            try:
+                yield
+            finally:
+                self._state.restore_own(own)
+                rng.restore(drawn)
+
+    def _to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
+        return predicting.batches(work)
+
+    def _as_array(self, value: Any) -> Any:
+        return predicting.plain(value)
 
     def architecture(self) -> list[str]:
         """The registered models without their weights, as JSON; a single one with what it can be compiled with."""

@@ -23,12 +23,13 @@ from raysgd.engine.connection import Connection
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.epochs import EpochAnswer, merged
+from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import check_parts, load_into_all
 from raysgd.replicas.settings import GroupSettings
 from raysgd.storage import files
-from raysgd.tf import arguments, checkpoint_file, datasets, registration, serializing
+from raysgd.tf import arguments, checkpoint_file, datasets, predicting, registration, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
@@ -242,6 +243,9 @@ class TFTrainer(ChangingTrainer):
         if dataset is not None:
             raise NotImplementedError("`TFTrainer.validate` takes no `dataset` yet: register it as the test dataset.")
         return self._result(self._validate(self._asked(num_steps, profile, reduce_results, info)), reduce_results)
+
+    def _to_predict(self, data: Any, asked: Asked) -> Found:
+        return predicting.source_of(data, asked)
 
     @property
     def _seed_of_order(self) -> int:

@@ -65,6 +65,31 @@ def call(model: Callable[..., Any], features: Sequence[Any]) -> Any:
     return model(**{name: value for name, value in named.items() if name not in surplus})
 
 
+def inputs(prepare: Callable[[Any], Any], batch: Any, has_target: bool, model: Any) -> Sequence[Any]:
+    """What a model gets of a batch to predict, without the target, if there is one.
+
+    Args:
+        prepare: Splits a batch into inputs and target.
+        batch: The batch.
+        has_target: Whether the last part of a tuple is one. Else `prepare` gets None in its place.
+        model: What is called: of a batch with names it gets those targets only that it cannot do without.
+    """
+    if by_name(batch) is not None:
+        features, _ = prepare(batch)
+        return tuple(part if by_name(part) is None else _without_targets(part, model) for part in features)
+    parts = batch if isinstance(batch, tuple | list) else (batch,)
+    features, _ = prepare(parts if has_target else (*parts, None))
+    return features if isinstance(features, tuple | list) else (features,)
+
+
+def _without_targets(features: Any, model: Any) -> dict[str, Any]:
+    forward = type(unwrap(model)).forward if isinstance(model, torch.nn.Module) else model
+    parameters = inspect.signature(forward).parameters.values()
+    required = {each.name for each in parameters if each.default is each.empty}
+    named = by_name(features) or {}
+    return {name: value for name, value in named.items() if name not in TARGET_NAMES or name in required}
+
+
 @lru_cache(maxsize=64)
 def _targets_not_taken(model_class: Any) -> frozenset[str]:
     """The names of targets that the forward pass of such a model does not take."""

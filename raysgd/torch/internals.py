@@ -10,6 +10,7 @@ import torch
 from raysgd._meters import AverageMeterCollection
 from raysgd.replicas.logged import note
 from raysgd.replicas.operator import Internals, required
+from raysgd.replicas.prediction import HAS_TARGET
 from raysgd.torch import batches, hyperparameters
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.gradients import Gradients, step_with
@@ -134,6 +135,14 @@ class TorchInternals(Internals):
                 f"`{type(metrics).__name__}`: return a dict of metrics, an empty one if there are no metrics."
             )
         return super().parted(metrics)
+
+    def predict(self, batch: Any, info: Mapping[str, Any]) -> Any:
+        """What the stock `predict_batch` returns."""
+        operator, model = self._operator, required(self._operator, "model")
+        features = batches.inputs(operator.prepare_batch, batch, info.get(HAS_TARGET, False), model)
+        with operator.timers.record("predict_fwd"), self.precision.forward():
+            output = batches.call(model, features)
+        return batches.prediction(output)
 
     def mean_over_workers(self, name: str, metrics: Mapping[str, Any]) -> float | None:
         """The mean of a metric over all workers, each of which has to ask; None where no worker has it."""

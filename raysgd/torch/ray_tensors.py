@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
 
-from raysgd.replicas.ray_batches import BatchForm, chosen
+from raysgd.replicas import trees
+from raysgd.replicas.ray_batches import BatchForm, formed
 
 
-def as_batch(arrays: Mapping[str, Any], form: BatchForm) -> Any:
-    """What `train_batch` gets: a dict of tensors, or features and label."""
-    tensors = {name: as_tensor(values) for name, values in arrays.items()}
-    batch: Any = tensors
-    if form.label_column is not None:
-        batch = chosen(tensors, form.feature_columns, _joined), chosen(tensors, form.label_column, _joined)
-    return batch if form.transform is None else form.transform(batch)
+def as_batch(arrays: Any, form: BatchForm) -> Any:
+    """What an operator gets: tensors in the structure of the arrays, or the columns of a dict that the form names."""
+    return formed(trees.mapped(arrays, as_tensor), form, _joined)
 
 
 def as_tensor(values: Any) -> Any:

@@ -18,11 +18,12 @@ from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.operator import Internals, take_place
+from raysgd.replicas.prediction import PredictRequest, Work
 from raysgd.replicas.putting_back import MOST_BYTES, putting_back
 from raysgd.replicas.restoring import check_parts
 from raysgd.replicas.runner import ClassRunner, RunnerFacts
 from raysgd.torch import handover as handing_over
-from raysgd.torch import hyperparameters, metric_objects, rng
+from raysgd.torch import hyperparameters, metric_objects, predicting, rng
 from raysgd.torch.advice import with_advice
 from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.ddp import DDP
@@ -33,6 +34,7 @@ from raysgd.torch.modes import Modes
 from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.parallel import NoParallel, unwrap
 from raysgd.torch.precision import make_precision
+from raysgd.torch.predicting import ToPredict
 from raysgd.torch.registrar import Registered
 from raysgd.torch.replica_state import TorchState, as_in_file
 from raysgd.torch.sampling import ShardedLoader
@@ -78,6 +80,7 @@ class TorchRunner(ClassRunner):
             world, settings.snapshot_every_n_steps, Feed(self._data, self._parallel, world.size, self._undo)
         )
         self._modes = Modes()
+        self._prediction = ToPredict()
         self._candidate: TorchRunner | None = None
         self._has_trained = False
 
@@ -201,6 +204,7 @@ class TorchRunner(ClassRunner):
 
     def shutdown(self) -> None:
         super().shutdown()
+        self._prediction.close()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
@@ -257,6 +261,7 @@ class TorchRunner(ClassRunner):
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self._has_trained = True
         self._modes.give_back()
+        self._prediction.close()
         self._arm(run.epoch_idx)
         internals, registered = self._internals, self._internals.registered
         stream.prepare = partial(self._parallel.match, registered.wrapped)
@@ -280,6 +285,24 @@ class TorchRunner(ClassRunner):
                 yield
         finally:
             self._modes.note()
+
+    @contextmanager
+    def _predicting(self) -> Iterator[None]:
+        """Modes of models and random states are given back, so that training goes on as if nothing had happened."""
+        registered, modes, drawn = self._internals.registered, Modes(), rng.capture()
+        modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
+        try:
+            with self._parallel.evaluating(registered.wrapped), torch.no_grad():
+                yield
+        finally:
+            modes.give_back()
+            rng.restore(drawn)
+
+    def _to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
+        return self._prediction.batches(request, work, share)
+
+    def _as_array(self, value: Any) -> Any:
+        return predicting.plain(value)
 
     def _arm(self, epoch_idx: int) -> None:
         """Gets ready for the steps of a call."""

@@ -22,11 +22,12 @@ from raysgd.connections.torch import TorchConnection
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.replicas.epochs import merged
+from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.settings import GroupSettings
 from raysgd.storage import files
-from raysgd.torch import arguments, checkpoint_file, constants, epoch_checks, retired
+from raysgd.torch import arguments, checkpoint_file, constants, epoch_checks, predicting, retired
 from raysgd.torch.changing import ChangingTorchTrainer
 from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.progress import EpochBar
@@ -292,6 +293,9 @@ class TorchTrainer(ChangingTorchTrainer):
         """Draws a progress bar until the end of the block."""
         with EpochBar() as bar, self._listeners.listening(bar.show):
             yield
+
+    def _to_predict(self, data: Any, asked: Asked) -> Found:
+        return predicting.source_of(data, asked)
 
     def get_local_operator(self) -> TrainingOperator:
         """The live operator of rank 0, with `use_local=True` only.

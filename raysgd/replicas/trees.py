@@ -1,0 +1,85 @@
+"""Pure: arrays in nested tuples and dicts, as `predict` takes and returns them.
+
+A list is a leaf: it has one entry for each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def mapped(tree: Any, function: Callable[[Any], Any]) -> Any:
+    """The same structure with `function` of each leaf."""
+    if isinstance(tree, Mapping):
+        return {name: mapped(part, function) for name, part in tree.items()}
+    if isinstance(tree, tuple):
+        parts = [mapped(part, function) for part in tree]
+        return type(tree)(*parts) if hasattr(tree, "_fields") else tuple(parts)
+    return function(tree)
+
+
+def leaves(tree: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each leaf with its name; that of the tree itself is empty."""
+    if isinstance(tree, Mapping):
+        for key, part in tree.items():
+            yield from leaves(part, f"{name}[{key!r}]")
+    elif isinstance(tree, tuple):
+        for index, part in enumerate(tree):
+            yield from leaves(part, f"{name}[{index}]")
+    else:
+        yield name, tree
+
+
+def nbytes(tree: Any) -> int:
+    """How many bytes the arrays in it have; lists count as if each entry were a number."""
+    if isinstance(tree, list):
+        return sum(nbytes(part) for part in tree)
+    return sum(int(getattr(leaf, "nbytes", 8)) for _, leaf in leaves(tree))
+
+
+def rows_of(leaf: Any) -> int | None:
+    """How many rows a leaf has; None where it has none."""
+    shape = getattr(leaf, "shape", None)
+    if shape is not None:
+        return int(shape[0]) if len(shape) else None
+    return len(leaf) if isinstance(leaf, list) else None
+
+
+def joined(trees: Sequence[Any]) -> Any:
+    """The rows of all trees in one, in order.
+
+    Raises:
+        ValueError: They are not alike.
+    """
+    first = trees[0]
+    if isinstance(first, Mapping):
+        _check_alike(trees, lambda tree: isinstance(tree, Mapping) and sorted(map(str, tree)))
+        return {name: joined([tree[name] for tree in trees]) for name in first}
+    if isinstance(first, tuple):
+        _check_alike(trees, lambda tree: isinstance(tree, tuple) and len(tree))
+        parts = [joined(list(column)) for column in zip(*trees, strict=True)]
+        return type(first)(*parts) if hasattr(first, "_fields") else tuple(parts)
+    if isinstance(first, list):
+        _check_alike(trees, lambda tree: isinstance(tree, list))
+        return [row for tree in trees for row in tree]
+    _check_alike(trees, lambda tree: tuple(tree.shape[1:]) if isinstance(tree, np.ndarray) else type(tree))
+    return np.concatenate(trees)
+
+
+def _check_alike(trees: Sequence[Any], kind_of: Callable[[Any], Any]) -> None:
+    kinds = [kind_of(tree) for tree in trees]
+    other = next((kind for kind in kinds if kind != kinds[0]), kinds[0])
+    if other != kinds[0]:
+        raise ValueError(
+            f"The outputs of two batches cannot be joined: one has {kinds[0]} where another has {other}. Return "
+            "outputs of one form from `predict_batch`, for example padded to one length, or pass `streaming=True` to "
+            "get them batch by batch."
+        )
+
+
+def own(leaf: Any) -> Any:
+    """An array that its owner may change; those that Ray hands over are shared."""
+    return leaf.copy() if isinstance(leaf, np.ndarray) and not leaf.flags.writeable else leaf
