@@ -137,6 +137,8 @@ class CallbackCalls:
         arguments = (self._run, *args) if run else args
         try:
             return getattr(callback, method)(*arguments)
+        except CallbackError:  # of a callback inside this one
+            raise
         except Exception as error:
             raise failure_of(callback, method, error) from error
 
@@ -173,10 +175,15 @@ def checked(callbacks: Any, argument: str = "callbacks") -> list[Callback]:
 
 
 def _one(callback: Any, argument: str) -> Callback:
+    from raysgd.callbacks import adapters  # which builds on this module
+
     if isinstance(callback, Callback):
         return callback
     if isinstance(callback, WorkerCallback):
         return InWorkers(callback)
+    other = adapters.adapted(callback)
+    if other is not None:
+        return other
     instead = f" Did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
     raise TypeError(
         f"`{argument}` has {callback!r}: need objects of subclasses of `raysgd.callbacks.Callback`.{instead}"

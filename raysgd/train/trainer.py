@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._checks import check_amount, is_integer, refuse_text
+from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.history import History
 from raysgd.engine.resources import cluster_view
@@ -140,7 +141,7 @@ class Trainer:
         self,
         train_func: Callable[..., Any],
         config: Any = None,
-        callbacks: Sequence[TrainingCallback] | None = None,
+        callbacks: Sequence[TrainingCallback | Callback] | None = None,
         dataset: Any = None,
         checkpoint: Mapping[str, Any] | str | Path | None = None,
         checkpoint_strategy: CheckpointStrategy | None = None,
@@ -150,7 +151,8 @@ class Trainer:
         Args:
             train_func: Takes nothing, or one argument, the config.
             config: That argument, as it is; an empty dict for None. It need not be a dict, but has to pickle.
-            callbacks: Told of the start, of each report, and of the end, in this order.
+            callbacks: Called at the start, at each report, and at the end: first those of `raysgd.train`, in this
+                order, then those of `raysgd.callbacks`.
             dataset: Divided over the workers, see `get_dataset_shard`: has `split(n, equal=True)`; or a dict of such.
             checkpoint: What `load_checkpoint` returns at first: a dict, or the path of a saved one.
             checkpoint_strategy: Which checkpoints stay on disk. Default: all.
@@ -174,7 +176,8 @@ class Trainer:
             iterator = self._iterate(plan, run_dir)
             try:
                 for results in iterator:
-                    told.process(results)
+                    newest = self.latest_checkpoint_path
+                    told.process(results, self.history.events, None if newest is None else str(newest))
             except BaseException:
                 self._executor.abort_training()
                 raise

@@ -1,14 +1,18 @@
 """The callbacks of a run: those of `RunConfig(callbacks=[...])`, called in their order.
 
-Callbacks and loggers of Ray Tune are called with the trial; callbacks of `raysgd.train.callbacks` with the reports.
+Callbacks and loggers of Ray Tune are called with the trial; callbacks of `raysgd.train.callbacks` with the reports;
+callbacks of `raysgd.callbacks` with the run, after the others.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from raysgd.callbacks.adapters import TUNE_HOOKS, FunctionCalls, InTrial
+from raysgd.callbacks.callback import Callback
+from raysgd.engine.history import Event
 from raysgd.exceptions import CallbackError
 from raysgd.train.callbacks.callback import TrainingCallback, call_with_known
 from raysgd.train.constants import TIME_THIS_ITER_S, TIMESTAMP, TRAINING_ITERATION
@@ -18,18 +22,9 @@ from raysgd.train.fit.writers import ProgressFile, ResultFile, TensorBoardFile
 logger = logging.getLogger(__name__)
 
 _DEFAULT_LOGGERS = frozenset(writer.tune_name for writer in (ResultFile, ProgressFile, TensorBoardFile))
-_HOOKS = (
-    "on_step_begin",
-    "on_step_end",
-    "on_trial_start",
-    "on_trial_restore",
-    "on_trial_save",
-    "on_trial_result",
-    "on_trial_complete",
-    "on_trial_recover",
-    "on_trial_error",
-    "on_checkpoint",
-    "on_experiment_end",
+_ADVICE = (
+    "Its checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, and "
+    "continue with `restore`."
 )
 
 
@@ -39,13 +34,18 @@ class RunCallbacks:
     Args:
         callbacks: What the user gave.
         trial: The trial that they are shown.
+        advice: What to do where one of them fails.
 
     Raises:
         TypeError: One of them is not a callback.
     """
 
-    def __init__(self, callbacks: Sequence[Any] | None, trial: Trial) -> None:
-        self._callbacks = [_adapted(callback) for callback in callbacks or ()]
+    def __init__(self, callbacks: Sequence[Any] | None, trial: Trial, advice: str = _ADVICE) -> None:
+        given = list(callbacks or ())
+        self._callbacks = [_adapted(callback) for callback in given if not isinstance(callback, Callback)]
+        self._own = _in_trial([callback for callback in given if isinstance(callback, Callback)], trial)
+        self._callbacks += self._own
+        self._advice = advice
         self._trial = trial
         self._iteration = 0
         self._has_failed = False
@@ -54,6 +54,16 @@ class RunCallbacks:
     def replaced_loggers(self) -> frozenset[str]:
         """The default loggers of Ray Tune that the user passed, by name."""
         return frozenset(name for callback in self._callbacks for name in _default_loggers(callback))
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a callback has called `run.stop`."""
+        return any(own.is_stopping for own in self._own)
+
+    def watch(self, events: Callable[[], Sequence[Event]]) -> None:
+        """Lets callbacks see what happens to the workers."""
+        for own in self._own:
+            own.events = events
 
     def setup(self, stop: Any) -> None:
         """Called once, before the first attempt."""
@@ -91,20 +101,22 @@ class RunCallbacks:
         self._iteration += 1
         self._on_step("on_step_end")
 
-    def end(self, *, has_failed: bool) -> None:
-        """The run has ended. Every callback is called, also when one of them fails.
+    def end(self, *, has_failed: bool, error: BaseException | None = None) -> None:
+        """The run has ended, maybe with `error`. Every callback is called, also when one of them fails.
 
         Raises:
             CallbackError: A callback failed in a run that did not.
         """
+        for own in self._own:
+            own.error = error
         errors: list[CallbackError] = []
         trial = {"iteration": self._iteration, "trials": [self._trial], "trial": self._trial}
         for callback in self._callbacks:
             try:
                 self._call(callback, "on_trial_error" if has_failed else "on_trial_complete", **trial)
                 self._call(callback, "on_experiment_end", trials=[self._trial])
-            except CallbackError as error:
-                errors.append(error)
+            except CallbackError as failed:
+                errors.append(failed)
         for hidden in errors if has_failed else errors[1:]:
             logger.error("%s", hidden)
         if errors and not has_failed:
@@ -142,14 +154,24 @@ class RunCallbacks:
             return
         try:
             call_with_known(method, **info)
+        except CallbackError:  # of one of our callbacks
+            self._has_failed = True
+            raise
         except Exception as error:
             self._has_failed = True
             name = type(getattr(callback, "callback", callback)).__name__
             raise CallbackError(
-                f"The callback `{name}` failed in `{hook}`: {type(error).__name__}: {error}. The run ends. Its "
-                "checkpoints and results are kept: fix the callback, or leave it out of `RunConfig(callbacks=...)`, "
-                "and continue with `restore`."
+                f"The callback `{name}` failed in `{hook}`: {type(error).__name__}: {error}. The run ends. "
+                f"{self._advice}"
             ) from error
+
+
+def _in_trial(callbacks: Sequence[Callback], trial: Trial) -> list[InTrial]:
+    """What calls our own callbacks; nothing if there are none."""
+    if not callbacks:
+        return []
+    config = trial.config.get("train_loop_config", trial.config)
+    return [InTrial(FunctionCalls(callbacks, trial.trainable_name, config, trial.local_path))]
 
 
 def _adapted(callback: Any) -> Any:
@@ -160,11 +182,12 @@ def _adapted(callback: Any) -> Any:
     """
     if isinstance(callback, TrainingCallback):
         return _FunctionCallback(callback)
-    if isinstance(callback, type) or not any(hasattr(callback, hook) for hook in _HOOKS):
+    if isinstance(callback, type) or not any(hasattr(callback, hook) for hook in TUNE_HOOKS):
         instead = f"; did you mean `{callback.__name__}()`?" if isinstance(callback, type) else ""
         raise TypeError(
             f"`RunConfig(callbacks=[{callback!r}])`: need objects of subclasses of `ray.tune.Callback`, "
-            f"`ray.tune.logger.LoggerCallback` or `raysgd.train.TrainingCallback`{instead}"
+            "`ray.tune.logger.LoggerCallback`, `raysgd.train.TrainingCallback` or "
+            f"`raysgd.callbacks.Callback`{instead}"
         )
     return callback
 

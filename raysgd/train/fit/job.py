@@ -108,7 +108,9 @@ class FitJob:
             self.begin_from,
             self.folder.next_index,
         )
-        self._make_run(plan).run()
+        run = self._make_run(plan)
+        self.recorder.watch(lambda: run.events)
+        run.run()
 
     def _make_run(self, plan: FitPlan) -> FitRun:
         return FitRun(plan, self.recorder.take, self.recorder.begin, self.recorder.fail)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -17,6 +17,7 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE
 from raysgd.air.result import Result, read_reports
+from raysgd.engine.history import Event
 from raysgd.train.fit.callbacks import RunCallbacks
 from raysgd.train.fit.chores import Chores, Logs
 from raysgd.train.fit.console import LogFiles, Narrator, Reporter
@@ -111,12 +112,17 @@ class Recorder:
         for writer in self._writers:
             writer.write(result)
         self._callbacks.report(result)
+        result[DONE] = result[DONE] or self._callbacks.is_stopping
         self._trial.update_last_result(result)
         if checkpoint is not None:
             self._keep(checkpoint, result)
         self._callbacks.end_step()
         self._logs.upload_soon()
         return bool(result[DONE])
+
+    def watch(self, events: Callable[[], Sequence[Event]]) -> None:
+        """Lets callbacks see what happens to the workers."""
+        self._callbacks.watch(events)
 
     def fail(self, error: BaseException) -> None:
         """An attempt has ended with an error, which goes into `error.txt`."""
@@ -144,7 +150,7 @@ class Recorder:
         if error is None:
             self._trial.last_result[DONE] = True
         try:
-            self._callbacks.end(has_failed=error is not None)
+            self._callbacks.end(has_failed=error is not None, error=error)
         finally:
             self._close(has_failed=error is not None)
         return self._result(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,6 +19,7 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig, ScalingConfig
 from raysgd.engine.failures import Diagnosis, words
 from raysgd.engine.group_spec import Words
+from raysgd.engine.history import Event
 from raysgd.engine.policies import FailurePolicy
 from raysgd.exceptions import WorkersLostError, worker_error
 from raysgd.train._run import FunctionRun
@@ -82,6 +83,9 @@ class FitPlan:
 class FitRun:
     """Runs the function of a plan on workers.
 
+    Attributes:
+        events: What happened to the workers so far.
+
     Args:
         plan: What to do.
         take: Called with the metrics of each report of rank 0, and with the checkpoint of that step, if there is one;
@@ -109,6 +113,7 @@ class FitRun:
         )
         self._executor = _executor(plan, self._checkpoints, self._note_failure)
         self._run: FunctionRun | None = None
+        self.events: Sequence[Event] = ()
         self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._failure: Exception | None = None
@@ -175,6 +180,7 @@ class FitRun:
     def _running(self) -> FunctionRun:
         if self._run is None:
             self._executor.start()
+            self.events = self._executor.history.events
             plan, executor = self._plan, self._executor
             shards = (
                 make_shards(plan.datasets, plan.dataset_config, place=executor.place, workers=lambda: executor.workers)

@@ -1,0 +1,238 @@
+"""Callbacks of one front end in another one: the only place that knows more than one kind of callback.
+
+`FunctionCalls` calls our callbacks while a training function runs. `adapted` makes one of ours of a callback that was
+written for `raysgd.train.Trainer` or for Ray Tune.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks.calling import CallbackCalls
+
+if TYPE_CHECKING:
+    from raysgd.engine.history import Event
+    from raysgd.train.fit.callbacks import RunCallbacks
+
+TUNE_HOOKS = (
+    "on_step_begin",
+    "on_step_end",
+    "on_trial_start",
+    "on_trial_restore",
+    "on_trial_save",
+    "on_trial_result",
+    "on_trial_complete",
+    "on_trial_recover",
+    "on_trial_error",
+    "on_checkpoint",
+    "on_experiment_end",
+)
+"""The methods of callbacks of Ray Tune, of which one makes an object a callback."""
+
+TRAINING_ITERATION = "training_iteration"
+_NOT_SHOWN = ("config", "trial_id", "experiment_tag", "date", "pid", "hostname", "node_ip", "should_checkpoint")
+
+
+class FunctionCalls:
+    """Calls our callbacks while a training function runs: there is one result per report, and no epochs.
+
+    Args:
+        callbacks: Called in this order.
+        name: What the run is called.
+        config: The config of the function.
+        folder: Where callbacks put files.
+        obstacle_to_stop: Why `run.stop` cannot end this kind of run; None if it can.
+
+    Raises:
+        TypeError: One of the callbacks needs something in the workers.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Callback],
+        name: str,
+        config: Any,
+        folder: str | Path,
+        obstacle_to_stop: str | None = None,
+    ) -> None:
+        self._run = Run(
+            name=name,
+            config=config if isinstance(config, Mapping) else {},
+            folder=folder,
+            callbacks=list(callbacks),
+            obstacle_to_stop=obstacle_to_stop,
+        )
+        self._calls = CallbackCalls(callbacks, self._run)
+        self._has_begun = False
+        for owner, _ in self._calls.worker_callbacks():
+            raise TypeError(
+                f"`{owner}` runs in the workers, around each step, and a training function takes its steps itself: "
+                "leave it out, or use `TorchTrainer.fit`."
+            )
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a callback has called `run.stop`."""
+        return self._run.is_stopping
+
+    def begin(self) -> None:
+        """The function is started; when it is started again, nothing happens."""
+        if not self._has_begun:
+            self._has_begun = True
+            self._calls.begin()
+
+    def report(self, metrics: Mapping[str, Any], events: Sequence[Event] = ()) -> None:
+        """The function has reported. `events` are all that happened to the workers so far."""
+        run = self._run
+        for event in events[len(run.history.events) :]:
+            run.history.events.append(event)
+            self._calls.event(event)
+        run.epoch = int(metrics.get(TRAINING_ITERATION) or run.epoch + 1)
+        shown = {name: value for name, value in metrics.items() if name not in _NOT_SHOWN}
+        self._calls.result(run.history.add_row({TRAINING_ITERATION: run.epoch, **shown}))
+
+    def checkpoint(self, location: str) -> None:
+        """A checkpoint was saved."""
+        self._calls.checkpoint(location)
+
+    def end(self, error: BaseException | None) -> None:
+        """The run has ended."""
+        self._calls.end(error)
+
+    def states(self) -> list[dict[str, Any]]:
+        """What the callbacks need to go on in another run."""
+        return self._calls.states()
+
+    def load_states(self, states: Sequence[Any]) -> None:
+        """Gives it back to them."""
+        self._calls.load_states(states)
+
+
+class InTrial:
+    """Our callbacks with the methods of a callback of Ray Tune.
+
+    Args:
+        calls: Calls them.
+
+    Attributes:
+        error: What the run failed with; set before `on_trial_error`.
+        events: Asks what happened to the workers.
+    """
+
+    def __init__(self, calls: FunctionCalls) -> None:
+        self._calls = calls
+        self.error: BaseException | None = None
+        self.events: Callable[[], Sequence[Event]] = tuple
+
+    @property
+    def is_stopping(self) -> bool:
+        """Whether a callback has called `run.stop`."""
+        return self._calls.is_stopping
+
+    def on_trial_start(self) -> None:
+        self._calls.begin()
+
+    def on_trial_result(self, result: Mapping[str, Any]) -> None:
+        self._calls.report(result, self.events())
+
+    def on_checkpoint(self, checkpoint: Any) -> None:
+        self._calls.checkpoint(str(checkpoint.path))
+
+    def on_trial_complete(self) -> None:
+        self._calls.end(None)
+
+    def on_trial_error(self) -> None:
+        self._calls.end(self.error)
+
+    def get_state(self) -> list[dict[str, Any]]:
+        return [each for each in self._calls.states() if each["state"] is not None]
+
+    def set_state(self, state: Sequence[Any]) -> None:
+        self._calls.load_states(state)
+
+
+def adapted(callback: Any) -> Callback | None:
+    """One of our callbacks that calls `callback`; None if it is of no kind that we know."""
+    if isinstance(callback, type):
+        return None
+    if hasattr(callback, "start_training") and hasattr(callback, "process_results"):
+        return OfTrainer(callback)
+    if any(hasattr(callback, hook) for hook in TUNE_HOOKS):
+        return OfTune(callback)
+    return None
+
+
+class OfTrainer(Callback):
+    """A `raysgd.train.TrainingCallback`.
+
+    Args:
+        callback: The callback.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self.adapted = callback
+
+    def on_run_begin(self, run: Run) -> None:
+        from raysgd.train.callbacks.callback import call_with_known
+
+        call_with_known(self.adapted.start_training, logdir=str(run.folder), config=run.config)
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        from raysgd.train import constants
+
+        counted = {
+            constants.TIMESTAMP: int(time.time()),
+            constants.TIME_THIS_ITER_S: result.get("seconds", 0.0),
+            constants.TRAINING_ITERATION: run.epoch,
+        }
+        self.adapted.process_results([{**result, **counted}])
+
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
+        self.adapted.finish_training(error=error is not None)
+
+
+class OfTune(Callback):
+    """A callback or a logger of Ray Tune, which is shown the run as a trial.
+
+    Args:
+        callback: The callback.
+    """
+
+    def __init__(self, callback: Any) -> None:
+        self.adapted = callback
+        self._trial: Any = None
+        self._filler: Any = None
+        self._calls: RunCallbacks | None = None
+
+    def on_run_begin(self, run: Run) -> None:
+        from raysgd.storage import open_folder
+        from raysgd.train.fit.callbacks import RunCallbacks
+        from raysgd.train.fit.layout import EXPERIMENT_TAG, new_trial
+        from raysgd.train.fit.metrics import MetricsFiller
+        from raysgd.train.fit.trial import Trial
+
+        folder = new_trial(open_folder(str(run.folder)), run.name)
+        folder.make()
+        self._trial = Trial(folder, run.config)
+        self._filler = MetricsFiller(folder.id, run.config, EXPERIMENT_TAG)
+        self._calls = RunCallbacks([self.adapted], self._trial, advice="Fix the callback or leave it out.")
+        self._calls.setup(None)
+        self._calls.start(after_failure=False, restores=run.epoch > 0)
+        self._trial.set_status(self._trial.RUNNING)
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        assert self._calls is not None, "a run begins before it has results"
+        report = self._filler.fill(result, None)
+        self._calls.report(report)
+        self._trial.update_last_result(report)
+        self._calls.end_step()
+
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
+        if self._calls is not None:
+            self._trial.set_status(self._trial.ERROR if error is not None else self._trial.TERMINATED)
+            calls, self._calls = self._calls, None
+            calls.end(has_failed=error is not None)
