@@ -1,0 +1,112 @@
+"""Kills one of four workers in the middle of an epoch, and shows that nothing is lost.
+
+Data: 1,776 of the 1,797 real digits, 8x8 pixels each, that come with scikit-learn: 37 steps of 48. Each digit has a
+counter among the weights, which every step that trains on this digit raises by one. So the trained model itself tells
+how many times it saw each digit. The weights are compared with those of one process, and of four that all live.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from _common import load_digits, parse_arguments, print_result, ray_running
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from raysgd import TorchTrainer
+from raysgd.operators import ClassificationOperator
+from raysgd.testing import kill_worker
+from raysgd.utils import BATCH_SIZE
+
+NUM_DIGITS, STEP_OF_DEATH = 1776, 10
+CONFIG = {BATCH_SIZE: 48, "seed": 0}  # 48 samples in each step, for 1, 2, 3 or 4 workers
+
+
+class CountingModel(nn.Module):
+    """A network, and a counter for each sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.network = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 10))
+        self.counters = nn.Parameter(torch.zeros(NUM_DIGITS))
+
+    def forward(self, images: torch.Tensor, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.network(images), self.counters[index]
+
+
+class CountingOperator(ClassificationOperator):
+    def build_model(self, config: dict[str, Any]) -> nn.Module:
+        return CountingModel()
+
+    def build_optimizer(self, model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+        weights = {"params": model.network.parameters(), "lr": 0.1, "momentum": 0.9}
+        counters = {"params": [model.counters], "lr": CONFIG[BATCH_SIZE]}  # times the gradient, 1/48, makes 1
+        return torch.optim.SGD([weights, counters])
+
+    def build_data(self, config: dict[str, Any]) -> tuple[TensorDataset, TensorDataset]:
+        images, digits = (np.concatenate(parts)[:NUM_DIGITS] for parts in zip(*load_digits(), strict=True))
+        index = torch.arange(NUM_DIGITS)
+        data = TensorDataset(torch.tensor(images).flatten(1), index, torch.tensor(digits))
+        return data, data
+
+    def forward(self, features: Any, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        scores, counted = self.model(*features)
+        raises_counters = (counted.detach() - counted).mean()  # its value is 0, its gradient is not
+        return scores, self.criterion(scores, target) + raises_counters
+
+
+def train(trainer: TorchTrainer, num_epochs: int, *, kills: bool = False) -> tuple[nn.Module, float]:
+    """Trains, and kills a worker on the way if told to; returns the model and its accuracy."""
+    for epoch in range(num_epochs):
+        if kills and epoch == num_epochs // 2:
+            pids = [worker.pid for worker in trainer.status().workers]
+            print(f"  the workers are the processes {pids}: killing {pids[1]} in step {STEP_OF_DEATH}", flush=True)
+            kill_worker(trainer, rank=1, at=f"step:{STEP_OF_DEATH}")
+        loss = trainer.train()["train_loss"]
+        print(f"  epoch {epoch}: train loss {loss:.4f}, {trainer.num_workers} worker(s)", flush=True)
+    return trainer.get_model(to_cpu=True), trainer.validate()["val_accuracy"]
+
+
+def largest_difference(one: nn.Module, other: nn.Module) -> float:
+    """The largest difference between two weights that belong together."""
+    pairs = zip(one.network.parameters(), other.network.parameters(), strict=True)
+    return max((first - second).abs().max().item() for first, second in pairs)
+
+
+def main() -> None:
+    args = parse_arguments(__doc__, num_workers=4)
+    if args.num_workers < 2:
+        raise SystemExit(f"--num-workers {args.num_workers}: need at least 2, because one of them dies.")
+    num_epochs, options = 2 if args.smoke_test else 20, {"use_gpu": args.use_gpu, "config": CONFIG}
+    print("one process")
+    with TorchTrainer(training_operator_cls=CountingOperator, use_local=True, **options) as trainer:
+        alone, accuracy_alone = train(trainer, num_epochs)
+    # `resize_check_s`: after a loss go on at once with the others; a new worker steps in when it is ready.
+    options.update(num_workers=args.num_workers, resize_check_s=0.5)
+    with ray_running(args), TorchTrainer(training_operator_cls=CountingOperator, **options) as trainer:
+        print(f"{args.num_workers} workers, undisturbed")
+        undisturbed, _ = train(trainer, num_epochs)
+        print(f"the same {args.num_workers} workers from the beginning, one of which is killed")
+        trainer.reset_config(CONFIG)
+        survivor, accuracy = train(trainer, num_epochs, kills=True)
+        [loss] = [event for event in trainer.status().events if event.is_loss]
+    print(f"  {loss}")
+    times_seen = survivor.counters.round()
+    print(f"each digit was seen {times_seen.min():.0f} to {times_seen.max():.0f} times in {num_epochs} epochs")
+    print_result(
+        args,
+        accuracy=accuracy,
+        accuracy_of_one_process=accuracy_alone,
+        recovery=loss.kind,
+        recovery_s=loss.seconds,
+        times_seen=[times_seen.min().item(), times_seen.max().item()],
+        difference_of_weights=largest_difference(survivor, undisturbed),
+        difference_to_one_process=largest_difference(survivor, alone),
+        epochs=num_epochs,
+    )
+
+
+if __name__ == "__main__":
+    main()
