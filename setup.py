@@ -140,6 +140,7 @@ setup(
     package_dir={"raysgd.operators": "operators"},
     packages=[*find_packages(include=["raysgd", "raysgd.*"]), "raysgd.operators"],
     package_data={"raysgd": ["py.typed"]},
+    entry_points={"console_scripts": ["raysgd = raysgd.cli:main"]},
     zip_safe=False,
     python_requires=">=3.10,<3.13",
     install_requires=["click>=8", "cloudpickle>=2.2", "numpy>=1.23", "ray>=2.9", "xxhash>=3.0"],

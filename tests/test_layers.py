@@ -48,7 +48,7 @@ TRIALS = {
     "raysgd.train.fit.tuned",
 }
 """What describes a trial of Ray Tune, beside `raysgd.tune`."""
-LEAVES = {"raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
+LEAVES = {"raysgd.cli", "raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
 # The function-based front end wraps models, and marks datasets, with what the class-based one has.
 ALLOWED_BETWEEN_FRONT_ENDS = {
     ("raysgd.train._torch", "raysgd.torch.ddp"),

@@ -1,0 +1,14 @@
+"""`python -m raysgd` is the command `raysgd`."""
+
+from __future__ import annotations
+
+
+def run() -> None:
+    """Run the command."""
+    from raysgd.cli import main
+
+    main(prog_name="raysgd")
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,50 @@
+"""The training of `raysgd doctor`: two steps of a linear model, with a result that does not depend on the workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from raysgd.torch import TorchTrainer, TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+NUM_STEPS = 2
+_GLOBAL_BATCH = 4
+
+
+class LineOperator(TrainingOperator):
+    """Fits a line to eight points."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        model = torch.nn.Linear(1, 1)
+        torch.nn.init.constant_(model.weight, 0.0)
+        torch.nn.init.constant_(model.bias, 0.0)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1), criterion=torch.nn.MSELoss()
+        )
+        x = torch.arange(NUM_STEPS * _GLOBAL_BATCH, dtype=torch.float32).reshape(-1, 1) / 8
+        self.register_data(train_loader=DataLoader(TensorDataset(x, 2 * x + 1), batch_size=config[BATCH_SIZE]))
+
+
+def trained_weights(done: Callable[[str], None], **options: Any) -> list[float]:
+    """Trains one epoch, which is two steps.
+
+    Args:
+        done: Called when a part is over, with its name.
+        options: Options of the trainer.
+
+    Returns:
+        Weight and bias.
+    """
+    with TorchTrainer(
+        training_operator_cls=LineOperator, config={BATCH_SIZE: _GLOBAL_BATCH}, use_gpu=False, **options
+    ) as trainer:
+        done("starting them took")
+        trainer.train()
+        done("two steps")
+        model = trainer.get_model(to_cpu=True)
+    done("fetching the model and ending them")
+    return [model.weight.item(), model.bias.item()]
