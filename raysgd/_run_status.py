@@ -163,7 +163,8 @@ def _class_run(folder: Folder, names: set[str], now: Callable[[], float]) -> Run
         key=lambda content: _number(content.get("epoch")),
         default={},
     )
-    history = newest.get("history") if isinstance(newest.get("history"), dict) else {}
+    given = newest.get("history")
+    history: dict[str, Any] = given if isinstance(given, dict) else {}
     rows = _json_lines(folder, "metrics.jsonl") or [row for row in _list(history, "rows") if isinstance(row, dict)]
     events = [event for event in _list(history, "events") if isinstance(event, dict)]
     last, stopped = rows[-1] if rows else {}, history.get("stop_reason")
