@@ -6,12 +6,15 @@ import logging
 import os
 import shutil
 import signal
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
+from tests.forked import forking_interpreter
 from tests.hygiene import RaySurroundings, Surroundings
 from tests.s3_server import S3Server
 
@@ -54,16 +57,18 @@ def ray_cluster(private_temp_dir: Path) -> Iterator[None]:
     """Connect to a Ray cluster of one node with four CPUs, started when the first test asks for it."""
     import ray
 
-    ray.init(
-        address="local",
-        num_cpus=NUM_CPUS,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level=logging.WARNING,
-        object_store_memory=OBJECT_STORE_BYTES,
-    )
-    yield
-    ray.shutdown()
+    with forking_interpreter() as interpreter:
+        with mock.patch.object(sys, "executable", interpreter):
+            ray.init(
+                address="local",
+                num_cpus=NUM_CPUS,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
+        yield
+        ray.shutdown()
 
 
 @pytest.fixture(scope="session")

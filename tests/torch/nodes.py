@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import ray
 import ray.cloudpickle
 from ray.cluster_utils import Cluster
 
+from tests.forked import forking_interpreter
 from tests.torch import ledger, operators_for_tests
 
 STORE_BYTES = 80 * 1024 * 1024
@@ -32,14 +35,15 @@ def cluster_of(num_nodes: int) -> Iterator[Cluster]:
     """A head without CPUs, where the driver is, and `num_nodes` with one each."""
     os.environ.update({"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"})
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "_system_config": FAST_HEALTH_CHECKS}
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
-    for module in (ledger, operators_for_tests):
-        ray.cloudpickle.register_pickle_by_value(module)  # workers have no path to the tests
-    try:
-        for _ in range(num_nodes):
-            add_node(cluster)
-        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-        yield cluster
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with forking_interpreter() as interpreter, mock.patch.object(sys, "executable", interpreter):
+        cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
+        for module in (ledger, operators_for_tests):
+            ray.cloudpickle.register_pickle_by_value(module)  # workers have no path to the tests
+        try:
+            for _ in range(num_nodes):
+                add_node(cluster)
+            ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+            yield cluster
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
