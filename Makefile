@@ -32,7 +32,7 @@ quick: lint typecheck ## style, types and every test that needs neither Ray nor 
 	$(PY) -m pytest tests -q -m "$(QUICK)" --deselect $(HOROVOD_PAGE) --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
-	$(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000
+	RAYSGD_FORKED_WORKERS=0 $(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000
 
 lint: $(STAMP) ## check style, format and spelling
 	$(PY) -m ruff check .

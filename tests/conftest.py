@@ -6,15 +6,13 @@ import logging
 import os
 import shutil
 import signal
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from unittest import mock
 
 import pytest
 
-from tests.forked import forking_interpreter
+from tests.forked import Forks, NoForks, forks
 from tests.hygiene import RaySurroundings, Surroundings
 from tests.s3_server import S3Server
 
@@ -53,22 +51,28 @@ def private_temp_dir() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def ray_cluster(private_temp_dir: Path) -> Iterator[None]:
+def worker_forks(private_temp_dir: Path) -> Iterator[Forks | NoForks]:
+    """What forks the workers of the cluster that all tests share."""
+    with forks() as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def ray_cluster(worker_forks: Forks | NoForks) -> Iterator[None]:
     """Connect to a Ray cluster of one node with four CPUs, started when the first test asks for it."""
     import ray
 
-    with forking_interpreter() as interpreter:
-        with mock.patch.object(sys, "executable", interpreter):
-            ray.init(
-                address="local",
-                num_cpus=NUM_CPUS,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                object_store_memory=OBJECT_STORE_BYTES,
-            )
-        yield
-        ray.shutdown()
+    with worker_forks.starting():
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture(scope="session")

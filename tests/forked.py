@@ -1,13 +1,15 @@
-"""Workers of Ray that are forked from a process that has imported PyTorch: they start in a fraction of the time.
+"""Ray workers that fork from a process that has imported the frameworks: they start in a fraction of the time.
 
-Ray starts its workers with the interpreter that `sys.executable` names when a cluster starts. `forking_interpreter` is
-one that asks this module, running as a server, to fork a worker; it executes everything else as ever. The server imports
-neither raysgd nor Ray, whose connections do not survive a fork. A worker is a process like any other: with a group, an
-environment and seeds of its own. With `RAYSGD_FORKED_WORKERS=0`, as in `make soak`, Ray starts its workers itself.
+Ray starts its workers with the interpreter that `sys.executable` names when the cluster starts. `forks` gives it one
+that asks this module, which runs as a server, to fork a worker, and that executes everything else as usual. The server
+imports neither raysgd nor Ray, whose connections do not survive a fork, nor Keras, whose version a test chooses. A worker
+is a process like any other, with a process group, environment and seeds of its own. With `RAYSGD_FORKED_WORKERS=0`, as
+in `make soak`, Ray starts its workers itself.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -18,13 +20,18 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 SWITCH = "RAYSGD_FORKED_WORKERS"
-PRELOADED = ("torch", "psutil", "yaml", "jsonschema", "google.protobuf.descriptor_pb2")
+FOR_RAY = ("psutil", "yaml", "jsonschema", "requests", "msgpack", "filelock", "google.protobuf.descriptor_pb2")
+FOR_TORCH = ("torch", "tqdm")
+FOR_KERAS = ("h5py", "IPython", "matplotlib.pyplot", "optree", "pandas", "rich.console", "scipy.stats", "sklearn.base")
+FOR_TENSORFLOW = ("tensorflow", *FOR_KERAS)
 
 # It runs without `site` and with the standard library alone, to be quick.
 _INTERPRETER = """#!{python} -IS
@@ -52,45 +59,125 @@ with socket.socket(socket.AF_UNIX) as server:
 """
 
 
+class Forks:
+    """What forks the workers.
+
+    Args:
+        server: It runs this module.
+        interpreter: What `sys.executable` has to be while a cluster starts.
+    """
+
+    def __init__(self, server: subprocess.Popen[str], interpreter: Path) -> None:
+        self.server = server
+        self.interpreter = interpreter
+
+    def preload(self, names: Sequence[str]) -> None:
+        """Lets the server import modules; whoever asks for a worker meanwhile waits."""
+        assert self.server.stdin is not None
+        self.server.stdin.write(" ".join(names) + "\n")
+        self.server.stdin.flush()
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        """Clusters and nodes that start in the block have forked workers."""
+        with mock.patch.object(sys, "executable", str(self.interpreter)):
+            yield
+
+
+class NoForks:
+    """Leaves it to Ray to start workers."""
+
+    def preload(self, names: Sequence[str]) -> None: ...
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        yield
+
+
 @contextmanager
-def forking_interpreter() -> Iterator[str]:
-    """Yields what `sys.executable` has to be while a cluster starts whose workers are forked."""
+def forks(preloaded: Sequence[str] = FOR_TORCH) -> Iterator[Forks | NoForks]:
+    """Until the end of the block workers can be forked."""
     if os.environ.get(SWITCH) == "0":
-        yield sys.executable
+        yield NoForks()
         return
     with tempfile.TemporaryDirectory(prefix="f-") as folder:
         address, interpreter = f"{folder}/server", Path(folder, "python")
         interpreter.write_text(_INTERPRETER.format(python=sys.executable, address=address), encoding="utf-8")
         interpreter.chmod(0o755)
+        command = [sys.executable, __file__, address]
+        pipe = subprocess.PIPE
         # In a session of its own, out of reach of Ctrl-C. It ends when its input does.
-        with subprocess.Popen(
-            [sys.executable, __file__, address], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-        ) as server:
+        with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, start_new_session=True) as server:
             assert server.stdout is not None
             assert server.stdout.readline(), "the server that forks workers did not start"
-            yield str(interpreter)
+            found = Forks(server, interpreter)
+            found.preload([*FOR_RAY, *preloaded])
+            yield found
 
 
 def serve(address: str) -> None:
-    """Forks for whoever connects, until the input ends."""
+    """Forks for whoever connects, and imports what the input names, until that ends."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(address)
         server.listen(64)
-        print("listening", flush=True)  # who connects before all is imported, waits
-        for name in PRELOADED:
-            __import__(name)
+        print("listening", flush=True)
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # so that a worker that ended is gone
-        while sys.stdin not in select.select([sys.stdin, server], [], [])[0]:
-            connection, _ = server.accept()
-            with connection:
-                order, descriptors = _received(connection)
-                is_worker = os.fork() == 0
-            if is_worker:
-                server.close()
-                become(descriptors, **order)
+        while True:
+            ready, _, _ = select.select([0, server], [], [])
+            if 0 in ready:  # before any worker: what it needs is to be imported
+                names = os.read(0, 10_000).decode()
+                if not names:
+                    return
+                _import_all(names.split())
+            elif _is_worker_forked_for(server):
                 return
-            for descriptor in descriptors:
-                os.close(descriptor)
+
+
+def _import_all(names: Sequence[str]) -> None:
+    with _without_keras():
+        for name in names:
+            importlib.import_module(name)
+
+
+@contextmanager
+def _without_keras() -> Iterator[None]:
+    """Lets nobody import Keras: TensorFlow does without until somebody asks for `tf.keras`."""
+    sys.meta_path.insert(0, _NoKeras)
+    yield
+    sys.meta_path.remove(_NoKeras)
+
+
+class _NoKeras(PathFinder):
+    """Finds the packages, but does not load them."""
+
+    @classmethod
+    def find_spec(cls, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        spec = PathFinder.find_spec(fullname, path, target) if fullname in ("keras", "tf_keras") else None
+        if spec is not None:
+            spec.loader = cls  # type: ignore[assignment]
+        return spec
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None: ...
+
+    @staticmethod
+    def exec_module(module: Any) -> None:
+        raise ImportError(f"{module.__name__} is not for the server that forks workers")
+
+
+def _is_worker_forked_for(server: socket.socket) -> bool:
+    """In the server whether it forked is no news: False; in the worker, when that has ended: True."""
+    connection, _ = server.accept()
+    with connection:
+        order, descriptors = _received(connection)
+        is_worker = os.fork() == 0
+    if is_worker:
+        server.close()
+        become(descriptors, **order)
+        return True
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return False
 
 
 def _received(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:

@@ -11,6 +11,7 @@ import pytest
 import ray.cloudpickle
 
 from raysgd.tf import TFTrainer
+from tests.forked import FOR_TENSORFLOW
 from tests.tf import lab as lab_module
 from tests.tf import loss_models, models
 
@@ -41,6 +42,13 @@ def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for module in modules:
         ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def workers_have_tensorflow(request: pytest.FixtureRequest) -> None:
+    """Workers that start from now on need not import it."""
+    if request.module.__name__.endswith("_integration"):
+        request.getfixturevalue("worker_forks").preload(FOR_TENSORFLOW)
 
 
 @pytest.fixture(scope="module", params=KERAS)

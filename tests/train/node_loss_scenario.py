@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 
 from raysgd import train
 from raysgd.train import Trainer, TrainingCallback
+from tests.forked import forks
 
 STORE_BYTES = 80 * 1024 * 1024
 FAST_HEALTH_CHECKS = {
@@ -110,4 +111,5 @@ def main(logdir: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    with forks() as found, found.starting():
+        main(sys.argv[1])

@@ -18,6 +18,7 @@ from ray.cluster_utils import Cluster
 
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.torch import TorchTrainer
+from tests.forked import forks
 from tests.train.fit.loops import count_epochs
 from tests.train.node_loss_scenario import FAST_HEALTH_CHECKS, STORE_BYTES
 
@@ -74,4 +75,5 @@ def main(place: str, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    with forks() as found, found.starting():
+        main(sys.argv[1], sys.argv[2])
