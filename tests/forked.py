@@ -2,9 +2,9 @@
 
 Ray starts its workers with the interpreter that `sys.executable` names when the cluster starts. `forks` gives it one
 that asks this module, which runs as a server, to fork a worker, and that executes everything else as usual. The server
-imports neither raysgd nor Ray, whose connections do not survive a fork, nor Keras, whose version a test chooses. A worker
-is a process like any other, with a process group, environment and seeds of its own. With `RAYSGD_FORKED_WORKERS=0`, as
-in `make soak`, Ray starts its workers itself.
+imports neither raysgd nor Ray, whose connections do not survive a fork, nor Keras, whose version a test chooses. A
+worker is a process like any other, with a process group, environment and seeds of its own. Set
+`RAYSGD_FORKED_WORKERS=0`, as `make soak` does, to let Ray start its workers itself.
 """
 
 from __future__ import annotations

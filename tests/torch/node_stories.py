@@ -1,8 +1,8 @@
 """What befalls trainers on a cluster of some nodes, as JSON.
 
-    python -m tests.torch.node_stories [two]
+    python -m tests.torch.node_stories [two|spare]
 
-tells of a spare and of a wait for nodes; with `two`, only of two trainers at once.
+tells of a wait for nodes; with `two`, of two trainers at once; with `spare`, of a spare.
 """
 
 from __future__ import annotations
@@ -114,13 +114,19 @@ def tell_of_two() -> dict[str, Any]:
         return {"two": two_trainers_lose_a_worker_each(), "left over": before.leaks()}
 
 
-def tell_of_nodes() -> dict[str, Any]:
+def tell_of_a_spare() -> dict[str, Any]:
     with cluster_of(3) as cluster:
         before = RaySurroundings.now()
-        found = {"spare": a_spare_steps_in_for_a_node(cluster)}
-        add_node(cluster)
-        return {**found, "wait": a_wait_for_nodes_is_interrupted(cluster), "left over": before.leaks()}
+        return {"spare": a_spare_steps_in_for_a_node(cluster), "left over": before.leaks()}
 
+
+def tell_of_a_wait() -> dict[str, Any]:
+    with cluster_of(3) as cluster:
+        before = RaySurroundings.now()
+        return {"wait": a_wait_for_nodes_is_interrupted(cluster), "left over": before.leaks()}
+
+
+STORIES = {"two": tell_of_two, "spare": tell_of_a_spare, "wait": tell_of_a_wait}
 
 if __name__ == "__main__":
-    print(json.dumps(tell_of_two() if sys.argv[1:] == ["two"] else tell_of_nodes()))
+    print(json.dumps(STORIES[sys.argv[1] if sys.argv[1:] else "wait"]()))

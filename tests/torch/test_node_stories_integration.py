@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
 
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
-    """What the stories saw; they are told once."""
+    """What the story of a wait saw; it is told once."""
     return found_by(run_story("tests.torch.node_stories", timeout_s=160))
 
 
@@ -25,7 +25,9 @@ def test_two_trainers_recover_at_the_same_time_each_for_itself() -> None:
 
 
 @pytest.mark.soak
-def test_a_spare_takes_the_place_of_a_worker_whose_node_is_gone(found: dict[str, Any]) -> None:
+def test_a_spare_takes_the_place_of_a_worker_whose_node_is_gone() -> None:
+    found = found_by(run_story("tests.torch.node_stories", "spare", timeout_s=160))
+    assert found["left over"] == []
     assert found["spare"] == {"kinds": ["rejoined"], "size": 2, "uses": [1], "is on the lost node": False}
 
 
