@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from raysgd import _checks
 from raysgd.callbacks._operators import is_sharded, models_of, rank_of
@@ -18,8 +18,8 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 Weights = list[dict[str, Any]]
 """For each model its tensors by name."""
 
-_averagers: WeakKeyDictionary[Any, dict[str, Averager]] = WeakKeyDictionary()
-"""In a worker: the averagers of an operator, by key."""
+_averagers: WeakKeyDictionary[Any, WeakValueDictionary[str, Averager]] = WeakKeyDictionary()
+"""In a worker: the averagers that run beside an operator, by key."""
 
 
 class AveragedWeights(Callback):
@@ -34,11 +34,11 @@ class AveragedWeights(Callback):
         self._kept: dict[str, Any] | None = None
 
     def worker_callback(self) -> WorkerCallback:
-        """Keeps the averages in the workers. A second run goes on with those of the first one."""
-        return self._averager(self._key, self._kept)
+        """Keeps the averages in the workers. A second run of the same trainer goes on with them."""
+        return self._averager(self._key)
 
     @abstractmethod
-    def _averager(self, key: str, state: Mapping[str, Any] | None) -> Averager:
+    def _averager(self, key: str) -> Averager:
         """Makes what keeps the averages in a worker."""
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
@@ -114,8 +114,8 @@ class EMA(AveragedWeights):
         _checks.refuse_text(warmup=warmup)
         self.decay, self.warmup = float(decay), bool(warmup)
 
-    def _averager(self, key: str, state: Mapping[str, Any] | None) -> Averager:
-        return _MovingAverager(key, state, self.decay, self.warmup)
+    def _averager(self, key: str) -> Averager:
+        return EMAInWorker(key, self.decay, self.warmup)
 
 
 class SWA(AveragedWeights):
@@ -125,7 +125,7 @@ class SWA(AveragedWeights):
     `torch.optim.swa_utils.update_bn` on the model of `get_model`.
 
     Args:
-        start_epoch: The first epoch that counts, from 1.
+        start_epoch: The first epoch whose weights count, from 1 in the first run with this callback.
         every_n_epochs: How often the weights are taken from there on.
 
     Raises:
@@ -140,8 +140,8 @@ class SWA(AveragedWeights):
         self.start_epoch = _checks.check_count("start_epoch", start_epoch, "Epochs count from 1.")
         self.every_n_epochs = _checks.check_count("every_n_epochs", every_n_epochs, "1 takes every epoch.")
 
-    def _averager(self, key: str, state: Mapping[str, Any] | None) -> Averager:
-        return _EpochAverager(key, state, self.start_epoch, self.every_n_epochs)
+    def _averager(self, key: str) -> Averager:
+        return SWAInWorker(key, self.start_epoch, self.every_n_epochs)
 
 
 class Averager(WorkerCallback):
@@ -149,22 +149,18 @@ class Averager(WorkerCallback):
 
     Args:
         key: Which callback of the driver it belongs to.
-        state: What it goes on with; None for the weights as they are.
     """
 
-    def __init__(self, key: str, state: Mapping[str, Any] | None) -> None:
+    def __init__(self, key: str) -> None:
         self._key = key
-        self.num_updates = int(state["num_updates"]) if state is not None else 0
-        self.weights: Weights = list(state["weights"]) if state is not None else []
+        self.num_updates = 0
+        self.weights: Weights = []
 
     def on_begin(self, operator: Any) -> None:
         if is_sharded(operator):
             raise ValueError('Averages of weights need whole models in each worker: `parallel="fsdp"` divides them.')
-        _averagers.setdefault(operator, {})[self._key] = self
-        self._begin(operator)
-
-    def _begin(self, operator: Any) -> None:
-        """The operator is there."""
+        _averagers.setdefault(operator, WeakValueDictionary())[self._key] = self
+        self.num_updates, self.weights = 0, []
 
     def update(self, operator: Any, share: float) -> None:
         """Moves the averages towards the present weights.
@@ -191,21 +187,23 @@ class Averager(WorkerCallback):
         self.weights = [{name: tensor.clone() for name, tensor in weights.items()} for weights in state["weights"]]
 
 
-class _MovingAverager(Averager):
-    def __init__(self, key: str, state: Mapping[str, Any] | None, decay: float, warmup: bool) -> None:
-        super().__init__(key, state)
+class EMAInWorker(Averager):
+    """Updates the averages after each step."""
+
+    def __init__(self, key: str, decay: float, warmup: bool) -> None:
+        super().__init__(key)
         self._decay, self._warmup = decay, warmup
         self._has_stepped = False
 
-    def _begin(self, operator: Any) -> None:
-        if not self.weights:
-            self.weights = [_copied(model) for model in models_of(operator)]
+    def on_begin(self, operator: Any) -> None:
+        super().on_begin(operator)
+        self.weights = [_copied(model) for model in models_of(operator)]
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
         self._has_stepped = True
 
     def on_step_end(self, operator: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._has_stepped:  # with accumulation, not every batch is a step
+        if self._has_stepped:  # a step in which nothing counts is none
             self._has_stepped = False
             self.update(operator, 1 - self._present_decay)
 
@@ -215,15 +213,30 @@ class _MovingAverager(Averager):
         return min(self._decay, (1 + num) / (10 + num)) if self._warmup else self._decay
 
 
-class _EpochAverager(Averager):
-    def __init__(self, key: str, state: Mapping[str, Any] | None, start_epoch: int, every_n_epochs: int) -> None:
-        super().__init__(key, state)
+class SWAInWorker(Averager):
+    """Updates the averages at the end of epochs."""
+
+    def __init__(self, key: str, start_epoch: int, every_n_epochs: int) -> None:
+        super().__init__(key)
         self._start, self._every = start_epoch, every_n_epochs
+        self._num_epochs = 0
+
+    def on_begin(self, operator: Any) -> None:
+        super().on_begin(operator)
+        self._num_epochs = 0
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
-        since = int(metrics["epoch"]) - self._start
+        self._num_epochs += 1
+        since = self._num_epochs - self._start
         if since >= 0 and since % self._every == 0:
             self.update(operator, 1 / (self.num_updates + 1))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_epochs": self._num_epochs}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._num_epochs = int(state["num_epochs"])
 
 
 # ---------------------------------------------------------------------------------------------------- tensors
@@ -264,7 +277,7 @@ def _put(model: Any, weights: Mapping[str, Any]) -> None:
 
 
 def _state_of(operator: Any, key: str) -> dict[str, Any] | None:
-    averager = _averagers.get(operator, {}).get(key)
+    averager = _averagers[operator].get(key) if operator in _averagers else None
     return averager.state_dict() if averager is not None and rank_of(operator) == 0 else None
 
 

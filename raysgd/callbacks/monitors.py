@@ -20,17 +20,14 @@ class LearningRateMonitor(Callback):
 
     def worker_callback(self) -> WorkerCallback:
         """Reads the rates in the workers."""
-        return _LearningRates()
+        return LearningRatesInWorker()
 
 
-class _LearningRates(WorkerCallback):
+class LearningRatesInWorker(WorkerCallback):
     """Notes the rates that optimizers step with."""
 
     def __init__(self) -> None:
         self._rates: dict[str, float] = {}
-
-    def on_epoch_begin(self, operator: Any) -> None:
-        self._rates = {}
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
         self._rates.update(_rates_of(operator, index_of(operator, optimizer), optimizer))
@@ -39,6 +36,7 @@ class _LearningRates(WorkerCallback):
         for index, optimizer in enumerate(optimizers_of(operator)):
             metrics.update(dict(_rates_of(operator, index, optimizer)))
         metrics.update(self._rates)
+        self._rates = {}
 
 
 def _rates_of(operator: Any, index: int, optimizer: Any) -> Iterator[tuple[str, float]]:
@@ -82,16 +80,19 @@ class GradientNorms(Callback):
 
     def worker_callback(self) -> WorkerCallback:
         """Measures in the workers."""
-        return _NormMeter()
+        return GradientNormsInWorker()
 
 
-class _NormMeter(WorkerCallback):
-    """Keeps sum, number and maximum of the norms, for each optimizer."""
+class GradientNormsInWorker(WorkerCallback):
+    """Keeps sum, number and maximum of the norms, for each optimizer.
+
+    They begin again at the end of an epoch, because a worker that steps in begins it with those of the others.
+    """
 
     def __init__(self) -> None:
         self._totals: dict[int, list[Any]] = {}
 
-    def on_epoch_begin(self, operator: Any) -> None:
+    def on_begin(self, operator: Any) -> None:
         self._totals = {}
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
@@ -104,6 +105,7 @@ class _NormMeter(WorkerCallback):
         for index, (total, count, largest) in sorted(self._totals.items()):
             name = of_optimizer("grad_norm", index, operator)
             metrics[name], metrics[f"max_{name}"] = float(total) / count, float(largest)
+        self._totals = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"totals": [[index, *map(float, entry)] for index, entry in self._totals.items()]}

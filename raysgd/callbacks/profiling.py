@@ -43,10 +43,12 @@ class ProfilerTrace(Callback):
 
     def worker_callback(self) -> WorkerCallback:
         """Records in the workers."""
-        return _Recorder(self._folder, self.steps, self.ranks)
+        return ProfilerInWorker(self._folder, self.steps, self.ranks)
 
 
-class _Recorder(WorkerCallback):
+class ProfilerInWorker(WorkerCallback):
+    """Records in one worker."""
+
     def __init__(self, folder: Folder, steps: tuple[int, int], ranks: frozenset[int] | None) -> None:
         self._folder, self._ranks = folder, ranks
         self._first, self._end = steps

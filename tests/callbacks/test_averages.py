@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd.callbacks import EMA, SWA, Callback, Run
+from raysgd.torch import TorchTrainer, TrainingOperator
+from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator
+
+Make = Callable[..., TorchTrainer]
+
+
+def weights_after_steps(num_epochs: int, **options: Any) -> list[torch.Tensor]:
+    """The weights at the beginning and after each step, from PyTorch alone."""
+    seen = []
+
+    class Watching(LinearOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            super().setup(config)
+            seen.append(self.model.weight.detach().clone())
+
+        def optimizer_step(self, optimizer: Any = None) -> None:
+            before = self.model.weight.detach().clone()
+            super().optimizer_step(optimizer)
+            if not torch.equal(before, self.model.weight):
+                seen.append(self.model.weight.detach().clone())
+
+    with TorchTrainer(training_operator_cls=Watching, use_local=True, **options) as trainer:
+        for _ in range(num_epochs):
+            trainer.train()
+    return seen
+
+
+def averaged(weights: list[torch.Tensor], decay: float) -> torch.Tensor:
+    average = weights[0].clone()
+    for each in weights[1:]:
+        average = decay * average + (1 - decay) * each
+    return average
+
+
+def near(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return torch.allclose(left, right, rtol=0, atol=1e-6)
+
+
+class TestEMA:
+    @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}])
+    def test_is_the_average_of_all_steps(self, make_local: Make, options: dict[str, Any]) -> None:
+        ema, trainer = EMA(decay=0.8), make_local(**options)
+        trainer.fit(2, callbacks=[ema])
+        model = ema.get_model(trainer)
+        assert near(model.weight, averaged(weights_after_steps(2, **options), 0.8))
+        assert not near(model.weight, trainer.get_model().weight)
+
+    def test_warms_up(self, make_local: Make) -> None:
+        ema, trainer = EMA(decay=0.999, warmup=True), make_local()
+        trainer.fit(1, callbacks=[ema])
+        average, *others = weights_after_steps(1)
+        for num, each in enumerate(others):
+            average = torch.lerp(average, each, 1 - (1 + num) / (10 + num))
+        assert near(ema.get_model(trainer).weight, average)
+
+    def test_can_be_put_in_the_place_of_the_weights_for_a_while(self, make_local: Make) -> None:
+        ema, trainer = EMA(decay=0.8), make_local()
+        trainer.fit(2, callbacks=[ema])
+        before = copy.deepcopy(trainer.get_model())
+        own = trainer.validate()["val_loss"]
+        with ema.swap(trainer):
+            inside = copy.deepcopy(trainer.get_model())
+            assert trainer.validate()["val_loss"] != pytest.approx(own, abs=1e-6)
+        assert near(inside.weight, ema.get_model(trainer).weight)
+        assert torch.equal(trainer.get_model().weight, before.weight)
+
+    def test_can_be_used_while_the_run_goes_on(self, make_local: Make) -> None:
+        class Validating(Callback):
+            found: torch.Tensor
+
+            def on_result(self, run: Run, result: dict[str, Any]) -> None:
+                with ema.swap(run.trainer):
+                    Validating.found = run.trainer.get_model(to_cpu=True).weight  # type: ignore[union-attr]
+
+        ema, trainer = EMA(decay=0.8), make_local()
+        trainer.fit(2, callbacks=[Validating(), ema])
+        expected = averaged(weights_after_steps(2), 0.8)
+        assert near(Validating.found, expected)
+        assert near(ema.get_model(trainer).weight, expected)
+
+    def test_goes_on_in_a_second_run_and_from_a_file(self, make_local: Make, tmp_path: Path) -> None:
+        expected = averaged(weights_after_steps(3), 0.8)
+        ema, trainer = EMA(decay=0.8), make_local()
+        for _ in range(2):
+            trainer.fit(1, callbacks=[ema])
+        trainer.save(tmp_path / "file")
+        trainer.fit(1, callbacks=[ema])
+        assert near(ema.get_model(trainer).weight, expected)
+        later, other = EMA(decay=0.8), make_local()
+        other.fit(3, callbacks=[later], resume_from=tmp_path / "file")
+        assert near(later.get_model(other).weight, expected)
+
+    def test_of_statistics_of_batch_norms(self, make_local: Make) -> None:
+        ema, trainer = EMA(decay=0.5), make_local(BatchNormOperator)
+        trainer.fit(1, callbacks=[ema])
+        own, average = trainer.get_model()[1], ema.get_model(trainer)[1]
+        assert not near(own.running_mean, average.running_mean)
+        assert own.num_batches_tracked == average.num_batches_tracked == 5
+
+    def test_of_weights_in_few_bits_moves(self, make_local: Make) -> None:
+        class Coarse(LinearOperator):
+            def make_model(self) -> torch.nn.Module:
+                return super().make_model().bfloat16()
+
+            def prepare_batch(self, batch: Any) -> Any:
+                (features,), target = super().prepare_batch(batch)
+                return (features.bfloat16(),), target.bfloat16()
+
+        ema, trainer = EMA(decay=0.999), make_local(Coarse)
+        trainer.fit(1, callbacks=[ema])
+        [weights] = ema._kept["weights"]  # type: ignore[index]
+        assert weights["weight"].dtype == torch.float32
+        assert ema.get_model(trainer).weight.dtype == torch.bfloat16
+
+
+class TestSWA:
+    def test_is_the_mean_over_epochs(self, make_local: Make) -> None:
+        class Collecting(Callback):
+            weights: list[torch.Tensor]
+
+            def on_run_begin(self, run: Run) -> None:
+                self.weights = []
+
+            def on_result(self, run: Run, result: dict[str, Any]) -> None:
+                self.weights.append(run.trainer.get_model(to_cpu=True).weight.detach())  # type: ignore[union-attr]
+
+        swa, collecting, trainer = SWA(start_epoch=2, every_n_epochs=2), Collecting(), make_local()
+        trainer.fit(5, callbacks=[swa, collecting])
+        mean = (collecting.weights[1] + collecting.weights[3]) / 2
+        assert near(swa.get_model(trainer).weight, mean)
+
+    def test_has_nothing_before_its_first_epoch(self, make_local: Make) -> None:
+        swa, trainer = SWA(start_epoch=2), make_local()
+        trainer.fit(1, callbacks=[swa])
+        with pytest.raises(RuntimeError, match="`SWA` has averaged nothing yet"):
+            swa.get_model(trainer)
+
+
+def test_several_models(make_local: Make) -> None:
+    class Pair(TrainingOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            torch.manual_seed(0)
+            models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
+            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+            self.models, self.optimizers = self.register(models=models, optimizers=optimizers)
+            self.model = self.models[0]
+            self.register_data(train_loader=torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2))
+
+        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+            loss = self.models[1](self.models[0](batch)).mean()
+            self.backward(loss, optimizer=self.optimizers)
+            self.optimizer_step(self.optimizers)
+            return {"train_loss": loss.detach(), "num_samples": len(batch)}
+
+    ema, trainer = EMA(decay=0.5), make_local(Pair)
+    trainer.fit(1, callbacks=[ema])
+    for model, average in zip(trainer.get_model(), ema.get_model(trainer), strict=True):
+        assert not near(model.bias, average.bias)
+    assert ema._kept["num_updates"] == 4  # type: ignore[index]
+
+
+@pytest.mark.parametrize("decay", [1, -0.1, "high", float("nan")])
+def test_a_decay_is_a_number_below_one(decay: Any) -> None:
+    with pytest.raises(ValueError, match=f"`decay={decay!r}`"):
+        EMA(decay)
+
+
+@pytest.mark.parametrize("name", ["start_epoch", "every_n_epochs"])
+def test_epochs_are_counted_from_one(name: str) -> None:
+    with pytest.raises(ValueError, match=f"`{name}=0`"):
+        SWA(**{name: 0})

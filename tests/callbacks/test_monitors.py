@@ -1,0 +1,98 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd.callbacks import GradientNorms, LearningRateMonitor, Run, ThroughputMonitor
+from raysgd.torch import TorchTrainer, TrainingOperator
+from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
+
+Make = Callable[..., TorchTrainer]
+
+
+class Grouped(TrainingOperator):
+    """Two optimizers, one of which has two groups and a schedule."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
+        groups = [{"params": [models[0].weight], "lr": 1.0}, {"params": [models[0].bias], "lr": 0.1, "name": "bias"}]
+        first, second = torch.optim.SGD(groups), torch.optim.SGD(models[1].parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.StepLR(first, step_size=1, gamma=0.5)
+        self.models, self.optimizers, self.scheduler = self.register(
+            models=models, optimizers=[first, second], schedulers=schedule
+        )
+        self.model = self.models[0]
+        self.register_data(train_loader=DataLoader(torch.ones(8, 2), batch_size=2))
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        loss = self.models[1](self.models[0](batch)).square().mean()
+        self.backward(loss, optimizer=self.optimizers)
+        self.optimizer_step(self.optimizers)
+        return {"train_loss": loss.detach(), "num_samples": len(batch)}
+
+
+def test_each_optimizer_and_group_has_a_name(make_local: Make) -> None:
+    trainer = make_local(Grouped, scheduler_step_freq="epoch")
+    first, second = trainer.fit(2, callbacks=[LearningRateMonitor(), GradientNorms()])
+    names = ("lr_optimizer0_group0", "lr_optimizer0_bias", "lr_optimizer1")
+    assert [first[name] for name in names] == pytest.approx([1.0, 0.1, 0.01])
+    assert [second[name] for name in names] == pytest.approx([0.5, 0.05, 0.01])
+    assert first["grad_norm_optimizer0"] != first["grad_norm_optimizer1"] > 0
+
+
+def test_one_group_has_the_plain_name(make_local: Make) -> None:
+    history = make_local(config={"lr": 0.05}).fit(2, callbacks=[LearningRateMonitor()])
+    assert history["lr"] == [0.05, 0.05]
+
+
+class TestGradientNorms:
+    def expected(self, make_local: Make) -> list[float]:
+        norms = []
+
+        class Noting(LinearOperator):
+            def optimizer_step(self, optimizer: Any = None) -> None:
+                norms.append(float(torch.nn.utils.get_total_norm([each.grad for each in self.model.parameters()])))
+                super().optimizer_step(optimizer)
+
+        make_local(Noting).train()
+        return norms
+
+    @pytest.mark.parametrize("options", [{}, {"clip_grad_norm": 0.01}])
+    def test_are_those_before_clipping(self, make_local: Make, options: dict[str, Any]) -> None:
+        [row] = make_local(**options).fit(1, callbacks=[GradientNorms()])
+        first = self.expected(make_local)[0]
+        assert row["max_grad_norm"] >= row["grad_norm"] > 0.1
+        if not options:
+            norms = self.expected(make_local)
+            assert row["grad_norm"] == pytest.approx(sum(norms) / len(norms), abs=1e-6)
+            assert row["max_grad_norm"] == pytest.approx(max(norms), abs=1e-6)
+        else:
+            assert row["max_grad_norm"] >= first - 1e-6
+
+    def test_of_a_loop_that_steps_by_itself(self, make_local: Make) -> None:
+        [own] = make_local(OwnBatchOperator).fit(1, callbacks=[GradientNorms()])
+        [stock] = make_local().fit(1, callbacks=[GradientNorms()])
+        assert own["grad_norm"] == pytest.approx(stock["grad_norm"], abs=1e-6)
+
+    def test_each_epoch_has_its_own(self, make_local: Make) -> None:
+        first, second = make_local().fit(2, callbacks=[GradientNorms()])
+        assert second["grad_norm"] < first["grad_norm"]
+
+
+class TestThroughput:
+    def test_of_epochs_is_that_of_the_training_call(self, make_local: Make) -> None:
+        [row] = make_local().fit(1, callbacks=[ThroughputMonitor()])
+        assert row["samples_per_s"] * row["seconds"] == pytest.approx(20)
+        assert row["steps_per_s"] * row["seconds"] == pytest.approx(5)
+
+    def test_of_functions_is_that_of_the_time_between_reports(self) -> None:
+        monitor, run, result = ThroughputMonitor(), Run(name="function"), {"num_samples": 8, "loss": 1.0}
+        monitor.on_run_begin(run)
+        monitor.on_result(run, result)
+        assert result["samples_per_s"] > 0
+        assert "steps_per_s" not in result

@@ -1,0 +1,94 @@
+"""The stock callbacks on several workers, one of which is killed: what they find is what one process finds.
+
+Covers `raysgd.callbacks._operators`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray.cloudpickle
+import torch
+
+from raysgd.callbacks import (
+    EMA,
+    Callback,
+    Checkpointing,
+    EarlyStopping,
+    GradientNorms,
+    LearningRateMonitor,
+    ProfilerTrace,
+    Run,
+)
+from raysgd.replicas.history import History
+from raysgd.testing import kill_worker
+from raysgd.torch import TorchTrainer
+from tests.torch import operators_for_tests
+from tests.torch.operators_for_tests import LinearOperator
+
+pytestmark = pytest.mark.integration
+
+JOINT_BATCH = 8
+
+
+@pytest.fixture(autouse=True)
+def ships_the_operators() -> Iterator[None]:
+    """Let workers use them without a path to the tests."""
+    ray.cloudpickle.register_pickle_by_value(operators_for_tests)
+    yield
+    ray.cloudpickle.unregister_pickle_by_value(operators_for_tests)
+
+
+class KillInSecondEpoch(Callback):
+    def on_epoch_begin(self, run: Run) -> None:
+        if run.epoch == 1:
+            kill_worker(run.trainer, 1, at="step:1")
+
+
+@dataclass
+class Story:
+    """What came of a run."""
+
+    history: History
+    average: torch.Tensor
+    stopping: EarlyStopping
+    saving: Checkpointing
+
+
+def train(trainer: TorchTrainer, folder: Path, *more: Callback, epochs: int = 9) -> Story:
+    ema, stopping = EMA(decay=0.8), EarlyStopping("val_loss", patience=1, min_delta=0.3)
+    saving = Checkpointing(folder / "checkpoints", metric="val_loss", keep_last=2)
+    callbacks = [saving, ema, GradientNorms(), LearningRateMonitor(), stopping, *more]
+    history = trainer.fit(epochs, callbacks=callbacks, resume_from="auto")
+    return Story(history, ema.get_model(trainer).weight, stopping, saving)
+
+
+def test_two_workers_one_of_which_is_killed_find_what_one_process_finds(
+    ray_cluster: None, make_local: Callable[..., TorchTrainer], tmp_path: Path
+) -> None:
+    alone = train(make_local(config={"batch_size": JOINT_BATCH}), tmp_path / "alone")
+    options: dict[str, Any] = {"config": {"batch_size": JOINT_BATCH // 2}, "num_workers": 2, "spare_workers": 1}
+    with TorchTrainer(training_operator_cls=LinearOperator, **options) as trainer:
+        traces = ProfilerTrace(tmp_path / "traces", (1, 2))
+        together = train(trainer, tmp_path / "together", KillInSecondEpoch(), traces)
+        assert [event.is_loss for event in trainer.history.events].count(True) == 1
+    for name in ("val_loss", "grad_norm", "max_grad_norm", "lr"):
+        assert together.history[name] == pytest.approx(alone.history[name], abs=1e-6)
+    assert torch.allclose(together.average, alone.average, rtol=0, atol=1e-6)
+    assert 3 <= len(alone.history) < 9
+    assert together.history.stop_reason == alone.history.stop_reason
+    assert together.stopping.state_dict() == pytest.approx(alone.stopping.state_dict(), abs=1e-6)
+    assert Path(together.saving.best or "").name == Path(alone.saving.best or "").name
+    assert {path.name for path in (tmp_path / "traces").iterdir()} == {"rank0.json", "rank1.json"}
+
+    num_epochs = len(alone.history) + 1
+    later = [
+        train(make_local(config={"batch_size": JOINT_BATCH}), tmp_path / name, epochs=num_epochs)
+        for name in ("alone", "together")
+    ]
+    assert [len(each.history) for each in later] == [num_epochs] * 2
+    assert torch.allclose(later[0].average, later[1].average, rtol=0, atol=1e-6)
