@@ -203,7 +203,7 @@ class EMAInWorker(Averager):
         self._has_stepped = True
 
     def on_step_end(self, operator: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._has_stepped:  # a step in which nothing counts is none
+        if self._has_stepped:  # without it, nothing counted in the step
             self._has_stepped = False
             self.update(operator, 1 - self._present_decay)
 
