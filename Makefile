@@ -4,6 +4,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 HOROVOD_STAMP := $(VENV)/.installed-horovod
 BENCH_STAMP := $(VENV)/.installed-bench
+DOCS_STAMP := $(VENV)/.installed-docs
 
 # The first interpreter that starts and is supported; or say `make PYTHON=/path/to/python`.
 SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
@@ -15,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
 .DEFAULT_GOAL := help
-.PHONY: demo quick test soak lint typecheck format bench clean help
+.PHONY: demo quick test soak lint typecheck format bench docs clean help
 
 # What `make quick` leaves out: Ray clusters, hours, GPUs, and Horovod, which takes minutes to build.
 QUICK := not integration and not soak and not gpu
@@ -49,8 +50,11 @@ format: $(STAMP) ## format the code and apply safe fixes
 bench: $(BENCH_STAMP) ## run the benchmarks against the libraries they compare with
 	set -e; for script in examples/benchmarks/[!_]*.py; do $(PY) $$script; done
 
+docs: $(DOCS_STAMP) ## build the site into site/; fails on a broken link and on a page that is in no menu
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 clean: ## remove build results and caches, but not the environment
-	rm -rf build dist *.egg-info .mypy_cache .pytest_cache .ruff_cache
+	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find raysgd operators examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 help: ## show this list
@@ -71,4 +75,8 @@ $(HOROVOD_STAMP): $(STAMP) $(wildcard raysgd/horovod/*.py)
 
 $(BENCH_STAMP): $(STAMP)
 	$(PY) -m pip install -c constraints-dev.txt -e ".[dev,bench]"
+	touch $@
+
+$(DOCS_STAMP): $(STAMP)
+	$(PY) -m pip install -c constraints-dev.txt -e ".[dev,docs]"
 	touch $@

@@ -8,6 +8,8 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 ROOT = Path(__file__).resolve().parent
+REPOSITORY = "https://github.com/raysgd/raysgd"
+"""The one address from which all links come; `tests/docs/test_site.py` compares the others with it."""
 
 
 def read_version() -> str:
@@ -20,9 +22,11 @@ def read_version() -> str:
 
 
 def read_description() -> str:
-    """Return the README, which is the project page; empty where only the sources were copied."""
+    """Return the README with absolute links: it is the project page. Empty where only the sources were copied."""
     readme = ROOT / "README.md"
-    return readme.read_text(encoding="utf-8") if readme.exists() else ""
+    text = readme.read_text(encoding="utf-8") if readme.exists() else ""
+    text = re.sub(r"(!\[[^]]*\]\()(?!https?:)", rf"\1{REPOSITORY}/raw/main/", text)
+    return re.sub(r"(?<!!)(\[[^]]*\]\()(?!https?:|#)", rf"\1{REPOSITORY}/blob/main/", text)
 
 
 def union(*groups: list[str]) -> list[str]:
@@ -111,7 +115,7 @@ EXTRAS["dev"] = union(
 )
 # What the benchmarks compare with.
 EXTRAS["bench"] = union(EXTRAS["lightning"], ["accelerate>=0.30"])
-EXTRAS["docs"] = ["mkdocs>=1.5", "mkdocstrings[python]>=0.24"]
+EXTRAS["docs"] = ["latex2mathml>=3.77", "mkdocs-material>=9.5", "mkdocstrings[python]>=0.26"]
 
 setup(
     name="raysgd",
@@ -120,6 +124,12 @@ setup(
     long_description=read_description(),
     long_description_content_type="text/markdown",
     author="The raysgd authors",
+    url=REPOSITORY,
+    project_urls={
+        "Changelog": f"{REPOSITORY}/blob/main/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+        "Source": REPOSITORY,
+    },
     license="Apache-2.0",
     license_files=["LICENSE"],
     keywords=["ray", "pytorch", "tensorflow", "distributed training", "elastic training", "fault tolerance"],

@@ -1,0 +1,47 @@
+"""What the site needs beyond its pages: formulae as MathML, links to the sources, the decisions in the menu."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from latex2mathml.converter import convert
+
+DOCS = Path(__file__).parent
+CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
+FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", re.DOTALL)
+OUTSIDE = re.compile(r"\]\((?:\.\./)+((?!docs/)[^)\s]+)\)")
+
+
+def on_config(config: Any) -> Any:
+    """Adds the decisions to the menu, in the order of their numbers."""
+    decisions = [f"adr/{path.name}" for path in sorted((DOCS / "adr").glob("*.md"))]
+    contribute = next(section["Contribute"] for section in config["nav"] if "Contribute" in section)
+    contribute.append({"Decisions": decisions})
+    return config
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Leaves code as it is; changes formulae, and links to files beside the pages."""
+    return "".join(
+        part if part.startswith("`") else _with_links(_with_formulae(part), page, config)
+        for part in CODE.split(markdown)
+    )
+
+
+def _with_formulae(text: str) -> str:
+    return FORMULA.sub(lambda found: convert(found[1] or found[2], display="block" if found[1] else "inline"), text)
+
+
+def _with_links(text: str, page: Any, config: Any) -> str:
+    def absolute(found: re.Match[str]) -> str:
+        target = (DOCS / page.file.src_path).parent / found[0][2:-1].partition("#")[0]
+        if target.resolve().is_relative_to(DOCS):
+            return found[0]
+        kind = "tree" if target.is_dir() else "blob"
+        if not target.exists():
+            raise ValueError(f"`{page.file.src_path}` links to `{found[0][2:-1]}`, which does not exist")
+        return f"]({config['repo_url']}/{kind}/main/{target.resolve().relative_to(DOCS.parent)})"
+
+    return OUTSIDE.sub(absolute, text)
