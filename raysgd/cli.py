@@ -1,4 +1,4 @@
-"""The command `raysgd`: checks of the environment, and what the folder of a run says.
+"""The command `raysgd`: checks of the environment, what the folder of a run says, old programs rewritten.
 
 There is no command that trains: programs are the interface.
 """
@@ -10,6 +10,7 @@ import sys
 import click
 
 from raysgd._version import __version__
+from raysgd.compat.migrate.command import migrate
 
 _LABELS = {"ok": ("ok", "green"), "note": ("note", "yellow"), "problem": ("problem", "red")}
 
@@ -57,3 +58,6 @@ def status(run_folder: str) -> None:
         click.echo(str(_run_status.read_status(run_folder)))
     except (ValueError, OSError, ModuleNotFoundError) as error:
         raise click.ClickException(str(error)) from error
+
+
+main.add_command(migrate)
