@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from raysgd._optional import require
 from raysgd.callbacks._above import lines_above
+from raysgd.replicas import readable
 
 Style = Literal["auto", "rich", "tqdm", "plain"]
 STYLES = ("auto", "rich", "tqdm", "plain")
@@ -138,9 +139,13 @@ class TqdmBar(LineBar):
 
     def _open(self, view: View) -> Any:
         if self._bar is None:
-            self._bar = self._tqdm(
-                total=view.total, unit="batch", leave=False, file=self._stream, dynamic_ncols=True, delay=1e-9
-            )
+            options = {
+                "unit": "batch",
+                "leave": False,
+                "dynamic_ncols": True,
+                "delay": 1e-9,
+            }
+            self._bar = self._tqdm(initial=view.done, total=view.total, file=self._stream, **options)
             self._redirected.enter_context(lines_above(self._stream, self._bar.clear, self._bar.refresh))
         return self._bar
 
@@ -180,6 +185,7 @@ class RichBar(LineBar):
                 total=view.total,
                 completed=view.done,
                 values=view.text,
+                left=self._time_left(),
                 count=f"{view.done}/{view.total}" if view.total is not None else f"{view.done} batches",
             )
             self._progress.refresh()
@@ -193,14 +199,19 @@ class RichBar(LineBar):
             rich.TextColumn("{task.fields[count]}"),
         ]
         if is_wide:
-            columns.append(rich.TimeRemainingColumn(compact=True, elapsed_when_finished=True))
+            columns.append(rich.TextColumn("{task.fields[left]}", style="dim"))
         columns.append(rich.TextColumn("{task.fields[values]}", style="cyan", markup=False))
         self._progress = rich.Progress(
             *columns, console=self._console, transient=True, auto_refresh=False, redirect_stdout=is_terminal(sys.stdout)
         )
-        self._task = self._progress.add_task("", total=view.total, count="", values="")
+        self._task = self._progress.add_task("", total=view.total, completed=view.done, count="", values="", left="")
         self._progress.start()
         self._redirected.enter_context(lines_above(self._stream))
+
+    def _time_left(self) -> str:
+        """How long the call still takes; nothing while that cannot be told."""
+        left = self._progress.tasks[0].time_remaining
+        return f"{readable.seconds(left)} left" if left is not None and left >= 1 else ""
 
     def clear(self) -> None:
         progress, self._progress = self._progress, None

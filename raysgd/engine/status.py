@@ -108,12 +108,13 @@ class TrainerStatus:
 
     def _rows(self) -> list[tuple[str, str]]:
         speed = "not measured yet" if self.samples_per_s is None else f"{self.samples_per_s:.0f} samples/s"
+        losses = "loss" if self.num_failures == 1 else "losses"
         rows = [
             ("workers", f"{len(self.workers)} of {self.num_wanted}, {self.num_spares} spare"),
             ("throughput", speed if self.straggler is None else f"{speed}; the others wait for rank {self.straggler}"),
             (
                 "recoveries",
-                f"{self.num_failures} losses: {self.num_rejoins} rejoined, {self.num_rebuilds} rebuilt",
+                f"{self.num_failures} {losses}: {self.num_rejoins} rejoined, {self.num_rebuilds} rebuilt",
             ),
         ]
         if self.data is not None:

@@ -166,7 +166,7 @@ class _Lanes:
         levels = [span for span in spans if span.level is not None]
         if not levels:
             return top, ""
-        highest = nice_ticks(0.0, max(span.level or 0.0 for span in levels), 3)[-1]
+        highest = nice_ticks(0.0, max(span.level or 0.0 for span in levels))[-1]
         y = Axis(0.0, highest, top + 64, top + 8)
         parts = [self._name("samples/s", top + 36), self._rule(y, 0.0), self._rule(y, highest)]
         for span in levels:

@@ -50,11 +50,12 @@ def rate(per_second: float) -> str:
     """A throughput.
 
     Example:
-        >>> [rate(value) for value in (0.5, 12.3, 4321, 1234567)]
-        ['0.5 samples/s', '12.3 samples/s', '4.3k samples/s', '1.2M samples/s']
+        >>> [rate(value) for value in (0.5, 12.3, 894.8, 4321, 1234567)]
+        ['0.5 samples/s', '12.3 samples/s', '895 samples/s', '4.3k samples/s', '1.2M samples/s']
     """
     divisor, unit = (1e6, "M") if per_second >= 1e6 else (1e3, "k") if per_second >= 1e3 else (1, "")
-    return f"{per_second / divisor:.1f}{unit} samples/s"
+    value = per_second / divisor
+    return f"{value:.{0 if value >= 100 else 1}f}{unit} samples/s"
 
 
 def counted(how_many: int, thing: str, things: str | None = None) -> str:

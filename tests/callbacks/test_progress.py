@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import logging
 import sys
+import textwrap
 from typing import Any
 
 import pytest
@@ -317,3 +318,41 @@ def test_a_notebook_gets_one_display_that_changes(monkeypatch: pytest.MonkeyPatc
     assert "<progress" not in shown[-1]
     assert "0.2500" in shown[-1]
     assert "finished in" in shown[-1]
+
+
+def test_the_rate_of_tqdm_does_not_count_what_was_done_before_it_was_drawn() -> None:
+    stream, run = Terminal(), make_run()
+    bar = ProgressBar("tqdm", stream=stream)
+    bar.on_progress(run, Progress(600_000, 1_000_000, 2, 10, None))
+    [drawn] = screen(stream.getvalue())
+    assert "600000/1000000" in drawn
+    assert "?batch/s" in drawn
+    bar.on_run_end(run, None)
+
+
+@pytest.mark.integration
+def test_a_real_notebook_shows_rows_and_no_bar_in_the_end() -> None:
+    """Also without ipywidgets, which bars of others need."""
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    code = """
+        from raysgd.callbacks import ProgressBar, Run
+        from raysgd.replicas.epochs import Progress
+
+        run, bar = Run(name="run", trainer=object, epochs=2), ProgressBar()
+        for run.epoch in (1, 2):
+            bar.on_progress(run, Progress(3, 10, run.epoch, 2, 0.5))
+            print("a line of the user")
+            bar.on_result(run, {"train_loss": 0.5 / run.epoch})
+        bar.on_run_end(run, None)
+    """
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(code))])
+    nbclient.NotebookClient(notebook, timeout=60).execute()
+    outputs = notebook.cells[0].outputs
+    cards = [output["data"]["text/html"] for output in outputs if output["output_type"] == "display_data"]
+    assert len(cards) == 1
+    assert "0.5000" in cards[0]
+    assert "0.2500" in cards[0]
+    assert "<progress" not in cards[0]
+    printed = "".join(output["text"] for output in outputs if output["output_type"] == "stream")
+    assert printed.count("a line of the user") == 2
+    assert "epoch" not in printed
