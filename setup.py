@@ -64,7 +64,7 @@ EXTRAS = {
     "wandb": ["wandb>=0.16"],
     "progress": ["tqdm>=4.60", "rich>=13"],
     "plot": ["matplotlib>=3.7"],
-    "hf": union(TORCH, ["transformers>=4.48", "peft>=0.10"]),
+    "hf": union(TORCH, ["transformers>=4.48", "peft>=0.10", "safetensors>=0.4"]),
     "migrate": ["libcst>=1.1"],
 }
 # Every extra above in one environment.

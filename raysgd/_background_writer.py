@@ -15,6 +15,9 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
+State = dict[str, Any]
+Write = Callable[[str, State], object]
+
 
 class BackgroundWriter:
     """Writes checkpoint files in a background thread, one after the other, in the order of their submission.
@@ -28,7 +31,7 @@ class BackgroundWriter:
         shown: What the log calls a path.
     """
 
-    def __init__(self, write: Callable[[str, dict[str, Any]], object], shown: Callable[[str], str] = str) -> None:
+    def __init__(self, write: Write, shown: Callable[[str], str] = str) -> None:
         self._write, self._shown = write, shown
         self._jobs: collections.deque[_Job] = collections.deque()
         self._failures: collections.deque[BaseException] = collections.deque()
@@ -36,8 +39,10 @@ class BackgroundWriter:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def submit(self, path: str | os.PathLike[str], produce: Callable[[], dict[str, Any]]) -> None:
+    def submit(self, path: str | os.PathLike[str], produce: Callable[[], State], write: Write | None = None) -> None:
         """Queue the write of what `produce()` returns to `path`. `produce` runs in the background thread.
+
+        `write` writes this file; by default it is what writes all others.
 
         Raises:
             ValueError: The writer is closed.
@@ -47,19 +52,19 @@ class BackgroundWriter:
             if self._is_closed:
                 raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
             self._raise_failure()
-            self._jobs.append(_Job(os.fspath(path), produce, self._write, self._shown))
+            self._jobs.append(_Job(os.fspath(path), produce, write or self._write, self._shown))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
                 self._thread.start()
 
-    def write(self, path: str | os.PathLike[str], state: dict[str, Any]) -> None:
-        """Writes a file in this thread, after everything that was submitted.
+    def write(self, path: str | os.PathLike[str], state: State, write: Write | None = None) -> None:
+        """Writes a file in this thread, after everything that was submitted. Arguments as for `submit`.
 
         Raises:
             BaseException: What made this write, or an earlier one, fail.
         """
         self.wait()
-        self._write(os.fspath(path), state)
+        (write or self._write)(os.fspath(path), state)
 
     def wait(self) -> None:
         """Block until everything that was submitted is on the disk.
@@ -121,8 +126,8 @@ class _Job:
     """One file to write."""
 
     path: str
-    produce: Callable[[], dict[str, Any]]
-    write: Callable[[str, dict[str, Any]], object]
+    produce: Callable[[], State]
+    write: Write
     shown: Callable[[str], str]
 
     def run(self) -> BaseException | None:

@@ -45,7 +45,7 @@ class FitMethods(ABC):
         """Writes the state to a file."""
 
     @abstractmethod
-    def load(self, checkpoint: Any) -> None:
+    def load(self, checkpoint: Any) -> Any:
         """Loads a file that `save` wrote."""
 
     def fit(

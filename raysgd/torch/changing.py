@@ -8,8 +8,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from raysgd.replicas.changing import ChangingTrainer
 from raysgd.torch import arguments
+from raysgd.torch.saving import SavingTrainer
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.state_loader import StateLoader
 from raysgd.torch.torch_runner import TorchRunner
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from raysgd.torch.training_operator import TrainingOperator
 
 
-class ChangingTorchTrainer(ChangingTrainer):
+class ChangingTorchTrainer(SavingTrainer):
     """A trainer whose workers can go on with another class, or with the state of others."""
 
     _settings: TorchSettings

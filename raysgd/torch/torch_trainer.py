@@ -7,14 +7,12 @@ failures are the engine's business.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from raysgd import _checks
-from raysgd._state_codec import decode
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.compat.names import former_names
 from raysgd.connections.horovod import HorovodConnection
@@ -24,16 +22,12 @@ from raysgd.engine.connection import Connection
 from raysgd.replicas.epochs import merged
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
-from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.settings import GroupSettings
-from raysgd.storage import files
 from raysgd.torch import arguments, checkpoint_file, constants, epoch_checks, predicting, retired
 from raysgd.torch.changing import ChangingTorchTrainer
 from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.progress import EpochBar
-from raysgd.torch.replica_state import as_in_file
 from raysgd.torch.settings import TorchSettings
-from raysgd.torch.state_loader import RNG, StateLoader
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.torch.training_operator import TrainingOperator
 
@@ -330,68 +324,6 @@ class TorchTrainer(ChangingTorchTrainer):
             models = [model.cuda() for model in models]
         return models[0] if len(models) == 1 else models
 
-    def state_dict(self) -> dict[str, Any]:
-        """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
-        state = decode(self._snapshot().shared_state, copy=True)
-        del state[RESUME]
-        return dict(state)
-
-    def _load_state(self, state: dict[str, Any]) -> None:
-        StateLoader(self._controller).load(state)
-
-    def save(self, checkpoint: Any, blocking: bool = True, weights_only: bool = True) -> Any:
-        """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
-
-        Args:
-            checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last.pt`.
-            blocking: False returns once the state is copied and writes in the background; an error is raised by the
-                next `save` or by `shutdown`.
-            weights_only: False lets the operator's own state hold any object; such a file needs `load(...,
-                weights_only=False)`.
-
-        Returns:
-            `checkpoint`.
-
-        Raises:
-            ValueError: The operator's own state could not be loaded back; the message names the key. Or the URI is
-                not one of a file.
-            OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
-        """
-        files.check_location("checkpoint", checkpoint)
-        _checks.refuse_text(blocking=blocking, weights_only=weights_only)
-        snapshot = self._snapshot()
-        state = decode(snapshot.shared_state, copy=False)
-        state = as_in_file(state)
-        state[RESUME][RNG] = list(snapshot.rank_states)
-        state = checkpoint_file.check_loadable(state, allow_pickle=not weights_only)
-        with files.state_is_kept():
-            if blocking:
-                self._writer.write(checkpoint, state)
-            else:
-                self._writer.submit(checkpoint, partial(_first, state, snapshot))  # the state is a view of the snapshot
-        return checkpoint
-
-    def load(self, checkpoint: Any, weights_only: bool = True) -> None:
-        """Loads a file that `save` wrote, or that the old library wrote, into all workers.
-
-        Args:
-            checkpoint: The path or the URI.
-            weights_only: False also unpickles arbitrary objects. Only for files that you trust.
-
-        Raises:
-            FileNotFoundError: There is no such file.
-            StorageError: A store could not be reached. An `OSError`.
-            CheckpointCorruptedError: The file is truncated or was changed.
-            ValueError, KeyError: The file does not fit; the workers are as they were.
-        """
-        files.check_location("checkpoint", checkpoint)
-        _checks.refuse_text(weights_only=weights_only)
-        with ExitStack() as held:
-            path = held.enter_context(files.local_copy(checkpoint))
-            name = files.shown(checkpoint)
-            file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
-            StateLoader(self._controller).load_file(file, weights_only, held)
-
     def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
         checked = super()._checked_config(config)
         arguments.check_batch_size(checked, self.max_replicas)
@@ -428,7 +360,3 @@ class TorchTrainer(ChangingTorchTrainer):
 
 
 __getattr__, __dir__ = former_names(__name__)
-
-
-def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:
-    return state

@@ -1,0 +1,136 @@
+"""How a `TorchTrainer` saves and loads: what it writes, in each of its formats, and what it reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, Literal
+
+from raysgd import _checks
+from raysgd._state_codec import decode
+from raysgd.engine.snapshots import Snapshot
+from raysgd.replicas.changing import ChangingTrainer
+from raysgd.replicas.replica_state import RESUME
+from raysgd.storage import files
+from raysgd.torch import checkpoint_file, partial_loading, weights_file
+from raysgd.torch.partial_loading import LoadReport
+from raysgd.torch.replica_state import as_in_file
+from raysgd.torch.state_loader import RNG, StateLoader
+
+FileFormat = Literal["torch", "safetensors"]
+Writer = Callable[[str, dict[str, Any]], object]
+
+
+def check_format(name: Any) -> None:
+    """Refuses an unknown format, and one whose package is missing.
+
+    Raises:
+        ValueError: It is unknown.
+        ImportError: safetensors is not installed.
+    """
+    if name not in ("torch", "safetensors"):
+        guess = _checks.did_you_mean(str(name), ("torch", "safetensors"))
+        raise ValueError(f'`format={name!r}`: allowed are "torch" and "safetensors".{guess}')
+    if name == "safetensors":
+        weights_file.check_writable()
+
+
+def content_of(snapshot: Snapshot, weights_only: bool, file_format: FileFormat) -> tuple[dict[str, Any], Writer]:
+    """What a file is to hold, as views of the snapshot, and what writes it.
+
+    Raises:
+        ValueError: Something in it could not be loaded back.
+    """
+    state = as_in_file(decode(snapshot.shared_state, copy=False))
+    if file_format == "safetensors":
+        return {"models": state["models"]}, weights_file.write
+    state[RESUME][RNG] = list(snapshot.rank_states)
+    return checkpoint_file.check_loadable(state, allow_pickle=not weights_only), checkpoint_file.write
+
+
+class SavingTrainer(ChangingTrainer):
+    """A trainer with files of PyTorch."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
+        state = decode(self._snapshot().shared_state, copy=True)
+        del state[RESUME]
+        return dict(state)
+
+    def _load_state(self, state: dict[str, Any]) -> None:
+        StateLoader(self._controller).load(state)
+
+    def save(
+        self, checkpoint: Any, blocking: bool = True, weights_only: bool = True, format: FileFormat = "torch"
+    ) -> Any:
+        """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
+
+        Args:
+            checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last.pt`.
+            blocking: False returns once the state is copied and writes in the background; an error is raised by the
+                next `save` or by `shutdown`.
+            weights_only: False lets the operator's own state hold any object; such a file needs `load(...,
+                weights_only=False)`.
+            format: "torch" for the whole state, "safetensors" for the weights of the models alone.
+
+        Returns:
+            `checkpoint`.
+
+        Raises:
+            ImportError: safetensors is not installed.
+            ValueError: The operator's own state could not be loaded back; the message names the key. Or the URI is
+                not one of a file.
+            OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
+        """
+        files.check_location("checkpoint", checkpoint)
+        _checks.refuse_text(blocking=blocking, weights_only=weights_only)
+        check_format(format)
+        snapshot = self._snapshot()
+        state, write = content_of(snapshot, weights_only, format)
+        with files.state_is_kept():
+            if blocking:
+                self._writer.write(checkpoint, state, write)
+            else:  # the state is a view of the snapshot
+                self._writer.submit(checkpoint, partial(_first, state, snapshot), write)
+        return checkpoint
+
+    def load(
+        self, checkpoint: Any, weights_only: bool = True, *, strict: bool = True, parts: Sequence[str] | None = None
+    ) -> LoadReport | None:
+        """Loads a file that `save` wrote, or that the old library wrote, into all workers.
+
+        Args:
+            checkpoint: The path or the URI. A file of safetensors has models only, and the rest stays as it is.
+            weights_only: False also unpickles arbitrary objects. Only for files that you trust.
+            strict: False loads the weights that fit by name and shape, and by default nothing else.
+            parts: What to load of the file, the rest stays as it is: some of "models", "criterion", "optimizers",
+                "schedulers", "precision", "operator", "progress". Default: all, and with `strict=False` the models.
+
+        Returns:
+            What was loaded and what did not fit, if only a part was loaded; else None.
+
+        Raises:
+            FileNotFoundError: There is no such file.
+            StorageError: A store could not be reached. An `OSError`.
+            CheckpointCorruptedError: The file is truncated or was changed.
+            ValueError, KeyError: The file does not fit; the workers are as they were.
+        """
+        files.check_location("checkpoint", checkpoint)
+        _checks.refuse_text(weights_only=weights_only)
+        chosen = partial_loading.checked_parts(parts, strict)
+        with ExitStack() as held:
+            path = held.enter_context(files.local_copy(checkpoint))
+            name = files.shown(checkpoint)
+            if chosen or weights_file.is_weights_file(path):
+                saved = partial_loading.read(path, name, weights_only, held)
+                state, report = partial_loading.merged(self._snapshot(), saved, chosen, strict)
+                StateLoader(self._controller).load(state)
+                return report
+            file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
+            StateLoader(self._controller).load_file(file, weights_only, held)
+        return None
+
+
+def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:
+    return state
