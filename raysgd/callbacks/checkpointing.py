@@ -49,7 +49,8 @@ class Checkpointing(Callback):
     trainer keeps its state.
 
     Args:
-        folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the folder of the run.
+        folder: A path or a URI, such as `s3://bucket/run`. Default: `checkpoints` in the folder of the run; to resume
+            from there, pass the same `folder` to `fit`.
         every_n_epochs: How often to save. The last epoch of a run is always saved.
         keep_last: How many of the newest files to keep; None for all.
         keep_best: How many of the best files to keep as well. Default: 1 if there is a metric, else 0.
@@ -183,6 +184,8 @@ class Checkpointing(Callback):
             self._write_index()
         except OSError as error:
             self._saved = before
+            if new.name not in {each.name for each in before}:
+                self._delete(new)  # it may have been written, and the file beside it not
             self._fail(new, error)
             return
         self._pending, self._num_failures = None, 0

@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -168,6 +169,12 @@ def test_several_models(make_local: Make) -> None:
     for model, average in zip(trainer.get_model(), ema.get_model(trainer), strict=True):
         assert not near(model.bias, average.bias)
     assert ema._kept["num_updates"] == 4  # type: ignore[index]
+
+
+def test_models_that_are_divided_are_refused() -> None:
+    operator = SimpleNamespace(_raysgd=SimpleNamespace(parallel=SimpleNamespace(is_sharded=True)))
+    with pytest.raises(ValueError, match='`parallel="fsdp"` divides them'):
+        EMA().worker_callback().on_begin(operator)
 
 
 @pytest.mark.parametrize("decay", [1, -0.1, "high", float("nan")])

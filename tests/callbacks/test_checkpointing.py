@@ -127,6 +127,13 @@ class TestResuming:
         assert checkpoints_in(tmp_path) == [1, 2]
         assert Checkpointing(tmp_path).newest_checkpoint(Run(name="x")) == str(tmp_path / "epoch_0001.ckpt")
 
+    def test_in_the_folder_of_the_run(self, make_local: Make, tmp_path: Path) -> None:
+        for epochs in (2, 3):
+            trainer = make_local()
+            trainer.fit(epochs, callbacks=[Checkpointing()], folder=tmp_path, resume_from="auto")
+        assert len(trainer.history) == 1
+        assert checkpoints_in(tmp_path / "checkpoints") == [3]
+
     def test_a_damaged_index_is_said(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / INDEX_FILE).write_text('{"saved": [{}]}')
         assert Checkpointing(tmp_path).newest_checkpoint(Run(name="x")) is None
@@ -160,6 +167,17 @@ class TestWhatCannotBeWritten:
         [warning] = [each.getMessage() for each in caplog.records if "Checkpointing" in each.getMessage()]
         assert "could not save epoch 2" in warning
         assert "No space left on device" in warning
+
+    def test_half_a_checkpoint_does_not_stay(
+        self, make_local: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        in_the_way = tmp_path / "epoch_0002.ckpt.run.json"
+        in_the_way.mkdir()
+        saving = Checkpointing(tmp_path, keep_last=3)
+        make_local().fit(3, callbacks=[saving])
+        in_the_way.rmdir()
+        assert checkpoints_in(tmp_path) == [1, 3]
+        assert "could not save epoch 2" in caplog.text
 
     def test_several_in_a_row_end_the_run_and_the_state_is_kept(self, make_local: Make, tmp_path: Path) -> None:
         trainer = make_local()
