@@ -41,7 +41,7 @@ class ChangingTrainer(ClassTrainer):
                 call starts new ones with the new config.
         """
         self._settings = replace(self._settings, config=self._checked_config(config))
-        self._sharing = Sharing(self._settings.config, self._placed)
+        self._sharing = Sharing(self._settings.config, self._placed, self._whole_data)
         self._replicas.settings = self._settings_to_send()
         with self._naming_config_entries():
             self._renew()

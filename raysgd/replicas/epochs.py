@@ -10,6 +10,7 @@ from typing import Any, Literal
 from raysgd.engine.types import Heartbeat
 from raysgd.replicas import results
 from raysgd.replicas.results import WorkerMetrics
+from raysgd.replicas.whole_data import Place
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class EpochRequest:
 class EpochAnswer:
     """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
 
-    `epoch_idx` is the pass that a training call began with; `heartbeat` what a training call ended with.
+    `epoch_idx` is the pass that a training call began with; `heartbeat` what a training call ended with; `place` where
+    it stopped in data of its own.
     """
 
     metrics: WorkerMetrics | None
@@ -43,6 +45,7 @@ class EpochAnswer:
     num_steps: int
     epoch_idx: int = 0
     heartbeat: Heartbeat | None = None
+    place: Place | None = None
 
 
 ProgressKind = Literal["train", "validation", "test", "predict"]

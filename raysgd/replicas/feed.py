@@ -11,6 +11,7 @@ from raysgd.engine.types import DataLedger
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayLoader
 from raysgd.replicas.streams import Remainder
+from raysgd.replicas.whole_data import Place
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +23,7 @@ class Feed(ABC):
         epoch: How many passes over the train data were begun.
         train_stream: The one over the registered train data, once a call has used it.
         validation: The streams to evaluate on.
-        data_of_call: This worker's share of what a call brought along last.
+        data_of_call: This worker's share of what a call of `train`, or of `validate`, brought along last.
         divided_source: The class of sources whose position means the same on any number of workers.
     """
 
@@ -31,7 +32,7 @@ class Feed(ABC):
     def __init__(self) -> None:
         self.epoch = 0
         self.train_stream: Any = None
-        self.data_of_call: Any = None
+        self.data_of_call: dict[str, Any] = {}
         self.validation = Remainder(self._open_validation)
         self._to_resume: Mapping[str, Any] | None = None
 
@@ -71,7 +72,7 @@ class Feed(ABC):
         if share is None:
             return
         if request.shard_key is not None:
-            self.data_of_call = share
+            self.data_of_call[name] = share
             return
         loader = self.ray_loader(name)
         assert loader is not None, "the driver divides what is registered"
@@ -87,8 +88,14 @@ class Feed(ABC):
         return self.train_stream
 
     def is_divided(self, stream: Any) -> bool:
-        """Whether the library divides the data of a stream."""
-        return isinstance(stream.source, self.divided_source)
+        """Whether a stream is over registered data that the library divides."""
+        return stream is self.train_stream and isinstance(stream.source, self.divided_source)
+
+    def place_of_call(self, stream: Any) -> Place | None:
+        """Where a call stopped in data of its own; None at the end of a pass, and where that is not known."""
+        if stream is self.train_stream or not isinstance(getattr(stream, "source", None), self.divided_source):
+            return None
+        return Place(stream.pass_index, stream.completed) if stream.is_mid_pass else None
 
     def begin_pass(self) -> int:
         """Counts a pass over the train data; returns its index."""

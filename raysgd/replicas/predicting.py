@@ -28,6 +28,7 @@ from raysgd.replicas.prediction_data import DEFAULT_BATCH_SIZE, Asked, Source
 from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.ray_batches import PLAIN_BATCH_SIZE
 from raysgd.replicas.settings import ReplicaSettings
+from raysgd.replicas.sharing import placed_once
 from raysgd.utils import BATCH_SIZE
 
 _SHORT_S, _LONG_S = 0.25, 1.0
@@ -143,11 +144,7 @@ class Rounds:
         """What every worker needs of the data, put once for all of them."""
         if self._source.share is None:
             return None
-        share = self._source.share
-        first = self._place(0, share)
-        is_local = first is share  # and the others are elsewhere
-        others = self._place(1, share) if is_local and num_workers > 1 else first
-        return [first, *[others] * (num_workers - 1)]
+        return placed_once(self._place, [self._source.share] * num_workers)
 
 
 def dealt(pieces: Sequence[Any], num_workers: int) -> list[Sequence[Any]]:

@@ -378,7 +378,7 @@ class ClassRunner(PredictsRounds, ABC):
             self._running = internals.meters_to_fill = stream.at_boundary = None
         if not batches.was_touched and self.epoch == epoch_before:
             self._feed.begin_pass()  # one that brought its own data
-        return self._finish(run, returned, request)
+        return replace(self._finish(run, returned, request), place=self._feed.place_of_call(stream))
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
         returned = self._operator._raysgd.callbacks.end_epoch(self._operator, returned)

@@ -11,6 +11,7 @@ from raysgd._ray_data import are_cpus_free
 from raysgd.engine.types import World
 from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.ray_batches import RayBatches, RayShare, ray_batches
+from raysgd.replicas.whole_data import Place, WholeShare, is_creator
 
 Requests = list[tuple[Any, ...]]
 """For each rank a request, and its share behind it if it is given one: Ray hands that over by itself."""
@@ -32,11 +33,20 @@ class Sharing:
     Args:
         config: That of all workers together.
         place: Puts the share of a rank where the rank can take it from.
+        whole: Makes of data of a call, and the config of one worker, what all workers are given alike; None for data of
+            another kind.
     """
 
-    def __init__(self, config: Mapping[str, Any], place: Callable[[int, Any], Any]) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        place: Callable[[int, Any], Any],
+        whole: Callable[[Any, Mapping[str, Any]], Any] = lambda data, config: None,
+    ) -> None:
         self._config = config
         self._place = place
+        self._whole = whole
+        self._places: dict[str, tuple[Any, Place | None]] = {}
         self._divisions: dict[str, _Division] = {}
         self._has_warned = False
 
@@ -62,13 +72,17 @@ class Sharing:
         Args:
             requests: By rank.
             name: "train" or "validation".
-            dataset: Of Ray Data, or with `set_num_shards(n)` and `get_shard(i)`.
+            dataset: Of Ray Data, with `set_num_shards(n)` and `get_shard(i)`, or of a kind that `whole` knows.
             worlds: The group.
         """
-        if ray_batches(dataset) is None and not getattr(dataset, "keeps_position", False):
+        if ray_batches(dataset) is None and not getattr(dataset, "keeps_position", False) and not is_creator(dataset):
             self._divisions.pop(_of_call(name), None)  # what it gives may be something else each time
-        key, shares = self._shares(_of_call(name), dataset, worlds, lambda: self._divided(dataset, worlds))
+        key, shares = self._shares(_of_call(name), dataset, worlds, lambda: self._divided(name, dataset, worlds))
         return self._with_shares([(replace(each, shard_key=key),) for (each,) in requests], shares)
+
+    def note_place(self, name: str, dataset: Any, place: Place | None) -> None:
+        """Notes where a call stopped, for the next one with the same object."""
+        self._places[name] = dataset, place
 
     def forget(self) -> None:
         """Makes new shares in the next call."""
@@ -77,6 +91,8 @@ class Sharing:
     def _with_shares(self, requests: Requests, shares: Sequence[Any]) -> Requests:
         if not shares:
             return requests
+        if all(share is shares[0] for share in shares):
+            return [(*each, share) for each, share in zip(requests, placed_once(self._place, shares), strict=True)]
         return [(*each, self._place(rank, shares[rank])) for rank, each in enumerate(requests)]
 
     def _shares(
@@ -90,16 +106,28 @@ class Sharing:
         self._divisions[name] = _Division(data, worlds, uuid.uuid4().hex)
         return self._divisions[name].key, shares
 
-    def _divided(self, dataset: Any, worlds: Sequence[World]) -> Sequence[Any]:
-        batches = ray_batches(dataset)
+    def _divided(self, name: str, dataset: Any, worlds: Sequence[World]) -> Sequence[Any]:
+        batches, config = ray_batches(dataset), config_for_worker(self._config, len(worlds))
         if batches is not None:
-            return self._dealt(batches.sized(config_for_worker(self._config, len(worlds))), worlds)
+            return self._dealt(batches.sized(config), worlds)
+        if not hasattr(dataset, "set_num_shards"):
+            known, place = self._places.get(name, (None, None))
+            whole = WholeShare(self._whole(dataset, config), place if known is dataset else None)
+            return [whole] * len(worlds)
         dataset.set_num_shards(len(worlds))
         return [dataset.get_shard(world.rank) for world in worlds]
 
     def _dealt(self, batches: RayBatches, worlds: Sequence[World]) -> Sequence[RayShare]:
         self._has_warned = self._has_warned or not are_cpus_free()
         return batches.shares(len(worlds))
+
+
+def placed_once(place: Callable[[int, Any], Any], shares: Sequence[Any]) -> list[Any]:
+    """One share for all ranks, put once for all of those that it has to travel to."""
+    share, num_others = shares[0], len(shares) - 1
+    first = place(0, share)
+    is_local = first is share  # and the others are elsewhere
+    return [first, *[place(1, share) if is_local and num_others else first] * num_others]
 
 
 def _of_call(name: str) -> str:

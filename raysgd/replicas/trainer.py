@@ -67,7 +67,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
         self._group_settings, self._settings, self._writer = group, settings, writer
-        self._sharing = Sharing(settings.config, self._placed)
+        self._sharing = Sharing(settings.config, self._placed, self._whole_data)
         self._show_options(group, settings)
         self._replicas = ReplicaMaker(self._runner_cls)
         self._begin(self._make_controller())
@@ -179,6 +179,10 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
     def _seed_of_order(self) -> int:
         """What all ranks draw the order of the samples from."""
 
+    @abstractmethod
+    def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
+        """What all workers are given alike of data of a call; None for data of another kind."""
+
     def _train(
         self, asked: EpochRequest, max_retries: int, dataset: Any = None, can_resume: bool = True
     ) -> list[EpochAnswer]:
@@ -199,6 +203,8 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         except BaseException:
             self._sharing.forget()
             raise
+        if dataset is not None:
+            self._sharing.note_place("train", dataset, answers[0].place)
         self._listeners.tell_end("train", asked, answers[0])
         return answers
 

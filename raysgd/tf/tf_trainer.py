@@ -244,6 +244,9 @@ class TFTrainer(ChangingTrainer):
             raise NotImplementedError("`TFTrainer.validate` takes no `dataset` yet: register it as the test dataset.")
         return self._result(self._validate(self._asked(num_steps, profile, reduce_results, info)), reduce_results)
 
+    def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
+        return None
+
     def _to_predict(self, data: Any, asked: Asked) -> Found:
         return predicting.source_of(data, asked)
 

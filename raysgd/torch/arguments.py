@@ -20,7 +20,7 @@ from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.ray_batches import ray_batches
 from raysgd.replicas.settings import GroupSettings
-from raysgd.torch import constants
+from raysgd.torch import call_data, constants
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.precision import choose_precision
 from raysgd.torch.settings import TorchSettings
@@ -82,10 +82,11 @@ def check_dataset(dataset: Any, *, steps_apart: bool = False) -> None:
                 'together: omit `parallel="none"`.'
             )
         return
-    if not (hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")):
+    if not (hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")) and not call_data.is_known(dataset):
         raise TypeError(
-            f"`dataset=` got `{type(dataset).__name__}`: need a dataset of Ray Data, or an object with "
-            "`set_num_shards(n)` and `get_shard(i)`. Register an ordinary loader in `setup`, with `register_data`."
+            f"`dataset=` got `{type(dataset).__name__}`: need a `DataLoader`, a dataset of PyTorch or of Ray Data, "
+            "arrays or a data frame, a function `(config, batch_size)` that returns a loader, or an object with "
+            "`set_num_shards(n)` and `get_shard(i)`."
         )
 
 

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from raysgd.engine.types import DataLedger
+from raysgd.engine.types import DataLedger, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas import feed
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayLoader, RayShare
+from raysgd.replicas.whole_data import WholeShare
+from raysgd.torch import call_data
 from raysgd.torch.batch_sampler import ElasticBatchSampler
 from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.ray_tensors import as_batch
@@ -41,6 +44,7 @@ class Feed(feed.Feed):
         parallel: How the replicas are kept equal.
         world_size: How many replicas there are.
         undo: Called ahead of a batch of padding in training; returns what undoes what must not stay of it.
+        rank: The place among them.
     """
 
     divided_source = DividedSource
@@ -51,8 +55,10 @@ class Feed(feed.Feed):
         parallel: NoParallel,
         world_size: int,
         undo: Callable[[], Callable[[], None]] | None = None,
+        rank: int = 0,
     ) -> None:
         super().__init__()
+        self._rank = rank
         self._data_of = data_of
         self._parallel = parallel
         self._world_size = world_size
@@ -61,6 +67,7 @@ class Feed(feed.Feed):
         self._summation: Summation | None = None
         self._order_before: int | None = None
         self._of_call: tuple[str | None, BatchStream | None] = (None, None)
+        self._loaders: dict[str, tuple[str | None, Any]] = {}
 
     def training(self, request: EpochRequest) -> BatchStream:
         """The stream to train on: over the data of the request if it has some, else over the train loader."""
@@ -76,10 +83,39 @@ class Feed(feed.Feed):
         self.epoch += 1
         key, stream = self._of_call
         if stream is None or key != request.shard_key:
-            source = self._plain_source(_DataOfCall(self.data_of_call), lockstep=True)
+            source = self._source_of_call("train", request, training=True)
             stream = BatchStream(source, self._parallel.step, lambda: self.epoch - 1, self._undo)
+            self._go_to_place(stream, self.data_of_call.get("train"))
             self._of_call = request.shard_key, stream
         return stream
+
+    def _source_of_call(self, name: str, request: EpochRequest, training: bool) -> Source:
+        """Where the batches of data of a call come from."""
+        share = self.data_of_call[name]
+        data: Any = _DataOfCall(share)
+        if isinstance(share, WholeShare):
+            loader = self._made(name, request, share)
+            data = call_data.divided(loader, World(self._rank, self._world_size), training)
+            if isinstance(data, ShardedLoader):
+                return DividedSource(data, call_data.seed_of(loader, request.seed))
+        return self._plain_source(data, lockstep=True) if training else OncePerCall(data)
+
+    def _made(self, name: str, request: EpochRequest, share: WholeShare) -> Any:
+        """What a share makes, once for all calls that use it."""
+        key, loader = self._loaders.get(name, (None, None))
+        if key != request.shard_key:
+            loader = share.data.make()
+            self._loaders[name] = request.shard_key, loader
+        return loader
+
+    def _go_to_place(self, stream: BatchStream, share: Any) -> None:
+        """Goes on where the last call with the same data stopped, if the workers were given them again."""
+        place, source = getattr(share, "place", None), stream.source
+        if place is None or not isinstance(source, DividedSource):
+            return
+        self.data_of_call["train"] = replace(share, place=None)
+        if place.consumed < source.num_samples:
+            stream.resume(place.pass_index, place.consumed)
 
     def ray_loader(self, name: str) -> RayLoader | None:
         loader = getattr(self._data_of(name), "loader", None)
@@ -95,7 +131,7 @@ class Feed(feed.Feed):
 
     def _open_validation(self, request: EpochRequest) -> BatchStream:
         if request.shard_key is not None:
-            return BatchStream(OncePerCall(_DataOfCall(self.data_of_call)), Step(), lambda: 0)
+            return BatchStream(self._source_of_call("validation", request, training=False), Step(), lambda: 0)
         loader = self.ray_loader("validation")
         if loader is not None:
             return BatchStream(OncePerCall(loader), Step(), lambda: 0)
@@ -160,7 +196,7 @@ class Feed(feed.Feed):
             batch_size: How many samples of a joint batch are this worker's share from now on; None if unknown.
             instead_of: How many were; loaders with another batch size keep theirs.
         """
-        self._world_size = size
+        self._rank, self._world_size = rank, size
         self._summation = None
         self._of_call = None, None
         self.validation.drop()

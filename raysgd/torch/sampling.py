@@ -71,6 +71,11 @@ class Unsharded:
     reason: str
     warn: bool
 
+    @property
+    def divides_data(self) -> bool:
+        """Whether the loader divides the data itself."""
+        return self.reason == _DIVIDES
+
 
 def shard_loader(
     loader: Any, *, rank: int, world_size: int, training: bool, pin_memory: bool = False
@@ -148,6 +153,9 @@ def _own_sampler(loader: DataLoader[Any]) -> Any:
     return cast(BatchSampler, loader.batch_sampler).sampler
 
 
+_DIVIDES = "its sampler divides the data"
+
+
 @dataclass(frozen=True)
 class _Rule:
     applies: Callable[[Any], bool]
@@ -162,7 +170,7 @@ _RULES = (
     _Rule(_has_own_iteration, "its class overrides the iteration of DataLoader", warn=True),
     _Rule(lambda loader: loader.batch_sampler is None, "it forms no batches (`batch_size=None`)", warn=True),
     _Rule(lambda loader: type(loader.batch_sampler) is not BatchSampler, "custom `batch_sampler`", warn=True),
-    _Rule(lambda loader: _divides_data(_own_sampler(loader)), "its sampler divides the data", warn=False),
+    _Rule(lambda loader: _divides_data(_own_sampler(loader)), _DIVIDES, warn=False),
     _Rule(lambda loader: _has_no_length(loader.dataset), "its dataset has no length", warn=True),
     _Rule(lambda loader: _has_no_length(_own_sampler(loader)), "its sampler has no length", warn=True),
 )

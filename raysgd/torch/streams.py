@@ -60,6 +60,11 @@ class DividedSource:
         self.check_order: Callable[[], None] = lambda: None
         self.seed = seed
 
+    @property
+    def num_samples(self) -> int:
+        """Samples of a pass, of all ranks."""
+        return self._sharded.num_samples
+
     def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
         sampler = self._sharded.sampler
         plan, rank = sampler.begin_pass(pass_index, self.seed, consumed), sampler.rank

@@ -77,7 +77,7 @@ class TorchRunner(ClassRunner):
         self._device = _device(settings.use_gpu)
         self._parallel = _make_parallel(settings, world, self._device)
         super().__init__(
-            world, settings.snapshot_every_n_steps, Feed(self._data, self._parallel, world.size, self._undo)
+            world, settings.snapshot_every_n_steps, Feed(self._data, self._parallel, world.size, self._undo, world.rank)
         )
         self._modes = Modes()
         self._prediction = ToPredict()

@@ -23,7 +23,7 @@ from raysgd.replicas.epochs import merged
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
 from raysgd.replicas.settings import GroupSettings
-from raysgd.torch import arguments, checkpoint_file, constants, epoch_checks, predicting, retired
+from raysgd.torch import arguments, call_data, checkpoint_file, constants, epoch_checks, predicting, retired
 from raysgd.torch.changing import ChangingTorchTrainer
 from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.progress import EpochBar
@@ -238,9 +238,9 @@ class TorchTrainer(ChangingTorchTrainer):
             reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
             max_retries: How many times this call is run again after a loss of workers.
             info: Handed to the operator.
-            dataset: Trained on instead of the registered loader, for this call: a dataset of Ray Data, one in
-                `raysgd.data.RayBatches`, a `raysgd.data.Dataset`, or something else with `set_num_shards(n)` and
-                `get_shard(i)`.
+            dataset: Trained on instead of the registered loader, for this call: a `DataLoader`, a dataset, arrays, a
+                data frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a loader, and others;
+                see `docs/data.md`.
 
         Returns:
             `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and its last value.
@@ -287,6 +287,9 @@ class TorchTrainer(ChangingTorchTrainer):
         """Draws a progress bar until the end of the block."""
         with EpochBar() as bar, self._listeners.listening(bar.show):
             yield
+
+    def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
+        return call_data.whole(dataset, config)
 
     def _to_predict(self, data: Any, asked: Asked) -> Found:
         return predicting.source_of(data, asked)

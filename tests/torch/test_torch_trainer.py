@@ -1157,13 +1157,6 @@ def test_the_config_cannot_be_changed_where_that_would_change_nothing(
     assert type(trainer.config.copy()) is dict
 
 
-@pytest.mark.parametrize("name", ["fit", "predict"])
-def test_what_is_not_there_yet_says_what_to_use(name: str, make_local: MakeTrainer) -> None:
-    assert not hasattr(TorchTrainer, name)
-    with pytest.raises(AttributeError, match=f"`TorchTrainer.{name}` is not available yet. C"):
-        getattr(make_local(), name)
-
-
 class ByIndex(LinearOperator):
     """As the guide of the old library has it."""
 

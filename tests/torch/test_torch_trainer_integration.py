@@ -18,7 +18,7 @@ from raysgd.exceptions import ReservationTimeoutError, UnpicklableError
 from raysgd.torch import TorchTrainer, TrainingOperator, constants
 from raysgd.utils import BATCH_SIZE
 from tests.hygiene import RaySurroundings
-from tests.torch.operators_for_tests import LinearOperator
+from tests.torch.operators_for_tests import LinearOperator, dataset, samples_seen
 
 pytestmark = pytest.mark.integration
 
@@ -252,6 +252,25 @@ class Shards:
     def get_shard(self, index: int) -> Any:
         numbers = torch.arange(4) + 100 * index
         return [(torch.ones(4, 3), numbers, torch.ones(4, 1))] * (2 - index)
+
+
+def test_data_of_a_call_are_used_in_the_steps_of_one_process(pair: TorchTrainer) -> None:
+    data = dataset(21, seed=3)
+    with TorchTrainer(training_operator_cls=LinearOperator, use_local=True, config={"batch_size": 8}) as single:
+        single.get_local_operator().model.load_state_dict(pair.get_model().state_dict())
+        rate = pair.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"])[0]
+        single.get_local_operator().optimizer.param_groups[0]["lr"] = rate
+        pair.apply_all_operators(samples_seen)
+        for num_steps in (2, 2):  # of three steps; the second call goes on, and begins another pass
+            pair.train(num_steps=num_steps, dataset=data)
+            single.train(num_steps=num_steps, dataset=data)
+        seen = pair.apply_all_operators(samples_seen)
+        assert sorted(number for rank in seen for batch in rank for number in batch) == sorted([*range(21), *range(8)])
+        expected, found = single.get_model().state_dict(), pair.get_model().state_dict()
+        assert all(torch.allclose(found[name], value, atol=1e-6) for name, value in expected.items())
+        assert pair.validate(dataset=data)["val_loss"] == pytest.approx(
+            single.validate(dataset=data)["val_loss"], abs=1e-6
+        )
 
 
 def test_a_dataset_is_divided_over_the_workers(pair: TorchTrainer) -> None:
