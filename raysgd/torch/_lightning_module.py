@@ -80,6 +80,13 @@ class Hooks:
         num_arguments, names = self._accepted[name]
         return method(*arguments[:num_arguments], **{each: by_name[each] for each in names})
 
+    def call_or(self, name: str, otherwise: Callable[[], Any]) -> None:
+        """Calls a method that the user wrote; where there is none, what it stands for."""
+        if self.overrides(name):
+            self.call(name)
+        else:
+            otherwise()
+
     def part_of_package(self, name: str) -> Any:
         """A submodule of the very package that the module's base class comes from."""
         return import_module(f"{self._base.__module__.removesuffix('.core.module')}.{name}")

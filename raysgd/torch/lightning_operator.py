@@ -3,10 +3,9 @@
 The module keeps its steps, its hooks, `configure_optimizers` and `self.log`. Processes, data, checkpoints and recovery
 are this library's, and so is the averaging: what a step returns or logs is averaged over the samples of all workers.
 
-Hooks have the signatures of Lightning 2. Those that it dropped (`training_epoch_end`, `validation_epoch_end`,
-`training_step_end`, `validation_step_end`, `on_pretrain_routine_start`, `configure_apex`) are called where a module has
-them. Never called are those of testing and predicting, those of the end of a training, which is not announced here, and
-`configure_callbacks`.
+Hooks have the signatures of Lightning 2; `raysgd.torch._lightning_subset` lists those that are called. Those that it
+dropped (`training_epoch_end`, `validation_epoch_end`, `training_step_end`, `validation_step_end`,
+`on_pretrain_routine_start`, `configure_apex`) are called where a module has them.
 """
 
 from __future__ import annotations
@@ -34,6 +33,8 @@ from raysgd.torch._lightning_module import (
     optimizers_and_schedulers,
     run_in_forward_of,
 )
+from raysgd.torch._lightning_progress import Progress
+from raysgd.torch._lightning_subset import check_optimizers, warn_of_what_is_not_called
 from raysgd.torch._lightning_values import EpochValues, detached, loss_of, numbers_in, result_of_hook
 from raysgd.torch.modes import begin_training
 from raysgd.torch.streams import length_of
@@ -82,6 +83,7 @@ class LightningOperator(TrainingOperator):
             self._raysgd.world, self.device, self._hooks.part_of_package("plugins").Precision(), self._backward
         )
         self._trainer.accumulate_grad_batches = self._raysgd.context.settings.step_options.accumulate_grad_batches
+        warn_of_what_is_not_called(self._hooks, type(module).__name__)
         self._prepare_data()
         self._hooks.call("setup", "fit")
         self._hooks.call("configure_model")
@@ -108,10 +110,11 @@ class LightningOperator(TrainingOperator):
         # Before the optimizers are made: some keep state beside the parameters from the start.
         self._raysgd.context.place(module)
         optimizers, self._scheduler_dicts = optimizers_and_schedulers(module.configure_optimizers())
-        if len(optimizers) > 1 and module.automatic_optimization:
-            logger.warning("several optimizers without manual optimization: only the first one is stepped")
+        check_optimizers(module, optimizers)
         self._raysgd.scheduler_step_freq = SCHEDULER_STEP_PTL
         schedulers = [entry["scheduler"] for entry in self._scheduler_dicts]
+        by_batches = [each for each in self._scheduler_dicts if each["interval"] in PER_BATCH and each["frequency"] > 1]
+        self._progress = Progress(counts_batches=bool(by_batches))
         self.register(models=[module], optimizers=optimizers, schedulers=schedulers, ddp_args=dict(self.ddp_args))
         trainer.model, trainer.optimizers = self.model, self.optimizers
         trainer.lr_scheduler_configs = [SimpleNamespace(**entry) for entry in self._scheduler_dicts]
@@ -142,7 +145,8 @@ class LightningOperator(TrainingOperator):
             What `training_epoch_end` returns where there is one. Else, for each number that `training_step` returns or
             logs, its mean and `last_<name>`. A loss is `train_loss`, also where the step calls it `loss`.
         """
-        self._trainer.current_epoch, self._trainer.global_step = epoch_idx, self.global_step
+        self._progress.begin_call(epoch_idx, self.global_step)
+        self._trainer.current_epoch, self._trainer.global_step = epoch_idx, self._progress.num_steps
         info = {**self._raysgd.info_of_call(num_steps, epoch_idx), **(info or {})}
         begin_training(self._module)
         with torch.enable_grad(), self._epoch("train", "training_epoch_end"):
@@ -167,6 +171,7 @@ class LightningOperator(TrainingOperator):
             if not step.is_padding:
                 self._meters.update(*self._raysgd.parted(metrics))
             self.global_step += 1
+            self._progress.end_batch(self.global_step)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Takes one step on one batch, or leaves it to a module with manual optimization."""
@@ -175,11 +180,10 @@ class LightningOperator(TrainingOperator):
             output = self._optimize(batch, batch_idx)
         else:
             _, output = self._training_step(batch, batch_idx)
-        self._trainer.global_step = self.global_step + 1
         step = self._raysgd.parallel.step
         if self._scheduler_dicts and step.is_boundary and not self._raysgd.precision.has_skipped():
             so_far = {**numbers_in(output, self._values.loss_name), **self._values.of_batch}
-            self._step_schedulers(PER_BATCH, -(-(self.global_step + 1) // step.window), so_far)
+            self._step_schedulers(PER_BATCH, self._progress.batches_of_epoch(self.global_step + 1), so_far)
         self._hooks.call("on_train_batch_end", output, batch, batch_idx, dataloader_idx=0)
         return self._values.metrics_of(batch, output)
 
@@ -208,7 +212,12 @@ class LightningOperator(TrainingOperator):
         else:
             stepping = self._trainer.strategy._lightning_optimizers[0]
             self._hooks.call("optimizer_step", *where, stepping, closure)
+            self._count_step()  # Lightning does so, too, where the module has left the batch out
         return output
+
+    def _count_step(self) -> None:
+        self._progress.count_step()
+        self._trainer.global_step = self._progress.num_steps
 
     def _keeps_gradients(self, optimizer: Any, skips: bool) -> bool:
         step = self._raysgd.parallel.step
@@ -252,12 +261,14 @@ class LightningOperator(TrainingOperator):
             self._raysgd.gradients.complete(optimizer)
         self._raysgd.precision.unscale(optimizer)
         self._hooks.call("on_before_optimizer_step", optimizer, optimizer_idx=0)
-        if self._hooks.overrides("configure_gradient_clipping"):
+        if self._module.automatic_optimization and self._hooks.overrides("configure_gradient_clipping"):
             self._hooks.call("configure_gradient_clipping", optimizer, None, None)
         self._raysgd.own_steps.clip(optimizer)
         with self.timers.record("apply"):
             self._raysgd.own_steps.step(optimizer)
         self._raysgd.parallel.step.stepped(optimizer)
+        if not self._module.automatic_optimization:
+            self._count_step()
         return loss
 
     def _is_stopped_at(self, batch: Any, batch_idx: int) -> bool:
@@ -287,9 +298,9 @@ class LightningOperator(TrainingOperator):
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluates on all batches; returns as `train_epoch` does, with `validation_epoch_end` and `val_loss`."""
-        self._module.zero_grad()
-        self._module.eval()
         with torch.no_grad(), self._epoch("validation", "validation_epoch_end"):
+            self._hooks.call_or("on_validation_model_zero_grad", self._module.zero_grad)
+            self._hooks.call_or("on_validation_model_eval", self._module.eval)
             self._hooks.call("on_validation_start")
             self._hooks.call("on_validation_epoch_start")
             for batch_idx, batch in enumerate(val_iterator):
@@ -337,9 +348,9 @@ class LightningOperator(TrainingOperator):
         return result
 
     def _to_device(self, batch: Any) -> Any:
-        batch = self._hooks.call("on_before_batch_transfer", batch, dataloader_idx=0)
-        batch = self._hooks.call("transfer_batch_to_device", batch, self.device, dataloader_idx=0)
-        return self._hooks.call("on_after_batch_transfer", batch, dataloader_idx=0)
+        batch = self._hooks.call("on_before_batch_transfer", batch, 0)
+        batch = self._hooks.call("transfer_batch_to_device", batch, self.device, 0)
+        return self._hooks.call("on_after_batch_transfer", batch, 0)
 
     @property
     def model(self) -> Any:
@@ -367,13 +378,14 @@ class LightningOperator(TrainingOperator):
 
     def state_dict(self) -> dict[str, Any]:
         """What the module's `on_save_checkpoint` puts into a checkpoint."""
-        checkpoint: dict[str, Any] = {}
+        checkpoint = self._progress.state_dict()
         self._hooks.call("on_save_checkpoint", checkpoint)
         return checkpoint
 
     def load_state_dict(self, state_dict: Any) -> None:
         """Hands such a state to the module's `on_load_checkpoint`."""
         if state_dict is not None:
+            self._progress.load_state_dict(state_dict)
             self._hooks.call("on_load_checkpoint", state_dict)
 
 

@@ -1,6 +1,7 @@
 """Lightning modules on one worker in this process, without Ray.
 
-Covers `raysgd.torch._lightning_module` and `raysgd.torch._lightning_values`: a module calls them, never a user.
+Covers `raysgd.torch._lightning_module`, `raysgd.torch._lightning_progress` and `raysgd.torch._lightning_values`: a
+module calls them, never a user.
 """
 
 from __future__ import annotations
@@ -641,23 +642,39 @@ def test_a_module_may_do_without_an_optimizer(train_local: Train) -> None:
     assert weights(module) == before
 
 
-def test_of_several_optimizers_the_first_one_is_stepped(train_local: Train, caplog: pytest.LogCaptureFixture) -> None:
-    class Two(Line):
-        def training_step(self, batch: Any, batch_idx: int, optimizer_idx: int) -> Any:  # type: ignore[override]
-            self.seen.append(optimizer_idx)
-            return self.loss(batch)
-
+@pytest.mark.parametrize(
+    ("optimizers", "words"),
+    [
+        (
+            lambda line: [torch.optim.SGD([each], lr=LR) for each in (line.weight, line.bias)],
+            "automatic_optimization = F",
+        ),
+        (lambda line: torch.optim.LBFGS(line.parameters()), "`LBFGS`, which computes gradients several times"),
+    ],
+)
+def test_optimizers_that_would_not_train_what_the_module_says_are_refused(optimizers: Any, words: str) -> None:
+    class Wrong(Line):
         def configure_optimizers(self) -> Any:
-            return [torch.optim.SGD([each], lr=LR) for each in (self.line.weight, self.line.bias)]
+            return optimizers(self.line)
 
-    trainer, module = train_local(Two)
-    bias = module.line.bias.item()
-    before = weights(module)
-    trainer.train()
-    assert module.line.bias.item() == bias
-    assert weights(module) != before
-    assert set(module.seen) == {0}
-    assert "only the first one is stepped" in caplog.text
+    with pytest.raises(ValueError, match=f"`Wrong.configure_optimizers` returned .*{words}"):
+        make(Wrong)
+
+
+def test_a_module_is_told_of_hooks_that_have_no_effect(caplog: pytest.LogCaptureFixture) -> None:
+    class Hopeful(Line):
+        def on_train_end(self) -> None: ...
+
+        def configure_callbacks(self) -> Any: ...
+
+        def test_step(self, batch: Any) -> None: ...
+
+    make(Hopeful)
+    said = [record.message for record in caplog.records if "is never called" in record.message]
+    assert [message.split("`")[1] for message in said] == ["Hopeful.on_train_end", "Hopeful.configure_callbacks"]
+    caplog.clear()
+    make(Line)
+    assert "is never called" not in caplog.text
 
 
 def test_the_module_decides_what_happens_in_a_step(train_local: Train) -> None:
@@ -1216,6 +1233,32 @@ def test_what_the_module_saves_comes_back(train_local: Train, tmp_path: Path) ->
     assert weights(module) == expected
     assert trainer.train() == other.train()
     assert module.global_step == NUM_BATCHES
+
+
+def test_steps_that_are_no_batches_are_counted_on_in_another_trainer(train_local: Train, tmp_path: Path) -> None:
+    trainer, module = train_local(Adversaries)  # two steps in each batch
+    trainer.train(num_steps=3)
+    assert module.global_step == 6
+    trainer.save(tmp_path / "checkpoint")
+    other, restored = train_local(Adversaries)
+    other.load(tmp_path / "checkpoint")
+    other.train()
+    assert restored.global_step == 2 * NUM_BATCHES
+    afresh, module = train_local(Adversaries)
+    afresh.load_state_dict(trainer.state_dict())  # which has no position to resume at
+    afresh.train()
+    assert module.global_step == 2 * NUM_BATCHES
+
+
+def test_a_scheduler_of_every_few_batches_goes_on_in_another_trainer(train_local: Train, tmp_path: Path) -> None:
+    trainer, _ = train_local(scheduled(interval="step", frequency=3))
+    trainer.train()
+    trainer.train(num_steps=2)
+    trainer.save(tmp_path / "checkpoint")
+    other, module = train_local(scheduled(interval="step", frequency=3))
+    other.load(tmp_path / "checkpoint")
+    other.train(num_steps=1)
+    assert module.seen == ["step", None], "the third batch of the second epoch"
 
 
 def test_a_module_that_saves_nothing_has_an_empty_state(train_local: Train) -> None:
