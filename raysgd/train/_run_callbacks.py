@@ -14,10 +14,11 @@ from raysgd.engine.history import Event
 from raysgd.storage import Folder
 from raysgd.train._run_folders import fetch_checkpoints, local_run_dir
 from raysgd.train.callbacks.callback import TrainingCallback, call_with_known
-from raysgd.train.constants import ALL_RESERVED_KEYS
+from raysgd.train.constants import ALL_RESERVED_KEYS, BASIC_AUTOFILLED_KEYS, DETAILED_AUTOFILLED_KEYS
 
 logger = logging.getLogger(__name__)
 
+_RESERVED = ALL_RESERVED_KEYS | BASIC_AUTOFILLED_KEYS | DETAILED_AUTOFILLED_KEYS
 _OBSTACLE = (
     "`run.stop` cannot end a run of `raysgd.train.Trainer`: the function decides when it returns. Let it return, or "
     "use `TorchTrainer(train_loop_per_worker, run_config=RunConfig(callbacks=[...])).fit()` of `raysgd.train.torch`."
@@ -110,4 +111,4 @@ class RunCallbacks:
 
 def without_reserved(metrics: Mapping[str, Any]) -> dict[str, Any]:
     """What the function reported, without what the library adds for callbacks of its own."""
-    return {name: value for name, value in metrics.items() if name not in ALL_RESERVED_KEYS}
+    return {name: value for name, value in metrics.items() if name not in _RESERVED}

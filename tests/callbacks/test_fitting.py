@@ -1,0 +1,273 @@
+"""`fit`, `test` and `history` of a trainer with one worker in this process.
+
+Covers `raysgd.replicas.fit_methods` and `raysgd.replicas.recording` too, which only pass on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd.callbacks import Callback, Run
+from raysgd.exceptions import CallbackError, InvalidCountError
+from raysgd.replicas.epochs import Progress
+from raysgd.torch import TorchTrainer
+from tests.torch.operators_for_tests import LinearOperator
+
+Make = Callable[..., TorchTrainer]
+
+
+class NoValidation(LinearOperator):
+    """Registers nothing to validate on."""
+
+    def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
+        super().register_data(train_loader=train_loader)
+
+
+class Counts(Callback):
+    """Notes what is called when, and has a state."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.num_results = 0
+
+    def on_run_begin(self, run: Run) -> None:
+        self.calls.append(("begin", run.epoch, len(run.history)))
+
+    def on_epoch_begin(self, run: Run) -> None:
+        self.calls.append(("epoch", run.epoch))
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        self.num_results += 1
+        result["double"] = 2 * result["train_loss"]
+        self.calls.append(("result", run.epoch, run.epochs))
+
+    def on_checkpoint(self, run: Run, checkpoint: str) -> None:
+        self.calls.append(("checkpoint", Path(checkpoint).name))
+
+    def on_run_end(self, run: Run, error: BaseException | None) -> None:
+        self.calls.append(("end", error))
+
+    def state_dict(self) -> Any:
+        return self.num_results
+
+    def load_state_dict(self, state: Any) -> None:
+        self.num_results = state
+
+
+class SavesTo(Callback):
+    """Saves after each epoch; knows where."""
+
+    def __init__(self, location: Path) -> None:
+        self.location = location
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        run.save(self.location)
+
+    def newest_checkpoint(self, run: Run) -> str | None:
+        return str(self.location) if self.location.exists() else None
+
+
+class FailsIn(Callback):
+    """Raises in one of its methods."""
+
+    def __init__(self, method: str) -> None:
+        def fail(*args: Any) -> None:
+            raise OSError("disk full")
+
+        self.__class__ = type("FailsIn", (Callback,), {method: fail})
+
+
+class Stops(Callback):
+    """Stops after some epochs."""
+
+    def __init__(self, after: int) -> None:
+        self.after = after
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        if run.epoch == self.after:
+            run.stop("enough")
+
+
+def weights(trainer: TorchTrainer) -> torch.Tensor:
+    weight: torch.Tensor = trainer.get_model().weight.detach().clone()
+    return weight
+
+
+class TestEpochs:
+    def test_are_those_of_train_and_validate_by_hand(self, make_local: Make) -> None:
+        by_hand, fitted = make_local(), make_local()
+        results = [(by_hand.train(), by_hand.validate()) for _ in range(3)]
+        history = fitted.fit(3)
+        assert torch.equal(weights(by_hand), weights(fitted))
+        assert history["train_loss"] == [train["train_loss"] for train, _ in results]
+        assert history["val_loss"] == [validation["val_loss"] for _, validation in results]
+        assert (history["epoch"], history["num_workers"]) == ([1, 2, 3], [1, 1, 1])
+
+    def test_go_on_where_the_last_call_stopped(self, make_local: Make) -> None:
+        trainer = make_local()
+        counts = Counts()
+        trainer.fit(1)
+        history = trainer.fit(2, callbacks=[counts])
+        assert history["epoch"] == [2, 3]
+        assert counts.calls[:3] == [("begin", 1, 0), ("epoch", 1), ("result", 2, 3)]
+        assert trainer.history["epoch"] == [1, 2, 3]
+
+    @pytest.mark.parametrize(("freq", "validated"), [(0, []), (1, [1, 2, 3, 4]), (3, [3])])
+    def test_are_validated_as_often_as_requested(
+        self,
+        freq: int,
+        validated: list[int],
+        make_local: Make,
+    ) -> None:
+        history = make_local().fit(4, validation_freq=freq)
+        assert [row["epoch"] for row in history if "val_loss" in row] == validated
+
+    def test_are_not_validated_without_data_for_it(self, make_local: Make) -> None:
+        [row] = make_local(NoValidation).fit(1)
+        assert not [name for name in row if name.startswith("val_")]
+
+    def test_show_how_many_there_will_be(self, make_local: Make) -> None:
+        seen: list[Progress] = []
+
+        class Watches(Callback):
+            def on_progress(self, run: Run, progress: Progress) -> None:
+                seen.append(progress)
+
+        make_local().fit(2, callbacks=[Watches()])
+        assert {each.kind for each in seen} == {"train", "validation"}
+        assert {each.num_epochs for each in seen if each.kind == "train"} == {2}
+
+    @pytest.mark.parametrize(
+        ("options", "error", "words"),
+        [
+            ({"epochs": -1}, InvalidCountError, "`epochs=-1`: need a number of epochs"),
+            ({"epochs": "3"}, InvalidCountError, "`epochs='3'`"),
+            ({"epochs": 1, "validation_freq": 0.5}, InvalidCountError, r"need 0 \(never\), 1 \(after each epoch\)"),
+            ({"epochs": 1, "resume_from": 7}, TypeError, "`resume_from=7`: need a path"),
+            ({"epochs": 1, "folder": 7}, TypeError, "`folder=7`: need a path"),
+            ({"epochs": 1, "callbacks": [7]}, TypeError, "`callbacks` has 7"),
+        ],
+    )
+    def test_bad_arguments_train_nothing(
+        self,
+        options: Any,
+        error: type[Exception],
+        words: str,
+        make_local: Make,
+    ) -> None:
+        trainer = make_local()
+        with pytest.raises(error, match=words):
+            trainer.fit(**options)
+        assert len(trainer.history) == 0
+
+
+class TestCallbacks:
+    def test_are_called_around_each_epoch_and_add_to_the_history(self, make_local: Make) -> None:
+        trainer, counts = make_local(), Counts()
+        history = trainer.fit(2, callbacks=[counts])
+        epochs = [("epoch", 0), ("result", 1, 2), ("epoch", 1), ("result", 2, 2)]
+        assert counts.calls == [("begin", 0, 0), *epochs, ("end", None)]
+        assert history["double"] == [2 * loss for loss in history["train_loss"]] == trainer.history["double"]
+
+    def test_stop_a_run_after_an_epoch(self, make_local: Make) -> None:
+        history = make_local().fit(5, callbacks=[Stops(after=2)])
+        assert (history["epoch"], history.stop_reason) == ([1, 2], "enough")
+        assert "stopped: enough" in repr(history)
+
+    @pytest.mark.parametrize("method", ["on_run_begin", "on_epoch_begin", "on_progress", "on_result", "on_run_end"])
+    def test_that_fail_are_named_and_leave_the_trainer_usable(self, method: str, make_local: Make) -> None:
+        trainer, counts = make_local(), Counts()
+        with pytest.raises(CallbackError, match=f"`FailsIn` failed in `{method}`: OSError: disk full"):
+            trainer.fit(1, callbacks=[counts, FailsIn(method)])
+        end, error = counts.calls[-1]
+        assert end == "end"
+        assert isinstance(error, CallbackError) == (method != "on_run_end")
+        assert len(trainer.fit(1)) == 1
+
+    def test_of_a_run_that_is_interrupted_hear_of_it(self, make_local: Make) -> None:
+        class PressesCtrlC(Callback):
+            def on_result(self, run: Run, result: dict[str, Any]) -> None:
+                raise KeyboardInterrupt
+
+        trainer, counts = make_local(), Counts()
+        with pytest.raises(KeyboardInterrupt):
+            trainer.fit(2, callbacks=[counts, PressesCtrlC()])
+        assert isinstance(counts.calls[-1][1], KeyboardInterrupt)
+        assert trainer.fit(1)["epoch"] == [2]
+
+
+class TestResuming:
+    def test_goes_on_as_if_nothing_had_happened(self, make_local: Make, tmp_path: Path) -> None:
+        whole = make_local()
+        whole.fit(4)
+        first = make_local()
+        first.fit(2, callbacks=[Counts(), SavesTo(tmp_path / "last.pt")])
+        second, counts = make_local(), Counts()
+        history = second.fit(4, callbacks=[counts], resume_from=tmp_path / "last.pt")
+        assert torch.equal(weights(second), weights(whole))
+        assert history["train_loss"] == whole.history["train_loss"]
+        assert history["epoch"] == [1, 2, 3, 4]
+        assert counts.calls[0] == ("begin", 2, 2)
+        assert counts.num_results == 4
+        assert len(second.history) == 2, "the trainer itself made two calls"
+
+    def test_needs_no_more_than_a_file_of_save(self, make_local: Make, tmp_path: Path) -> None:
+        trainer = make_local()
+        trainer.fit(2)
+        trainer.save(tmp_path / "last.pt")
+        assert make_local().fit(3, resume_from=str(tmp_path / "last.pt"))["epoch"] == [3]
+
+    def test_finds_the_newest_checkpoint_or_begins(self, make_local: Make, tmp_path: Path) -> None:
+        def fit(epochs: int) -> list[int]:
+            old, new = SavesTo(tmp_path / "old.pt"), SavesTo(tmp_path / "new.pt")
+            callbacks = [old, new] if epochs == 1 else [new, Stops(after=epochs), old]
+            history = make_local().fit(epochs, callbacks=callbacks, resume_from="auto")
+            return list(history["epoch"])
+
+        assert fit(1) == [1]
+        (tmp_path / "old.pt").rename(tmp_path / "kept.pt")
+        assert fit(3) == [1, 2, 3]
+
+    def test_trains_nothing_where_all_is_done(self, make_local: Make, tmp_path: Path) -> None:
+        make_local().fit(2, callbacks=[SavesTo(tmp_path / "last.pt")])
+        counts = Counts()
+        history = make_local().fit(2, callbacks=[counts], resume_from=tmp_path / "last.pt")
+        assert history["epoch"] == [1, 2]
+        assert counts.calls == [("begin", 2, 2), ("end", None)]
+
+    def test_counts_only_epochs_that_are_complete(self, make_local: Make, tmp_path: Path) -> None:
+        trainer = make_local()
+        trainer.train()
+        trainer.train(num_steps=2)
+        trainer.save(tmp_path / "inside.pt")
+        history = make_local().fit(3, resume_from=tmp_path / "inside.pt")
+        assert history["epoch"] == [2, 3]
+        assert history["batch_count"] == [3, 5]
+
+    def test_says_so_where_there_is_no_such_file(self, make_local: Make, tmp_path: Path) -> None:
+        trainer = make_local()
+        with pytest.raises(FileNotFoundError):
+            trainer.fit(1, resume_from=tmp_path / "gone.pt")
+        assert len(trainer.fit(1)) == 1
+
+
+class TestTheHistoryOfATrainer:
+    def test_has_every_call(self, make_local: Make) -> None:
+        trainer = make_local()
+        trainer.validate()
+        trainer.train(num_steps=2)
+        trainer.train()
+        trainer.validate(reduce_results=False)
+        assert [record.kind for record in trainer.history.records] == ["validation", "train", "train", "validation"]
+        assert [record.epoch for record in trainer.history.records] == [0, 1, 1, 1]
+        assert trainer.history.records[0].metrics["num_samples"] == 13
+        assert trainer.history.records[-1].metrics == {}
+        assert trainer.history["batch_count"] == [2, 3]
+
+    def test_knows_what_happened_to_the_workers(self, make_local: Make) -> None:
+        assert [event.kind for event in make_local().history.events] == ["started"]
