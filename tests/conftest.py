@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forked import Forks, NoForks, forks
+from tests.forked import FOR_TENSORFLOW, Forks, NoForks, forks
 from tests.hygiene import RaySurroundings, Surroundings
 from tests.s3_server import S3Server
 
@@ -55,6 +55,12 @@ def worker_forks(private_temp_dir: Path) -> Iterator[Forks | NoForks]:
     """What forks the workers of the cluster that all tests share."""
     with forks() as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def workers_have_tensorflow(worker_forks: Forks | NoForks) -> None:
+    """Workers that start from now on need not import it."""
+    worker_forks.preload(FOR_TENSORFLOW)
 
 
 @pytest.fixture(scope="session")

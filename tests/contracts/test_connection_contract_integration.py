@@ -28,7 +28,7 @@ from raysgd.engine.types import Rendezvous, Resources, World
 from raysgd.engine.worker_group import WorkerGroup
 from tests.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("workers_have_tensorflow")]
 
 NUM_PROCESSES = 3
 

@@ -11,7 +11,6 @@ import pytest
 import ray.cloudpickle
 
 from raysgd.tf import TFTrainer
-from tests.forked import FOR_TENSORFLOW
 from tests.tf import lab as lab_module
 from tests.tf import loss_models, models
 
@@ -45,10 +44,10 @@ def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def workers_have_tensorflow(request: pytest.FixtureRequest) -> None:
-    """Workers that start from now on need not import it."""
+def workers_are_ready(request: pytest.FixtureRequest) -> None:
+    """Workers that start from now on need not import TensorFlow."""
     if request.module.__name__.endswith("_integration"):
-        request.getfixturevalue("worker_forks").preload(FOR_TENSORFLOW)
+        request.getfixturevalue("workers_have_tensorflow")
 
 
 @pytest.fixture(scope="module", params=KERAS)

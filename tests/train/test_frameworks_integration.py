@@ -12,7 +12,11 @@ from raysgd.train import Trainer
 from tests.train import learners
 from tests.train.test_elastic_integration import Release, hold
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(170)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.usefixtures("ray_cluster", "workers_have_tensorflow"),
+    pytest.mark.timeout(170),
+]
 
 NUM_EPOCHS, ROOM_AT, DIES_AT = 7, 1, 5
 

@@ -13,7 +13,7 @@ import ray.cloudpickle
 from raysgd import train
 from raysgd.tune.tensorflow import DistributedTrainableCreator, distributed_checkpoint_dir, get_num_workers
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("workers_have_tensorflow")]
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -18,7 +18,11 @@ from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from tests.train.fit import loops
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(170)]
+pytestmark = [
+    pytest.mark.integration,
+    pytest.mark.usefixtures("ray_cluster", "workers_have_tensorflow"),
+    pytest.mark.timeout(170),
+]
 
 
 def fit(trainer_class: Callable[..., Any], loop: Any, place: Path, **options: Any) -> Any:
