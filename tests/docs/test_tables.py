@@ -1,4 +1,4 @@
-"""The tables of the pages are those that raysgd goes by."""
+"""The tables and charts of the pages are made from what they are about."""
 
 from __future__ import annotations
 
@@ -13,3 +13,10 @@ def test_the_names_of_the_migration_page_are_those_of_the_table() -> None:
     page = (DOCS / "migration.md").read_text(encoding="utf-8")
     assert made["with_tables"](page) == page, "run `python docs/make_tables.py`"
     assert page.count("| `ray.") > 60
+
+
+def test_the_chart_of_recovery_shows_the_figures_of_the_benchmark() -> None:
+    made = runpy.run_path(str(DOCS / "images" / "make_recovery_chart.py"))
+    picture = (DOCS / "images" / "recovery.svg").read_text(encoding="utf-8")
+    assert made["chart"]() == picture, "run `python docs/images/make_recovery_chart.py`"
+    assert len(made["figures"]()) == 5
