@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from raysgd.engine.call import Call
+from raysgd.engine.types import World
 from raysgd.torch import arguments
+from raysgd.torch.range_test import Loss, LrCurve, RangeTest, take_steps
 from raysgd.torch.saving import SavingTrainer
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.state_loader import StateLoader
@@ -82,6 +87,52 @@ class ChangingTorchTrainer(SavingTrainer):
                     self._on_all(TorchRunner.drop_reload)
             raise
         return answers[0][1]
+
+    def find_lr(
+        self,
+        start: float = 1e-6,
+        end: float = 10.0,
+        num_steps: int = 100,
+        *,
+        metric: str = "train_loss",
+        stop_at: float = 4.0,
+    ) -> LrCurve:
+        """Trains some steps with learning rates that grow, to find a good one; then puts the state back.
+
+        Models, optimizers, schedulers, random numbers, the position in the data and the operator's own state are as
+        before. Attributes of your own that are not part of the state are not put back.
+
+        Args:
+            start: The first learning rate. If there are several parameter groups, that of the first; the others keep
+                their ratios to it.
+            end: The last one.
+            num_steps: How many steps.
+            metric: What `train_batch` reports the loss as.
+            stop_at: It ends when the smoothed loss is this many times its minimum, or the loss is not finite.
+
+        Returns:
+            Rates and losses, the rate at which the loss falls fastest (`suggestion`), and `plot(path)`.
+
+        Raises:
+            ValueError: An argument cannot work, or there is no such metric.
+            WorkerError: The operator raised; also of the class that it raised. The state is put back.
+        """
+        test = RangeTest(start, end, num_steps, metric, stop_at)
+        snapshot = self._snapshot()
+        try:
+            return test.run(partial(self._steps_with, metric))
+        finally:
+            StateLoader(self._controller).load_snapshot(snapshot)
+
+    def _steps_with(self, metric: str, rates: Sequence[float]) -> list[list[Loss]]:
+        """Takes a step with each of these learning rates; returns the losses of each worker."""
+        asked = self._asked(len(rates), profile=False, reduce_results=True, info=None)
+
+        def requests(worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+            shared = self._requests_with_data("train", asked, None, worlds)
+            return [(rates, metric, *request) for request in shared]
+
+        return self._controller.run(Call(take_steps, requests, changes_state=True, keeps_alike=True))
 
     def take_state_of(self, other: TorchTrainer) -> None:
         """Loads the state of another trainer that is alive, past the driver and without a file.
