@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -76,12 +77,12 @@ class MLflowRun:
             where = {"run_id": run_id} if run_id is not None else {"experiment_id": self._find_experiment()}
             active = self._mlflow.start_run(**where, run_name=name, tags=self._tags)
         if run_id is None:
-            self._mlflow.log_params(_parameters(config))
+            self._mlflow.log_params(_by_allowed_names(_parameters(config)))
         return str(active.info.run_id)
 
     def write(self, metrics: Mapping[str, Any], step: int) -> None:
         """Logs what of the metrics is a number."""
-        self._mlflow.log_metrics(numbers_in(metrics), step=step)
+        self._mlflow.log_metrics(_by_allowed_names(numbers_in(metrics)), step=step)
 
     def add_folder(self, folder: Path) -> None:
         """Uploads a folder, under its own name."""
@@ -140,3 +141,13 @@ def _parameters(config: Any) -> dict[str, Any]:
     if config is None or isinstance(config, Mapping):
         return dict(config or {})
     return dict(vars(config)) if hasattr(config, "__dict__") else {"config": config}
+
+
+def _by_allowed_names(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values; what MLflow allows in no name becomes an underscore.
+
+    >>> from raysgd.utils import BATCH_SIZE
+    >>> _by_allowed_names({BATCH_SIZE: 64, "top@5": 0.9})
+    {'_batch_size': 64, 'top_5': 0.9}
+    """
+    return {re.sub(r"[^\w\-. :/]", "_", str(name)): value for name, value in values.items()}

@@ -91,3 +91,10 @@ def train_example(num_workers: int = 1, use_gpu: bool = False) -> None:
         print(trainer.validate())
         model = trainer.get_model()
     print(f"trained weight: {model.weight.item():.2f}, bias: {model.bias.item():.2f}")
+
+
+if __name__ == "__main__":
+    from raysgd.torch.examples._command import parse_arguments
+
+    args = parse_arguments(__doc__)
+    train_example(args.num_workers, args.use_gpu)

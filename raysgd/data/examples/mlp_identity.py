@@ -1,0 +1,87 @@
+"""Teaches a small network the identity, from a `Dataset` that is dealt to the workers.
+
+Data: 6,400 numbers from 0 up to 1, computed; each is its own label. The names here are imported by programs and tests
+in the wild.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from raysgd.data.dataset import Dataset
+
+NUM_POINTS = 32 * 200
+
+
+class Net(nn.Module):
+    """One hidden layer of 128."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(1, 128), nn.ReLU(), nn.Linear(128, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the network's idea of each number."""
+        output: torch.Tensor = self.layers(x)
+        return output
+
+
+def model_creator(config: dict[str, Any]) -> nn.Module:
+    """Create the network."""
+    return Net()
+
+
+def optimizer_creator(model: nn.Module, config: dict[str, Any]) -> torch.optim.Optimizer:
+    """Create plain gradient descent with learning rate `lr`, 0.0001 by default."""
+    return torch.optim.SGD(model.parameters(), lr=config.get("lr", 1e-4))
+
+
+def to_mat(x: float) -> torch.Tensor:
+    """The number as a matrix.
+
+    >>> to_mat(0.5)
+    tensor([[0.5000]])
+    """
+    return torch.tensor([[x]], dtype=torch.float32)
+
+
+def _pair(x: float) -> tuple[torch.Tensor, torch.Tensor]:
+    return to_mat(x), to_mat(x)
+
+
+def dataset_creator() -> Dataset:
+    """Create the numbers, in batches of 32."""
+    points = [index / NUM_POINTS for index in range(NUM_POINTS)]
+    return Dataset(points, batch_size=32, max_concurrency=2, download_func=_pair)
+
+
+def main(num_workers: int = 2, num_steps: int = 200, use_gpu: bool = False) -> float:
+    """Train, print what the network makes of 0.5, and return it.
+
+    Args:
+        num_workers: Number of workers.
+        num_steps: Steps of each of five epochs.
+        use_gpu: Whether each worker gets a GPU.
+    """
+    from raysgd.torch import TorchTrainer, TrainingOperator
+
+    operator_cls = TrainingOperator.from_creators(
+        model_creator=model_creator, optimizer_creator=optimizer_creator, loss_creator=nn.MSELoss
+    )
+    dataset = dataset_creator()
+    with TorchTrainer(
+        training_operator_cls=operator_cls, config={"lr": 0.1}, num_workers=num_workers, use_gpu=use_gpu
+    ) as trainer:
+        for _ in range(5):
+            print(trainer.train(dataset=dataset, num_steps=num_steps))
+        model = trainer.get_model(to_cpu=True)
+    found = float(model(to_mat(0.5)))
+    print(f"the network takes 0.5 for {found:.3f}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
