@@ -60,6 +60,15 @@ _SGD: dict[str, tuple[str, str]] = {
         "raysgd.torch.examples.train_example",
         "LinearDataset data_creator model_creator optimizer_creator scheduler_creator train_example",
     ),
+    "ray.util.sgd.torch.examples.tune_example": (
+        "raysgd.torch.examples.tune_example",
+        "get_custom_training_operator tune_example tune_example_manual",
+    ),
+    "ray.util.sgd.torch.examples.dcgan": ("raysgd.torch.examples.dcgan", "train_example"),
+    "ray.util.sgd.torch.examples.cifar_pytorch_example": (
+        "raysgd.torch.examples.cifar_pytorch_example",
+        "CifarTrainingOperator initialization_hook train_cifar",
+    ),
     "ray.util.sgd.tf": ("raysgd.tf", "TFTrainable TFTrainer"),
     "ray.util.sgd.tf.tf_trainer": ("raysgd.tf.tf_trainer", "TFTrainable TFTrainer"),
     "ray.util.sgd.tf.tf_dataset": ("raysgd.tf.tf_dataset", "TFMLDataset"),
@@ -71,6 +80,10 @@ _SGD: dict[str, tuple[str, str]] = {
     "ray.util.sgd.tf.examples.cifar_tf_example": ("raysgd.tf.examples.cifar_tf_example", "main"),
     "ray.util.sgd.data": ("raysgd.data", "Dataset"),
     "ray.util.sgd.data.dataset": ("raysgd.data.dataset", "Dataset"),
+    "ray.util.sgd.data.examples.mlp_identity": (
+        "raysgd.data.examples.mlp_identity",
+        "Net dataset_creator model_creator optimizer_creator to_mat",
+    ),
     "ray.util.sgd.utils": (
         "raysgd.utils",
         "AverageMeter AverageMeterCollection BATCH_COUNT BATCH_SIZE NUM_SAMPLES TimerCollection TimerStat "

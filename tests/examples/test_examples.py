@@ -40,27 +40,36 @@ def lost_nothing(found: Result) -> bool:
 
 
 LEARNED: dict[str, Callable[[Result], bool]] = {
+    "active_learning.py": lambda found: found["test_accuracy"] > 0.8,
     "dcgan.py": lambda found: found["score"] > found["score_untrained"] + 0.1,
+    "federated.py": lambda found: found["test_accuracy"] > max(0.5, found["test_accuracy_of_one_client"] - 0.05),
     "function_digits.py": lambda found: found["test_accuracy"] > 0.7,  # there are ten digits: guessing reaches 0.1
     "lightning_digits.py": lambda found: min(found["test_accuracy"], found["test_accuracy_of_lightning"]) > 0.8,
+    "mlflow_tracking.py": lambda found: found["accuracy"] > 0.8 and set(found["tracked_epochs"]) == {found["epochs"]},
+    "population.py": lambda found: found["test_accuracy"] > 0.7,
     "quickstart.py": lambda found: found["test_accuracy"] > 0.8,
+    "ray_data.py": lambda found: found["accuracy"] > 0.7,
     "regression_diabetes.py": lambda found: found["test_r2"] > 0.2,  # of always predicting the mean: 0
     "segmentation.py": lambda found: found["test_iou"] > 0.3,  # of a digit everywhere: 0.1
-    "text_classification.py": lambda found: found["test_accuracy"] > found["accuracy_of_most_frequent"] + 0.1,
     "survive.py": lambda found: found["accuracy"] > 0.9 and lost_nothing(found),
+    "text_classification.py": lambda found: found["test_accuracy"] > found["accuracy_of_most_frequent"] + 0.1,
     "tf_creators.py": lambda found: found["validation_loss"] < 0.03,  # the mean over y * y, of a model of zeros: 0.08
     "tf_digits.py": lambda found: found["test_accuracy"] > 0.7,
+    "torchmetrics_digits.py": lambda found: found["f1"] > 0.8 and abs(found["f1"] - found["f1_of_scikit_learn"]) < 1e-6,
     "train_example.py": lambda found: found["val_loss"] < 10,  # of a model of zeros: more than 200
 }
 """Whether a short training led to a score that an untrained model does not have. Every script needs a line here."""
 
-NEEDS_WORKERS = {"function_digits.py", "survive.py"}
+NEEDS_WORKERS = {"function_digits.py", "population.py", "ray_data.py", "survive.py"}
 """Scripts that train on workers even with `--num-workers 1`."""
 
 LONG = {
     "dcgan.py",
     "function_digits.py",
     "lightning_digits.py",
+    "mlflow_tracking.py",
+    "population.py",
+    "ray_data.py",
     "segmentation.py",
     "text_classification.py",
     "tf_creators.py",
