@@ -1,7 +1,7 @@
 """Asks for labels where the model is least sure: the driver predicts on live workers, chooses, and trains again.
 
 Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn. 80 % are a pool whose labels are unknown at
-first and are asked for in rounds; 20 % only test. To compare with, the same workers learn from labels asked for at
+first; each round adds some. 20 % only test. To compare with, the same workers learn from labels that are chosen at
 random. Between rounds no process starts or ends, and no checkpoint is written.
 """
 

@@ -6,6 +6,7 @@ written to Parquet files first and read from there, as larger data would be.
 
 from __future__ import annotations
 
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,10 @@ def scale(batch: dict[str, Any]) -> dict[str, Any]:
 def read(folder: str, *, shuffles: bool) -> RayBatches:
     import ray.data
 
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
     ray.data.DataContext.get_current().enable_progress_bars = False
-    rows = ray.data.read_parquet(folder)
-    rows = (rows.random_shuffle(seed=0) if shuffles else rows).map_batches(scale)
+    rows = ray.data.read_parquet(folder, override_num_blocks=2).map_batches(scale)
+    rows = (rows.random_shuffle(seed=0) if shuffles else rows).materialize()  # it fits into memory; leave it out if not
     return RayBatches(rows, feature_columns="pixels", label_column="digit", batches_per_block=4)
 
 

@@ -78,6 +78,7 @@ class GANOperator(TrainingOperator):
         self.models, self.optimizers, self.criterion = self.register(
             models=models, optimizers=optimizers, criterion=nn.BCELoss()
         )
+        self.model = nn.ModuleList(self.models)  # what the stock loop switches to training
         self.classifier = _trained_classifier(images, labels).to(self.device)
         loader = DataLoader(TensorDataset(images), batch_size=config[BATCH_SIZE], shuffle=True)
         self.register_data(train_loader=loader)
