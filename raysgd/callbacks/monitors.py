@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -51,24 +50,19 @@ class ThroughputMonitor(Callback):
     """Adds `samples_per_s` and `steps_per_s` of all workers together to the results of each epoch.
 
     The time is that of the training call, recoveries included and validation excluded. For functions it is the time
-    since the report before, and needs `num_samples` in the reports.
+    since the report before, and the reports need `num_samples`.
     """
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-
-    def on_run_begin(self, run: Run) -> None:
-        """Begins to measure."""
-        self._last = time.perf_counter()
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Adds the rates."""
-        now = time.perf_counter()
-        since, self._last = now - self._last, now
-        seconds = result.get("seconds", since)
+        seconds = next((result[name] for name in _SECONDS if name in result), 0.0)
         for name, counted in (("samples_per_s", "num_samples"), ("steps_per_s", "batch_count")):
             if counted in result and seconds > 0:
                 result[name] = float(result[counted]) / seconds
+
+
+_SECONDS = ("seconds", "time_this_iter_s", "_time_this_iter_s")
+"""What epochs, reports in `fit()`, and reports in `Trainer.run` call their time."""
 
 
 class GradientNorms(Callback):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
 from typing import Any
+
+from raysgd._checks import did_you_mean
 
 _NOT_A_RESULT = frozenset({"epoch", "batch_count", "num_workers"})
 _LAST, _SECONDS, _SAMPLES = "last_", "seconds", "num_samples"
@@ -110,7 +111,7 @@ def unknown(name: str, known: Iterable[str]) -> str:
         'there is no metric `x`; there are `val_loss`, `lr`.'
     """
     known = [*known]
-    close = difflib.get_close_matches(name, known, n=1)
-    if close:
-        return f"there is no metric `{name}`. Did you mean `{close[0]}`?"
+    guess = did_you_mean(name, known)
+    if guess:
+        return f"there is no metric `{name}`.{guess}"
     return f"there is no metric `{name}`; there are {', '.join(f'`{each}`' for each in known)}."

@@ -90,9 +90,15 @@ class TestThroughput:
         assert row["samples_per_s"] * row["seconds"] == pytest.approx(20)
         assert row["steps_per_s"] * row["seconds"] == pytest.approx(5)
 
-    def test_of_functions_is_that_of_the_time_between_reports(self) -> None:
-        monitor, run, result = ThroughputMonitor(), Run(name="function"), {"num_samples": 8, "loss": 1.0}
-        monitor.on_run_begin(run)
-        monitor.on_result(run, result)
-        assert result["samples_per_s"] > 0
+    @pytest.mark.parametrize("name", ["time_this_iter_s", "_time_this_iter_s"])
+    def test_of_functions_is_that_of_the_time_between_reports(self, name: str) -> None:
+        result = {"num_samples": 8, "loss": 1.0, name: 0.5}
+        ThroughputMonitor().on_result(Run(name="function"), result)
+        assert result["samples_per_s"] == 16
         assert "steps_per_s" not in result
+
+    def test_needs_something_to_count(self) -> None:
+        for result in ({"loss": 1.0}, {"num_samples": 8}, {"num_samples": 8, "seconds": 0.0}):
+            before = dict(result)
+            ThroughputMonitor().on_result(Run(name="function"), result)
+            assert result == before
