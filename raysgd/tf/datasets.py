@@ -106,14 +106,19 @@ class PackedDataset:
         return dataset if self.is_divided else prepare_dataset_shard(dataset)
 
 
-def packed(name: str, dataset: Any) -> PackedDataset:
+def packed(name: str, dataset: Any, advice: str | None = None) -> PackedDataset:
     """Makes a dataset ready to travel.
+
+    Args:
+        name: What it is called, for errors.
+        dataset: The dataset.
+        advice: What to do instead where that cannot be.
 
     Raises:
         ValueError: It has parts that only its own process has, or is too large for a message.
     """
-    advice = (
-        f"`{name}`: make this dataset in `data_creator` instead, with `config['fit_config']['validation_data'] = ...`"
+    advice = f"`{name}`: " + (
+        advice or "make this dataset in `data_creator` instead, with `config['fit_config']['validation_data'] = ...`"
     )
     try:
         graph = _graph_of(dataset)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,8 @@ from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas import feed
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayLoader
-from raysgd.tf import datasets
+from raysgd.replicas.whole_data import WholeShare
+from raysgd.tf import call_data, datasets
 from raysgd.tf.keras_sync import Synchronizer
 from raysgd.tf.streams import BatchStream, DividedSource, OncePerCall, OwnSource, Passes, Source
 from raysgd.tf.training_operator import TrainingOperator
@@ -50,6 +52,8 @@ class Feed(feed.Feed):
         self._seed = seed
         self._num_joint = num_joint
         self._passes: dict[str, Passes] = {}
+        self._of_call: tuple[str | None, BatchStream | None] = (None, None)
+        self._made: dict[str, tuple[str | None, Any]] = {}
 
     @property
     def train_passes(self) -> Passes:
@@ -61,6 +65,60 @@ class Feed(feed.Feed):
             self._passes[name] = Passes(getattr(self._operator_of(), name))
         return self._passes[name]
 
+    def training(self, request: EpochRequest) -> BatchStream:
+        """The stream to train on: over the data of the request if it has some, else over the train dataset."""
+        if request.shard_key is not None:
+            return self._stream_of_call(request)
+        stream: BatchStream = super().training(request)
+        return stream
+
+    def _stream_of_call(self, request: EpochRequest) -> BatchStream:
+        """One that continues where the last call with the same data stopped."""
+        self.epoch += 1
+        key, stream = self._of_call
+        if stream is None or key != request.shard_key:
+            source, operator = self._source_of_call("train", request, training=True), self._operator_of()
+            stream = BatchStream(
+                source, self._synchronizer.step, lambda: self.epoch - 1, lambda: undo_of_padding(operator)
+            )
+            self._go_to_place(stream, self.data_of_call["train"])
+            self._of_call = request.shard_key, stream
+        return stream
+
+    def _go_to_place(self, stream: BatchStream, share: Any) -> None:
+        place, source = getattr(share, "place", None), stream.source
+        if not isinstance(source, DividedSource):
+            return
+        can_go = source.go_to_pass(self.epoch - 1 if place is None else place.pass_index)
+        if place is not None and can_go:
+            self.data_of_call["train"] = replace(share, place=None)
+            stream.resume(place.pass_index, place.consumed)
+
+    def _source_of_call(self, name: str, request: EpochRequest, training: bool) -> Any:
+        """Where the batches of data of a call come from."""
+        share, world = self.data_of_call[name], self._world
+        votes = connections.votes() if training and world.is_distributed else None
+        if not isinstance(share, WholeShare):
+            return OwnSource(call_data.PlainBatches(share), votes)
+        dataset = self.made_of_call(name, request)
+        if not datasets.is_divided(dataset):
+            return OwnSource(dataset, votes)
+        is_ours = isinstance(share.data, call_data.OfArrays)
+        sharding = "worker" if is_ours else self._operator_of()._raysgd.data.sharding
+        return DividedSource(Passes(dataset), sharding, world, pads=training)
+
+    def made_of_call(self, name: str, request: EpochRequest) -> Any:
+        """The dataset that the share for a call makes, once for all calls that use it."""
+        key, dataset = self._made.get(name, (None, None))
+        if key != request.shard_key:
+            dataset = call_data.made(self.data_of_call[name].data, self._world.is_distributed)
+            self._made[name] = request.shard_key, dataset
+        return dataset
+
+    def close(self) -> None:
+        super().close()
+        self._of_call = None, None
+
     def _open_training(self, request: EpochRequest) -> BatchStream:
         source, operator = self._source("train_dataset", training=True), self._operator_of()
         return BatchStream(source, self._synchronizer.step, self.begin_pass, lambda: undo_of_padding(operator))
@@ -69,6 +127,9 @@ class Feed(feed.Feed):
         return self._operator_of()._raysgd.data.ray_loaders.get(name)
 
     def _open_validation(self, request: EpochRequest) -> BatchStream:
+        if request.shard_key is not None:
+            once = OncePerCall(self._source_of_call("validation", request, training=False))
+            return BatchStream(once, self._synchronizer.validation_step, lambda: 0)
         source = self._source("validation_dataset", training=False)
         if self.ray_loader("validation") is not None:
             source = OncePerCall(source)

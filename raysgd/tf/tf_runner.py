@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from raysgd.connections import tensorflow as connections
@@ -15,6 +16,7 @@ from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epoch_run import EpochRun
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.operator import take_place
 from raysgd.replicas.prediction import PredictRequest, Work
 from raysgd.replicas.ray_batches import ray_batches_of
@@ -177,6 +179,20 @@ class TFRunner(ClassRunner):
                 yield
             finally:
                 self._synchronizer.validation_step.forget()
+
+    def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
+        """Runs the operator's `validate` once; `evaluate` of Keras finds data of a call in the place of the others."""
+        if request.shard_key is None or not isinstance(self.operator, CreatorOperator):
+            return super().validate(request, share)
+        internals = self.operator._raysgd
+        registered = internals.data
+        self._feed.take_share("validation", request, share)
+        dataset = self._feed.made_of_call("validation", request)
+        internals.data = replace(registered, validation_dataset=dataset)
+        try:
+            return super().validate(replace(request, shard_key=None, starts_over=True))
+        finally:
+            internals.data = registered
 
     @contextmanager
     def _predicting(self) -> Iterator[None]:

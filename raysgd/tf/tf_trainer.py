@@ -29,7 +29,7 @@ from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import check_parts, load_into_all
 from raysgd.replicas.settings import GroupSettings
 from raysgd.storage import files
-from raysgd.tf import arguments, checkpoint_file, datasets, predicting, registration, serializing
+from raysgd.tf import arguments, call_data, checkpoint_file, datasets, predicting, registration, serializing
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
@@ -201,6 +201,7 @@ class TFTrainer(ChangingTrainer):
         reduce_results: bool = True,
         max_retries: int = 3,
         info: Mapping[str, Any] | None = None,
+        dataset: Any = None,
     ) -> Any:
         """Trains for one pass over the data, or for `num_steps` batches per worker; with creators, one `fit`.
 
@@ -211,6 +212,9 @@ class TFTrainer(ChangingTrainer):
             reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
             max_retries: How many times this call is run again after a loss of workers.
             info: Handed to the operator.
+            dataset: Trained on instead of the registered dataset, for this call: a `tf.data.Dataset`, arrays, a data
+                frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a dataset, and others; see
+                `docs/data.md`. Not with creators.
 
         Returns:
             With creators `train_<name>` for each entry of the history, its last value. With an operator
@@ -223,7 +227,9 @@ class TFTrainer(ChangingTrainer):
         """
         _checks.check_max_retries(max_retries)
         asked = self._asked(num_steps, profile, reduce_results, info)
-        return self._result(self._train(asked, max_retries, can_resume=self._goes_on), reduce_results)
+        call_data.check(dataset, with_fit=self._trains_with_fit, training=True)
+        can_resume = self._goes_on and dataset is None
+        return self._result(self._train(asked, max_retries, dataset, can_resume), reduce_results)
 
     @recorded("validation")
     def validate(
@@ -240,12 +246,12 @@ class TFTrainer(ChangingTrainer):
         Arguments as in `train`. With creators the result has `validation_<name>` for each metric of the model; with an
         operator it is as in `train`, without `epoch`.
         """
-        if dataset is not None:
-            raise NotImplementedError("`TFTrainer.validate` takes no `dataset` yet: register it as the test dataset.")
-        return self._result(self._validate(self._asked(num_steps, profile, reduce_results, info)), reduce_results)
+        asked = self._asked(num_steps, profile, reduce_results, info)
+        call_data.check(dataset, with_fit=self._trains_with_fit)
+        return self._result(self._validate(asked, dataset), reduce_results)
 
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
-        return None
+        return call_data.whole(dataset, config, self.seed, travels=not self._group_settings.is_driver_only)
 
     def _to_predict(self, data: Any, asked: Asked) -> Found:
         return predicting.source_of(data, asked)
