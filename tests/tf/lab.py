@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -83,6 +84,12 @@ def refusals(lab: TFTrainer, experiment: Experiment) -> list[Exception]:
     found = lab.apply_all_workers(attempt)
     assert None not in found
     return found
+
+
+def forget_pytorch() -> None:
+    """Where workers are forked, they have it: see `tests/forked.py`. Whatever needs it imports it again."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torch"]:
+        del sys.modules[name]
 
 
 def rank() -> int:

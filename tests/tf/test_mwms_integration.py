@@ -14,7 +14,7 @@ import pytest
 
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf import TFTrainer
-from tests.tf.lab import largest_difference
+from tests.tf.lab import forget_pytorch, largest_difference
 from tests.tf.models import make_data, make_model
 
 pytestmark = pytest.mark.integration
@@ -38,7 +38,8 @@ def task_of(operator: Any) -> dict[str, Any]:
 
 def hide_pytorch() -> None:
     """As on a machine without it."""
-    assert sys.modules.get("torch") is None
+    assert not [name for name in sys.modules if name.startswith(("raysgd.torch", "raysgd.connections.torch"))]
+    forget_pytorch()
     sys.modules["torch"] = None  # type: ignore[assignment]
 
 

@@ -24,7 +24,7 @@ from raysgd.tf.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from tests.s3_server import S3Server
 from tests.tf import models
-from tests.tf.lab import Experiment, largest_difference, run_alone, run_together
+from tests.tf.lab import Experiment, forget_pytorch, largest_difference, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
 
 pytestmark = pytest.mark.integration
@@ -64,7 +64,8 @@ def make_model_that_dies(config: dict[str, Any]) -> Any:
 @pytest.fixture(scope="module")
 def trainer(ray_cluster: None, keras_here: Any) -> Iterator[TFTrainer]:
     config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam"}
-    with TFTrainer(make_model, make_data, config=config, num_replicas=2, seed=1, timeout_s=60) as made:
+    options: dict[str, Any] = {"num_replicas": 2, "seed": 1, "timeout_s": 60, "initialization_hook": forget_pytorch}
+    with TFTrainer(make_model, make_data, config=config, **options) as made:
         yield made
 
 

@@ -105,8 +105,8 @@ class FitCheckpoints:
         else:
             self._arrivals.begin(index, _telling(landing, receive), lambda content: self._keep(index, landing, content))
 
-    def _commit(self, index: int) -> Checkpoint:
-        """Makes what is staged for a number a checkpoint."""
+    def _commit(self, index: int, own_metadata: Mapping[str, Any] | None = None) -> Checkpoint:
+        """Makes what is staged for a number a checkpoint; metadata of its own, if not given, may be staged too."""
         assert self._folder is not None, "nothing is staged where no files are kept"
         name = checkpoint_name(index)
         staged = self._folder.staged(name)
@@ -115,8 +115,8 @@ class FitCheckpoints:
                 f"`storage_path`: the workers stored {name} in {self._folder}, and the driver does not find it there. "
                 "Use a folder that all nodes share, or a URI such as `s3://bucket/folder`."
             )
-        if self._metadata:
-            own = json.loads(staged.read(METADATA_FILE)) if staged.has(METADATA_FILE) else {}
+        if self._metadata or own_metadata:
+            own = own_metadata or _metadata_in(staged)
             staged.write(METADATA_FILE, json.dumps({**self._metadata, **own}).encode())
         self._restart_point = committed = self._folder.commit(name)
         return checkpoint_at(committed)
@@ -131,9 +131,7 @@ class FitCheckpoints:
         else:
             staged = self._folder.staged(checkpoint_name(index))
             _write_dict(content, staged)
-            if own:
-                staged.write(METADATA_FILE, json.dumps(own).encode())
-            checkpoint = self._commit(index)
+            checkpoint = self._commit(index, own)
         self._restart_point = content
         landing.end(checkpoint)
 
@@ -160,6 +158,11 @@ def _write_dict(content: dict[str, Any], staged: Folder) -> None:
 
     with staged.writing(DICT_FILE) as file:
         cloudpickle.dump(content, file, protocol=5)
+
+
+def _metadata_in(staged: Folder) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(staged.read(METADATA_FILE)) if staged.has(METADATA_FILE) else {}
+    return found
 
 
 def _telling(landing: Landing, receive: Callable[[], dict[str, Any]]) -> Callable[[], dict[str, Any]]:
