@@ -1,6 +1,6 @@
 """`fit`, `test` and `history` of a trainer with one worker in this process.
 
-Covers `raysgd.replicas.fit_methods` and `raysgd.replicas.recording` too, which only pass on.
+Covers `raysgd.replicas.fitting` and `raysgd.replicas.fit_methods`; `raysgd.replicas.recording` only passes on.
 """
 
 from __future__ import annotations

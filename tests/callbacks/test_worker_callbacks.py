@@ -1,4 +1,7 @@
-"""Worker callbacks with one worker in this process; losses are in `tests/torch/test_fit_integration.py`."""
+"""Worker callbacks with one worker in this process; losses are in `tests/torch/test_fit_integration.py`.
+
+Covers `raysgd.replicas.worker_callbacks`.
+"""
 
 from __future__ import annotations
 

@@ -31,6 +31,7 @@ KEYS = {
     "targets",
 }
 FIGURES = {
+    "callback_cost": {"none_us", "worker_callback_us", "driver_callback_us", "step_us"},
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
     "epoch_cost": {"epoch_ms", "loop_ms"},
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
@@ -79,6 +80,7 @@ def run(script: str, short_folder: str, *arguments: str) -> tuple[str, dict[str,
 
 
 LONG = {
+    "callback_cost",
     "checkpoint",
     "epoch_cost",
     "fit",
