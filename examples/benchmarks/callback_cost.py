@@ -3,9 +3,10 @@
     python examples/benchmarks/callback_cost.py [--smoke-test] [--repetitions 5]
 
 One worker in this process takes steps of a tiny model, so that a step is nearly all Python. Epochs take turns: with
-the place where callbacks hook into the step taken out (the floor), without callbacks, with a `WorkerCallback` that does
-nothing before and after each step, and with a `Callback` in the driver that does nothing around each epoch. The cost is
-the median over epochs of what a step takes longer than in the epoch of the floor beside it, in seconds of the processor.
+the place where callbacks hook into the step taken out (the floor), without callbacks, with a `WorkerCallback` that
+does nothing before and after each step, and with a `Callback` in the driver that does nothing around each epoch. The
+cost is the median over epochs of what a step takes longer than in the epoch of the floor beside it, in seconds of the
+processor.
 """
 
 from __future__ import annotations
