@@ -11,12 +11,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from raysgd.callbacks import Callback, Run
 from raysgd.exceptions import CallbackError, InvalidCountError
 from raysgd.replicas.epochs import Progress
+from raysgd.replicas.history import name_in_test
 from raysgd.torch import TorchTrainer
-from tests.torch.operators_for_tests import LinearOperator
+from tests.torch.operators_for_tests import LinearOperator, dataset
 
 Make = Callable[..., TorchTrainer]
 
@@ -268,6 +270,16 @@ class TestTheHistoryOfATrainer:
         assert trainer.history.records[0].metrics["num_samples"] == 13
         assert trainer.history.records[-1].metrics == {}
         assert trainer.history["batch_count"] == [2, 3]
+
+    def test_has_test_sets_beside_the_rows(self, make_local: Make) -> None:
+        trainer = make_local()
+        trainer.fit(1)
+        result = trainer.test(DataLoader(dataset(7, seed=2), batch_size=4))
+        validated = trainer.validate(dataset=DataLoader(dataset(7, seed=2), batch_size=4))
+        assert list(result) == [name_in_test(name) for name in validated]
+        assert (result["num_samples"], result["test_loss"]) == (7, validated["val_loss"])
+        assert trainer.history.records[-2].kind == "test"
+        assert "test_loss" not in trainer.history[-1]
 
     def test_knows_what_happened_to_the_workers(self, make_local: Make) -> None:
         assert [event.kind for event in make_local().history.events] == ["started"]
