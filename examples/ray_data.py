@@ -43,7 +43,7 @@ def scale(batch: dict[str, Any]) -> dict[str, Any]:
 def read(folder: str, *, shuffles: bool) -> RayBatches:
     import ray.data
 
-    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     rows = ray.data.read_parquet(folder, override_num_blocks=2).map_batches(scale)
     rows = (rows.random_shuffle(seed=0) if shuffles else rows).materialize()  # it fits into memory; leave it out if not
@@ -75,7 +75,7 @@ def train(num_epochs: int, folder: Path, **options: Any) -> float:
 def main() -> None:
     args = parse_arguments(__doc__)
     num_epochs = 2 if args.smoke_test else 8
-    with ray_running(args, num_cpus=args.num_workers + 1), tempfile.TemporaryDirectory(prefix="raysgd-") as name:
+    with ray_running(args, num_cpus=args.num_workers + 2), tempfile.TemporaryDirectory(prefix="raysgd-") as name:
         folder = Path(name)  # on a cluster: a folder that all nodes can read, or a bucket
         for part, data in zip(("train", "validation"), load_digits(), strict=False):
             write(data, folder / part)

@@ -57,6 +57,8 @@ LEARNED: dict[str, Callable[[Result], bool]] = {
     "tf_digits.py": lambda found: found["test_accuracy"] > 0.7,
     "torchmetrics_digits.py": lambda found: found["f1"] > 0.8 and abs(found["f1"] - found["f1_of_scikit_learn"]) < 1e-6,
     "train_example.py": lambda found: found["val_loss"] < 10,  # of a model of zeros: more than 200
+    "horovod_digits.py": lambda found: found["accuracy"] > 0.8,
+    "resnet_folder.py": lambda found: found["accuracy"] > 0.5,  # there are three shapes
 }
 """Whether a short training led to a score that an untrained model does not have. Every script needs a line here."""
 
@@ -66,10 +68,12 @@ NEEDS_WORKERS = {"function_digits.py", "population.py", "ray_data.py", "survive.
 LONG = {
     "dcgan.py",
     "function_digits.py",
+    "horovod_digits.py",
     "lightning_digits.py",
     "mlflow_tracking.py",
     "population.py",
     "ray_data.py",
+    "resnet_folder.py",
     "segmentation.py",
     "text_classification.py",
     "tf_creators.py",
