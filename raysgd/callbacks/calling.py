@@ -145,8 +145,9 @@ class CallbackCalls:
 
 def failure_of(callback: Any, method: str, error: Exception) -> CallbackError:
     """What to raise where a callback has raised."""
+    said = str(error).rstrip(".")
     return CallbackError(
-        f"The callback `{name_of(callback)}` failed in `{method}`: {type(error).__name__}: {error}. The run ends. What "
+        f"The callback `{name_of(callback)}` failed in `{method}`: {type(error).__name__}: {said}. The run ends. What "
         "was trained and saved is kept: fix the callback or leave it out, and go on."
     )
 

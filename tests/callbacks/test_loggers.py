@@ -165,6 +165,15 @@ class TestWandb:
         assert logger.run_id in found.name
         assert written(found, "loss") == [2.0, 1.0]
 
+    def test_a_run_that_resumes_goes_on_with_it(self, tmp_path: Path) -> None:
+        first = WandbLogger("digits", mode="offline", settings={"silent": True})
+        later = WandbLogger("digits", mode="offline", settings={"silent": True})
+        play(first, tmp_path, {"loss": 2.0})
+        later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        play(later, tmp_path / "later", {"loss": 1.0}, epoch=1)
+        [found] = (tmp_path / "later").glob("wandb/offline-run-*/run-*.wandb")
+        assert (later.run_id, found.stem) == (first.run_id, f"run-{first.run_id}")
+
 
 def written(path: Path, name: str) -> list[float]:
     """The values of a metric in the file of a run."""
@@ -178,13 +187,19 @@ def written(path: Path, name: str) -> list[float]:
 
 
 def records_in(content: bytes) -> Iterator[bytes]:
-    """The records of a log of LevelDB, all of which are in one block here."""
-    place = len(b":W&B") + 3
-    while place + 7 <= len(content) < 32768:
-        _, length, kind = struct.unpack("<IHB", content[place : place + 7])
-        assert kind == 1  # a whole one
-        yield content[place + 7 : place + 7 + length]
-        place += 7 + length
+    """The records of a log of LevelDB, in blocks, at whose ends a record may be cut in two."""
+    block, header = 32768, 7
+    place, record = header, b""
+    while place + header <= len(content):
+        if block - place % block < header:
+            place += block - place % block
+            continue
+        _, length, kind = struct.unpack("<IHB", content[place : place + header])
+        record += content[place + header : place + header + length]
+        place += header + length
+        if kind in (1, 4):  # a whole one, or the last part of one
+            yield record
+            record = b""
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,7 @@ class Story:
 
     history: History
     average: torch.Tensor
+    loss_of_average: float
     stopping: EarlyStopping
     saving: Checkpointing
 
@@ -64,7 +65,11 @@ def train(trainer: TorchTrainer, folder: Path, *more: Callback, epochs: int = 9)
     saving = Checkpointing(folder / "checkpoints", metric="val_loss", keep_last=2)
     callbacks = [saving, ema, GradientNorms(), LearningRateMonitor(), stopping, *more]
     history = trainer.fit(epochs, callbacks=callbacks, resume_from="auto")
-    return Story(history, ema.get_model(trainer).weight, stopping, saving)
+    own = trainer.validate()["val_loss"]
+    with ema.swap(trainer):
+        loss_of_average = trainer.validate()["val_loss"]
+    assert trainer.validate()["val_loss"] == own != loss_of_average
+    return Story(history, ema.get_model(trainer).weight, loss_of_average, stopping, saving)
 
 
 def test_two_workers_one_of_which_is_killed_find_what_one_process_finds(
@@ -79,6 +84,7 @@ def test_two_workers_one_of_which_is_killed_find_what_one_process_finds(
     for name in ("val_loss", "grad_norm", "max_grad_norm", "lr"):
         assert together.history[name] == pytest.approx(alone.history[name], abs=1e-6)
     assert torch.allclose(together.average, alone.average, rtol=0, atol=1e-6)
+    assert together.loss_of_average == pytest.approx(alone.loss_of_average, abs=1e-6)
     assert 3 <= len(alone.history) < 9
     assert together.history.stop_reason == alone.history.stop_reason
     assert together.stopping.state_dict() == pytest.approx(alone.stopping.state_dict(), abs=1e-6)
