@@ -69,6 +69,15 @@ def trainer(ray_cluster: None, keras_here: Any) -> Iterator[TFTrainer]:
         yield made
 
 
+def test_two_workers_predict_and_evaluate_other_data_as_one_process_does(trainer: TFTrainer) -> None:
+    x, y = models.samples(10, seed=3)
+    model = trainer.get_model()
+    assert np.abs(trainer.predict(x, batch_size=3) - model.predict(x, verbose=0)).max() < 1e-6
+    assert trainer.predict(x[:1]).shape == (1, 1)
+    expected = model.evaluate(x, y, verbose=0, return_dict=True)["loss"]
+    assert trainer.validate(dataset=(x, y))["validation_loss"] == pytest.approx(expected, abs=1e-6)
+
+
 def changed(state: dict[str, Any], *path: Any, value: Any) -> Any:
     """A copy in which something else is at a place."""
     copy: Any = dict(state) if isinstance(state, dict) else list(state)
