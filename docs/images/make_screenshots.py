@@ -34,8 +34,8 @@ history = trainer.fit(8, callbacks=[LearningRateMonitor(), ProgressBar()])
 """
 
 
-def photograph(page: Path, name: str, width: int, height: int, *, is_dark: bool = False) -> None:
-    """Writes a page as a picture, without the empty margin below and beside it."""
+def photograph(page: Path, name: str, width: int, height: int, *, is_dark: bool = False, is_page: bool = False) -> None:
+    """Writes a page as a picture, without the empty margin below and, unless it is a whole page, beside it."""
     target = HERE / f"{name}.png"
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
@@ -44,17 +44,20 @@ def photograph(page: Path, name: str, width: int, height: int, *, is_dark: bool 
     command += ["--blink-settings=preferredColorScheme=0"] if is_dark else []
     subprocess.run([*command, f"--window-size={width},{height}", page.as_uri()], check=True, capture_output=True)
     with Image.open(target) as image:
-        cropped = without_margin(image.convert("RGB"))
+        cropped = without_margin(image.convert("RGB"), is_page)
         cropped.quantize(192, dither=Image.Dither.NONE).save(target, optimize=True)
     if target.stat().st_size > MOST_BYTES:
         raise SystemExit(f"{target} has {target.stat().st_size} bytes, more than {MOST_BYTES}.")
 
 
-def without_margin(image: Any) -> Any:
+def without_margin(image: Any, keeps_width: bool) -> Any:
     """The picture without rows and columns at its end that have the color of its last corner, but for a little."""
     ground = Image.new("RGB", image.size, image.getpixel((image.width - 1, image.height - 1)))
     box = ImageChops.difference(image, ground).getbbox()
-    return image.crop((0, 0, min(image.width, box[2] + 16), min(image.height, box[3] + 16))) if box else image
+    if box is None:
+        return image
+    width = image.width if keeps_width else min(image.width, box[2] + 16)
+    return image.crop((0, 0, width, min(image.height, box[3] + 16)))
 
 
 def terminal_picture(style: str, folder: Path) -> None:
@@ -111,8 +114,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         subprocess.run([sys.executable, HERE / "digits_run.py", "plain", folder], check=True, stdout=subprocess.DEVNULL)
-        photograph(folder / "report.html", "report", 1240, 2100)
-        photograph(folder / "report.html", "report-narrow-dark", 460, 1032, is_dark=True)
+        photograph(folder / "report.html", "report", 1240, 2100, is_page=True)
+        photograph(folder / "report.html", "report-narrow-dark", 460, 1032, is_dark=True, is_page=True)
         write_card(folder, "trainer-card", (folder / "trainer.html").read_text(encoding="utf-8"), is_dark=True)
         shutil.copy(folder / "curves.png", HERE / "history-plot.png")
         notebook_pictures(folder)

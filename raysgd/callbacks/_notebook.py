@@ -36,9 +36,8 @@ def _left_out(num_rows: int) -> str:
 
 
 def _bar(view: View) -> str:
-    of = f"/{view.total}" if view.total is not None else " batches"
     share = f' value="{view.done}" max="{max(view.total, 1)}"' if view.total is not None else ""
     return (
-        f'<div class="raysgd-note">{safe(f"{view.label} {view.phase}")} <progress{share}></progress> '
-        f"{view.done}{safe(of)} {safe(view.text)}</div>"
+        f'<div class="raysgd-note">{safe(view.title)} <progress{share}></progress> {safe(view.count)} '
+        f"{safe(view.text)}</div>"
     )

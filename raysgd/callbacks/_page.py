@@ -22,7 +22,8 @@ DATA_ID = "raysgd-run"
 
 _REFRESH_S = 10
 _MOST_CHARTS = 24
-_MOST_ROWS = 1000
+_MOST_ROWS = 200
+_MOST_SPANS = 400
 _CALLS = {"train": "training", "validation": "validation", "test": "test", "predict": "prediction"}
 
 
@@ -184,9 +185,9 @@ def _speed(record: CallRecord) -> float | None:
 def _what_happened(history: History) -> str:
     if not history.records:
         return _nothing("No calls were recorded.")
-    zero = min(record.began_at for record in history.records)
+    zero = min(record.began_at for record in history.records[-_MOST_SPANS:])
     events = [event for event in shown_events(history) if event.at >= zero]
-    spans = [_span(record, zero) for record in history.records]
+    spans = [_span(record, zero) for record in history.records[-_MOST_SPANS:]]
     marks = [
         Mark(event.at - zero, "bad" if event.is_loss or event.kind == "hung" else "change", number, str(event))
         for number, event in enumerate(events, start=1)
@@ -195,6 +196,8 @@ def _what_happened(history: History) -> str:
     legend = "".join(f'<span class="key"><i class="{kind}"></i>{_CALLS.get(kind, kind)}</span>' for kind in kinds)
     drawing = time_line(spans, marks, _workers_over_time(history, zero))
     table = _events(events, zero)
+    if len(history.records) > _MOST_SPANS:
+        table += f'<p class="note">The last {_MOST_SPANS} of {len(history.records)} calls.</p>'
     return f'<div class="card"><div class="legend">{legend}</div><div class="wide">{drawing}</div></div>{table}'
 
 
@@ -297,7 +300,8 @@ def _results(history: History) -> str:
     metrics = readable.metrics_of(rows)
     names.sort(key=lambda name: (name != "epoch", name not in metrics))
     cells = [[_cell(name, row.get(name, "")) for name in names] for row in rows]
-    left_out = f'<p class="note">The last {_MOST_ROWS} of {len(history)} rows.</p>' if len(history) > len(rows) else ""
+    told = f"The last {_MOST_ROWS} of {len(history)} rows; the data in the source of this page has all."
+    left_out = f'<p class="note">{told}</p>' if len(history) > len(rows) else ""
     return _table(names, cells, kind="numbers") + left_out
 
 

@@ -50,6 +50,16 @@ class View:
     values: Mapping[str, str] = field(default_factory=dict)
 
     @property
+    def title(self) -> str:
+        """What runs."""
+        return f"{self.label} {self.phase}".strip()
+
+    @property
+    def count(self) -> str:
+        """How far it is."""
+        return f"{self.done}/{self.total}" if self.total is not None else f"{self.done} batches"
+
+    @property
     def text(self) -> str:
         """The metrics in one line."""
         return "  ".join(f"{name} {value}" for name, value in self.values.items())
@@ -89,8 +99,8 @@ class LineBar(Bar):
 
     def draw(self, view: View) -> None:
         if time.monotonic() - self._last_line >= _QUIET_S:
-            total = f"/{view.total}" if view.total is not None else ""
-            self.line(f"{view.label}  {view.phase} {view.done}{total} batches  {view.text}".rstrip())
+            of = f"/{view.total}" if view.total is not None else ""
+            self.line(f"{view.title} {view.done}{of} batches  {view.text}".rstrip())
 
     def clear(self) -> None:
         pass
@@ -132,7 +142,7 @@ class TqdmBar(LineBar):
     def draw(self, view: View) -> None:
         with _while_there_is_a_reader():
             bar = self._open(view)
-            bar.set_description(f"{view.label} {view.phase}".rstrip(), refresh=False)
+            bar.set_description(view.title, refresh=False)
             bar.total, bar.n = view.total, view.done
             bar.set_postfix(view.values, refresh=False)
             bar.refresh()
@@ -181,12 +191,12 @@ class RichBar(LineBar):
                 self._open(view)
             self._progress.update(
                 self._task,
-                description=f"{view.label} {view.phase}",
+                description=view.title,
                 total=view.total,
                 completed=view.done,
                 values=view.text,
                 left=self._time_left(),
-                count=f"{view.done}/{view.total}" if view.total is not None else f"{view.done} batches",
+                count=view.count,
             )
             self._progress.refresh()
 

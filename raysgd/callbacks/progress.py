@@ -10,7 +10,7 @@ import contextlib
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from raysgd._once import Once
@@ -61,14 +61,14 @@ class ProgressBar(Callback):
         self._drawn, self._num_workers, self._began = None, None, time.monotonic()
 
     def on_progress(self, run: Run, progress: Progress) -> None:
-        self.show(progress, self._label(run))
+        self._show(progress, self._label(run))
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         self._bar.clear()
         for name in self._metrics or ():
             if name not in result and self._once.is_first(name):
                 logger.warning("`ProgressBar`: %s", readable.unknown(name, readable.metrics_of([result])))
-        values = {name: readable.number(value) for name, value in readable.chosen(result, self._metrics).items()}
+        values = _as_text(readable.chosen(result, self._metrics))
         self._bar.row(self._label(run), {**values, **self._circumstances(result)})
 
     def on_event(self, run: Run, event: Event) -> None:
@@ -81,22 +81,49 @@ class ProgressBar(Callback):
             reason = run.history.stop_reason
             self._bar.line(f"stopped after {took}: {reason}" if reason else f"finished in {took}")
 
-    def show(self, progress: Progress, label: str) -> None:
+    @contextlib.contextmanager
+    def around(self, trainer: Any) -> Iterator[ProgressBar]:
+        """Shows the calls of `train`, `validate`, `test` and `predict` that you make until the end of the block.
+
+        Args:
+            trainer: A class-based trainer.
+
+        Example:
+            >>> with ProgressBar().around(trainer):  # doctest: +SKIP
+            ...     scores = trainer.predict(rows)
+        """
+        began: list[float] = []
+
+        def show(progress: Progress) -> None:
+            began.append(time.monotonic())
+            self._show(progress, _label_of_call(progress))
+            if progress.is_done:
+                self._bar.line(self._line_of_call(progress, time.monotonic() - began[0]))
+                began.clear()
+
+        with trainer._listeners.listening(show):
+            try:
+                yield self
+            finally:
+                self._bar.clear()
+
+    def _show(self, progress: Progress, label: str) -> None:
         """Draws how far a call is; one that is done is taken away."""
         if progress.is_done:
             self._bar.clear()
             return
-        metrics = readable.chosen(progress.metrics, self._metrics)
-        values = {name: readable.number(value) for name, value in [*metrics.items()][: self._most_values]}
+        values = self._values(progress)
         self._bar.draw(View(label, _PHASES[progress.kind], progress.num_steps, progress.total, values))
 
-    @contextlib.contextmanager
-    def around_calls(self) -> Iterator[ProgressBar]:
-        """For calls outside of a run: until the end of the block, whatever its end is, the bar may be drawn."""
-        try:
-            yield self
-        finally:
-            self._bar.clear()
+    def _values(self, progress: Progress) -> dict[str, str]:
+        metrics = readable.chosen(progress.metrics, self._metrics)
+        return _as_text(dict([*metrics.items()][: self._most_values]))
+
+    def _line_of_call(self, progress: Progress, took: float) -> str:
+        what = f"{_label_of_call(progress)} {_PHASES[progress.kind]}".strip()
+        values = [f"{name} {value}" for name, value in self._values(progress).items()]
+        count = readable.counted(progress.num_steps, "batch", "batches")
+        return "  ".join([what, count, *values, readable.seconds(took)])
 
     @property
     def _most_values(self) -> int:
@@ -128,6 +155,22 @@ class ProgressBar(Callback):
             told["workers"] = readable.counted(num_workers, "worker")
         self._num_workers = num_workers
         return told
+
+
+def _as_text(metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Names and values as a terminal can show them: a name may hold anything, also what moves the cursor."""
+    return {_printable(name): _printable(readable.number(value)) for name, value in metrics.items()}
+
+
+def _printable(text: str) -> str:
+    return "".join(character if character.isprintable() else "?" for character in text)
+
+
+def _label_of_call(progress: Progress) -> str:
+    if progress.kind in ("predict", "test"):
+        return ""
+    of = f"/{progress.num_epochs}" if progress.num_epochs else ""
+    return f"epoch {progress.epoch_idx + 1}{of}"
 
 
 def _checked_names(metrics: Any) -> tuple[str, ...] | None:

@@ -24,6 +24,7 @@ _PACKAGES = ("ray", "torch", "tensorflow", "keras", "lightning", "transformers",
 _OPTIONS = ("backend", "max_replicas", "use_gpu", "precision", "parallel", "recovery", "min_workers", "spare_workers")
 _NAMES_OF_OPTIONS = {"max_replicas": "num_workers"}
 _SECRET = re.compile(r"(?:^|[_.\-])(?:password|passwd|secret|token|api_?key|access_?key|credentials?)$", re.IGNORECASE)
+_LONG_S, _SHARE = 0.05, 50  # a report that takes longer to write than this may take a fiftieth of the time
 _LONGEST_VALUE = 300
 _MOST_ENTRIES = 500
 
@@ -32,10 +33,11 @@ class HTMLReport(Callback):
     """Writes a report of the run: curves, throughput, where the time went, losses and resizes, results, configuration.
 
     The file is complete whenever you open it, and needs no network. While the run goes on, the page refreshes itself.
+    If writing takes long, because the run has very many short epochs, some are skipped; the last one never is.
     Entries of the config whose names end in words such as "password" or "token" are left out.
 
     Args:
-        path: The file; one without a folder is put into the folder of the run.
+        path: The file; None means `report.html` in the folder of the run.
 
     Raises:
         OSError: The file could not be written.
@@ -44,10 +46,11 @@ class HTMLReport(Callback):
         >>> trainer.fit(10, callbacks=[HTMLReport()])  # doctest: +SKIP
     """
 
-    def __init__(self, path: str | os.PathLike[str] = "report.html") -> None:
-        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
-            raise TypeError(f"`path={path!r}`: need the path of a file, such as 'report.html'.")
-        self._given = Path(path).expanduser()
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        if path is not None and (not isinstance(path, str | os.PathLike) or not os.fspath(path)):
+            raise TypeError(f"`path={path!r}`: need the path of a file, such as 'report.html', or None.")
+        self._given = Path(path).expanduser().absolute() if path is not None else None
+        self._rest_until = 0.0
 
     def on_run_begin(self, run: Run) -> None:
         self._write(run, "running")
@@ -56,7 +59,8 @@ class HTMLReport(Callback):
         self._write(run, "running")
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
-        self._write(run, "running")
+        if time.monotonic() >= self._rest_until:
+            self._write(run, "running")
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         if error is not None:
@@ -68,14 +72,16 @@ class HTMLReport(Callback):
 
     def path(self, run: Run) -> Path:
         """Where the report of a run is."""
-        return run.folder / self._given if self._given.parent == Path() else self._given.absolute()
+        return self._given if self._given is not None else run.folder / "report.html"
 
     def _write(self, run: Run, state: str, reason: str = "") -> None:
-        path = self.path(run)
+        began, path = time.monotonic(), self.path(run)
         path.parent.mkdir(parents=True, exist_ok=True)
         page = page_of(facts_of(run, state, reason), run.history)
         with replacing(str(path)) as file:
             file.write(page.encode("utf-8", errors="replace"))
+        took = time.monotonic() - began
+        self._rest_until = began + took * _SHARE if took > _LONG_S else 0.0
 
 
 def facts_of(run: Run, state: str, reason: str = "") -> RunFacts:

@@ -16,6 +16,8 @@ from raysgd.replicas import readable
 NUM_COLORS = 6
 
 _LARGEST = 1e100
+_MOST_DOTS = 200
+_MOST_POINTS = 600
 _STEPS = (1, 2, 2.5, 5, 10)
 _TIME_STEPS = (1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 
@@ -110,8 +112,10 @@ def _line(series: Series, x: Axis, y: Axis, x_label: str) -> str:
             runs.append([])
     parts = []
     for run in runs:
-        where = " ".join(f"{x.place(px)},{y.place(py)}" for px, py in run)
+        where = " ".join(f"{x.place(px)},{y.place(py)}" for px, py in thinned(run))
         parts.append(f'<polyline class="line {color}" points="{where}"/>' if len(run) > 1 else "")
+    if len(series.points) > _MOST_DOTS:
+        return "".join(parts) + f"<title>{safe(series.name)}</title>"
     radius = 3 if len(series.points) <= 40 else 1.5
     for px, py in (point for run in runs for point in run):
         told = f"{series.name} = {readable.number(float(py))} at {x_label} {px:g}"
@@ -226,6 +230,23 @@ def _svg(width: int, height: int, told: str, parts: Sequence[str]) -> str:
         f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{safe(told)}" '
         f'xmlns="http://www.w3.org/2000/svg">{"".join(parts)}</svg>'
     )
+
+
+def thinned(points: Sequence[tuple[float, float]], most: int = _MOST_POINTS) -> list[tuple[float, float]]:
+    """As many points as can be told apart: of neighbors that are too many, the lowest and the highest.
+
+    Example:
+        >>> thinned([(0, 1), (1, 5), (2, 0), (3, 2), (4, 9), (5, 3), (6, 4), (7, 4)], most=4)
+        [(1, 5), (2, 0), (4, 9), (5, 3)]
+    """
+    if len(points) <= most:
+        return [*points]
+    size = math.ceil(2 * len(points) / most)
+    kept: list[tuple[float, float]] = []
+    for begin in range(0, len(points), size):
+        some = points[begin : begin + size]
+        kept += sorted({min(some, key=lambda point: point[1]), max(some, key=lambda point: point[1])})
+    return kept
 
 
 def nice_ticks(low: float, high: float, count: int = 5) -> list[float]:

@@ -413,7 +413,8 @@ class ClassRunner(PredictsRounds, ABC):
                     returned = call_with_accepted(operator.validate, batches, info=dict(request.info), **options)
             finally:
                 self._running = None
-        return self._answer(returned, {}, request, stream.num_steps_taken - began_at)
+        answer = self._answer(returned, {}, request, stream.num_steps_taken - began_at)
+        return replace(answer, epoch_idx=max(0, self.epoch - 1))
 
     def _at_boundary(self, run: EpochRun) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""

@@ -9,7 +9,7 @@ import io
 import logging
 import sys
 import textwrap
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -19,6 +19,7 @@ from raysgd.callbacks._notebook import progress_card
 from raysgd.callbacks.bars import LineBar, RichBar, TqdmBar, View, make_bar
 from raysgd.engine.history import Event
 from raysgd.replicas.epochs import Progress
+from raysgd.replicas.progress import ProgressListeners
 
 DRAWING = ["rich", "tqdm"]
 
@@ -196,7 +197,7 @@ def test_a_long_call_is_not_silent_in_a_log_file(monkeypatch: pytest.MonkeyPatch
         now[0] = float(second)
         bar.on_progress(run, news(second // 20))
     assert stream.getvalue().splitlines() == [
-        f"epoch  3/10  train {done}/10 batches  train_loss 0.5000" for done in (3, 6, 9)
+        f"epoch  3/10 train {done}/10 batches  train_loss 0.5000" for done in (3, 6, 9)
     ]
 
 
@@ -276,13 +277,54 @@ def test_a_closed_terminal_does_not_end_the_training(style: Any) -> None:
     bar.on_run_end(run, None)
 
 
+class TestAroundCalls:
+    """What a trainer tells its listeners; a real one is watched in the last story."""
+
+    class Trainer:
+        """Tells what it is told to."""
+
+        def __init__(self) -> None:
+            self._listeners = ProgressListeners(cast("Any", None))
+
+        def tell(self, *news: Progress) -> None:
+            for each in news:
+                self._listeners.tell(each)
+
+    @pytest.mark.parametrize("style", [*DRAWING, "plain"])
+    def test_each_call_leaves_a_line(self, style: Any) -> None:
+        trainer, stream = self.Trainer(), Terminal()
+        with ProgressBar(style, stream=stream).around(trainer):
+            trainer.tell(Progress(3, 9, 1, 4, 0.5, "train", {"train_loss": 0.5}))
+            trainer.tell(Progress(9, 9, 1, 4, 0.5, "train", {"train_loss": 0.25}, is_done=True))
+            trainer.tell(Progress(500, 1000, 0, None, None, "predict"))
+            trainer.tell(Progress(1000, 1000, 0, None, None, "predict", is_done=True))
+        trainer.tell(Progress(3, 9, 1, 4, 0.5, "train"))
+        train, predict = screen(stream.getvalue())
+        assert train.startswith("epoch 2/4 train  9 batches  train_loss 0.2500  ")
+        assert predict.startswith("predict  1000 batches  ")
+
+    @pytest.mark.parametrize("style", DRAWING)
+    def test_a_call_that_raises_leaves_nothing(self, style: Any) -> None:
+        trainer, stream = self.Trainer(), Terminal()
+
+        def fail() -> None:
+            with ProgressBar(style, stream=stream).around(trainer):
+                trainer.tell(Progress(3, 9, 1, 4, 0.5))
+                assert "3/9" in screen(stream.getvalue())[0]
+                raise KeyError("user code")
+
+        with pytest.raises(KeyError, match="user code"):
+            fail()
+        assert screen(stream.getvalue()) == []
+
+
 @pytest.mark.parametrize("style", DRAWING)
 def test_hostile_names_are_text(style: Any) -> None:
     stream, run = Terminal(), make_run()
     bar = ProgressBar(style, stream=stream)
     bar.on_progress(run, news(1, **{"[bold]x[/nothing]": 0.5}))
-    bar.on_result(run, {"[/red]{task}": 1.5})
-    assert screen(stream.getvalue()) == ["epoch  3/10  [/red]{task} 1.500"]
+    bar.on_result(run, {"[/red]{task}\x1b[2J\n": 1.5})
+    assert screen(stream.getvalue()) == ["epoch  3/10  [/red]{task}?[2J? 1.500"]
 
 
 def test_the_card_of_a_notebook_has_the_rows_and_the_bar_and_escapes() -> None:

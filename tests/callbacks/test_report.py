@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from raysgd.callbacks import HTMLReport, Run
-from raysgd.callbacks._page import DATA_ID, time_by_part
+from raysgd.callbacks import report as report_module
+from raysgd.callbacks._page import DATA_ID, RunFacts, time_by_part
 from raysgd.engine.history import Event
 from raysgd.replicas.history import CallRecord, History
 
@@ -78,8 +79,8 @@ def make_run(folder: Path, **options: Any) -> Run:
     return run
 
 
-def written(run: Run, path: str = "report.html") -> Page:
-    report = HTMLReport(path)
+def written(run: Run) -> Page:
+    report = HTMLReport()
     report.on_run_end(run, None)
     return Page(report.path(run))
 
@@ -226,9 +227,10 @@ def test_a_function_without_calls_has_a_report_too(tmp_path: Path) -> None:
 
 
 def test_the_page_refreshes_itself_as_long_as_the_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, report = make_run(tmp_path), HTMLReport("watch/r.html")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
+    run, report = make_run(tmp_path), HTMLReport("watch/r.html")
+    monkeypatch.chdir(tmp_path)
 
     def refreshes() -> bool:
         return any(each.get("http-equiv") == "refresh" for each in Page(report.path(run)).all("meta"))
@@ -257,7 +259,42 @@ def test_a_reader_never_sees_half_a_page(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-@pytest.mark.parametrize("path", ["", None, 3])
+def test_a_long_run_has_a_page_of_bounded_size_with_all_numbers(tmp_path: Path) -> None:
+    history = History()
+    for epoch in range(1, 1201):
+        history.add(CallRecord("train", epoch, {"train_loss": 1 / epoch}, 100.0 + epoch, 0.5, 2))
+    page = written(make_run(tmp_path, history=history))
+    assert len(page.data["history"]["rows"]) == 1200
+    assert len(page.all("tr")) < 300
+    assert len(page.all("rect")) == 400
+    assert page.all("circle") == []
+    [line] = page.all("polyline")
+    assert 300 < len((line["points"] or "").split()) <= 600
+    assert "The last 200 of 1200 rows" in page.text
+
+
+def test_a_page_that_takes_long_to_write_is_not_written_after_every_epoch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, pages = [0.0], []
+
+    def slow_page(facts: RunFacts, history: History) -> str:
+        now[0] += 1.0
+        pages.append(facts.state)
+        return "page"
+
+    monkeypatch.setattr(report_module, "page_of", slow_page)
+    monkeypatch.setattr(report_module.time, "monotonic", lambda: now[0])
+    run, report = make_run(tmp_path), HTMLReport()
+    report.on_run_begin(run)
+    for _ in range(100):
+        now[0] += 1.0
+        report.on_result(run, {})
+    report.on_run_end(run, None)
+    assert pages == ["running", "running", "running", "finished"]
+
+
+@pytest.mark.parametrize("path", ["", 3, b"x"])
 def test_what_is_no_path_is_refused(path: Any) -> None:
     with pytest.raises(TypeError, match="path="):
         HTMLReport(path)
