@@ -36,6 +36,7 @@ FIGURES = {
     "epoch_cost": {"epoch_ms", "loop_ms"},
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
     "population": {"copy_s", "gap_s", "new_trial_s"},
+    "reload": {"reload_s", "update_s", "step_s"},
     "recovery": {"recovery_s", "batches_again", "snapshot_cost"},
     "function_api": {"to_callback_s", "cycle_s", "stall_s", "recovery_s"},
     "fit": {"startup_s", "report_s", "to_driver_s", "folder_s", "dict_s", "recovery_s"},
@@ -88,6 +89,7 @@ LONG = {
     "gpu_throughput",
     "population",
     "recovery",
+    "reload",
     "startup",
     "tf_throughput",
 }

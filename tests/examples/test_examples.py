@@ -39,10 +39,16 @@ def lost_nothing(found: Result) -> bool:
     return max(found["difference_of_weights"], found["difference_to_one_process"]) < 1e-5
 
 
+def all_alike(found: Result) -> bool:
+    """Whether a model computes the same in every format."""
+    return max(value for name, value in found.items() if name.startswith("difference_of_")) < 1e-4
+
+
 LEARNED: dict[str, Callable[[Result], bool]] = {
     "active_learning.py": lambda found: found["test_accuracy"] > 0.8,
     "dcgan.py": lambda found: found["score"] > found["score_untrained"] + 0.1,
     "federated.py": lambda found: found["test_accuracy"] > max(0.5, found["test_accuracy_of_one_client"] - 0.05),
+    "export_model.py": lambda found: found["test_accuracy"] > 0.7 and all_alike(found),
     "function_digits.py": lambda found: found["test_accuracy"] > 0.7,  # there are ten digits: guessing reaches 0.1
     "lightning_digits.py": lambda found: min(found["test_accuracy"], found["test_accuracy_of_lightning"]) > 0.8,
     "mlflow_tracking.py": lambda found: found["accuracy"] > 0.8 and set(found["tracked_epochs"]) == {found["epochs"]},
@@ -69,6 +75,7 @@ NEEDS_WORKERS = {"function_digits.py", "population.py", "ray_data.py", "survive.
 LONG = {
     "dcgan.py",
     "fsdp_transformer.py",
+    "export_model.py",
     "function_digits.py",
     "horovod_digits.py",
     "lightning_digits.py",
