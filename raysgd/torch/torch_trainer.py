@@ -105,8 +105,8 @@ class TorchTrainer(ChangingTorchTrainer):
     use_tqdm: bool
     add_dist_sampler: bool
     scheduler_step_freq: str | None
-    _runs_worker_callbacks = True
     seed: int | None
+    _runs_worker_callbacks = True
     _divide_by_hand = "pass `add_dist_sampler=False`"
 
     def __init__(
