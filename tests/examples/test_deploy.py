@@ -1,0 +1,78 @@
+"""The files for clusters: they can be read, and say what the rest of the project says."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+DEPLOY = ROOT / "examples" / "deploy"
+GAUGES = (ROOT / "raysgd" / "replicas" / "gauges.py").read_text(encoding="utf-8")
+
+
+def pinned(package: str) -> str:
+    found = re.search(rf"^{package}==(\S+)$", (ROOT / "constraints-dev.txt").read_text(), re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def exported() -> set[str]:
+    """The metrics that a trainer exports."""
+    return {
+        node.value
+        for node in ast.walk(ast.parse(GAUGES))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and re.fullmatch(r"raysgd_\w+", node.value)
+    }
+
+
+def test_the_cluster_and_the_job_have_what_ray_needs() -> None:
+    cluster = yaml.safe_load((DEPLOY / "cluster.yaml").read_text())
+    assert cluster["head_node_type"] in cluster["available_node_types"]
+    job = yaml.safe_load((DEPLOY / "rayjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("ray.io/v1", "RayJob")
+    [group] = job["spec"]["rayClusterSpec"]["workerGroupSpecs"]
+    assert group["minReplicas"] <= group["replicas"] <= group["maxReplicas"]
+
+
+@pytest.mark.parametrize("name", ["cluster.yaml", "rayjob.yaml", "Dockerfile"])
+def test_versions_are_those_of_the_tests(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    assert pinned("ray") in text
+    assert set(re.findall(r"torch==([\d.]+)", text)) <= {pinned("torch")}
+
+
+def test_the_script_for_slurm_is_valid_bash() -> None:
+    bash = shutil.which("bash")
+    assert bash is not None
+    done = subprocess.run([bash, "-n", str(DEPLOY / "train.sbatch")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_rules_and_the_dashboard_ask_for_metrics_that_there_are() -> None:
+    rules = yaml.safe_load((DEPLOY / "alerts.yaml").read_text())["groups"][0]["rules"]
+    panels = json.loads((DEPLOY / "dashboard.json").read_text())["panels"]
+    asked = [rule["expr"] for rule in rules] + [target["expr"] for panel in panels for target in panel["targets"]]
+    found = {name for text in asked for name in re.findall(r"ray_(raysgd_\w+)", text)}
+    assert found <= exported()
+    assert len(rules) >= 4
+    assert len(panels) >= 6
+
+
+def test_the_page_lists_every_metric() -> None:
+    page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(exported()) if f"`{name}`" not in page] == []
+
+
+def test_every_environment_variable_is_on_its_page() -> None:
+    page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "raysgd").rglob("*.py") if "examples" not in path.parts)
+    pattern = r'"((?:RAYSGD|TRAIN|NCCL)_[A-Z_]+|SGD_[A-Z_]+_S|RAY_CHDIR\w+|TF_CONFIG)"'
+    keys = {"TRAIN_DATASET_KEY", "TRAIN_CHECKPOINT_SUBDIR"}
+    assert sorted(name for name in set(re.findall(pattern, sources)) - keys if f"`{name}`" not in page) == []
