@@ -122,7 +122,7 @@ def merged(
         snapshot: The present state.
         saved: What is in the file.
         parts: What to take of it; None for the models.
-        strict: Whether all weights have to fit. That is found out where the state is loaded.
+        strict: Whether all weights have to fit. Checked where the state is loaded.
 
     Raises:
         KeyError: The file lacks a part.
