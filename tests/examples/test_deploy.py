@@ -72,7 +72,9 @@ def test_the_page_lists_every_metric() -> None:
 
 def test_every_environment_variable_is_on_its_page() -> None:
     page = (ROOT / "docs" / "environment.md").read_text(encoding="utf-8")
-    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "raysgd").rglob("*.py") if "examples" not in path.parts)
+    sources = "".join(
+        path.read_text(encoding="utf-8") for path in (ROOT / "raysgd").rglob("*.py") if "examples" not in path.parts
+    )
     pattern = r'"((?:RAYSGD|TRAIN|NCCL)_[A-Z_]+|SGD_[A-Z_]+_S|RAY_CHDIR\w+|TF_CONFIG)"'
     keys = {"TRAIN_DATASET_KEY", "TRAIN_CHECKPOINT_SUBDIR"}
     assert sorted(name for name in set(re.findall(pattern, sources)) - keys if f"`{name}`" not in page) == []
