@@ -1,7 +1,7 @@
 """Callbacks of one front end in another one: the only place that knows more than one kind of callback.
 
-`FunctionCalls` calls the callbacks of `raysgd.callbacks` while a training function runs. `adapted` makes one of those from
-a callback that was written for `raysgd.train.Trainer` or for Ray Tune.
+`FunctionCalls` calls the callbacks of `raysgd.callbacks` while a training function runs. `adapted` makes one of those
+from a callback that was written for `raysgd.train.Trainer` or for Ray Tune.
 """
 
 from __future__ import annotations
