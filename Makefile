@@ -3,7 +3,6 @@ VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 HOROVOD_STAMP := $(VENV)/.installed-horovod
-BENCH_STAMP := $(VENV)/.installed-bench
 DOCS_STAMP := $(VENV)/.installed-docs
 
 # The first interpreter that starts and is supported; or say `make PYTHON=/path/to/python`.
@@ -47,7 +46,7 @@ format: $(STAMP) ## format the code and apply safe fixes
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-bench: $(BENCH_STAMP) ## run the benchmarks against the libraries they compare with
+bench: $(STAMP) ## run the benchmarks against the libraries they compare with
 	set -e; for script in examples/benchmarks/[!_]*.py; do $(PY) $$script; done
 
 docs: $(DOCS_STAMP) ## build the site into site/; fails on a broken link and on a page that is in no menu
@@ -61,11 +60,12 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # PyTorch goes first and pinned: left to a range, pip may fetch builds with gigabytes of libraries for GPUs.
-$(STAMP): setup.py constraints-dev.txt
+$(STAMP): pyproject.toml setup.py constraints-dev.txt
 	@test -n "$(PYTHON)" || { echo "no Python 3.10, 3.11 or 3.12 found: install one, or set PYTHON=..." >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --upgrade "pip>=25.1"
 	$(PY) -m pip install $(shell grep '^torch==' constraints-dev.txt)
-	$(PY) -m pip install -c constraints-dev.txt -e ".[dev]"
+	$(PY) -m pip install -c constraints-dev.txt --group dev -e ".[all]"
 	touch $@
 
 # Horovod is built from source for the PyTorch above: some minutes, but once for each user, who has a cache of wheels.
@@ -73,10 +73,7 @@ $(HOROVOD_STAMP): $(STAMP) $(wildcard raysgd/horovod/*.py)
 	$(PY) -m raysgd.horovod.install
 	touch $@
 
-$(BENCH_STAMP): $(STAMP)
-	$(PY) -m pip install -c constraints-dev.txt -e ".[dev,bench]"
-	touch $@
 
 $(DOCS_STAMP): $(STAMP)
-	$(PY) -m pip install -c constraints-dev.txt -e ".[dev,docs]"
+	$(PY) -m pip install -c constraints-dev.txt --group docs
 	touch $@
