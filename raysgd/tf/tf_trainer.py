@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
@@ -111,12 +111,12 @@ class TFTrainer(ChangingTrainer):
         *,
         training_operator_cls: type[TrainingOperator] | None = None,
         num_workers: int | None = None,
-        backend: str = "gloo",
+        backend: Literal["gloo", "mwms"] = "gloo",
         initialization_hook: Callable[[], Any] | None = None,
         timeout_s: float = 1800.0,
         seed: int | None = None,
         use_local: bool = False,
-        recovery: str = "rejoin",
+        recovery: Literal["rejoin", "rebuild"] = "rejoin",
         min_workers: int = 1,
         spare_workers: int = 0,
         resize_check_s: float | None = None,

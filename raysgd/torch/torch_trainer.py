@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -117,15 +117,15 @@ class TorchTrainer(ChangingTorchTrainer):
         config: Mapping[str, Any] | None = None,
         num_workers: int = 1,
         num_cpus_per_worker: float = 1,
-        use_gpu: bool | str = "auto",
+        use_gpu: bool | Literal["auto"] = "auto",
         num_gpus_per_worker: float = 1,
-        backend: str = "auto",
+        backend: Literal["auto", "gloo", "nccl", "horovod"] = "auto",
         wrap_ddp: bool = True,
-        parallel: str | None = None,
+        parallel: Literal["ddp", "fsdp", "none"] | None = None,
         fsdp_args: Mapping[str, Any] | None = None,
         timeout_s: float | None = None,
-        use_fp16: bool | str = False,
-        precision: str | None = None,
+        use_fp16: bool | Literal["apex"] = False,
+        precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
         accumulate_grad_batches: int = 1,
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
@@ -134,9 +134,9 @@ class TorchTrainer(ChangingTorchTrainer):
         activation_checkpointing: bool = False,
         use_tqdm: bool = False,
         add_dist_sampler: bool = True,
-        scheduler_step_freq: str | None = None,
+        scheduler_step_freq: Literal["batch", "epoch", "manual"] | None = None,
         use_local: bool = False,
-        recovery: str = "rejoin",
+        recovery: Literal["rejoin", "rebuild"] = "rejoin",
         min_workers: int = 1,
         spare_workers: int = 0,
         resize_check_s: float | None = None,
@@ -157,8 +157,8 @@ class TorchTrainer(ChangingTorchTrainer):
         arguments.check_operator_class(training_operator_cls)
         use_gpu = arguments.resolve_use_gpu(use_gpu)
         arguments.check_num_gpus(num_gpus_per_worker, backend, num_workers)
-        backend = arguments.resolve_backend(backend, use_gpu and num_gpus_per_worker >= 1)
-        parallel = arguments.resolve_parallel(parallel, wrap_ddp)
+        chosen_backend = arguments.resolve_backend(backend, use_gpu and num_gpus_per_worker >= 1)
+        chosen_parallel = arguments.resolve_parallel(parallel, wrap_ddp)
         settings = TorchSettings(
             training_operator_cls,
             _checks.check_config(config),
@@ -167,19 +167,19 @@ class TorchTrainer(ChangingTorchTrainer):
             scheduler_step_freq=scheduler_step_freq,
             use_fp16=use_fp16,
             precision=precision,
-            parallel=parallel,
-            use_horovod=backend == "horovod",
+            parallel=chosen_parallel,
+            use_horovod=chosen_backend == "horovod",
             use_tqdm=use_tqdm,
             add_dist_sampler=add_dist_sampler,
             model_options=ModelOptions(sync_batchnorm, activation_checkpointing, compile),
             step_options=StepOptions(accumulate_grad_batches, clip_grad_norm, clip_grad_value),
-            fsdp_options=arguments.fsdp_options(fsdp_args, parallel),
+            fsdp_options=arguments.fsdp_options(fsdp_args, chosen_parallel),
             seed=seed,
         )
         group = GroupSettings(
             num_workers=num_workers,
-            backend=backend,
-            timeout_s=arguments.resolve_timeout(timeout_s, backend),
+            backend=chosen_backend,
+            timeout_s=arguments.resolve_timeout(timeout_s, chosen_backend),
             num_cpus_per_worker=num_cpus_per_worker,
             num_gpus_per_worker=num_gpus_per_worker,
             initialization_hook=initialization_hook,
@@ -192,7 +192,7 @@ class TorchTrainer(ChangingTorchTrainer):
             form_timeout_s=form_timeout_s,
             settle_timeout_s=settle_timeout_s,
         )
-        arguments.check_spares(group, parallel)
+        arguments.check_spares(group, chosen_parallel)
         arguments.check_combination(settings)
         arguments.check_batch_size(settings.config, num_workers)
         super().__init__(group, settings, checkpoint_file.AsyncWriter())
