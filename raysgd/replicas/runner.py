@@ -378,14 +378,15 @@ class ClassRunner(PredictsRounds, ABC):
             self._running = internals.meters_to_fill = stream.at_boundary = None
         if not batches.was_touched and self.epoch == epoch_before:
             self._feed.begin_pass()  # one that brought its own data
-        return replace(self._finish(run, returned, request), place=self._feed.place_of_call(stream))
+        return self._finish(run, returned, request, place=self._feed.place_of_call(stream))
 
-    def _finish(self, run: EpochRun, returned: Any, request: EpochRequest) -> EpochAnswer:
+    def _finish(self, run: EpochRun, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
         returned = self._operator._raysgd.callbacks.end_epoch(self._operator, returned)
         answer = self._answer(returned, self._loop.extra_results(), request, run.num_completed)
         told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) else self._loop.num_samples(run)
-        answer = replace(answer, epoch_idx=run.epoch_idx, heartbeat=self._heartbeat("between calls", -1, num_samples))
+        heartbeat = self._heartbeat("between calls", -1, num_samples)
+        answer = replace(answer, epoch_idx=run.epoch_idx, heartbeat=heartbeat, place=place)
         run.finish(answer)
         self._loop.end_call()
         return answer
@@ -398,11 +399,7 @@ class ClassRunner(PredictsRounds, ABC):
         if self._feed.ray_loader("validation") is not None:  # all ranks have to begin a pass together
             request = replace(request, starts_over=True)
         forget(operator._raysgd)
-        with (
-            self._evaluating(),
-            completing(operator),
-            self._feed.validation.stream(request) as stream,
-        ):
+        with self._evaluating(), completing(operator), self._feed.validation.stream(request) as stream:
             began_at = stream.num_steps_taken
             self._running = Running(stream, began_at, request.num_steps, request.info, "validation")
             operator._raysgd.latest_metrics = {}
