@@ -50,7 +50,11 @@ def test_a_loss_is_in_the_report_and_the_log_stays_clean(ray_cluster: None, tmp_
     assert [event["kind"] for event in page.data["history"]["events"] if event["cause"].startswith("lost rank 1")]
     assert any("mark bad" in (attributes["class"] or "") for attributes in page.all("g"))
     lines = stream.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines if line.startswith("epoch")] == ["epoch 1/3", "epoch 2/3", "epoch 3/3"]
+    assert [line.split("  ")[0] for line in lines if line.startswith("epoch")] == [
+        "epoch 1/3",
+        "epoch 2/3",
+        "epoch 3/3",
+    ]
     assert any(line.startswith("lost rank 1") for line in lines)
     done = [progress.kind for progress in watching.seen if progress.is_done]
     assert done == ["train", "validation"] * 3

@@ -264,10 +264,11 @@ class Mortal(LinearOperator):
     """Is killed where the config says so, once."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        victim, once = batch_info.get("kill", (None, None))
-        if victim is not None:
-            time.sleep(0.2)
-        if victim == self.world_rank and batch_info["batch_idx"] == 2 and not Path(once).exists():
+        victim, once = batch_info.get("kill", (None, ""))
+        is_due = victim is not None and not Path(once).exists()
+        if is_due:
+            time.sleep(1)  # until the driver has seen a snapshot
+        if is_due and victim == self.world_rank and batch_info["batch_idx"] == 2:
             Path(once).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if batch_info.get("raise") == self.world_rank:

@@ -17,6 +17,7 @@ from ray.util import placement_group_table
 from raysgd.exceptions import ReservationTimeoutError, UnpicklableError
 from raysgd.torch import TorchTrainer, TrainingOperator, constants
 from raysgd.utils import BATCH_SIZE
+from tests.forked import SWITCH
 from tests.hygiene import RaySurroundings
 from tests.torch.operators_for_tests import LinearOperator, dataset, samples_seen
 
@@ -24,7 +25,7 @@ pytestmark = pytest.mark.integration
 
 
 def note_what_is_loaded() -> None:
-    os.environ["TORCH_WAS_LOADED_BEFORE_THE_HOOK"] = str("torch" in sys.modules)
+    os.environ["LOADED_BEFORE_THE_HOOK"] = " ".join(name for name in ("torch", "raysgd.torch") if name in sys.modules)
     os.environ["THE_HOOK_RAN_IN"] = str(os.getpid())
 
 
@@ -33,7 +34,7 @@ class Inspected(LinearOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         self.ranks_in_setup = gathered_ranks(self)
-        self.hook = (os.environ["THE_HOOK_RAN_IN"], os.environ["TORCH_WAS_LOADED_BEFORE_THE_HOOK"])
+        self.hook = (os.environ["THE_HOOK_RAN_IN"], os.environ["LOADED_BEFORE_THE_HOOK"])
         super().setup({**config, "batch_size": config[BATCH_SIZE]})
         _, _, self.scheduler = self.register(
             models=self.model.module,
@@ -111,8 +112,10 @@ def test_operators_know_their_place(pair: TorchTrainer, single: TorchTrainer) ->
 
 
 def test_the_hook_runs_in_each_worker_before_torch_is_loaded(pair: TorchTrainer) -> None:
+    """Of a worker that is forked, PyTorch was there from the start; see `tests/forked.py`. `make soak` forks none."""
     found = pair.apply_all_operators(lambda operator: operator.hook)  # type: ignore[attr-defined]
-    assert found == [(str(pid), "False") for pid in pair.apply_all_workers(os.getpid)]
+    loaded = "" if os.environ.get(SWITCH) == "0" else "torch"
+    assert found == [(str(pid), loaded) for pid in pair.apply_all_workers(os.getpid)]
 
 
 def test_the_hook_runs_for_a_single_worker_too(single: TorchTrainer) -> None:

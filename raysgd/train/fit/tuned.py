@@ -10,7 +10,7 @@ import queue
 import secrets
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ from raysgd.train.fit.run import FitPlan, FitRun
 from raysgd.train.fit.session import TrialFacts
 
 if TYPE_CHECKING:
+    from raysgd.engine.history import Event
     from raysgd.train.base_trainer import BaseTrainer
 
 _FOLDER = ".raysgd"
@@ -86,6 +87,9 @@ class Reports:
 
     def begin(self) -> None:
         """An attempt starts."""
+
+    def watch(self, events: Callable[[], Sequence[Event]]) -> None:
+        """What happens to the workers is nothing that Ray Tune asks for."""
 
     def fail(self, error: BaseException) -> None:
         """An attempt ended with an error."""
