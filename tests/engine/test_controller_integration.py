@@ -138,6 +138,7 @@ def test_each_rank_may_die_in_the_middle_of_a_call_and_all_at_once(
     assert plan.num_fired == 4
 
 
+@pytest.mark.soak
 def test_each_rank_may_die_between_two_calls_and_all_at_once(make: Make, plan: FailurePlan) -> None:
     trainer = make(plan)
     total = 0

@@ -92,6 +92,7 @@ LONG = {
     "reload",
     "startup",
     "tf_throughput",
+    "throughput",
 }
 
 

@@ -141,6 +141,7 @@ def test_fit_validates_over_all_workers_what_it_is_given(lab: TFTrainer, kind: s
     assert alone.results[0]["train_val_hits"] > 1
 
 
+@pytest.mark.keras_in_turns("keras3", "keras2")
 def test_an_operator_may_say_how_much_a_batch_counts(lab: TFTrainer) -> None:
     assert_same(*both(lab, Tokens, {}))
     for error in refusals(lab, Experiment(Tokens, {"batch_size": 4, "sign": -1})):
@@ -171,6 +172,7 @@ def test_what_would_come_apart_is_refused(lab: TFTrainer, operator_cls: type[Tra
             raise error
 
 
+@pytest.mark.keras_in_turns("keras3", "keras2")
 def test_optimizers_of_a_train_step_of_its_own_are_those_of_one_process(lab: TFTrainer) -> None:
     """And a new replica takes over what all of them keep."""
     operator_cls = make_operator(make_model_with_a_step_of_its_own, make_data)

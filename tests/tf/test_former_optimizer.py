@@ -87,6 +87,7 @@ def test_what_belongs_nowhere_is_refused_with_the_reason(keras: str) -> None:
 
 
 @pytest.mark.integration
+@pytest.mark.keras_in_turns("keras3", "keras2")
 def test_a_trainer_goes_on_from_a_file_of_the_old_library(
     ray_cluster: None, keras: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -57,6 +57,7 @@ def assert_alike(trainer: TorchTrainer) -> None:
 # ------------------------------------------------------------------------------------------------ silence
 
 
+@pytest.mark.soak
 def test_a_long_step_is_none_of_a_frozen_process_which_is_lost(ray_cluster: None) -> None:
     """With processes that load: they stay with their worker, or end with it."""
     config = {"num_samples": 48, "num_loader_processes": 2}

@@ -31,6 +31,7 @@ def test_a_spare_takes_the_place_of_a_worker_whose_node_is_gone() -> None:
     assert found["spare"] == {"kinds": ["rejoined"], "size": 2, "uses": [1], "is on the lost node": False}
 
 
+@pytest.mark.soak
 def test_a_wait_for_nodes_ends_with_ctrl_c_at_once_and_the_state_is_kept(found: dict[str, Any]) -> None:
     wait = found["wait"]
     assert wait["seconds"] is not None
@@ -40,10 +41,12 @@ def test_a_wait_for_nodes_ends_with_ctrl_c_at_once_and_the_state_is_kept(found: 
     assert wait["uses then"] == [1], "that of the last completed call"
 
 
+@pytest.mark.soak
 def test_after_the_interruption_the_next_call_uses_the_node_that_came(found: dict[str, Any]) -> None:
     wait = found["wait"]
     assert (wait["size"], wait["uses"], wait["kinds"]) == (3, [2], ["ended", "restarted"])
 
 
+@pytest.mark.soak
 def test_nothing_is_left_over(found: dict[str, Any]) -> None:
     assert found["left over"] == []
