@@ -60,7 +60,7 @@ class RunStatus:
 
     def __str__(self) -> str:
         rows = [("run", self.folder), ("kind", self.kind), ("state", self.state), *self.facts]
-        lines = [f"{name + ':':<13}{printable(value)}" for name, value in rows]
+        lines = [f"{name + ':':<14}{printable(value)}" for name, value in rows]
         return "\n".join([*lines, *(f"  {printable(line)}" for line in self.error)])
 
 

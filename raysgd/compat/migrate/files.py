@@ -31,8 +31,8 @@ class MigratedFile:
 
     def diff(self) -> str:
         """The change, as `git apply` takes it."""
-        texts = (_lines(self.before), _lines(self.after.text))
-        return "".join(difflib.unified_diff(*texts, f"a/{self.path}", f"b/{self.path}"))
+        texts, name = (_lines(self.before), _lines(self.after.text)), str(self.path).lstrip("/")
+        return "".join(difflib.unified_diff(*texts, f"a/{name}", f"b/{name}"))
 
     def write(self) -> None:
         """Replaces the file; its permissions stay.
