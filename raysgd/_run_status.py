@@ -60,7 +60,7 @@ class RunStatus:
 
     def __str__(self) -> str:
         rows = [("run", self.folder), ("kind", self.kind), ("state", self.state), *self.facts]
-        lines = [f"{name + ':':<14}{printable(value)}" for name, value in rows]
+        lines = [f"{name + ':':<13}{printable(value)}" for name, value in rows]
         return "\n".join([*lines, *(f"  {printable(line)}" for line in self.error)])
 
 
@@ -242,7 +242,7 @@ def _metrics(report: Mapping[str, Any]) -> list[tuple[str, str]]:
         and name not in _FILLED_IN
         and not name.startswith("_")
     ]
-    return [("last metrics", ", ".join(shown))] if shown else []
+    return [("metrics", ", ".join(shown))] if shown else []
 
 
 def _shown(value: float) -> str:
