@@ -56,3 +56,25 @@ def check_count(name: str, value: Any) -> None:
     """
     found = value if is_integer(value) else f"a `{type(value).__name__}`"
     require(is_integer(value) and 0 <= value < _MAX_COUNT, f"`{name}` is {found} and no count")
+
+
+def check_parts(state: Mapping[str, Any], counts: Mapping[str, int], *others: str) -> None:
+    """Refuses a state that lacks a part. The driver knows no more than how many there are of each.
+
+    Raises:
+        KeyError: A part is missing.
+        ValueError: Another number of them was saved.
+    """
+    missing = [key for key in ("epoch", *others, *counts) if key not in state]
+    if missing:
+        raise KeyError(f"The state has no {', '.join(map(repr, missing))}; it has {sorted(map(str, state))}.")
+    for key, count in counts.items():
+        if not isinstance(state[key], list | tuple):
+            raise ValueError(
+                f"The state's {key!r} is a `{type(state[key]).__name__}` instead of a list. Nothing was loaded."
+            )
+        if len(state[key]) != count:
+            raise ValueError(
+                f"The state holds {len(state[key])} {key}, but the operator registered {count}. Nothing was loaded; "
+                "load it with what saved it."
+            )

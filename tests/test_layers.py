@@ -384,3 +384,22 @@ class TestTheReadingOfImports:
     def test_finds_the_modules_of_this_repository(self) -> None:
         names = [name for name, _ in modules_of("raysgd", "operators")]
         assert {"raysgd", "raysgd.utils", "raysgd.torch.resnet", "raysgd.operators"} <= set(names)
+
+
+def needed_at_import(name: str) -> set[str]:
+    """Return the modules of the package that importing this one loads, whatever Python adds for the packages above."""
+    imports = dict(modules_of("raysgd", "operators"))
+    found, open_ends = set[str](), [name]
+    while open_ends:
+        module = open_ends.pop()
+        if module in imports and module not in found:
+            found.add(module)
+            at_import = [one.target for one in imports[module] if not one.in_function]
+            open_ends += [*at_import, *(target.rpartition(".")[0] for target in at_import)]
+    return found
+
+
+@pytest.mark.parametrize("runner", ["raysgd.torch.torch_runner", "raysgd.tf.tf_runner"])
+def test_workers_start_without_the_half_of_the_engine_that_is_the_drivers(runner: str) -> None:
+    assert "raysgd.replicas.runner" in needed_at_import(runner)
+    assert "raysgd.engine.controller" not in needed_at_import(runner)

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
+from raysgd._fitting import check_parts
 from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
 from raysgd.engine.call import Call
@@ -26,7 +27,7 @@ from raysgd.replicas.epochs import EpochAnswer, merged
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
-from raysgd.replicas.restoring import check_parts, load_into_all
+from raysgd.replicas.restoring import load_into_all
 from raysgd.replicas.settings import GroupSettings
 from raysgd.storage import files
 from raysgd.tf import arguments, call_data, checkpoint_file, datasets, predicting, registration, serializing

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from raysgd._fitting import check_progress
+from raysgd._fitting import check_parts, check_progress
 from raysgd._state_codec import EncodedState, decode, lend
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot, own_states
 from raysgd.engine.transfers import Stored, Storing
 from raysgd.replicas.replica_state import RESUME
-from raysgd.replicas.restoring import check_parts, load_into_all
+from raysgd.replicas.restoring import load_into_all
 from raysgd.torch import rng
 from raysgd.torch.checkpoint_file import OpenedFile, OtherFileError
 from raysgd.torch.replica_state import as_in_file

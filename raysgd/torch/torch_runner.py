@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from raysgd._checks import is_integer
+from raysgd._fitting import check_parts
 from raysgd.engine.types import Handover, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas.batching import config_for_worker
@@ -20,7 +21,6 @@ from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.operator import Internals, take_place
 from raysgd.replicas.prediction import PredictRequest, Work
 from raysgd.replicas.putting_back import MOST_BYTES, putting_back
-from raysgd.replicas.restoring import check_parts
 from raysgd.replicas.runner import ClassRunner, RunnerFacts
 from raysgd.torch import handover as handing_over
 from raysgd.torch import hyperparameters, metric_objects, predicting, rng

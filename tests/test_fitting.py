@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.replicas.restoring import check_parts
+from raysgd._fitting import check_parts
 
 STATE = {"epoch": 1, "operator": None, "models": [1, 2], "optimizers": []}
 
