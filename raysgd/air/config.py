@@ -161,9 +161,9 @@ class RunConfig:
     local_dir: str | Path | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
-        self.failure_config = _made("failure_config", self.failure_config, FailureConfig)
-        self.checkpoint_config = _made("checkpoint_config", self.checkpoint_config, CheckpointConfig)
-        self.sync_config = _made("sync_config", self.sync_config, SyncConfig)
+        self.failure_config = checked_config("failure_config", self.failure_config, FailureConfig)
+        self.checkpoint_config = checked_config("checkpoint_config", self.checkpoint_config, CheckpointConfig)
+        self.sync_config = checked_config("sync_config", self.sync_config, SyncConfig)
         self._take_over_place()
         self._check()
 
@@ -194,18 +194,18 @@ class RunConfig:
             )
 
 
-def _made(name: str, value: Any, config_class: type[Any]) -> Any:
-    """A config of its own where none was given.
+def checked_config(name: str, value: Any, config_class: type[Any]) -> Any:
+    """A config; a new one where none was given.
 
     Raises:
-        TypeError: It is of another class.
+        ValueError: It is of another class.
     """
     if value is None:
         return config_class()
     if not isinstance(value, config_class):
-        raise TypeError(
-            f"`{name}={value!r}`: need a `raysgd.air.{config_class.__name__}`, or None. Those of Ray have the same "
-            "fields, but not the same values."
+        raise ValueError(
+            f"`{name}={value!r}`: need a `{config_class.__name__}`, or None. Those of Ray have the same names, but are "
+            "other classes: import it from `raysgd.train`."
         )
     return value
 

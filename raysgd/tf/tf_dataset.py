@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from raysgd._optional import require_installed
+from raysgd.util.frames import ShardedFrames, listed
 
 
-class TFMLDataset:
+class TFMLDataset(ShardedFrames):
     """Rows of data frames that lie in shards, as a `tf.data.Dataset` of `(feature, label)` for each shard.
 
     Args:
@@ -40,23 +41,18 @@ class TFMLDataset:
         label_type: Any = None,
     ) -> None:
         require_installed("tensorflow", extra="tf", purpose="`TFMLDataset`")
-        columns = _listed(feature_columns)
+        columns = listed(feature_columns)
         assert columns, "`feature_columns` is empty: name at least one column."
         shapes = [()] * len(columns) if feature_shapes is None else list(feature_shapes)
-        types = [np.float32] * len(columns) if feature_types is None else _listed(feature_types)
+        types = [np.float32] * len(columns) if feature_types is None else listed(feature_types)
         for name, given in (("feature_shapes", shapes), ("feature_types", types)):
             assert len(given) == len(columns), (
                 f"`{name}` has {len(given)} entries for {len(columns)} feature columns: give one for each."
             )
         assert label_column is not None, "`label_column=None`: name the column of labels."
-        self._ds = ds
+        super().__init__(ds)
         self._features = [_Column(*facts) for facts in zip(columns, shapes, types, strict=True)]
         self._label = _Column(label_column, label_shape, np.float32 if label_type is None else label_type)
-
-    def set_num_shards(self, num_shards: int) -> None:
-        """Divides the data again if there are not as many shards."""
-        if num_shards != self._ds.num_shards():
-            self._ds = self._ds.repartition(num_shards)
 
     def get_shard(
         self,
@@ -122,7 +118,3 @@ class _Column:
         if values.dtype == object and self._kind.name != "string":
             values = np.stack([np.asarray(value) for value in values]) if len(values) else np.zeros(0)
         return values.reshape(-1, *self._shape).astype(self._kind.as_numpy_dtype)
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]

@@ -1,4 +1,4 @@
-"""The processes of a `DataLoader` end with the one that they load for.
+"""How a `DataLoader` loads, and that its processes end with the one that they load for.
 
 A process that was forked holds the connections of its parent open. As long as one is left, no one notices that the
 parent was killed: not the other ranks, and not Ray. PyTorch lets such a process look for its parent every 5 s only.
@@ -12,6 +12,22 @@ import select
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
+
+_KEPT_OPTIONS = (
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+)
+
+
+def kept_options(loader: Any, *more: str) -> dict[str, Any]:
+    """How a user's `DataLoader` loads: what another loader over the same dataset is made with."""
+    return {name: getattr(loader, name) for name in (*_KEPT_OPTIONS, *more)}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from raysgd.replicas.arrays import Arrays
 from raysgd.replicas.containers import Plain
 from raysgd.replicas.prediction import PredictRequest, Rows, Slice, Work
 from raysgd.replicas.prediction_data import Asked, BatchSource, Found, InRanges, refuse
-from raysgd.torch._loader_process import EndsWithParent
+from raysgd.torch._loader_process import EndsWithParent, kept_options
 from raysgd.torch.batches import count_samples
 from raysgd.torch.ray_tensors import as_batch
 from raysgd.torch.streams import length_of
@@ -77,21 +77,9 @@ def as_tensor(array: Any) -> Any:
     return torch.from_numpy(np.ascontiguousarray(trees.own(array)))
 
 
-_KEPT_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "prefetch_factor",
-)
-
-
 def _of_loader(loader: DataLoader[Any], asked: Asked) -> InRanges:
     """A map-style loader: every worker loads its own rows. `drop_last` has no effect, so that no row is lost."""
-    options = {name: getattr(loader, name) for name in _KEPT_OPTIONS}
-    parts = LoaderParts(loader.dataset, options)
+    parts = LoaderParts(loader.dataset, kept_options(loader))
     num_rows = len(cast(Sized, loader.dataset))
     batches = loader.batch_sampler
     if batches is None:

@@ -21,7 +21,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from raysgd.torch._loader_process import EndsWithParent
+from raysgd.torch._loader_process import EndsWithParent, kept_options
 from raysgd.torch.batch_sampler import ElasticBatchSampler
 from raysgd.torch.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
 
@@ -189,21 +189,8 @@ def _draws_each_once(sampler: RandomSampler) -> bool:
     return not sampler.replacement and len(sampler) == len(sampler.data_source)
 
 
-_KEPT_OPTIONS = (
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-)
-
-
 def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: bool) -> DataLoader[Any]:
-    options = {name: getattr(loader, name) for name in _KEPT_OPTIONS}
+    options = kept_options(loader, "generator", "persistent_workers")
     options["pin_memory"] = loader.pin_memory or pin_memory
     if loader.num_workers:
         options["worker_init_fn"] = EndsWithParent(loader.worker_init_fn)

@@ -10,8 +10,10 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from raysgd.util.frames import ShardedFrames, listed
 
-class TorchMLDataset:
+
+class TorchMLDataset(ShardedFrames):
     """Rows of data frames that lie in shards, as a dataset of tuples `(*features, label)` for each shard.
 
     Make a `DataLoader` of the shard `self.world_rank` in `setup`. The shards may have different lengths, so give
@@ -42,19 +44,14 @@ class TorchMLDataset:
     ) -> None:
         assert feature_columns is not None, "`feature_columns=None`: name at least one column."
         assert label_column is not None, "`label_column=None`: name the column of labels."
-        names = _listed(feature_columns)
+        names = listed(feature_columns)
         shapes = _one_each("feature_shapes", feature_shapes, len(names))
         types = _one_each("feature_types", feature_types, len(names))
-        self._ds = ds
+        super().__init__(ds)
         self._columns = [
             *(_Column(*facts) for facts in zip(names, shapes, types, strict=True)),
             _Column(label_column, label_shape, label_type),
         ]
-
-    def set_num_shards(self, num_shards: int) -> None:
-        """Divides the data again if there are not as many shards."""
-        if num_shards != self._ds.num_shards():
-            self._ds = self._ds.repartition(num_shards)
 
     def get_shard(
         self,
@@ -114,10 +111,6 @@ class _Column:
         if self.shape is None or self.shape == 0:
             return (1,)
         return (self.shape,) if isinstance(self.shape, int) else tuple(self.shape)
-
-
-def _listed(given: Any) -> list[Any]:
-    return list(given) if isinstance(given, list | tuple) else [given]
 
 
 def _one_each(name: str, given: Any, number: int) -> list[Any]:

@@ -7,7 +7,7 @@ from copy import copy
 from typing import Any, ClassVar
 
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.train.backend import BackendConfig
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.fit import arguments
@@ -93,7 +93,7 @@ class DataParallelTrainer(BaseTrainer):
         arguments.check_loop(train_loop_per_worker)
         self._loop = train_loop_per_worker
         self._loop_config = train_loop_config
-        self._backend_config = arguments.checked_config("backend_config", backend_config, BackendConfig)
+        self._backend_config = checked_config("backend_config", backend_config, BackendConfig)
         self._data_config = merged_config(dataset_config, self.datasets)
 
     def get_dataset_config(self) -> Any:

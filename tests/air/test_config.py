@@ -186,10 +186,13 @@ class TestOtherConfigs:
             {"failure_config": 3},
             {"checkpoint_config": {"num_to_keep": 1}},
             {"sync_config": "auto"},
-            {"callbacks": print},
-            {"stop": 3},
         ],
     )
+    def test_a_config_of_another_kind_is_refused_by_its_name(self, arguments: dict[str, Any]) -> None:
+        with pytest.raises(ValueError, match=f"`{next(iter(arguments))}=.*import it from `raysgd.train`"):
+            RunConfig(**arguments)
+
+    @pytest.mark.parametrize("arguments", [{"callbacks": print}, {"stop": 3}])
     def test_what_is_of_another_kind_is_refused_by_its_name(self, arguments: dict[str, Any]) -> None:
         with pytest.raises(TypeError, match=f"`{next(iter(arguments))}="):
             RunConfig(**arguments)

@@ -8,23 +8,10 @@ from dataclasses import fields
 from typing import Any
 
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import RunConfig, ScalingConfig
+from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.train.utils import parameters_of
 
 _ADVICE = "Those of Ray have the same names, but are other classes: import it from `raysgd.train`."
-
-
-def checked_config(name: str, value: Any, config_class: type[Any]) -> Any:
-    """A config; one of its own where none was given.
-
-    Raises:
-        ValueError: It is of another class.
-    """
-    if value is None:
-        return config_class()
-    if not isinstance(value, config_class):
-        raise ValueError(f"`{name}={value!r}`: need a `{config_class.__name__}`, or None. {_ADVICE}")
-    return value
 
 
 def checked_scaling(value: Any) -> ScalingConfig:

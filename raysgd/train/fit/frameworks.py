@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from raysgd.air.config import checked_config
 from raysgd.train.backend import BackendConfig, resolve
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit.arguments import checked_config
 
 
 class TorchTrainer(DataParallelTrainer):
