@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from raysgd.connections._mesh import Mesh
+from raysgd.connections._chain import Chain
+from raysgd.connections._mesh import Bytes, Mesh
 from raysgd.engine.types import World
 
 _SUM, _ALL, _FIRST, _VALUE = range(4)  # kinds of exchanges
@@ -111,25 +113,38 @@ class Group:
             else:
                 self._mesh.swap({}, {0: view}, kind)
 
-    def send(self, value: Any, ranks: Collection[int]) -> None:
-        """Sends anything that can be pickled to `ranks`, which must all `receive` it at this time."""
+    def send(self, value: Any, takers: Sequence[int]) -> None:
+        """Sends anything that can be pickled to `takers`, which must all `receive` it at this time."""
         buffers: list[pickle.PickleBuffer] = []
         head = pickle.dumps(value, protocol=5, buffer_callback=buffers.append)
-        parts = [memoryview(head), *(buffer.raw() for buffer in buffers)]
-        sizes = np.array([len(part) for part in parts], np.int64)
-        for part in (_bytes(np.array([len(parts)], np.int64)), _bytes(sizes), *parts):
-            self._mesh.swap(dict.fromkeys(ranks, part), {}, _VALUE)
+        self.send_parts([memoryview(head), *(buffer.raw() for buffer in buffers)], takers)
 
-    def receive(self, source: int) -> Any:
-        """What `source` sends."""
-        (num_parts,) = self._received(np.zeros(1, np.int64), source)
-        sizes = self._received(np.zeros(num_parts, np.int64), source)
-        head, *buffers = [self._received(np.empty(size, np.uint8), source) for size in sizes]
+    def receive(self, source: int, takers: Sequence[int]) -> Any:
+        """What `source` sends to `takers`, of which this rank is one."""
+        head, *buffers = self.receive_parts(source, takers)
         return pickle.loads(head.data, buffers=buffers)
 
-    def _received(self, part: Array, source: int) -> Array:
-        self._mesh.swap({}, {source: _bytes(part)}, _VALUE)
-        return part
+    def send_parts(self, parts: Sequence[Bytes], takers: Sequence[int]) -> None:
+        """Sends some bytes to `takers`, which must all `receive_parts` at this time."""
+        if takers:
+            chain = self._chain(self.rank, takers)
+            chain.pass_on(_bytes(np.array([len(parts)], np.int64)))
+            chain.pass_on(_bytes(np.array([len(part) for part in parts], np.int64)))
+            chain.pass_on(*parts)
+
+    def receive_parts(self, source: int, takers: Sequence[int]) -> list[Array]:
+        """What `source` sends to `takers`, as rows of bytes."""
+        chain = self._chain(source, takers)
+        count = np.zeros(1, np.int64)
+        chain.pass_on(_bytes(count))
+        sizes = np.zeros(count[0], np.int64)
+        chain.pass_on(_bytes(sizes))
+        parts = [np.empty(size, np.uint8) for size in sizes]
+        chain.pass_on(*map(_bytes, parts))
+        return parts
+
+    def _chain(self, source: int, takers: Sequence[int]) -> Chain:
+        return Chain(partial(self._mesh.swap, kind=_VALUE), self.rank, source, takers)
 
 
 class Votes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from raysgd._logging import Note
@@ -169,13 +169,31 @@ class Handover:
 
     Attributes:
         source: Rank, in the new group, whose state is the one to go on from.
-        takers: The ranks whose state is another one, or none yet.
+        takers: The ranks whose state is another one, or none yet, in the order in which they pass it on.
         orphans: How far the ranks were that left in an orderly way; rank 0 counts what they had measured.
     """
 
     source: int = 0
     takers: tuple[int, ...] = ()
     orphans: tuple[Any, ...] = ()
+
+    def by_node(self, worlds: Sequence[World]) -> Handover:
+        """The same with takers in an order in which the state travels to each node once, beginning with the source's.
+
+        Args:
+            worlds: The place of each rank.
+        """
+        home = worlds[self.source].node_rank
+
+        def place(rank: int) -> tuple[bool, int, int]:
+            node = worlds[rank].node_rank
+            return node != home, node, rank
+
+        return replace(self, takers=tuple(sorted(self.takers, key=place)))
+
+    def for_rank(self, rank: int) -> Handover:
+        """What this rank has to know of it."""
+        return self if rank == 0 else replace(self, orphans=())
 
 
 @dataclass(frozen=True)

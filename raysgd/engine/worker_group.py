@@ -234,10 +234,11 @@ class WorkerGroup:
             [members.infos[rank] for rank in survivors] + [each.info for each in joining],
         )
         self.num_workers, self.gone = len(members), set()
+        handover = handover.by_node(members.worlds)
 
         def join(rendezvous: Rendezvous) -> dict[int, Any]:
             return {
-                rank: worker.submit("regroup", members.worlds[rank], rendezvous, handover)
+                rank: worker.submit("regroup", members.worlds[rank], rendezvous, handover.for_rank(rank))
                 for rank, worker in enumerate(members.workers)
             }
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -146,12 +146,12 @@ class ClassRunner(PredictsRounds, ABC):
         """Takes a place in another group, which this process has joined."""
 
     @abstractmethod
-    def _send(self, state: Any, ranks: Collection[int]) -> None:
+    def _send(self, state: Any, takers: Sequence[int]) -> None:
         """Sends something to other ranks of the group."""
 
     @abstractmethod
-    def _receive(self, source: int) -> Any:
-        """What another rank sends."""
+    def _receive(self, source: int, takers: Sequence[int]) -> Any:
+        """What another rank sends to `takers`, of which this one is one."""
 
     def state(self) -> dict[str, Any]:
         """The state; copy before anything else runs."""
@@ -299,7 +299,7 @@ class ClassRunner(PredictsRounds, ABC):
             run = self._run.state(with_metrics=False) if self._run is not None else None
             self._send((self.state(), run), handover.takers)
         elif self._world.rank in handover.takers:
-            self._take_over(*self._receive(handover.source))
+            self._take_over(*self._receive(handover.source, handover.takers))
 
     def _detach(self) -> None:
         """Leaves the stream as it is: it will be another one, or at another place."""

@@ -6,7 +6,7 @@ Internal: what the class of this name in the old library could do is done by `TF
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -156,11 +156,11 @@ class TFRunner(ClassRunner):
         self._synchronizer.exchanges.forget_call()  # the ranks are compared, and some of them are new
         take_place(self.operator, world)
 
-    def _send(self, state: Any, ranks: Collection[int]) -> None:
-        self._synchronizer.group.send(state, ranks)
+    def _send(self, state: Any, takers: Sequence[int]) -> None:
+        self._synchronizer.group.send(state, takers)
 
-    def _receive(self, source: int) -> Any:
-        return self._synchronizer.group.receive(source)
+    def _receive(self, source: int, takers: Sequence[int]) -> Any:
+        return self._synchronizer.group.receive(source, takers)
 
     @contextmanager
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -247,11 +247,11 @@ class TorchRunner(ClassRunner):
         self._feed.take_place(world.rank, world.size, now, before)
         self._parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
 
-    def _send(self, state: Any, ranks: Collection[int]) -> None:
-        handing_over.send(state, ranks, self.operator.device)
+    def _send(self, state: Any, takers: Sequence[int]) -> None:
+        handing_over.send(state, takers, self.operator.device)
 
-    def _receive(self, source: int) -> Any:
-        return handing_over.receive(source, self.operator.device)
+    def _receive(self, source: int, takers: Sequence[int]) -> Any:
+        return handing_over.receive(source, takers, self.operator.device)
 
     def _hand_over(self, handover: Handover) -> None:
         super()._hand_over(handover)

@@ -91,7 +91,7 @@ def test_values_travel_from_one_rank_to_some(groups: list[Group]) -> None:
 
     def pass_on(group: Group) -> Any:
         if group.rank != source:
-            return group.receive(source)
+            return group.receive(source, takers)
         group.send(value, takers)
         return value
 
