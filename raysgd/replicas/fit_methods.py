@@ -17,6 +17,7 @@ from raysgd.replicas.fitting import Fit, FitOptions
 from raysgd.replicas.history import History
 from raysgd.replicas.making import ReplicaMaker
 from raysgd.replicas.recording import CallRecorder, as_test
+from raysgd.replicas.results import Metrics
 from raysgd.replicas.settings import GroupSettings
 
 
@@ -91,7 +92,7 @@ class FitMethods(ABC):
         )
         return Fit(self, options).run()
 
-    def test(self, dataset: Any) -> dict[str, Any]:
+    def test(self, dataset: Any) -> Metrics:
         """Evaluates on other data than the registered ones, as `validate(dataset=...)`; names begin with `test_`."""
         with self._recorder.as_test():
             return as_test(self.validate(dataset=dataset))

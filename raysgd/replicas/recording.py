@@ -6,14 +6,13 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar, cast
 
 from raysgd.engine.history import Event
 from raysgd.replicas.history import CallRecord, History, Kind, name_in_test
+from raysgd.replicas.results import Metrics
 
-P = ParamSpec("P")
-T = TypeVar("T")
-R = TypeVar("R")
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 
 class CallRecorder:
@@ -53,23 +52,23 @@ class CallRecorder:
         self.history.add(CallRecord(kind, epoch, metrics, began_at, seconds, self._num_workers()))
 
 
-def recorded(kind: Kind) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
+def recorded(kind: Kind) -> Callable[[Method], Method]:
     """Lets a method of a trainer that has a `_recorder` record each call that succeeds."""
 
-    def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+    def decorate(method: Method) -> Method:
         @wraps(method)
-        def call(trainer: T, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def call(trainer: Any, /, *args: Any, **kwargs: Any) -> Any:
             began_at, began = time.time(), time.perf_counter()
             result = method(trainer, *args, **kwargs)
-            recorder: CallRecorder = trainer._recorder  # type: ignore[attr-defined]
+            recorder: CallRecorder = trainer._recorder
             recorder.record(kind, result, began_at, time.perf_counter() - began)
             return result
 
-        return call
+        return cast("Method", call)
 
     return decorate
 
 
-def as_test(metrics: Mapping[str, Any]) -> dict[str, Any]:
+def as_test(metrics: Mapping[str, Any]) -> Metrics:
     """The result of `validate` as that of `test`."""
-    return {name_in_test(name): value for name, value in metrics.items()}
+    return Metrics({name_in_test(name): value for name, value in metrics.items()})

@@ -35,9 +35,39 @@ class WorkerMetrics:
     objects: Mapping[str, Any] = field(default_factory=dict)
 
 
-def merge(workers: Sequence[WorkerMetrics]) -> dict[str, Any]:
+class Metrics(dict[str, Any]):
+    """The result of a call of `train` or `validate`: a dict, in which what the library counts has types.
+
+    >>> result = Metrics(num_samples=64, epoch=1, batch_count=2, train_loss=0.5)
+    >>> result.epoch, result["train_loss"]
+    (1, 0.5)
+    """
+
+    @property
+    def num_samples(self) -> float:
+        """Samples of all workers; NaN if an operator does not count them."""
+        return self._counted("num_samples")
+
+    @property
+    def batch_count(self) -> float:
+        """Batches of one worker, on average."""
+        return self._counted("batch_count")
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the training data so far; only calls of `train` have it."""
+        return int(self._counted("epoch"))
+
+    def _counted(self, name: str) -> float:
+        if name not in self:
+            raise AttributeError(f"This result has no {name!r}; it has {', '.join(map(repr, self)) or 'nothing'}.")
+        count: float = self[name]
+        return count
+
+
+def merge(workers: Sequence[WorkerMetrics]) -> Metrics:
     """Merges the workers' metrics, `num_samples` first, then in the order in which names are first met."""
-    merged: dict[str, Any] = {NUM_SAMPLES: _total_samples(workers)}
+    merged = Metrics({NUM_SAMPLES: _total_samples(workers)})
     for name in dict.fromkeys(name for worker in workers for name in worker.values):
         if name != NUM_SAMPLES:
             merged[name] = _merge_one(name, [worker for worker in workers if name in worker.values])

@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
@@ -28,6 +28,7 @@ from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import load_into_all
+from raysgd.replicas.results import Metrics
 from raysgd.replicas.settings import GroupSettings
 from raysgd.storage import files
 from raysgd.tf import arguments, call_data, checkpoint_file, datasets, predicting, registration, serializing
@@ -194,6 +195,28 @@ class TFTrainer(ChangingTrainer):
             return MultiWorkerConnection(variables)
         return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=self.form_timeout_s)
 
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: Literal[True] = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+    ) -> Metrics: ...
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+    ) -> Any: ...
+
     @recorded("train")
     def train(
         self,
@@ -231,6 +254,28 @@ class TFTrainer(ChangingTrainer):
         call_data.check(dataset, with_fit=self._trains_with_fit, training=True)
         can_resume = self._goes_on and dataset is None
         return self._result(self._train(asked, max_retries, dataset, can_resume), reduce_results)
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: Literal[True] = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+    ) -> Metrics: ...
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+    ) -> Any: ...
 
     @recorded("validation")
     def validate(

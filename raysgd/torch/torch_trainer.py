@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 
@@ -22,6 +22,7 @@ from raysgd.engine.connection import Connection
 from raysgd.replicas.epochs import merged
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
+from raysgd.replicas.results import Metrics
 from raysgd.replicas.settings import GroupSettings
 from raysgd.torch import arguments, call_data, checkpoint_file, constants, epoch_checks, predicting, retired
 from raysgd.torch.changing import ChangingTorchTrainer
@@ -220,6 +221,28 @@ class TorchTrainer(ChangingTorchTrainer):
     def _reservation_timeout_s(self) -> float:
         return constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
 
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: Literal[True] = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+    ) -> Metrics: ...
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+    ) -> Any: ...
+
     @recorded("train")
     def train(
         self,
@@ -259,6 +282,28 @@ class TorchTrainer(ChangingTorchTrainer):
         result = merged(answers, reduce_results)
         epoch_checks.warn_of_nothing("train", answers, asked.num_steps)
         return result
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: Literal[True] = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+    ) -> Metrics: ...
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+    ) -> Any: ...
 
     @recorded("validation")
     def validate(

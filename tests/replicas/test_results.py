@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import json
 import math
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -180,3 +182,15 @@ def test_the_workers_own_metrics_stay_as_they_are() -> None:
 )
 def test_numbers_are_what_has_one_value(value: Any, expected: Any) -> None:
     assert as_number(value) == expected
+
+
+class TestMetrics:
+    def test_the_counts_of_the_library_have_types_and_the_rest_is_a_dict(self) -> None:
+        result = merge([WorkerMetrics({"epoch": 2, "batch_count": 3, "num_samples": 12, "train_loss": 0.5})])
+        assert (result.num_samples, result.epoch, result.batch_count) == (12, 2, 3)
+        assert json.loads(json.dumps(result)) == result == pickle.loads(pickle.dumps(result))
+        assert repr(result) == repr(dict(result))
+
+    def test_a_count_that_is_not_there_is_missed_by_its_name(self) -> None:
+        with pytest.raises(AttributeError, match="no 'epoch'; it has 'num_samples', 'val_loss'"):
+            _ = merge([WorkerMetrics({"num_samples": 12, "val_loss": 0.5})]).epoch

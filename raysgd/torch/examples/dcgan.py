@@ -155,7 +155,7 @@ def train_example(
         data_dir: Where the files of MNIST are.
     """
     config = {"lr": 0.0002, BATCH_SIZE: 16 if test_mode else 128, "test_mode": test_mode, "data_dir": data_dir}
-    results = []
+    results: list[dict[str, Any]] = []
     with TorchTrainer(
         training_operator_cls=GANOperator, config=config, num_workers=num_workers, use_gpu=use_gpu
     ) as trainer:
