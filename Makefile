@@ -14,6 +14,10 @@ PYTHON ?= $(shell for candidate in python3 python3.12 python3.11 python3.10; do 
 export OMP_NUM_THREADS ?= 1
 export RAY_USAGE_STATS_ENABLED ?= 0
 
+# The tests start thousands of processes. Where this is set, each of them compiles what it imports of raysgd anew, which
+# takes as long as all else that a worker imports: `docs/adr/0087`. `make clean` removes what is written.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
 .PHONY: demo quick test soak lint typecheck format bench docs clean help
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -16,7 +18,6 @@ from tests.test_layers import modules_of
 
 ROOT = Path(raysgd.__file__).parent
 FRAMEWORKS = {"torch", "tensorflow", "keras", "ray", "numpy", "horovod"}
-MODULES = list(modules_of("raysgd", "operators"))
 NUM_TRIES = 5
 IMPORT_BUDGET_S = 0.3
 
@@ -63,12 +64,20 @@ def public_modules() -> list[str]:
     return sorted(names)
 
 
+@functools.cache
+def modules() -> dict[str, Any]:
+    """The modules of the package, with what they import."""
+    return dict(modules_of("raysgd", "operators"))
+
+
 def in_a_circle() -> set[str]:
     """The modules that import themselves by way of others: only for them it matters which of a circle is the first.
 
     A package, and a name of it that is not a module, stand for all modules of the package: its names may be lazy.
     """
-    imports = {name: {found.target for found in all_of_it if not found.in_function} for name, all_of_it in MODULES}
+    imports = {
+        name: {found.target for found in all_of_it if not found.in_function} for name, all_of_it in modules().items()
+    }
     edges = {
         name: set().union(*map(loaded_by, targets), parents_of(name)) - {name} for name, targets in imports.items()
     }
@@ -77,7 +86,7 @@ def in_a_circle() -> set[str]:
 
 def loaded_by(target: str) -> set[str]:
     """The modules that an import of this may load."""
-    names = dict(MODULES)
+    names = modules()
     ends = [place for place, letter in enumerate(target + ".") if letter == "."]
     path = [target[:end] for end in ends if target[:end] in names]
     whole = target if target in names else target.rpartition(".")[0]

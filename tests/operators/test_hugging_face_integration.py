@@ -5,6 +5,7 @@ The tasks run side by side in the workers of one trainer: importing `transformer
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,9 @@ from typing import Any
 import pytest
 import ray.cloudpickle
 import torch
-from transformers import AutoModelForCausalLM
 
 from raysgd import TorchTrainer
 from raysgd.operators import HuggingFaceOperator
-from tests.operators import test_hugging_face as alone
 from tests.torch import lab
 
 pytestmark = pytest.mark.integration
@@ -25,12 +24,13 @@ TASKS = ("classify texts", "label words", "next words", "text to text", "adapter
 CALLS = (("train", None), ("train", None), ("validate", None))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def ships_what_tests_define() -> Iterator[None]:
-    """Let workers use what test modules define, without a path to the tests."""
+@pytest.fixture(scope="module")
+def alone() -> Iterator[Any]:
+    """The models, which workers can use without a path to the tests."""
+    alone = importlib.import_module("tests.operators.hugging_face_lab")
     for module in (alone, lab):
         ray.cloudpickle.register_pickle_by_value(module)
-    yield
+    yield alone
     for module in (alone, lab):
         ray.cloudpickle.unregister_pickle_by_value(module)
 
@@ -46,7 +46,7 @@ def weights(state: dict[str, torch.Tensor]) -> torch.Tensor:
 
 @pytest.mark.parametrize("num_workers", [2, pytest.param(3, marks=pytest.mark.soak)])
 def test_n_workers_train_what_one_process_would_whatever_the_lengths_of_texts(
-    num_workers: int, ray_cluster: None, tmp_path: Path
+    num_workers: int, alone: Any, ray_cluster: None, tmp_path: Path
 ) -> None:
     first = config("next words", num_workers)
     with TorchTrainer(training_operator_cls=alone.Task, config=first, num_workers=num_workers) as trainer:
@@ -68,5 +68,7 @@ def test_n_workers_train_what_one_process_would_whatever_the_lengths_of_texts(
             torch.testing.assert_close(weights(model), weights(expected.model[0]), rtol=0, atol=1e-6)
         before = weights(alone.model_of(task).state_dict())
         assert (weights(expected.model[0]) - before).abs().max() > 1e-3, "they were trained"
+    from transformers import AutoModelForCausalLM
+
     saved = AutoModelForCausalLM.from_pretrained(str(folder))
     assert torch.equal(alone.weights(saved), alone.weights(alone.model_of("next words")))

@@ -8,9 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from raysgd.tf import datasets
+from tests.lazily import imported
+
+tf = imported("tensorflow")
 
 
 def numbers(total: int, batch_size: int, **options: Any) -> Any:

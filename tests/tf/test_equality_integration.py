@@ -10,7 +10,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
-import tensorflow as tf
 
 from raysgd.engine.types import Handover, World
 from raysgd.exceptions import InvalidRegistrationError
@@ -132,6 +131,8 @@ def test_a_loss_of_an_operator_that_is_no_mean_over_samples_too(lab: TFTrainer, 
 @pytest.mark.keras_in_turns("keras3")
 @pytest.mark.parametrize("kind", ["arrays", *soaked("dataset")])
 def test_fit_validates_over_all_workers_what_it_is_given(lab: TFTrainer, kind: str) -> None:
+    import tensorflow as tf
+
     x, y = samples(13, seed=1)
     given = (x, y) if kind == "arrays" else packed("it", tf.data.Dataset.from_tensor_slices((x, y)).batch(4))
     options = {"validation_data": given, "validation_steps": 3}

@@ -7,12 +7,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-tf = pytest.importorskip("tensorflow")
+from raysgd.engine.types import World
+from raysgd.tf.operator_context import OperatorContext
+from raysgd.tf.settings import TFSettings
+from raysgd.tf.training_operator import TrainingOperator
+from tests.lazily import imported
 
-from raysgd.engine.types import World  # noqa: E402
-from raysgd.tf.operator_context import OperatorContext  # noqa: E402
-from raysgd.tf.settings import TFSettings  # noqa: E402
-from raysgd.tf.training_operator import TrainingOperator  # noqa: E402
+tf = imported("tensorflow")
 
 
 class Line(TrainingOperator):

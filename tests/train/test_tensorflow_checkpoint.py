@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-keras = pytest.importorskip("tensorflow").keras
+from raysgd.train.tensorflow import TensorflowCheckpoint
+from tests.lazily import imported
 
-from raysgd.train.tensorflow import TensorflowCheckpoint  # noqa: E402
+keras = imported("tensorflow", "keras")
 
 
 def net(value: float) -> Any:
