@@ -130,12 +130,13 @@ class Feed(feed.Feed):
         return BatchStream(source, self._parallel.step, self.begin_pass, self._undo)
 
     def _open_validation(self, request: EpochRequest) -> BatchStream:
+        return BatchStream(self._validation_source(request), _StepOfEvaluation(self._parallel), lambda: 0)
+
+    def _validation_source(self, request: EpochRequest) -> Source:
         if request.shard_key is not None:
-            return BatchStream(self._source_of_call("validation", request, training=False), Step(), lambda: 0)
+            return self._source_of_call("validation", request, training=False)
         loader = self.ray_loader("validation")
-        if loader is not None:
-            return BatchStream(OncePerCall(loader), Step(), lambda: 0)
-        return BatchStream(self._source("validation", request.seed, lockstep=False), Step(), lambda: 0)
+        return OncePerCall(loader) if loader is not None else self._source("validation", request.seed, lockstep=False)
 
     def _source(self, name: str, seed: int, *, lockstep: bool) -> Source:
         data = self._data_of(name)
@@ -238,6 +239,21 @@ class Feed(feed.Feed):
         if position.get("is_mid_pass", position["consumed"] > 0):
             stream.resume(position["pass_index"], position["consumed"])
             self._order_before = position.get("order")
+
+
+class _StepOfEvaluation(Step):
+    """A step that trains nothing. Where forward passes take all ranks, the last batch is followed by those of others.
+
+    So code behind the user's loop runs on all ranks at the same time, and may talk to other ranks.
+    """
+
+    def __init__(self, parallel: NoParallel) -> None:
+        super().__init__()
+        self._parallel = parallel
+
+    def end_stream(self) -> None:
+        super().end_stream()
+        self._parallel.await_others()
 
 
 class _Missing:

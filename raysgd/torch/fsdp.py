@@ -1,11 +1,11 @@
 """Models, gradients and optimizer states divided over the ranks: PyTorch's `fully_shard`, also called FSDP2.
 
 Every parameter lives on all ranks, a part on each. A group of parameters is put together for its forward and backward
-pass and taken apart again. Here a group is a block of the model with enough parameters to be worth an exchange; all
-the rest is one more. What leaves the ranks (checkpoints, snapshots, `get_model`) is whole and plain, so it fits any
-other kind of training.
+pass and taken apart again, also in evaluation. Here a group is a block of the model with enough parameters to be worth
+an exchange; all the rest is one more. What leaves the ranks (checkpoints, snapshots, `get_model`) is whole and plain,
+so it fits any other kind of training.
 
-Why whole states leave the workers: ADR 21. Why validation assembles the whole model: ADR 22.
+Why whole states leave the workers: ADR 21. How ranks evaluate together: ADR 92.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.torch.blocks import blocks_of, without_checkpointing
+from raysgd.torch.forward_rounds import Rounds, hook_of
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.parallel import NoParallel, no_weights, take_from_first, trainable
 from raysgd.torch.step import Step, never_defer
@@ -45,6 +47,9 @@ class FSDP(NoParallel):
         self._moved: dict[int, torch.nn.Parameter] = {}  # by identity of the whole parameters: what took their place
         self._whole: list[torch.nn.Parameter] = []  # keeps them, so that no other object gets their identity
         self._skeletons: dict[int, torch.nn.Module] = {}
+        self._parts: list[_Part] = []
+        self._rounds = Rounds()
+        self._group_of_rounds: Any = None
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """Divides the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
@@ -61,6 +66,10 @@ class FSDP(NoParallel):
         for name, parameter in model.named_parameters():
             self._moved[id(whole[name])] = parameter
             self._whole.append(whole[name])
+        parts = _parts_of(model)
+        self._parts += parts
+        for part in parts:
+            part.module.register_forward_pre_hook(hook_of(self._rounds, part), prepend=True)
         return model
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
@@ -102,21 +111,29 @@ class FSDP(NoParallel):
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:
-        """Puts the models together for the time of the evaluation, so that no forward pass waits for other ranks."""
-        roots, parts = _roots(models), _sharded_parts(models)
+        """Lets ranks run different numbers of forward passes; models stay divided."""
+        roots, inside = _roots(models), {id(part) for part in _sharded_parts(models)}
+        parts = [part for part in self._parts if id(part.module) in inside]
         for model in roots:
             for buffer in model.buffers():
                 dist.broadcast(buffer, 0)
-        for part in parts:
-            part.set_reshard_after_forward(False, recurse=False)
-            part.unshard()
+            model.set_reshard_after_forward(True)
+            model.reshard()  # the last forward pass without a backward pass may have left it together
         try:
-            yield
+            with self._rounds.opened(parts, self._maximum):
+                yield
         finally:
             for part in parts:
-                keeps = part in roots or not self._options.reshard_after_forward
-                part.set_reshard_after_forward(not keeps, recurse=False)
-                part.reshard()
+                keeps = part.module in roots or not self._options.reshard_after_forward
+                part.module.set_reshard_after_forward(not keeps, recurse=False)
+
+    def await_others(self) -> None:
+        """In evaluation: returns when no rank has a batch left."""
+        self._rounds.pause()
+
+    def _maximum(self, numbers: torch.Tensor) -> None:
+        self._group_of_rounds = self._group_of_rounds or dist.new_group(backend="gloo")
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group_of_rounds)
 
     def state_of(self, part: Any) -> dict[str, Any]:
         """The whole state on rank 0; the others get one without tensors."""
@@ -187,6 +204,46 @@ def _deferrer(roots: Sequence[Any]) -> Callable[[bool], None]:
 
 def _sharded_parts(models: Iterable[torch.nn.Module]) -> list[Any]:
     return [part for model in models for part in model.modules() if isinstance(part, FSDPModule)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """What `fully_shard` puts together at once.
+
+    Attributes:
+        module: What it was called with.
+        owner: The module that holds one of its parameters.
+        name: The name of that parameter there.
+    """
+
+    module: Any
+    owner: torch.nn.Module
+    name: str
+
+    @property
+    def is_held(self) -> bool:
+        return not isinstance(getattr(self.owner, self.name), DTensor)
+
+    def put_together(self) -> None:
+        self.module.unshard()
+
+    def take_apart(self) -> None:
+        self.module.reshard()
+
+
+def _parts_of(model: torch.nn.Module) -> list[_Part]:
+    """The parts of a model that have parameters, in the order of its modules."""
+    found: dict[str, _Part] = {}
+    divided = [name for name, module in model.named_modules() if isinstance(module, FSDPModule)]
+    for path, owner in model.named_modules():
+        for name, _ in owner.named_parameters(recurse=False):
+            owner_of = max((each for each in divided if _is_inside(path, each)), key=len)
+            found.setdefault(owner_of, _Part(model.get_submodule(owner_of), owner, name))
+    return [found[name] for name in divided if name in found]
+
+
+def _is_inside(path: str, above: str) -> bool:
+    return not above or path == above or path.startswith(f"{above}.")
 
 
 def _roots(models: Iterable[torch.nn.Module]) -> list[Any]:

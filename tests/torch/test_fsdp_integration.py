@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from raysgd.torch import TorchTrainer
 from raysgd.torch.fsdp import _filled, _skeleton_of
+from raysgd.torch.options import FSDPOptions
+from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -97,6 +100,37 @@ def test_the_model_comes_whole_and_plain(divided: TorchTrainer) -> None:
     loss = torch.nn.functional.mse_loss
     features, _, target = dataset(13, seed=1).tensors
     assert divided.validate()["val_loss"] == pytest.approx(loss(model(features), target).item(), rel=1e-5)
+
+
+class CallsDifferentlyOften(Blocks):
+    """Rank 0 has no validation data here, and the other one calls the model more than once for a batch."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        features, numbers, target = data.tensors
+        if len(data) != 13 or self.world_size == 1:
+            return super().make_loader(data, shuffle)
+        return [
+            (features[i : i + 4], numbers[i : i + 4], target[i : i + 4]) for i in range(0, 13, 4) if self.world_rank
+        ]
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        whole = [not isinstance(each, DTensor) for each in self.model.parameters()]
+        for _ in range(batch_info["batch_idx"]):
+            self.model(batch[0])
+        return {**super().validate_batch(batch, batch_info), "whole": sum(whole)}
+
+
+def test_workers_without_batches_help_the_others_to_validate(divided: TorchTrainer) -> None:
+    experiment = Experiment(
+        CallsDifferentlyOften,
+        calls=[("validate", None), ("train", None), ("validate", None)],
+        options={"parallel": "fsdp", "fsdp_options": FSDPOptions(min_block_parameters=1)},
+    )
+    expected, found = run_alone(experiment).results, run_together(divided, experiment).results
+    for index in (0, 2):
+        assert found[index]["num_samples"] == 13
+        assert found[index]["whole"] == 0, "between two forward passes"
+        assert found[index]["val_loss"] == pytest.approx(expected[index]["val_loss"], rel=1e-5)
 
 
 def test_a_model_that_is_put_together_shares_the_weights_that_it_shared() -> None:
