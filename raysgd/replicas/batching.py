@@ -46,7 +46,7 @@ def split_batch_size(requested: int, num_workers: int) -> BatchSplit:
         >>> split_batch_size(21, num_workers=2)
         BatchSplit(requested=21, effective=20, per_worker=10)
     """
-    num_samples = _positive_int(f"config[{BATCH_SIZE!r}]", requested)
+    num_samples = check_joint_size(requested)
     size = _positive_int("num_workers", num_workers)
     per_worker = num_samples // size
     if per_worker == 0:
@@ -74,6 +74,15 @@ def config_for_worker(config: Mapping[str, Any], num_workers: int) -> dict[str, 
     if BATCH_SIZE in worker_config:
         worker_config[BATCH_SIZE] = split_batch_size(worker_config[BATCH_SIZE], num_workers).per_worker
     return worker_config
+
+
+def check_joint_size(requested: Any) -> int:
+    """Refuses what is no batch size, and returns it as Python's.
+
+    Raises:
+        ValueError: It is not an integer, or below 1.
+    """
+    return _positive_int(f"config[{BATCH_SIZE!r}]", requested)
 
 
 def _positive_int(name: str, value: Any) -> int:

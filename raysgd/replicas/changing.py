@@ -16,7 +16,6 @@ from raysgd.engine.call import Call
 from raysgd.engine.renewal import renew, restart
 from raysgd.exceptions import UnpicklableError
 from raysgd.replicas.settings import ReplicaSettings
-from raysgd.replicas.sharing import Sharing
 from raysgd.replicas.trainer import ClassTrainer
 from raysgd.utils import BATCH_SIZE
 
@@ -41,7 +40,7 @@ class ChangingTrainer(ClassTrainer):
                 call starts new ones with the new config.
         """
         self._settings = replace(self._settings, config=self._checked_config(config))
-        self._sharing = Sharing(self._settings.config, self._placed, self._whole_data)
+        self._sharing = self._new_sharing()
         self._replicas.settings = self._settings_to_send()
         with self._naming_config_entries():
             self._renew()

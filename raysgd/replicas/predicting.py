@@ -20,7 +20,6 @@ from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.types import World
 from raysgd.replicas import trees
-from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.containers import Container
 from raysgd.replicas.epochs import Progress
 from raysgd.replicas.prediction import PredictRequest
@@ -221,8 +220,9 @@ class Predicts(ABC):
         return container.stream(outputs) if streaming else container.collect(outputs)
 
     def _usual_batch_size(self) -> Any:
-        config = config_for_worker(self._settings.config, self._controller.num_workers)
-        return config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE))
+        options, num_workers = self._settings.batch_options, self._controller.num_workers
+        config = options.config_for(self._settings.config, num_workers)
+        return options.of_worker(config.get(BATCH_SIZE, config.get(PLAIN_BATCH_SIZE, DEFAULT_BATCH_SIZE)), num_workers)
 
     def _predicted(self, source: Source, asked: Options) -> Iterator[Any]:
         """The output for each batch."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from raysgd import _checks
 from raysgd.exceptions import InvalidCountError
+from raysgd.replicas.batch_options import BatchOptions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +101,7 @@ class ReplicaSettings:
         config: What it is passed. Under `BATCH_SIZE` it holds the batch size of all workers.
         use_gpu: Whether each worker has GPUs.
         snapshot_every_n_steps: How often to copy the state inside a training call; None: only after it.
+        batch_options: How large the joint batch is, and how it is divided.
 
     Raises:
         ValueError: A value cannot work.
@@ -110,6 +112,11 @@ class ReplicaSettings:
     _: KW_ONLY
     use_gpu: bool = False
     snapshot_every_n_steps: int | None = None
+    batch_options: BatchOptions = BatchOptions()
+
+    def config_for(self, num_workers: int) -> dict[str, Any]:
+        """The config that the operator is passed, one of so many."""
+        return self.batch_options.config_for(self.config, num_workers)
 
     def __post_init__(self) -> None:
         if self.snapshot_every_n_steps is not None:

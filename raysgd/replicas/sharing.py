@@ -35,6 +35,7 @@ class Sharing:
         place: Puts the share of a rank where the rank can take it from.
         whole: Makes of data of a call, and the config of one worker, what all workers are given alike; None for data of
             another kind.
+        config_for: Makes of that config the one of a worker, one of so many.
     """
 
     def __init__(
@@ -42,10 +43,12 @@ class Sharing:
         config: Mapping[str, Any],
         place: Callable[[int, Any], Any],
         whole: Callable[[Any, Mapping[str, Any]], Any] = lambda data, config: None,
+        config_for: Callable[[Mapping[str, Any], int], Mapping[str, Any]] = config_for_worker,
     ) -> None:
         self._config = config
         self._place = place
         self._whole = whole
+        self._config_for = config_for
         self._places: dict[str, tuple[Any, Place | None]] = {}
         self._divisions: dict[str, _Division] = {}
         self._has_warned = False
@@ -107,7 +110,7 @@ class Sharing:
         return self._divisions[name].key, shares
 
     def _divided(self, name: str, dataset: Any, worlds: Sequence[World]) -> Sequence[Any]:
-        batches, config = ray_batches(dataset), config_for_worker(self._config, len(worlds))
+        batches, config = ray_batches(dataset), self._config_for(self._config, len(worlds))
         if batches is not None:
             return self._dealt(batches.sized(config), worlds)
         if not hasattr(dataset, "set_num_shards"):

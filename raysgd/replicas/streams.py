@@ -72,7 +72,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         at_boundary: Called between two steps, if it is set. What it raises ends the iteration.
         prepare: Called before the first batch of a call and of a pass.
         pass_index: Index of the pass begun last.
-        num_steps_taken: Steps whose batch was handed out.
+        num_steps_taken: Steps whose first batch was handed out.
     """
 
     def __init__(
@@ -90,7 +90,8 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         self._live: Iterator[ItemT] | None = None
         self._ahead: list[ItemT | None] = []  # what was drawn already; None is the end of the pass
         self._to_resume: tuple[int, int] | None = None
-        self._num_open = 0  # batches handed out since the last optimizer step
+        self._num_open = 0  # steps begun since the last optimizer step
+        self._is_first_of_step = self._is_last_of_step = True  # of the batch drawn last
         self.at_boundary: Callable[[], None] | None = None
         self.prepare: Callable[[], None] = lambda: None
         self.pass_index = 0
@@ -136,12 +137,12 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         if self.is_mid_pass:
             self.resume(self.pass_index, self.completed)
         self.num_steps_taken = self.num_steps_completed
-        self._live, self._num_open = None, 0
+        self._live, self._num_open, self._is_last_of_step = None, 0, True
         self._ahead.clear()
 
     def resume(self, pass_index: int, consumed: int) -> None:
         """Continues a pass that was begun elsewhere; the next batch is the one after `consumed` samples."""
-        self._live = None
+        self._live, self._is_last_of_step = None, True
         self._ahead.clear()
         self.pass_index, self._to_resume = pass_index, (pass_index, consumed)
 
@@ -159,7 +160,7 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         self._undo_padding = None
         if self._live is not None and num_steps != 0:
             self.prepare()
-        while num_steps is None or num_drawn < num_steps:
+        while num_steps is None or num_drawn < num_steps or not self._is_last_of_step:
             if self._live is None:
                 if num_steps is None and num_drawn:
                     return
@@ -173,10 +174,11 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
                     return
                 continue
             just_opened = False
-            num_drawn += 1
-            batch = self._hand_out(item, is_last_of_call=num_drawn == num_steps)
+            self._is_first_of_step, self._is_last_of_step = self._place_in_step(item)
+            num_drawn += self._is_first_of_step
+            batch = self._hand_out(item, is_last_of_call=num_drawn == num_steps and self._is_last_of_step)
             if batch is not NO_BATCH:
-                self._num_open += 1
+                self._num_open += self._is_first_of_step
                 yield from self._undoing_padding(batch)
                 if self._step.is_boundary:
                     self.settle()
@@ -201,12 +203,16 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
     def _hand_out(self, item: ItemT, is_last_of_call: bool) -> Any:
         self._ahead = self._look_ahead()
         is_last = self._is_last_of_pass()
-        self.num_steps_taken += 1
+        self.num_steps_taken += self._is_first_of_step
         batch = self._begin_step(item, is_last or is_last_of_call)
         if is_last:
             self._live = None  # the next call begins with a fresh pass
             self._ahead.clear()
         return batch
+
+    def _place_in_step(self, item: ItemT) -> tuple[bool, bool]:
+        """Whether a step of all ranks begins with a batch, where it is counted, and whether it ends with it."""
+        return True, True
 
     def _look_ahead(self) -> list[ItemT | None]:
         """What to draw ahead of a step, so that its last one is known."""

@@ -67,8 +67,8 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
         self._group_settings, self._settings, self._writer = group, settings, writer
-        self._sharing = Sharing(settings.config, self._placed, self._whole_data)
-        self._show_options(group, settings)
+        self._sharing = self._new_sharing()
+        self._show_options(group, settings, settings.batch_options)
         self._replicas = ReplicaMaker(self._runner_cls)
         self._begin(self._make_controller())
         self._check_same_data(("train_data", "validation_data"))
@@ -77,6 +77,10 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
             snapshot_every_n_steps=settings.snapshot_every_n_steps,
             resize_check_s=group.resize_check_s,
         )
+
+    def _new_sharing(self) -> Sharing:
+        settings = self._settings
+        return Sharing(settings.config, self._placed, self._whole_data, settings.batch_options.config_for)
 
     def _show_options(self, *settings: Any) -> None:
         """Every option can be read as an attribute, unless the class says more about it than what was passed."""
@@ -322,7 +326,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
     def config(self) -> dict[str, Any]:
         """A read-only copy of the config, with the batch size that the present number of workers really takes."""
         config = dict(self._settings.config)
-        if BATCH_SIZE in config:
+        if BATCH_SIZE in config and not self._settings.batch_options.is_constant:
             config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self._controller.num_workers).effective
         return ReadOnlyConfig(config)
 

@@ -17,7 +17,7 @@ import torch
 from raysgd._checks import is_number, refuse_text
 from raysgd._once import Once
 from raysgd.connections.horovod import INSTALL_COMMAND, import_horovod
-from raysgd.replicas.batching import split_batch_size
+from raysgd.replicas.batching import check_joint_size, split_batch_size
 from raysgd.replicas.ray_batches import ray_batches
 from raysgd.replicas.settings import GroupSettings
 from raysgd.torch import call_data, constants
@@ -71,10 +71,21 @@ def check_operator_class(operator_cls: Any) -> None:
     raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `TrainingOperator`, the class itself.")
 
 
-def check_dataset(dataset: Any, *, steps_apart: bool = False) -> None:
-    """Refuses what cannot be divided over the workers, which step each by itself if they step apart."""
+def check_dataset(dataset: Any, *, steps_apart: bool = False, is_constant: bool = False) -> None:
+    """Refuses what cannot be divided over the workers, which step each by itself if they step apart.
+
+    Raises:
+        TypeError: It is of an unknown kind.
+        ValueError: It cannot be divided by samples into joint batches that are constant, or by workers that step apart.
+    """
     if dataset is None:
         return
+    is_dealt = ray_batches(dataset) is not None or hasattr(dataset, "set_num_shards")
+    if is_constant and is_dealt:
+        raise ValueError(
+            f'`train(dataset=...)` got `{type(dataset).__name__}`, which `joint_batch="constant"` cannot divide by '
+            "samples: pass arrays, a map-style dataset, or a `DataLoader` over one."
+        )
     if ray_batches(dataset) is not None:
         if steps_apart:
             raise ValueError(
@@ -163,9 +174,13 @@ def check_spares(group: GroupSettings, parallel: str) -> None:
     )
 
 
-def check_batch_size(config: Mapping[str, Any], num_workers: int) -> None:
-    """Refuses an invalid batch size; warns about one that cannot be divided evenly."""
+def check_batch_size(settings: TorchSettings, num_workers: int) -> None:
+    """Refuses an invalid batch size; warns about one that cannot be divided evenly, if it would have to be."""
+    config = settings.config
     if BATCH_SIZE not in config:
+        return
+    if settings.batch_options.is_constant:
+        check_joint_size(config[BATCH_SIZE])
         return
     split = split_batch_size(config[BATCH_SIZE], num_workers)
     if split.effective != split.requested:
@@ -233,12 +248,30 @@ def _has_fsdp() -> bool:
     return hasattr(getattr(fsdp, "FSDPModule", None), "set_reshard_after_forward")
 
 
+def check_joint_batches(settings: TorchSettings) -> None:
+    """Refuses joint batches where nothing divides them, or nothing averages the gradients of uneven shares."""
+    parallel = settings.parallel
+    way_out = 'it divides data that `parallel="ddp"` on gloo or NCCL trains on. Use that, or omit it'
+    settings.batch_options.refuse_with(
+        [
+            (settings.use_horovod, '`backend="horovod"`', way_out),
+            (parallel != "ddp", f'`parallel="{parallel}"`', way_out),
+            (
+                not settings.add_dist_sampler,
+                "`add_dist_sampler=False`",
+                "the library has to divide the data. Omit one of the two",
+            ),
+        ]
+    )
+
+
 def check_combination(settings: TorchSettings) -> None:
     """Refuses what cannot work together, by name."""
     precision, parallel = choose_precision(settings.use_fp16, settings.precision), settings.parallel
     model, fsdp, operator_cls = settings.model_options, settings.fsdp_options, settings.training_operator_cls
     if settings.use_horovod:
         check_horovod(precision, parallel, settings.use_gpu)
+    check_joint_batches(settings)
     for applies, what, why in (
         (
             precision == "apex" and parallel == "fsdp",

@@ -19,15 +19,30 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Iterator
-from itertools import islice
+from dataclasses import dataclass
 
 import torch
 from torch.utils.data import Sampler
 
+from raysgd.replicas.division import Division
+from raysgd.torch.joint_plan import JointPlan, SpeedsAt, no_speeds
 from raysgd.torch.pass_plan import PassPlan, check_range
 from raysgd.torch.sample_order import Indices, SampleOrder, SamplerOrder
 
 _SEED_BY_HAND = 0
+
+
+@dataclass(frozen=True)
+class JointBatches:
+    """Says that the batch size of a loader is that of all ranks together.
+
+    Attributes:
+        cap: The most samples in a batch of one rank.
+        speeds_at: See `JointPlan`.
+    """
+
+    cap: int | None = None
+    speeds_at: SpeedsAt = no_speeds
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
@@ -43,11 +58,12 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     Attributes:
         order: The order of the samples.
-        batch_size: Samples per rank in a full step.
+        batch_size: Samples per rank in a full step; with `joint` those of all ranks.
         drop_last: Leave out a last joint step that is not full.
         pad: Give a rank without samples in the last step some to repeat, see `PassPlan`.
         rank: This worker's place in the group.
         world_size: Size of the group.
+        joint: How joint batches of one size are divided; None where the size of a rank's batch is given.
         plan: The pass begun last, or None before the first and after `reshape`.
 
     Raises:
@@ -66,12 +82,20 @@ class ElasticBatchSampler(Sampler[list[int]]):
         [[8, 9]]
     """
 
-    plan: PassPlan | None
+    plan: PassPlan | JointPlan | None
 
     def __init__(
-        self, order: SampleOrder, batch_size: int, drop_last: bool, pad: bool, rank: int, world_size: int
+        self,
+        order: SampleOrder,
+        batch_size: int,
+        drop_last: bool,
+        pad: bool,
+        rank: int,
+        world_size: int,
+        joint: JointBatches | None = None,
     ) -> None:
         self.order = order
+        self.joint = joint
         self.drop_last = drop_last
         self.pad = pad
         self._indices: Indices = ()
@@ -80,7 +104,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._num_by_hand = 0
         self.reshape(rank, world_size, batch_size)
 
-    def begin_pass(self, pass_index: int, seed: int, consumed: int = 0) -> PassPlan:
+    def begin_pass(self, pass_index: int, seed: int, consumed: int = 0) -> PassPlan | JointPlan:
         """Start a pass, or resume it after `consumed` samples, and return the plan for the rest of it.
 
         Args:
@@ -134,7 +158,18 @@ class ElasticBatchSampler(Sampler[list[int]]):
         plan = self.plan or self._plan(self.order.num_samples, consumed=0)
         return plan.num_batches(self.rank)
 
-    def _plan(self, num_samples: int, consumed: int) -> PassPlan:
+    @property
+    def most_batches(self) -> int:
+        """How many batches a rank takes for a full step, one after the other."""
+        return 1 if self.joint is None else self._division(self.joint).num_batches(self.batch_size)
+
+    def _division(self, joint: JointBatches) -> Division:
+        return Division(self.batch_size, self.world_size, joint.cap)
+
+    def _plan(self, num_samples: int, consumed: int) -> PassPlan | JointPlan:
+        if self.joint is not None:
+            division, speeds_at = self._division(self.joint), self.joint.speeds_at
+            return JointPlan(num_samples, consumed, division, self.drop_last, self.pad, speeds_at)
         return PassPlan(num_samples, consumed, self.batch_size, self.world_size, self.drop_last, self.pad)
 
     def _draw(self, seed: int, pass_index: int) -> Indices:
@@ -145,7 +180,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self._indices
 
 
-def _batches(indices: Indices, plan: PassPlan, rank: int) -> Iterator[list[int]]:
-    for share in islice(plan.shares(rank), plan.num_batches(rank)):
+def _batches(indices: Indices, plan: PassPlan | JointPlan, rank: int) -> Iterator[list[int]]:
+    for share in plan.shares(rank):
         batch = indices[share.start : share.stop]
-        yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)
+        if len(batch):
+            yield batch.tolist() if isinstance(batch, torch.Tensor) else list(batch)

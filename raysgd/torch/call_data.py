@@ -16,6 +16,7 @@ from raysgd.replicas.arrays import Arrays, as_arrays, is_frame, is_of_arrays
 from raysgd.replicas.prediction_data import num_rows_of
 from raysgd.replicas.ray_batches import BatchForm
 from raysgd.replicas.whole_data import Creator, Dealt, creator_of, is_creator, size_of
+from raysgd.torch.batch_sampler import JointBatches
 from raysgd.torch.ray_tensors import as_batch
 from raysgd.torch.sampling import ShardedLoader, shard_loader
 
@@ -131,18 +132,24 @@ def seed_of(loader: Any, seed: int) -> int:
     return seed if own is None else own.initial_seed()
 
 
-def divided(loader: Any, world: World, training: bool) -> ShardedLoader | Any:
+def divided(loader: Any, world: World, training: bool, joint: JointBatches | None = None) -> ShardedLoader | Any:
     """The loader as this worker uses it: divided by samples, or else dealt by batches.
 
     Raises:
         TypeError: It is no iterable of batches.
+        ValueError: It is to be divided by joint batches, and cannot be.
     """
     if not hasattr(loader, "__iter__"):
         raise TypeError(
             f"The creator in `dataset=` returned a `{type(loader).__name__}`: return a `DataLoader`, or another "
             "iterable of batches that can be iterated over again and again."
         )
-    sharded = shard_loader(loader, rank=world.rank, world_size=world.size, training=training)
+    sharded = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, joint=joint)
+    if joint is not None and training and not isinstance(sharded, ShardedLoader):
+        raise ValueError(
+            '`train(dataset=...)` with `joint_batch="constant"` needs data that the library divides by samples, and '
+            f"these are not divided ({sharded.reason}): pass arrays, a map-style dataset, or a `DataLoader` over one."
+        )
     if isinstance(sharded, ShardedLoader) or sharded.divides_data or not world.is_distributed:
         return sharded if isinstance(sharded, ShardedLoader) else loader
     return Dealt(loader, world)

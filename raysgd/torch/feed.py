@@ -17,7 +17,7 @@ from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayLoader, RayShare
 from raysgd.replicas.whole_data import WholeShare
 from raysgd.torch import call_data
-from raysgd.torch.batch_sampler import ElasticBatchSampler
+from raysgd.torch.batch_sampler import ElasticBatchSampler, JointBatches
 from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.ray_tensors import as_batch
 from raysgd.torch.sample_order import SamplerOrder
@@ -45,6 +45,7 @@ class Feed(feed.Feed):
         world_size: How many replicas there are.
         undo: Called ahead of a batch of padding in training; returns what undoes what must not stay of it.
         rank: The place among them.
+        joint: How loaders are divided by joint batches; None where the size of a worker's batch is given.
     """
 
     divided_source = DividedSource
@@ -56,9 +57,11 @@ class Feed(feed.Feed):
         world_size: int,
         undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,
+        joint: JointBatches | None = None,
     ) -> None:
         super().__init__()
         self._rank = rank
+        self._joint = joint
         self._data_of = data_of
         self._parallel = parallel
         self._world_size = world_size
@@ -95,7 +98,7 @@ class Feed(feed.Feed):
         data: Any = _DataOfCall(share)
         if isinstance(share, WholeShare):
             loader = self._made(name, request, share)
-            data = call_data.divided(loader, World(self._rank, self._world_size), training)
+            data = call_data.divided(loader, World(self._rank, self._world_size), training, self._joint)
             if isinstance(data, ShardedLoader):
                 return DividedSource(data, call_data.seed_of(loader, request.seed))
         return self._plain_source(data, lockstep=True) if training else OncePerCall(data)

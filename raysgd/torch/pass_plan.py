@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Share(NamedTuple):
-    """What one rank does in one step.
+    """What one rank does in one step, or in one of several batches of it.
 
     Attributes:
         start: First position of the rank's samples in the order of the pass.
@@ -18,6 +18,8 @@ class Share(NamedTuple):
         weight: Factor for this rank's gradient before the plain mean over ranks is taken. 1.0 exactly when
             all ranks have the same number of samples; the weights of a step's ranks always average to 1.
         num_joint: Samples of all ranks together.
+        is_first: Whether the step begins with it; a rank may take several batches for a step, one after the other.
+        is_last: Whether the step ends with it.
     """
 
     start: int
@@ -25,6 +27,8 @@ class Share(NamedTuple):
     num_samples: int
     weight: float
     num_joint: int
+    is_first: bool = True
+    is_last: bool = True
 
 
 @dataclass(frozen=True)

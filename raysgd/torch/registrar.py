@@ -15,16 +15,17 @@ import torch
 
 from raysgd.engine.types import World
 from raysgd.exceptions import InvalidRegistrationError
-from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.parts import Parts
 from raysgd.replicas.ray_batches import RayBatches, RayLoader, ray_batches, ray_batches_of
 from raysgd.torch import registration
+from raysgd.torch.batch_sampler import JointBatches
 from raysgd.torch.blocks import checkpoint_activations
 from raysgd.torch.ddp_hooks import COMM_HOOK
 from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.parallel import unwrap
 from raysgd.torch.ray_tensors import as_batch
 from raysgd.torch.sampling import ShardedLoader, Unsharded, shard_loader
+from raysgd.torch.settings import TorchSettings
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +269,12 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
     )
 
 
+def joint_batches(settings: TorchSettings) -> JointBatches | None:
+    """How loaders are divided by joint batches; None where the size of a worker's batch is given."""
+    options = settings.batch_options
+    return JointBatches(options.max_batch_per_worker) if options.is_constant else None
+
+
 def _divided(context: OperatorContext, loader: Any, *, training: bool) -> ShardedLoader | Unsharded | None:
     if loader is None:
         return None
@@ -277,7 +284,8 @@ def _divided(context: OperatorContext, loader: Any, *, training: bool) -> Sharde
     if not context.settings.add_dist_sampler:
         return Unsharded(loader, "`add_dist_sampler=False`", warn=False)
     world, pins = context.world, context.use_gpu
-    data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, pin_memory=pins)
+    joint = joint_batches(context.settings)
+    data = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, pin_memory=pins, joint=joint)
     if isinstance(data, Unsharded) and data.warn and world.is_distributed and world.rank == 0:
         logger.warning(
             "the %s loader is not divided over the workers (%s): each worker reads all of it",
@@ -297,7 +305,7 @@ def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) ->
             'step together. With `parallel="none"` pass `add_dist_sampler=False` too, and give each worker a dataset '
             "of its own."
         )
-    sized = batches.sized(config_for_worker(settings.config, world.size))
+    sized = batches.sized(settings.config_for(world.size))
     loader = RayLoader(sized, world if is_shared else World(0, 1), as_batch)
     return Unsharded(loader, "Ray Data divides it, and keeps no position", warn=False)
 

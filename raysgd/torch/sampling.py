@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from raysgd.torch._loader_process import EndsWithParent, kept_options
-from raysgd.torch.batch_sampler import ElasticBatchSampler
+from raysgd.torch.batch_sampler import ElasticBatchSampler, JointBatches
 from raysgd.torch.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
 
 logger = logging.getLogger(__name__)
@@ -78,13 +78,19 @@ class Unsharded:
 
 
 def shard_loader(
-    loader: Any, *, rank: int, world_size: int, training: bool, pin_memory: bool = False
+    loader: Any,
+    *,
+    rank: int,
+    world_size: int,
+    training: bool,
+    pin_memory: bool = False,
+    joint: JointBatches | None = None,
 ) -> ShardedLoader | Unsharded:
     """Rebuild a map-style `DataLoader` so that the group divides its samples, or say why it is left alone.
 
     The loader's own order is respected: what is sequential in one process is sequential over many workers,
     what is shuffled is shuffled again in each pass, a user's sampler draws the joint order. `batch_size` is
-    that of one worker, as written.
+    that of one worker, as written; with `joint` it is that of all workers together.
 
     All loading options are kept, but for `in_order=False`: batches that overtake each other would be counted
     for the wrong step, so they arrive in order here (a warning says so).
@@ -97,6 +103,7 @@ def shard_loader(
             exchange; False gives them no batch, so that evaluation sees every sample once.
         pin_memory: Whether batches are put where a GPU can copy them from while it computes, also if the user's loader
             does not ask for that.
+        joint: How joint batches of one size are divided.
 
     Raises:
         ValueError: `rank` or `world_size` is out of range.
@@ -112,7 +119,7 @@ def shard_loader(
         return obstacle
     batches = loader.batch_sampler
     order = _order_of(batches.sampler)
-    sampler = ElasticBatchSampler(order, batches.batch_size, batches.drop_last, training, rank, world_size)
+    sampler = ElasticBatchSampler(order, batches.batch_size, batches.drop_last, training, rank, world_size, joint)
     return ShardedLoader(
         loader=_rebuild(loader, sampler, pin_memory),
         sampler=sampler,

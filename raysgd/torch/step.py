@@ -93,6 +93,8 @@ class Step:
         num_samples: This rank's samples in the batch, 0 when it is only there to take part in the collectives; None
             when unknown.
         window: How many batches make an optimizer step, fewer where the pass or the call ends first.
+        most_parts: In how many batches, one after the other, a rank may take a joint batch.
+        is_last_part: Whether the joint batch ends with this one.
         is_boundary: Whether the optimizer steps on this batch. Without accumulation it always does.
         is_joint: Whether gradients are averaged over the ranks, so that all ranks' samples count.
         count_ranks: Says over how many ranks they are averaged.
@@ -115,6 +117,7 @@ class Step:
         self._is_confirmed = False
         self.began_at = 0.0
         self.own_s = 0.0
+        self.most_parts = 1
         self.open_call(1)
 
     def open_call(self, window: int) -> None:
@@ -126,6 +129,7 @@ class Step:
         self._usual: dict[int, float] = {}  # by optimizer too: how much a batch of all ranks weighed last
         self._empty: set[int] = set()  # optimizers, by identity, for which nothing counted
         self._index = self._num_batches = 0
+        self.is_last_part = True
         self._drawn: DrawnAhead[_Terms] = DrawnAhead()
         self._doubtful: list[_Terms] = []
         self._terms = self._terms_before = _Terms()
@@ -137,17 +141,24 @@ class Step:
         self.open_call(1)
 
     def begin(
-        self, weight: float, num_samples: int | None, total: int | None = None, is_last: bool = True, batch: Any = ()
+        self,
+        weight: float,
+        num_samples: int | None,
+        total: int | None = None,
+        is_last: bool = True,
+        batch: Any = (),
+        is_last_part: bool = True,
     ) -> None:
         """Begins a batch."""
         is_boundary = True
         if self.window > 1:
             assert total is not None
-            self._index = 1 if self.is_boundary else self._index + 1
-            is_boundary = is_last or self._index >= self.window
+            self._index = (0 if self.is_boundary else self._index) + is_last_part
+            is_boundary = is_last_part and (is_last or self._index * self.most_parts >= self.window)
             total = total if self.is_joint or num_samples is None else num_samples
         self._num_batches += 1
         self._is_confirmed = False
+        self.is_last_part = is_last_part
         self._empty.clear()
         self._take(_Terms(weight, num_samples, total if self.window > 1 else None, is_boundary))
         if self.window > 1 or self.is_joint:

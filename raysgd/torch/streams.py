@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -23,12 +23,32 @@ from raysgd.torch.step import Step
 _END = object()
 
 
-Item = tuple[Any, float, int | None, int | None]
-"""Batch, weight of its gradient, and real samples in it, of this rank and of all ranks, if known."""
+class Item(NamedTuple):
+    """What a source yields.
+
+    Attributes:
+        batch: The batch.
+        weight: The weight of its gradient.
+        num_samples: Real samples in it, if known.
+        total: The same of all ranks together.
+        is_first: Whether the joint step begins with it.
+        is_last: Whether the joint step ends with it.
+    """
+
+    batch: Any
+    weight: float
+    num_samples: int | None
+    total: int | None
+    is_first: bool = True
+    is_last: bool = True
 
 
 class Source(Protocol):
     """Where the batches of a pass come from."""
+
+    @property
+    def most_batches(self) -> int:
+        """How many batches a rank takes for a joint step, one after the other."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
         """Starts a pass after `consumed` samples."""
@@ -61,6 +81,11 @@ class DividedSource:
         self.seed = seed
 
     @property
+    def most_batches(self) -> int:
+        """How many batches a rank takes for a joint step, one after the other."""
+        return self._sharded.sampler.most_batches
+
+    @property
     def num_samples(self) -> int:
         """Samples of a pass, of all ranks."""
         return self._sharded.num_samples
@@ -72,12 +97,11 @@ class DividedSource:
         if self._generator is not None:
             self._generator.manual_seed(_mixed(self.seed, pass_index, consumed, rank))
             self._sharded.loader.generator = self._generator
-        shares = plan.shares(rank)
-        for batch in self._sharded.loader:
-            share = next(shares)
-            yield batch, share.weight, share.num_samples, share.num_joint
-        if plan.num_batches(rank) < plan.num_steps:
-            yield NO_BATCH, 0.0, 0, next(shares).num_joint
+        batches = iter(self._sharded.loader)
+        for share in plan.shares(rank):
+            batch = next(batches) if share.num_samples or plan.pad else NO_BATCH
+            yield Item(batch, share.weight, share.num_samples, share.num_joint, share.is_first, share.is_last)
+        next(batches, None)  # so that the loader ends its processes
 
     def num_steps(self) -> int | None:
         plan = self._sharded.sampler.plan
@@ -91,13 +115,15 @@ class DividedSource:
 class PlainSource:
     """Any iterable, as it is: a single replica, an evaluation, or replicas that do not step together."""
 
+    most_batches = 1
+
     def __init__(self, loader: Any) -> None:
         self._loader = loader
 
     def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
         tell_epoch(self._loader, pass_index)
         for batch in self._loader:
-            yield batch, 1.0, None, None
+            yield Item(batch, 1.0, None, None)
 
     def num_steps(self) -> int | None:
         return length_of(self._loader)
@@ -155,7 +181,7 @@ class LockstepSource(PlainSource):
             own = count_samples(last) if has_own else 0
             coming = next(batches, _END) if has_own else _END
             vote = self._agreement.ask(coming)  # answered while this step is computed
-            yield last, own * self._world_size / num_samples if num_samples else 0.0, own, num_samples
+            yield Item(last, own * self._world_size / num_samples if num_samples else 0.0, own, num_samples)
 
 
 class Agreement:
@@ -220,16 +246,19 @@ class BatchStream(streams.BatchStream[Item, Step]):
         return super()._look_ahead() if is_needed else []
 
     def _is_last_of_pass(self) -> bool:
-        if isinstance(self.source, DividedSource):
-            return self._num_steps_in_pass + 1 == self.source.num_steps()
-        return super()._is_last_of_pass()
+        if not isinstance(self.source, DividedSource):
+            return super()._is_last_of_pass()
+        return self._is_last_of_step and self._num_steps_in_pass + self._is_first_of_step == self.source.num_steps()
+
+    def _place_in_step(self, item: Item) -> tuple[bool, bool]:
+        return item.is_first, item.is_last
 
     def _begin_step(self, item: Item, is_last: bool) -> Any:
-        batch, weight, num_samples, total = item
-        self._num_steps_in_pass += 1
+        batch, weight, num_samples, total, is_first, is_last_of_step = item
+        self._num_steps_in_pass += is_first
         if total is None and self._step.window > 1:
             total = count_samples(batch)
-        self._step.begin(weight, num_samples, total, is_last, batch)
+        self._step.begin(weight, num_samples, total, is_last, batch, is_last_of_step)
         return batch
 
 

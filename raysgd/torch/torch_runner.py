@@ -15,7 +15,6 @@ from raysgd._checks import is_integer
 from raysgd._fitting import check_parts
 from raysgd.engine.types import Handover, World
 from raysgd.exceptions import NotRegisteredError
-from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.operator import Internals, take_place
@@ -35,9 +34,9 @@ from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.parallel import NoParallel, unwrap
 from raysgd.torch.precision import make_precision
 from raysgd.torch.predicting import ToPredict
-from raysgd.torch.registrar import Registered
+from raysgd.torch.registrar import Registered, joint_batches
 from raysgd.torch.replica_state import TorchState, as_in_file
-from raysgd.torch.sampling import ShardedLoader
+from raysgd.torch.sampling import ShardedLoader, Unsharded
 from raysgd.torch.schedulers import IdleSchedulers
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.step_loop import StepLoop, overrides
@@ -77,7 +76,9 @@ class TorchRunner(ClassRunner):
         self._device = _device(settings.use_gpu)
         self._parallel = _make_parallel(settings, world, self._device)
         super().__init__(
-            world, settings.snapshot_every_n_steps, Feed(self._data, self._parallel, world.size, self._undo, world.rank)
+            world,
+            settings.snapshot_every_n_steps,
+            Feed(self._data, self._parallel, world.size, self._undo, world.rank, joint_batches(settings)),
         )
         self._modes = Modes()
         self._prediction = ToPredict()
@@ -101,7 +102,8 @@ class TorchRunner(ClassRunner):
         context = OperatorContext(settings, world, device, precision, self._parallel)
         if settings.seed is not None:
             rng.seed_alike(settings.seed)
-        self._operator = settings.training_operator_cls(config_for_worker(settings.config, world.size), context)
+        self._operator = settings.training_operator_cls(settings.config_for(world.size), context)
+        self._check_data()
         self._state = TorchState(self._operator, self._parallel, self._feed)
         self._loop = StepLoop(self._operator, self._parallel, self._feed)
         self._internals.chosen = hyperparameters.read(self._internals.registered.optimizers)
@@ -109,6 +111,15 @@ class TorchRunner(ClassRunner):
         facts = self._facts()
         self._part_ways()
         return facts
+
+    def _check_data(self) -> None:
+        """Refuses train data that cannot be divided by joint batches where that is asked for."""
+        train = self._data("train")
+        if self._settings.batch_options.is_constant and isinstance(train, Unsharded):
+            raise ValueError(
+                '`joint_batch="constant"` needs train data that the library divides, and the train loader is not '
+                f"divided ({train.reason}). Register a `DataLoader` over a map-style dataset, or omit `joint_batch`."
+            )
 
     def _part_ways(self) -> None:
         """Gives this rank random numbers of its own, unless it has drawn some already."""
@@ -238,7 +249,7 @@ class TorchRunner(ClassRunner):
 
     def _take_place(self, world: World) -> None:
         config = self.operator.config
-        before, now = config.get(BATCH_SIZE), config_for_worker(self._settings.config, world.size).get(BATCH_SIZE)
+        before, now = config.get(BATCH_SIZE), self._settings.config_for(world.size).get(BATCH_SIZE)
         if now is not None:
             config[BATCH_SIZE] = now
         self._candidate = None  # it was made in another group
@@ -262,7 +273,7 @@ class TorchRunner(ClassRunner):
         self._has_trained = True
         self._modes.give_back()
         self._prediction.close()
-        self._arm(run.epoch_idx)
+        self._arm(run.epoch_idx, stream.source.most_batches)
         internals, registered = self._internals, self._internals.registered
         stream.prepare = partial(self._parallel.match, registered.wrapped)
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
@@ -304,8 +315,8 @@ class TorchRunner(ClassRunner):
     def _as_array(self, value: Any) -> Any:
         return predicting.plain(value)
 
-    def _arm(self, epoch_idx: int) -> None:
-        """Gets ready for the steps of a call."""
+    def _arm(self, epoch_idx: int, most_parts: int = 1) -> None:
+        """Gets ready for the steps of a call; each joint batch is taken in at most so many parts."""
         operator, internals = self.operator, self._internals
         internals.own_steps.begin_call()
         window = operator.accumulate_grad_batches(epoch_idx)
@@ -315,15 +326,17 @@ class TorchRunner(ClassRunner):
                 "make an optimizer step, at least 1."
             )
         may_defer = internals.precision.can_defer
-        self._parallel.arm(internals.registered.wrapped, _may_run_backward(operator), window, may_defer)
+        self._parallel.step.most_parts = most_parts
+        self._parallel.arm(internals.registered.wrapped, _may_run_backward(operator), window * most_parts, may_defer)
 
     def _finish_steps(self, num_batches: int) -> None:
         """Leaves no gradient behind for another call."""
         internals, step, name = self._internals, self._parallel.step, type(self.operator).__name__
         internals.finish_window()
         if step.window > 1 and num_batches and not step.is_used:
+            option = f"accumulate_grad_batches={step.window}" if step.most_parts == 1 else "max_batch_per_worker"
             raise ValueError(
-                f"`accumulate_grad_batches={step.window}` had no effect: `{name}` computes its "
+                f"`{option}` had no effect: `{name}` computes its "
                 "gradients by itself. Call `self.backward(loss)` and `self.optimizer_step()` in `train_batch`, for "
                 "every batch, or accumulate by hand and omit the option."
             )

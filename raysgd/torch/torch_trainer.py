@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, Literal, overload
 
 import torch
@@ -19,6 +20,7 @@ from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
+from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.epochs import merged
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
@@ -56,6 +58,11 @@ class TorchTrainer(ChangingTorchTrainer):
             NCCL_TIMEOUT_S.
         use_fp16: True for PyTorch's own mixed precision on GPUs, "apex" for Apex.
         precision: "fp32", "fp16", "bf16" (PyTorch's own mixed precision, on CPUs too) or "apex"; instead of `use_fp16`.
+        joint_batch: "per_worker": the batch size of a loader is that of one worker. "constant": it is that of all
+            workers together, divided as evenly as can be and held constant when the number of workers changes; so is
+            `config[BATCH_SIZE]`. With DDP.
+        max_batch_per_worker: The most samples of a constant joint batch that fit into a worker. One with a larger share
+            takes it in several batches, whose gradients add up to one step.
         accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
         clip_grad_norm: Bound for the norm of the gradients of an optimizer, all together.
         clip_grad_value: Bound for each single number of the gradients.
@@ -103,6 +110,8 @@ class TorchTrainer(ChangingTorchTrainer):
     use_fp16: bool | str
     precision: str | None
     parallel: str
+    joint_batch: str
+    max_batch_per_worker: int | None
     use_tqdm: bool
     add_dist_sampler: bool
     scheduler_step_freq: str | None
@@ -127,6 +136,8 @@ class TorchTrainer(ChangingTorchTrainer):
         timeout_s: float | None = None,
         use_fp16: bool | Literal["apex"] = False,
         precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
+        joint_batch: Literal["per_worker", "constant"] = "per_worker",
+        max_batch_per_worker: int | None = None,
         accumulate_grad_batches: int = 1,
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
@@ -175,6 +186,7 @@ class TorchTrainer(ChangingTorchTrainer):
             model_options=ModelOptions(sync_batchnorm, activation_checkpointing, compile),
             step_options=StepOptions(accumulate_grad_batches, clip_grad_norm, clip_grad_value),
             fsdp_options=arguments.fsdp_options(fsdp_args, chosen_parallel),
+            batch_options=BatchOptions(joint_batch, max_batch_per_worker),
             seed=seed,
         )
         group = GroupSettings(
@@ -195,7 +207,7 @@ class TorchTrainer(ChangingTorchTrainer):
         )
         arguments.check_spares(group, chosen_parallel)
         arguments.check_combination(settings)
-        arguments.check_batch_size(settings.config, num_workers)
+        arguments.check_batch_size(settings, num_workers)
         super().__init__(group, settings, checkpoint_file.AsyncWriter())
 
     @property
@@ -275,7 +287,9 @@ class TorchTrainer(ChangingTorchTrainer):
         """
         _checks.check_max_retries(max_retries)
         asked = self._asked(num_steps, profile, reduce_results, info)
-        arguments.check_dataset(dataset, steps_apart=self.num_workers > 1 and not self._facts.is_synchronous)
+        is_constant = self._settings.batch_options.is_constant
+        steps_apart = self.num_workers > 1 and not self._facts.is_synchronous
+        arguments.check_dataset(dataset, steps_apart=steps_apart, is_constant=is_constant)
         with self._shown() if self.use_tqdm else nullcontext():
             answers = self._train(asked, max_retries, dataset, can_resume=dataset is None)
         epoch_checks.check_even_steps(answers, self._facts.is_synchronous)
@@ -374,7 +388,7 @@ class TorchTrainer(ChangingTorchTrainer):
 
     def _checked_config(self, config: Mapping[str, Any] | None) -> dict[str, Any]:
         checked = super()._checked_config(config)
-        arguments.check_batch_size(checked, self.max_replicas)
+        arguments.check_batch_size(replace(self._settings, config=checked), self.max_replicas)
         return checked
 
     @classmethod

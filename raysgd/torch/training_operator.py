@@ -69,7 +69,7 @@ class TrainingOperator(BaseOperator):
     Attributes:
         world_size: Number of workers.
         timers: Timers of the running call; `with self.timers.record("name"):` adds one to `profile=True`.
-        global_step: Batches trained on by the stock `train_epoch`.
+        global_step: Batches trained on by the stock `train_epoch`. Those that make one joint batch count as one.
         train_loader: The registered train loader, as this worker iterates over it.
         validation_loader: The registered validation loader, as this worker iterates over it.
         resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch`
@@ -136,7 +136,7 @@ class TrainingOperator(BaseOperator):
             if not step.is_padding:
                 count = meters.update if step.is_boundary else meters.hold
                 count(*internals.parted(metrics))
-            self.global_step += 1
+            self.global_step += step.is_last_part
         meters.count_held()
         summary = meters.summary()
         schedulers.after_epoch(summary, internals.mean_over_workers)

@@ -1,0 +1,140 @@
+"""A joint batch that is constant: the same training on any number of workers, also while workers are lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from raysgd import testing
+from raysgd.replicas.batch_options import BatchOptions
+from raysgd.torch import TorchTrainer
+from raysgd.utils import BATCH_SIZE
+from tests.torch.lab import Experiment, run_alone, run_together
+from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator, dataset
+
+pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+
+JOINT = {"num_samples": 47, "batch_size": 18, "shuffle": True, "optimizer": "adam"}
+
+
+class Scheduled(LinearOperator):
+    """Halves its learning rate every third step; the loader has the joint batch of the config."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=3, gamma=0.5)
+        self.model, self.optimizer, self.criterion, self.scheduler = self.register(
+            models=model, optimizers=optimizer, criterion=torch.nn.MSELoss(), schedulers=scheduler
+        )
+        self.seen: list[list[int]] = []
+        config["batch_size"] = config[BATCH_SIZE]
+        self.register_data(train_loader=self.make_loader(dataset(180), shuffle=True))
+
+
+@pytest.fixture(scope="module")
+def two(ray_cluster: None) -> Iterator[TorchTrainer]:
+    with TorchTrainer(
+        training_operator_cls=LinearOperator, num_workers=2, num_cpus_per_worker=0.5, use_gpu=False
+    ) as trainer:
+        yield trainer
+
+
+def assert_close(found: Any, expected: Any) -> None:
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "cap", "size"),
+    [
+        (LinearOperator, None, 18),
+        (LinearOperator, None, 17),
+        (LinearOperator, 4, 17),
+        (LinearOperator, None, 1),
+        (OwnBatchOperator, None, 17),
+    ],
+)
+def test_two_workers_take_the_steps_of_one_process(
+    operator_cls: type[LinearOperator], cap: int | None, size: int, two: TorchTrainer
+) -> None:
+    config = {**JOINT, "batch_size": size}
+    calls = (("train", 2), ("train", None), ("validate", None))
+    together = run_together(
+        two, Experiment(operator_cls, config, calls, {"batch_options": BatchOptions("constant", cap)})
+    )
+    alone = run_alone(Experiment(operator_cls, config, calls))
+    assert_close(together.model[0], alone.model[0])
+    assert_close(together.model[1], alone.model[0])
+    for found, expected in zip(together.results, alone.results, strict=True):
+        assert found["num_samples"] == expected["num_samples"]
+    assert together.results[2]["val_loss"] == pytest.approx(alone.results[2]["val_loss"])
+
+
+def test_the_training_is_the_same_whatever_dies(ray_cluster: None) -> None:
+    options: dict[str, Any] = {
+        "training_operator_cls": Scheduled,
+        "config": {BATCH_SIZE: 18},
+        "joint_batch": "constant",
+        "scheduler_step_freq": "batch",
+        "seed": 3,
+        "use_gpu": False,
+    }
+    with TorchTrainer(**options, use_local=True) as trainer:
+        trainer.train()
+        one = trainer.state_dict()
+    several_workers = {"num_workers": 7, "num_cpus_per_worker": 0.25, "max_batch_per_worker": 4}
+    with TorchTrainer(**options, **several_workers, resize_check_s=600.0) as trainer:
+        testing.kill_worker(trainer, [2, 3, 5, 6], at="step:2")
+        testing.kill_worker(trainer, 1, at="step:7")
+        trainer.train()
+        data, several = trainer.status().data, trainer.state_dict()
+        assert (trainer.num_workers, trainer.config[BATCH_SIZE]) == (2, 18)
+        assert data is not None
+        assert (data.due, data.used) == (180, 180)
+    assert_close(several["models"], one["models"])
+    assert several["schedulers"][0]["last_epoch"] == one["schedulers"][0]["last_epoch"] == 10
+    assert_close(several["optimizers"][0]["param_groups"][0]["lr"], one["optimizers"][0]["param_groups"][0]["lr"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parallel": "fsdp"}, 'cannot work with `parallel="fsdp"`'),
+        ({"parallel": "none"}, 'cannot work with `parallel="none"`'),
+        ({"add_dist_sampler": False}, "cannot work with `add_dist_sampler=False`"),
+        ({"config": {BATCH_SIZE: 0}}, "need an integer of at least 1"),
+    ],
+)
+def test_what_cannot_divide_a_joint_batch_is_refused_before_workers_start(
+    options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        TorchTrainer(training_operator_cls=LinearOperator, joint_batch="constant", num_workers=2, **options)
+
+
+class Streams(LinearOperator):
+    """Registers a loader that is not divided."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        return [data[at : at + 4] for at in range(0, len(data), 4)]
+
+
+def test_a_loader_that_is_not_divided_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"needs train data that the library divides.*not a torch DataLoader"):
+        TorchTrainer(training_operator_cls=Streams, joint_batch="constant", use_local=True)
+
+
+class OwnCapped(OwnBatchOperator):
+    pass
+
+
+def test_a_cap_without_effect_is_refused() -> None:
+    trainer = TorchTrainer(
+        training_operator_cls=OwnCapped, joint_batch="constant", max_batch_per_worker=2, use_local=True
+    )
+    with trainer, pytest.raises(ValueError, match="`max_batch_per_worker` had no effect: `OwnCapped` computes its"):
+        trainer.train()
