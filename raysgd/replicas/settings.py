@@ -7,7 +7,7 @@ docstring of the trainer, a field here or there with its check, and the code tha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from raysgd import _checks
@@ -112,7 +112,7 @@ class ReplicaSettings:
     _: KW_ONLY
     use_gpu: bool = False
     snapshot_every_n_steps: int | None = None
-    batch_options: BatchOptions = BatchOptions()
+    batch_options: BatchOptions = field(default_factory=BatchOptions)
 
     def config_for(self, num_workers: int) -> dict[str, Any]:
         """The config that the operator is passed, one of so many."""
