@@ -113,7 +113,7 @@ class TorchRunner(ClassRunner):
         return facts
 
     def _check_data(self) -> None:
-        """Refuses train data that cannot be divided by joint batches where that is asked for."""
+        """Refuses train data that cannot be divided by joint batches, if the trainer has to."""
         train = self._data("train")
         if self._settings.batch_options.is_constant and isinstance(train, Unsharded):
             raise ValueError(
