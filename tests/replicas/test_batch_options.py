@@ -16,7 +16,7 @@ CONSTANT = {"joint_batch": "constant"}
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"joint_batch": "konstant"}, "Did you mean `constant`"),
+        ({"joint_batch": "const"}, "Did you mean `constant`"),
         ({"joint_batch": None}, '`joint_batch=None`: allowed are "per_worker" and "constant"'),
         ({"max_batch_per_worker": 4}, "divides a constant joint batch only"),
     ],
