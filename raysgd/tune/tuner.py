@@ -14,6 +14,7 @@ from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.result import Result
 from raysgd.storage import open_folder
 from raysgd.train.base_trainer import BaseTrainer
+from raysgd.tune._callbacks import for_tune
 
 if TYPE_CHECKING:
     import pandas
@@ -260,7 +261,7 @@ def as_ray_config(config: RunConfig) -> Any:
             checkpoint_score_order=kept.checkpoint_score_order,
         ),
         stop=config.stop,
-        callbacks=None if config.callbacks is None else list(config.callbacks),
+        callbacks=None if config.callbacks is None else for_tune(config.callbacks, _NEEDED_BY),
         log_to_file=config.log_to_file,
         **{name: value for name, value in optional.items() if value is not None},
     )

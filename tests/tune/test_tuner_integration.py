@@ -5,6 +5,7 @@ Covers `raysgd.train.fit.tuned`: what a trial does is seen here.
 
 from __future__ import annotations
 
+import csv
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import ray.cloudpickle
 
 from raysgd import train, tune
+from raysgd.callbacks import CSVLogger
 from raysgd.train import Checkpoint, CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.tuned import merged_arguments
@@ -66,8 +68,12 @@ def test_trials_have_the_arguments_of_the_trainer_but_for_those_that_the_space_n
             "scaling_config": ScalingConfig(num_workers=2),
         },
         tune_config=tune.TuneConfig(metric="score", mode="max", max_concurrent_trials=1),
+        run_config=RunConfig(storage_path=str(tmp_path), name="sweep", verbose=0, callbacks=[CSVLogger()]),
     )
     results = tuner.fit()
+    tables = [Path(result.path or "") / "metrics.csv" for result in results]
+    scores = [[float(row["score"]) for row in csv.DictReader(table.open())] for table in tables]
+    assert sorted(scores) == [[0, 1, 2], [0, 2, 4]], "each trial has its own copy of the callback"
     assert (len(results), results.num_errors, results.num_terminated) == (2, 0, 2)
     assert all(isinstance(result, Result) for result in results)
     best = results.get_best_result()
