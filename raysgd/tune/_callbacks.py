@@ -72,7 +72,7 @@ def for_tune(callbacks: Sequence[Any], purpose: str) -> list[Any]:
     """The callbacks of a sweep as Ray Tune takes them.
 
     Raises:
-        TypeError: One of ours needs something in the workers.
+        TypeError: A callback of raysgd needs something in the workers.
     """
     ours = [callback if isinstance(callback, Callback) else _from_function(callback) for callback in callbacks]
     given = [callback for callback, own in zip(callbacks, ours, strict=True) if own is None]
