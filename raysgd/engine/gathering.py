@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from raysgd.engine.silence import max_silence_s
@@ -29,11 +29,15 @@ class Listener:
         references: The calls, by rank.
         asks_survivors: Whether the survivors will be asked who is alive, so that a broken connection needs no
             explanation.
+        calls: Hears them; Ray's by default.
     """
 
-    def __init__(self, references: Mapping[int, Any], asks_survivors: bool = False) -> None:
+    def __init__(
+        self, references: Mapping[int, Any], asks_survivors: bool = False, calls: CallListener | None = None
+    ) -> None:
         self._references = references
         self._asks_survivors = asks_survivors
+        self._calls = calls or RayPoller()
         self._is_stopped = threading.Event()
 
     def stop(self) -> None:
@@ -50,23 +54,19 @@ class Listener:
         return self._look_closer()
 
     def _wait_for_all_or_first_failure(self, on_wait: Callable[[], None] | None) -> list[Any] | None:
-        import ray
-
         pause_s = _POLL_S if on_wait or self._is_beside_local() else None
         waiting = {reference: rank for rank, reference in self._references.items()}
         values: dict[int, Any] = {}
         while waiting and not self._is_stopped.is_set():
-            # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
-            done, rest = ray.wait(list(waiting), num_returns=1, timeout=pause_s)
+            done = self._calls.any_ready(list(waiting), pause_s)
             if not done and on_wait is not None:
                 on_wait()
-            if done and rest:  # all that are ready by now, in one go
-                done += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
             for reference in done:
-                try:
-                    values[waiting.pop(reference)] = ray.get(reference)
-                except (ray.exceptions.RayError, WorkerFailed):
+                found = self._calls.outcome(waiting[reference], reference)
+                if found.failure is not None:
                     return None
+                if found.answered:
+                    values[waiting.pop(reference)] = found.value
         return None if waiting else [values[rank] for rank in self._references]
 
     def _is_beside_local(self) -> bool:
@@ -74,15 +74,15 @@ class Listener:
 
     def _look_closer(self) -> dict[int, Outcome]:
         """Listens until the kind of failure is plain: see the grace periods above."""
-        began = time.monotonic()
+        began = self._calls.now()
         while True:
-            outcomes = {rank: outcome(rank, reference) for rank, reference in self._references.items()}
+            outcomes = {rank: self._calls.outcome(rank, reference) for rank, reference in self._references.items()}
             if all(outcome.answered for outcome in outcomes.values()):
                 return outcomes
             kinds: set[str] = {outcome.failure.kind for outcome in outcomes.values() if outcome.failure}
-            if time.monotonic() - began >= grace_s(kinds, self._asks_survivors):
+            if self._calls.now() - began >= grace_s(kinds, self._asks_survivors):
                 return outcomes
-            time.sleep(0.005)
+            self._calls.sleep(0.005)
 
 
 def grace_s(kinds: set[str], asks_survivors: bool = False) -> float:
@@ -125,11 +125,43 @@ class CallPoller(Protocol):
         """What is known of one call right now."""
 
 
+class CallListener(CallPoller, Protocol):
+    """Also waits for calls."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is still a cluster to listen to."""
+
+    def sleep(self, seconds: float) -> None:
+        """Waits."""
+
+    def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
+        """Those of `references` that came to an end; waits for the first one, or until the time is over."""
+
+
 class RayPoller:
     """Hears what became of calls of Ray actors."""
 
+    @property
+    def is_running(self) -> bool:
+        import ray
+
+        return bool(ray.is_initialized())
+
     def now(self) -> float:
         return time.monotonic()
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
+        import ray
+
+        # Not `ray.get` on all of them: it sits out the others when the exception is too large to come inline.
+        done, rest = ray.wait(list(references), num_returns=1, timeout=timeout_s)
+        if done and rest:  # all that are ready by now, in one go
+            done += ray.wait(rest, num_returns=len(rest), timeout=0)[0]
+        return list(done)
 
     def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
         import ray

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from raysgd.engine.gathering import Listener, grace_s
+from raysgd.engine.gathering import CallListener, Listener, grace_s
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalCall
 from raysgd.engine.members import Members, split
@@ -22,8 +22,8 @@ class GroupCalls:
         unanswered: Of the calls that were gathered last, those without an answer, by rank.
     """
 
-    def __init__(self, spec: GroupSpec, members: Members) -> None:
-        self._spec, self._members = spec, members
+    def __init__(self, spec: GroupSpec, members: Members, calls: CallListener) -> None:
+        self._spec, self._members, self._listener = spec, members, calls
         self.unanswered: dict[int, Any] = {}
 
     def gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
@@ -32,7 +32,7 @@ class GroupCalls:
         if local:
             outcomes = self._gather_both(local, remote, on_wait)
         else:
-            outcomes = Listener(remote, self._spec.regroups).listen(on_wait)
+            outcomes = Listener(remote, self._spec.regroups, self._listener).listen(on_wait)
         self.unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
         self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
         return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
@@ -61,7 +61,7 @@ class GroupCalls:
 
         The local rank may be waiting for a remote one that failed. Only the end of the others frees it.
         """
-        listener = Listener(remote, self._spec.regroups)
+        listener = Listener(remote, self._spec.regroups, self._listener)
         answers: dict[int, Outcome] = {}
         is_local_done = threading.Event()
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from raysgd.engine.call import Call
 from raysgd.engine.group_hooks import GroupHooks
@@ -23,12 +23,27 @@ from raysgd.exceptions import TrainerShutdownError
 _SUSPICION_S = 60.0
 
 
+class Lock(Protocol):
+    """What a reentrant lock does."""
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """Takes it; False if that took too long."""
+
+    def release(self) -> None:
+        """Gives it back."""
+
+    def __enter__(self) -> bool: ...
+
+    def __exit__(self, *exception: Any) -> Any: ...
+
+
 @dataclass(frozen=True)
 class Clock:
-    """Time as the engine sees it; tests bring their own."""
+    """Time, and what threads take turns by, as the engine sees them; tests bring their own."""
 
     monotonic: Callable[[], float] = time.monotonic
     sleep: Callable[[float], object] = time.sleep
+    make_lock: Callable[[], Lock] = threading.RLock
 
 
 @dataclass(frozen=True)
@@ -101,6 +116,10 @@ class Lifecycle:
     def now(self) -> float:
         """Seconds on the clock that all waiting goes by."""
         return self._clock.monotonic()
+
+    def make_lock(self) -> Lock:
+        """A reentrant lock for the threads of the driver."""
+        return self._clock.make_lock()
 
     def sleep(self, seconds: float) -> None:
         """Waits; raises `TrainerShutdownError` if the trainer was stopped meanwhile."""

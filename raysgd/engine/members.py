@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raysgd.engine import ranks
+from raysgd.engine.gathering import CallListener
 from raysgd.engine.local_worker import LocalCall, LocalWorker
 from raysgd.engine.types import WorkerInfo, World
 from raysgd.engine.worker import RemoteWorker
@@ -74,14 +75,14 @@ class Members:
             else:
                 worker.interrupt()
 
-    def close(self) -> None:
-        """Lets every worker close what it has."""
+    def close(self, calls: CallListener) -> None:
+        """Lets every worker close what it has; `calls` hears when they have."""
         remote = [worker.submit("close") for worker in self.workers if isinstance(worker, RemoteWorker)]
         for worker in self.workers:
             if isinstance(worker, LocalWorker):
                 worker.kill()
-        if remote:
-            _await_closing(remote)
+        if remote and calls.is_running:
+            _await_closing(calls, remote)
 
     def kill(self) -> None:
         """Kills all processes at once. Harmless where there are none, or a second time."""
@@ -96,16 +97,12 @@ def split(calls: dict[int, Any]) -> tuple[dict[int, LocalCall], dict[int, Any]]:
     return local, {rank: call for rank, call in calls.items() if rank not in local}
 
 
-def _await_closing(references: list[Any]) -> None:
-    import ray
-
-    if not ray.is_initialized():
-        return
-    done, waiting = ray.wait(references, num_returns=len(references), timeout=_CLOSE_TIMEOUT_S)
-    if waiting:
-        logger.warning("%s workers did not stop within %s s; killing them", len(waiting), _CLOSE_TIMEOUT_S)
-    for reference in done:
-        try:
-            ray.get(reference)
-        except ray.exceptions.RayError as error:
-            logger.debug("a worker failed to close: %s", error)
+def _await_closing(calls: CallListener, references: list[Any]) -> None:
+    done = calls.ready(references, _CLOSE_TIMEOUT_S)
+    if len(done) < len(references):
+        logger.warning(
+            "%s workers did not stop within %s s; killing them", len(references) - len(done), _CLOSE_TIMEOUT_S
+        )
+    for found in [calls.outcome(-1, reference) for reference in done]:
+        if found.failure is not None:
+            logger.debug("a worker failed to close: %s", found.failure.fault.message)

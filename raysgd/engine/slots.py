@@ -27,9 +27,15 @@ class Slots:
     """All that is reserved, and what of it is free."""
 
     def __init__(
-        self, need: Resources, packs: bool = False, within: Any = "default", when_not_granted: str = ""
+        self,
+        need: Resources,
+        packs: bool = False,
+        within: Any = "default",
+        when_not_granted: str = "",
+        make_reservation: Callable[..., Reservation] = Reservation,
     ) -> None:
         self._need, self._packs, self._within, self._when_not_granted = need, packs, within, when_not_granted
+        self._make_reservation = make_reservation
         self._reservations: list[Reservation] = []
         self._free: list[Slot] = []
 
@@ -49,7 +55,9 @@ class Slots:
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """
-        reservation = Reservation(self._need, count, has_driver, self._packs, self._within, self._when_not_granted)
+        reservation = self._make_reservation(
+            self._need, count, has_driver, self._packs, self._within, self._when_not_granted
+        )
         reservation.wait(timeout_s, check)
         self._reservations.append(reservation)
         self._free += [Slot(reservation, index) for index in range(count)]

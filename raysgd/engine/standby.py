@@ -11,6 +11,7 @@ from typing import Any
 from raysgd.engine.gathering import outcome
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.liveness import LivenessCheck
+from raysgd.engine.platform import Platform
 from raysgd.engine.resources import find_process, kill_process
 from raysgd.engine.slots import Slot, Slots
 from raysgd.engine.types import Outcome, WorkerInfo, World
@@ -53,6 +54,11 @@ class StartupCheck:
         self._workers: list[RemoteWorker] = []
         self._infos: dict[RemoteWorker, WorkerInfo] = {}
         self._next_round = now()
+
+    @classmethod
+    def on(cls, platform: Platform, heartbeat_s: float) -> StartupCheck:
+        """A check of workers on `platform`."""
+        return cls(heartbeat_s, platform.outcome, platform.kill_process, platform.find_process, platform.now)
 
     def add(self, worker: RemoteWorker) -> None:
         """Checks `worker` from now on."""
@@ -111,9 +117,9 @@ class StandbyWorker:
 class StandbyWorkers:
     """Makes workers ready beside a running group. Their faults are logged, never raised."""
 
-    def __init__(self, spec: GroupSpec, slots: Slots) -> None:
-        self._spec, self._slots = spec, slots
-        self._startup = StartupCheck(spec.heartbeat_s)
+    def __init__(self, spec: GroupSpec, slots: Slots, platform: Platform) -> None:
+        self._spec, self._slots, self._platform = spec, slots, platform
+        self._startup = StartupCheck.on(platform, spec.heartbeat_s)
         self._coming: list[tuple[RemoteWorker, Any]] = []
         self._ready: list[StandbyWorker] = []
 
@@ -133,7 +139,7 @@ class StandbyWorkers:
         """Begins to make one worker ready on each of `slots`, for a group of `world_size`. Does not wait."""
         for index, slot in enumerate(slots):
             world = World(rank=max(0, world_size - len(slots) + index), size=world_size)
-            worker = RemoteWorker(slot, self._spec.connection, self._spec.num_threads)
+            worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
             call = worker.submit("prepare_standby", self._spec.initialization_hook, world, self._spec.make_replica)
             self._coming.append((worker, call))
             self._startup.add(worker)
@@ -149,10 +155,10 @@ class StandbyWorkers:
 
         `on_wait` is called now and then while it waits.
         """
-        deadline = time.monotonic() + timeout_s
+        deadline = self._platform.now() + timeout_s
         self.kill_unresponsive()
-        while len(self._ready) < count and self._coming and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        while len(self._ready) < count and self._coming and self._platform.now() < deadline:
+            self._platform.sleep(_POLL_S)
             on_wait()
             self._poll()
         taken, self._ready = self._ready[:count], self._ready[count:]
@@ -179,7 +185,7 @@ class StandbyWorkers:
         self._startup.poll()
         still_coming = []
         for worker, call in self._coming:
-            result = outcome(-1, call)
+            result = self._platform.outcome(-1, call)
             if not result.answered:
                 still_coming.append((worker, call))
                 continue
@@ -198,17 +204,15 @@ class StandbyWorkers:
         self._poll()
         if not self._ready:
             return
-        import ray
-
         calls = [each.worker.submit("describe") for each in self._ready]
-        ray.wait(calls, num_returns=len(calls), timeout=_SILENCE_S)
-        answers = [outcome(-1, call) for call in calls]
+        self._platform.ready(calls, _SILENCE_S)
+        answers = [self._platform.outcome(-1, call) for call in calls]
         for standby_worker, answer in zip(self._ready, answers, strict=True):
             if not answer.ok:
                 logger.warning("standby worker (process %s) died", standby_worker.info.pid)
                 self._kill(standby_worker.worker)
                 if not answer.answered:
-                    kill_process(standby_worker.info)  # it may be stopped
+                    self._platform.kill_process(standby_worker.info)  # it may be stopped
         self._ready = [standby_worker for standby_worker, answer in zip(self._ready, answers, strict=True) if answer.ok]
 
     def _kill(self, worker: RemoteWorker) -> None:

@@ -11,19 +11,21 @@ from raysgd.engine.group_calls import GroupCalls
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalWorker
 from raysgd.engine.members import Members
+from raysgd.engine.platform import Platform
 from raysgd.engine.slots import Slots
 from raysgd.engine.standby import StartupCheck
 from raysgd.engine.types import GroupReport, Rendezvous
-from raysgd.engine.worker import RemoteWorker, packed_bytes
+from raysgd.engine.worker import packed_bytes
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
 
 
 class Startup:
     """Starts the workers of a group, once."""
 
-    def __init__(self, spec: GroupSpec, slots: Slots, members: Members, calls: GroupCalls) -> None:
+    def __init__(self, spec: GroupSpec, slots: Slots, members: Members, calls: GroupCalls, platform: Platform) -> None:
         self._spec, self._slots, self._members, self._calls = spec, slots, members, calls
-        self._startup = StartupCheck(spec.heartbeat_s)
+        self._platform = platform
+        self._startup = StartupCheck.on(platform, spec.heartbeat_s)
         self._is_cancelled = False
 
     def run(self, num_workers: int, num_spares: int, timeout_s: float) -> GroupReport:
@@ -62,12 +64,12 @@ class Startup:
         if num_workers == len(workers):
             return
         packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))
-        resources.ensure_ray()
+        self._platform.ensure_running()
         # The driver's share is held too.
         self._slots.reserve(num_workers + num_spares, timeout_s, has_driver=spec.use_local, check=self.check_wanted)
         slot_of_driver = self._slots.take() if spec.use_local else None
         for _ in range(len(workers), num_workers):
-            worker = RemoteWorker(self._slots.take(), spec.connection, spec.num_threads)
+            worker = self._platform.new_worker(self._slots.take(), spec.connection, spec.num_threads)
             workers.append(worker)
             self._startup.add(worker)
         self.check_wanted()

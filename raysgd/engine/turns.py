@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,7 +17,7 @@ class Turns:
 
     def __init__(self, lifecycle: Lifecycle) -> None:
         self._lifecycle = lifecycle
-        self._lock = threading.RLock()
+        self._lock = lifecycle.make_lock()
         self._num_inside = 0
 
     @contextmanager

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from raysgd.engine import transfers
-from raysgd.engine.gathering import CallPoller, RayPoller
 from raysgd.engine.group_calls import GroupCalls
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalWorker
 from raysgd.engine.members import Members, split
-from raysgd.engine.resources import kill_process
+from raysgd.engine.platform import Platform, RayPlatform
 from raysgd.engine.slots import Slots
 from raysgd.engine.snapshots import Transfer
 from raysgd.engine.standby import StandbyWorker, StandbyWorkers
@@ -35,15 +33,17 @@ class WorkerGroup:
         gone: Ranks that were removed, until a new group is formed.
     """
 
-    def __init__(self, spec: GroupSpec, num_workers: int, poller: CallPoller | None = None) -> None:
+    def __init__(self, spec: GroupSpec, num_workers: int, platform: Platform | None = None) -> None:
         self._spec = spec
-        self._poller = poller or RayPoller()
-        self._slots = Slots(spec.resources, spec.packs, spec.within, spec.words.when_not_granted)
+        self._platform = platform = platform or RayPlatform()
+        self._slots = Slots(
+            spec.resources, spec.packs, spec.within, spec.words.when_not_granted, platform.make_reservation
+        )
         self._members = Members()
-        self._calls = GroupCalls(spec, self._members)
-        self._start = Startup(spec, self._slots, self._members, self._calls)
-        self._survivors = Survivors(spec, self._members, self._poller)
-        self.standby = StandbyWorkers(spec, self._slots)
+        self._calls = GroupCalls(spec, self._members, platform)
+        self._start = Startup(spec, self._slots, self._members, self._calls, platform)
+        self._survivors = Survivors(spec, self._members, platform)
+        self.standby = StandbyWorkers(spec, self._slots, platform)
         self.gone: set[int] = set()
         self.num_workers = num_workers
         self.num_spares = spec.num_spares
@@ -140,11 +140,11 @@ class WorkerGroup:
 
     def beside(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
         """Runs `function(replica, *args)` on a rank that may be busy. Returns a transfer with `result(timeout_s)`."""
-        return transfers.transfer(self._members.workers[rank].submit("beside", function, *args))
+        return self._platform.transfer(self._members.workers[rank].submit("beside", function, *args))
 
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
         """Does what `beside` does, for what may be gigabytes. A heartbeat never waits until they have left."""
-        return transfers.transfer(self._members.workers[rank].submit("send", function, *args))
+        return self._platform.transfer(self._members.workers[rank].submit("send", function, *args))
 
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S
@@ -152,8 +152,8 @@ class WorkerGroup:
         """What ranks (all, unless said) answer to `method` beside their work; without those that are late."""
         local, remote = split(self._members.submit(method, *args, ranks=ranks))
         if remote:
-            self._poller.ready(remote.values(), timeout_s)
-        outcomes = [self._poller.outcome(rank, call) for rank, call in remote.items()]
+            self._platform.ready(remote.values(), timeout_s)
+        outcomes = [self._platform.outcome(rank, call) for rank, call in remote.items()]
         answers = {found.rank: found.value for found in outcomes if found.ok}
         answers.update({rank: call.run()[0] for rank, call in local.items()})
         return answers
@@ -164,11 +164,11 @@ class WorkerGroup:
 
     def poll(self, rank: int, call: Any) -> Outcome:
         """What became of a call by `submit_beside`, as of now."""
-        return self._poller.outcome(rank, call)
+        return self._platform.outcome(rank, call)
 
     def store(self, value: Any) -> Stored:
         """Puts `value` where all ranks can take it from, once, whatever the group will look like then."""
-        return Stored(value, None) if self.is_driver_only else transfers.store(value)
+        return Stored(value, None) if self.is_driver_only else self._platform.store(value)
 
     def share(self, value: Any) -> list[Any]:
         """`value`, stored already or not, as an argument for each rank: remote ranks share one copy."""
@@ -264,7 +264,7 @@ class WorkerGroup:
     def kill_rank(self, rank: int) -> None:
         """Kills a worker that does not answer any more, in a way that reaches a stopped process too."""
         self._members.workers[rank].kill()
-        kill_process(self.infos[rank])
+        self._platform.kill_process(self.infos[rank])
 
     def kill_workers(self) -> None:
         """From another thread than the one that starts or uses the group: makes that one return, and kill the group."""
@@ -274,7 +274,7 @@ class WorkerGroup:
     def stop(self, timeout_s: float) -> None:
         """Lets every worker close what it has, then kills the processes and gives the resources back."""
         try:
-            self._members.close()
+            self._members.close(self._platform)
         finally:
             self.kill(timeout_s)
 

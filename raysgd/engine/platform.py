@@ -1,0 +1,68 @@
+"""What the driver needs of the system that its workers run on, in one place: Ray. Tests bring a simulation of it.
+
+Why the engine reaches Ray through a protocol: ADR 96.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from raysgd.engine import resources, transfers
+from raysgd.engine.connection import Connection
+from raysgd.engine.gathering import CallListener, RayPoller
+from raysgd.engine.resources import Reservation
+from raysgd.engine.slots import Slot
+from raysgd.engine.snapshots import Transfer
+from raysgd.engine.transfers import Stored
+from raysgd.engine.types import WorkerInfo
+from raysgd.engine.worker import RemoteWorker
+
+
+class Platform(CallListener, Protocol):
+    """Starts processes and ends them, holds room for them, and carries what they say."""
+
+    make_reservation: Callable[..., Reservation]
+    """Asks for resources; takes what `Reservation` takes."""
+
+    def ensure_running(self) -> None:
+        """Connects to the cluster, or starts one."""
+
+    def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
+        """Begins to start a worker process. Does not wait."""
+
+    def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
+        """The process of a worker that has not answered yet; None while there is none."""
+
+    def kill_process(self, info: WorkerInfo) -> None:
+        """Ends a process, also one that is stopped and cannot answer. Does not wait."""
+
+    def transfer(self, call: Any) -> Transfer:
+        """What a call will return, on its way."""
+
+    def store(self, value: Any) -> Stored:
+        """Puts a value where all workers can take it from, once."""
+
+
+class RayPlatform(RayPoller):
+    """Ray."""
+
+    make_reservation: Callable[..., Reservation] = Reservation
+
+    def ensure_running(self) -> None:
+        resources.ensure_ray()
+
+    def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
+        return RemoteWorker(slot, connection, num_threads)
+
+    def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
+        return resources.find_process(worker.actor)
+
+    def kill_process(self, info: WorkerInfo) -> None:
+        resources.kill_process(info)
+
+    def transfer(self, call: Any) -> Transfer:
+        return transfers.transfer(call)
+
+    def store(self, value: Any) -> Stored:
+        return transfers.store(value)

@@ -1,0 +1,159 @@
+"""Lets the faults of a schedule come about, each at its place."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from tests.simulator.kernel import DriverThread, Task
+from tests.simulator.processes import Process
+from tests.simulator.schedule import Fault
+
+if TYPE_CHECKING:
+    from tests.simulator.running import Simulation
+
+USER_CODE = {"step", "half", "note", "look", "warm up"}
+
+
+class UserBugError(Exception):
+    """What user code raises."""
+
+
+class Befalling:
+    """The faults that are still to come, and those that came about.
+
+    Attributes:
+        happened: Those that came about.
+        num_incidents: How many processes and connections were lost, by fault or as a consequence of one.
+        is_poisoned: Whether replicas that join another group now break it with their next step.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._faults: defaultdict[str, dict[int, list[Fault]]] = defaultdict(dict)
+        for fault in simulation.schedule.faults:
+            self._faults[fault.point].setdefault(fault.nth, []).append(fault)
+        self._counts: Counter[str] = Counter()
+        self.happened: list[Fault] = []
+        self.kinds: Counter[str] = Counter()
+        self.is_poisoned = False
+
+    def at(self, label: str, process: Process) -> Task:
+        """A worker is at a place."""
+        if label == "built":
+            self.is_poisoned = False
+        elif label == "regroup" and process.replica is not None:
+            process.replica.is_poisoned = self.is_poisoned
+        for fault in self._due(label):
+            if fault.kind == "raise":
+                if label in USER_CODE:
+                    self._note(fault, str(process))
+                    yield 0.0
+                    raise UserBugError(f"a bug at {label!r}")
+            elif fault.kind == "slow":
+                self._note(fault, str(process))
+                yield self._simulation.rng.uniform(0.5, 12.0)
+            else:
+                self._happen(fault, process)
+        yield 0.0
+
+    def at_wait(self, thread: DriverThread) -> None:
+        """The driver waits."""
+        for fault in self._due("wait"):
+            live = self._simulation.cluster.live
+            if fault.kind == "interrupt":
+                self._interrupt(fault)
+            elif fault.kind == "stop":
+                self._note(fault, "")
+                self._simulation.program.stop_beside(force=bool(fault.which % 2))
+            elif live:
+                self._happen(fault, live[fault.which % len(live)])
+
+    def _due(self, label: str) -> list[Fault]:
+        self._counts[label] += 1
+        return self._faults[label].pop(self._counts[label], []) if self._faults[label] else []
+
+    def _note(self, fault: Fault, whom: str) -> None:
+        self.happened.append(fault)
+        self.kinds[fault.kind] += 1
+        self._simulation.tell(f"FAULT {fault}: {whom}")
+
+    def _interrupt(self, fault: Fault) -> None:
+        thread = self._simulation.kernel.threads[0]
+        if not self._simulation.program.is_in_call:
+            return
+        self._note(fault, "the driver")
+        thread.interrupt = KeyboardInterrupt()
+
+    def _happen(self, fault: Fault, process: Process) -> None:
+        name = fault.kind.replace(" ", "_")
+        act: Callable[[Fault, Process], None] | None = getattr(self, f"_{name}", None)
+        if act is not None:
+            self._note(fault, str(process))
+            self._simulation.kernel.soon(lambda: act(fault, process))
+
+    # ------------------------------------------------------------------------------------ what it may be
+
+    def _kill(self, process: Process) -> None:
+        process.die(self._simulation.rng.uniform(0.005, 0.04))
+
+    def _die(self, fault: Fault, process: Process) -> None:
+        live = self._simulation.cluster.live
+        self._kill(live[fault.which % len(live)] if fault.which >= 6 and live else process)
+
+    def _die_with_another(self, fault: Fault, process: Process) -> None:
+        others = [each for each in self._simulation.cluster.live if each is not process]
+        for each in [process, *others[fault.which % len(others) :][:1]] if others else [process]:
+            self._kill(each)
+
+    def _die_but_one(self, fault: Fault, process: Process) -> None:
+        live = self._simulation.cluster.live
+        for index, each in enumerate(live):
+            if index != fault.which % len(live):
+                self._kill(each)
+
+    def _lose_node(self, fault: Fault, process: Process) -> None:
+        if process.node in self._simulation.cluster.nodes:
+            self._simulation.cluster.lose_node(process.node)
+
+    def _freeze(self, fault: Fault, process: Process) -> None:
+        process.freeze()
+
+    def _stall(self, fault: Fault, process: Process) -> None:
+        process.freeze()
+        process.outlives_kill = True
+        self._simulation.kernel.after(self._simulation.rng.uniform(0.5, 25.0), process.thaw)
+
+    def _lose_connection(self, fault: Fault, process: Process) -> None:
+        if process.world.is_distributed:
+            process.connection.interrupt()
+
+    def _poison(self, fault: Fault, process: Process) -> None:
+        self.is_poisoned = True
+
+    def _drain(self, fault: Fault, process: Process) -> None:
+        cluster = self._simulation.cluster
+        if process.node in cluster.nodes:
+            cluster.nodes[process.node].is_leaving = True
+            self._simulation.kernel.after(
+                self._simulation.rng.uniform(5.0, 40.0), lambda: cluster.lose_node(process.node)
+            )
+
+    def _room_goes(self, fault: Fault, process: Process) -> None:
+        cluster = self._simulation.cluster
+        for node in cluster.nodes.values():
+            if cluster.num_free(node):
+                node.num_taken += 1
+                return
+
+    def _room_comes(self, fault: Fault, process: Process) -> None:
+        nodes = list(self._simulation.cluster.nodes.values())
+        dead = [node for node in nodes if not node.is_alive]
+        taken = [node for node in nodes if node.num_taken]
+        if dead:
+            dead[0].is_alive, dead[0].is_leaving = True, False
+        elif taken:
+            taken[0].num_taken -= 1
+        else:
+            nodes[fault.which % len(nodes)].num_slots += 1

@@ -1,0 +1,143 @@
+"""What must hold, whatever happens. The first thing that does not ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from raysgd.engine.failures import Diagnosis
+from raysgd.engine.group_hooks import GroupHooks
+from raysgd.engine.policies import RetryBudget
+from raysgd.engine.types import Handover
+from tests.simulator.platform import SimReservation
+from tests.simulator.processes import Process
+from tests.simulator.replica import SimReplica, State, bits_in_order
+
+if TYPE_CHECKING:
+    from tests.simulator.running import Simulation
+
+
+class Hooks(GroupHooks):
+    """Counts the rebuilds that a call is charged for."""
+
+    def __init__(self) -> None:
+        self.num_failures = 0
+
+    def on_failure(self, diagnosis: Diagnosis) -> None:
+        self.num_failures += 1
+
+
+class WatchedBudget(RetryBudget):
+    """A budget whose payments are checked against what the documentation promises."""
+
+    def __init__(self, num_restarts: float, invariants: Invariants) -> None:
+        super().__init__(num_restarts)
+        self._invariants = invariants
+        self.num_rebuilds = 0
+        self.num_free_rejoins = 0
+        self.rejoined: list[int] = []
+
+    def pay_for_rejoin(self, progress: int) -> None:
+        before = self.num_spent
+        super().pay_for_rejoin(progress)
+        self.rejoined.append(progress)
+        due = 0 if progress else 1
+        self._invariants.require(
+            self.num_spent - before == due, f"a rejoin after {progress} steps cost {self.num_spent - before}"
+        )
+        self._invariants.check_paid(progress)
+
+    def pay_for_rebuild(self) -> None:
+        before = self.num_spent
+        super().pay_for_rebuild()
+        self.num_rebuilds += 1
+        self._invariants.require(self.num_spent == before + 1, "a rebuild was free")
+        self._invariants.require(self.num_spent <= self.num_restarts, "more retries were spent than there are")
+
+
+class Invariants:
+    """Checks after every event, after every call, and at the end."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self.hooks = Hooks()
+        self._formed_progress = 0
+        self._progress: dict[str, tuple[int, bool]] = {}
+
+    def require(self, holds: bool, otherwise: str) -> None:
+        if not holds:
+            self._simulation.tell(f"BROKEN {otherwise}")
+            self._simulation.kernel.stop(otherwise)
+
+    # ------------------------------------------------------------------------------------ after every event
+
+    def check_step(self, given: Mapping[int, tuple[State, int]]) -> None:
+        """All ranks step from one state; no sample is given twice."""
+        states = {state for state, _ in given.values()}
+        self.require(len(states) == 1, f"ranks step from different states: {'; '.join(map(str, states))}")
+
+    def check_state(self, state: State) -> None:
+        """A pass has used its samples in order, each once."""
+        num_samples = self._simulation.schedule.num_samples
+        for epoch, used in enumerate(state.used):
+            order = bits_in_order(num_samples, epoch)
+            wanted = sum(order if epoch < state.epoch else order[: state.consumed])
+            self.require(used == wanted, f"pass {epoch} has used {used:b} instead of {wanted:b}: {state}")
+
+    def check_formed(self, replica: SimReplica, handover: Handover) -> None:
+        """A rank is in its new group: it knows no less than the most advanced of those that are there."""
+        members = self._members_of(replica)
+        known = [self._progress[name] for name in members if name in self._progress]
+        best = max((steps for steps, is_whole in known if is_whole), default=0)
+        self.require(
+            replica.state.steps >= best, f"a group goes on from step {replica.state.steps}: one was at {best} already"
+        )
+        self.require(replica.is_whole, "a group goes on from the middle of a step")
+        self.check_state(replica.state)
+        if replica.world.rank == handover.source:
+            self._formed_progress = replica.replica_progress().progress
+
+    def _members_of(self, replica: SimReplica) -> list[str]:
+        group = replica.connection.group
+        if group is None:
+            return [replica.name]
+        processes = self._simulation.cluster.processes
+        return [each.replica.name for each in processes if each.replica and each.connection in group.members.values()]
+
+    def note_left(self, replica: SimReplica) -> None:
+        """A rank says how far it is, before another group is formed."""
+        self._progress = {name: known for name, known in self._progress.items() if name != replica.name}
+        self._progress[replica.name] = replica.state.steps, replica.is_whole
+
+    def check_paid(self, progress: int) -> None:
+        self.require(progress == self._formed_progress, f"paid for {progress} steps, not for {self._formed_progress}")
+
+    def check_new_process(self, process: Process, reservation: SimReservation, index: int) -> None:
+        """A slot has one worker at a time."""
+        before = reservation.used_by.get(index)
+        is_free = before is None or before.is_dead or before.is_killed
+        self.require(is_free, f"{process} got a slot that {before} still uses")
+
+    # ------------------------------------------------------------------------------------ after every call, at the end
+
+    def check_between_calls(self) -> None:
+        """Nothing is left over that no one knows of."""
+        simulation = self._simulation
+        if simulation.controller.is_stopped:
+            return
+        group = simulation.controller.group
+        held = sum(len(each.bundles) for each in simulation.cluster.reservations)
+        wanted = group.num_slots if group is not None else 0
+        self.require(held == wanted, f"{held} slots are reserved between calls, not {wanted}")
+        self.require(simulation.controller.monitor is None, "a monitor is left between calls")
+        most = 0 if group is None else len(group) + group.standby.num_ready + group.standby.num_coming
+        left = [process for process in simulation.cluster.live if not process.is_killed]
+        self.require(len(left) <= most, f"{len(left)} processes are left, of which {most} are known")
+
+    def check_end(self) -> None:
+        """Nothing is left over at all."""
+        cluster = self._simulation.cluster
+        self.require(not cluster.live, f"left over at the end: {', '.join(map(str, cluster.live))}")
+        self.require(not cluster.reservations, "reservations are left over at the end")
+        left = [thread.number for thread in self._simulation.kernel.threads[1:] if not thread.is_over]
+        self.require(not left, f"threads of the driver are left over: {left}")

@@ -1,0 +1,263 @@
+"""Virtual time: events in their order, tasks of workers as generators, and the driver's threads, one at a time.
+
+Nothing here waits in real time. While a thread of the driver blocks, the events run that are due before it may go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from heapq import heappop, heappush
+from typing import Any, TypeAlias
+
+Task: TypeAlias = Generator[Any, Any, Any]
+"""What a worker does. It yields seconds to wait, or a `Future` to wait for."""
+
+_FAR = float("inf")
+
+
+class Stopped(BaseException):
+    """Ends every thread of the driver: an invariant is broken, or nothing will ever happen again."""
+
+
+class Future:
+    """A value that is not there yet."""
+
+    __slots__ = ("_waiting", "error", "is_done", "value")
+
+    def __init__(self) -> None:
+        self.is_done = False
+        self.value: Any = None
+        self.error: Any = None
+        self._waiting: list[Callable[[], None]] = []
+
+    def set(self, value: Any = None, error: Any = None) -> None:
+        """Brings the value, or the error in its place. Only the first time counts."""
+        if self.is_done:
+            return
+        self.is_done, self.value, self.error = True, value, error
+        waiting, self._waiting = self._waiting, []
+        for go_on in waiting:
+            go_on()
+
+    def then(self, go_on: Callable[[], None]) -> None:
+        if self.is_done:
+            go_on()
+        else:
+            self._waiting.append(go_on)
+
+
+class Running:
+    """A task that was begun."""
+
+    __slots__ = ("_kernel", "_may_run", "_task", "done", "is_over")
+
+    def __init__(self, kernel: Kernel, task: Task, may_run: Callable[[Callable[[], None]], bool]) -> None:
+        self._kernel, self._task, self._may_run = kernel, task, may_run
+        self.done = Future()
+        self.is_over = False
+
+    def go_on(self, future: Future | None = None) -> None:
+        """Runs the task until it waits for something."""
+        if self.is_over or not self._may_run(lambda: self.go_on(future)):
+            return
+        try:
+            if future is None:
+                wanted = self._task.send(None)
+            elif future.error is not None:
+                wanted = self._task.throw(future.error)
+            else:
+                wanted = self._task.send(future.value)
+        except StopIteration as end:
+            self._end(end.value, None)
+        except Stopped:
+            raise
+        except Exception as error:
+            self._end(None, error)
+        else:
+            if isinstance(wanted, Future):
+                wanted.then(lambda: self._kernel.soon(lambda: self.go_on(wanted)))
+            else:
+                self._kernel.after(wanted, self.go_on)
+
+    def _end(self, value: Any, error: Exception | None) -> None:
+        if not self.is_over:
+            self.is_over = True
+            self.done.set(value, error)
+
+    def kill(self) -> None:
+        """It never goes on. Its `done` stays open."""
+        self.is_over = True
+
+
+class DriverThread:
+    """A thread of the driver, as the kernel sees it.
+
+    Attributes:
+        interrupt: What is raised where it waits next.
+        num_waits: How often it has waited.
+    """
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.baton = threading.Semaphore(0)
+        self.until: Callable[[], bool] = lambda: True
+        self.deadline = 0.0
+        self.interrupt: BaseException | None = None
+        self.num_waits = 0
+        self.is_over = False
+
+
+class Kernel:
+    """The clock, what is due, and whose turn it is.
+
+    Args:
+        longest_s: When everything has to be over.
+        most_events: How many events that may take.
+    """
+
+    def __init__(self, longest_s: float = 50_000.0, most_events: int = 400_000) -> None:
+        self.now = 1000.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._num_events = 0
+        self._latest, self._most = self.now + longest_s, most_events
+        self.threads = [DriverThread(0)]
+        self._of_thread = {threading.get_ident(): self.threads[0]}
+        self.at_wait: Callable[[DriverThread], None] = lambda thread: None
+        self.stopped_by: str | None = None
+
+    # ------------------------------------------------------------------------------------ events
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Runs `action` then."""
+        self._num_events += 1
+        heappush(self._events, (self.now + seconds, self._num_events, action))
+
+    def soon(self, action: Callable[[], None]) -> None:
+        self.after(0.0, action)
+
+    def begin(self, task: Task, may_run: Callable[[Callable[[], None]], bool] = lambda go_on: True) -> Running:
+        """Begins a task; `may_run` says before each part of it whether it runs, or keeps what goes on later."""
+        running = Running(self, task, may_run)
+        self.soon(running.go_on)
+        return running
+
+    def stop(self, reason: str) -> None:
+        """Ends everything: each thread of the driver raises `Stopped` where it waits."""
+        if self.stopped_by is None:
+            self.stopped_by = reason
+
+    # ------------------------------------------------------------------------------------ threads of the driver
+
+    @property
+    def current(self) -> DriverThread:
+        return self._of_thread[threading.get_ident()]
+
+    def sleep(self, seconds: float) -> None:
+        self.block(lambda: False, seconds)
+
+    def block(self, until: Callable[[], bool], timeout_s: float | None = None) -> bool:
+        """Waits in the calling thread; returns whether `until` holds, or else the time is over."""
+        me = self.current
+        me.num_waits += 1
+        self.at_wait(me)
+        self._raise_interrupt(me)
+        me.until, me.deadline = until, _FAR if timeout_s is None else self.now + max(0.0, timeout_s)
+        self._switch(me)
+        self._raise_interrupt(me)
+        return until()
+
+    def _raise_interrupt(self, me: DriverThread) -> None:
+        if self.stopped_by is not None:
+            raise Stopped(self.stopped_by)
+        if me.interrupt is not None:
+            error, me.interrupt = me.interrupt, None
+            raise error
+
+    def _switch(self, me: DriverThread) -> None:
+        other = self._next_thread()
+        if other is not me:
+            other.baton.release()
+            me.baton.acquire()
+
+    def _next_thread(self) -> DriverThread:
+        """Lets events happen until a thread may go on."""
+        while True:
+            earliest = _FAR
+            for thread in self.threads:
+                if thread.is_over:
+                    continue
+                is_due = thread.interrupt is not None or thread.until() or self.now >= thread.deadline
+                if is_due or self.stopped_by is not None:
+                    return thread
+                earliest = min(earliest, thread.deadline)
+            if self._events and self._events[0][0] <= earliest:
+                at, _, action = heappop(self._events)
+                self.now = max(self.now, at)
+                action()
+            elif earliest < _FAR:
+                self.now = earliest
+            else:
+                self.stop("a wait without an end: nothing will happen any more")
+            if self.now > self._latest:
+                self.stop(f"a wait without an end: it goes on after {self.now - 1000.0:.0f} s")
+            elif self._num_events > self._most:
+                self.stop(f"no end after {self._num_events} events, at {self.now - 1000.0:.1f} s")
+
+    def run_thread(self, body: Callable[[], None]) -> None:
+        """Begins another thread of the driver, and returns at once."""
+        thread = DriverThread(len(self.threads))
+        self.threads.append(thread)
+
+        def run() -> None:
+            thread.baton.acquire()
+            try:
+                body()
+            except Stopped:
+                pass
+            finally:
+                thread.is_over = True
+                self._next_thread().baton.release()
+
+        handle = threading.Thread(target=run, name=f"driver-{thread.number}", daemon=True)
+        handle.start()
+        assert handle.ident is not None
+        self._of_thread[handle.ident] = thread
+
+    def settle(self, seconds: float) -> None:
+        """Lets everything happen that is due within this time, after the last thread is done."""
+        until = self.now + seconds
+        while self._events and self._events[0][0] <= until and self.stopped_by is None:
+            self.now, _, action = heappop(self._events)
+            action()
+        self.now = until
+
+
+class Lock:
+    """A reentrant lock for the threads of the driver."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._owner: DriverThread | None = None
+        self._count = 0
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        me = self._kernel.current
+        if self._owner not in (None, me):
+            limit = None if blocking and timeout < 0 else max(0.0, timeout)
+            if not self._kernel.block(lambda: self._owner is None, limit):
+                return False
+        self._owner = me
+        self._count += 1
+        return True
+
+    def release(self) -> None:
+        self._count -= 1
+        if not self._count:
+            self._owner = None
+
+    def __enter__(self) -> bool:
+        return self.acquire()
+
+    def __exit__(self, *exception: Any) -> None:
+        self.release()

@@ -1,0 +1,232 @@
+"""The simulated cluster: nodes, room, reservations, and the platform that the engine reaches them through."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from raysgd.engine.connection import Connection
+from raysgd.engine.resources import Reservation
+from raysgd.engine.slots import Slot
+from raysgd.engine.transfers import Stored
+from raysgd.engine.types import ClusterView, NodeView, Outcome, Resources, WorkerInfo
+from raysgd.engine.worker import RemoteWorker
+from raysgd.exceptions import ReservationTimeoutError
+from tests.simulator.kernel import Kernel
+from tests.simulator.processes import Call, Process
+
+
+@dataclass
+class Node:
+    """A machine with room for so many workers, some of it taken by others."""
+
+    name: str
+    num_slots: int
+    num_taken: int = 0
+    is_alive: bool = True
+    is_leaving: bool = False
+
+
+@dataclass
+class Cluster:
+    """All nodes, what is reserved on them, and the processes there."""
+
+    kernel: Kernel
+    nodes: dict[str, Node]
+    make_process: Callable[[int, str], Process]
+    reservations: list[SimReservation] = field(default_factory=list)
+    processes: list[Process] = field(default_factory=list)
+
+    def num_free(self, node: Node) -> int:
+        if not node.is_alive:
+            return 0
+        held = sum(each.bundles.count(node.name) for each in self.reservations)
+        return max(0, node.num_slots - node.num_taken - held)
+
+    @property
+    def room(self) -> int:
+        return sum(self.num_free(node) for node in self.nodes.values())
+
+    def view(self) -> ClusterView:
+        return ClusterView(
+            tuple(
+                NodeView(node.name, node.name, {"CPU": float(node.num_slots)}, {"CPU": float(self.num_free(node))})
+                for node in self.nodes.values()
+                if node.is_alive and not node.is_leaving
+            )
+        )
+
+    def place(self) -> str | None:
+        """The node with the most room; None where there is none."""
+        free = {node.name: self.num_free(node) for node in self.nodes.values() if not node.is_leaving}
+        name = max(free, key=lambda each: free[each], default=None)
+        return name if name is not None and free[name] else None
+
+    def lose_node(self, name: str) -> None:
+        """Its processes die; Ray moves what was reserved there, if there is room elsewhere."""
+        self.nodes[name].is_alive = False
+        for process in self.processes:
+            if process.node == name:
+                process.die(3.0, "its node died")
+        for reservation in self.reservations:
+            reservation.move_from(name)
+
+    @property
+    def live(self) -> list[Process]:
+        return [process for process in self.processes if not process.is_dead]
+
+
+class SimReservation(Reservation):
+    """Room for some workers, all or none."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        need: Resources,
+        num_workers: int,
+        has_driver: bool = False,
+        packs: bool = False,
+        within: Any = None,
+        when_not_granted: str = "",
+    ) -> None:
+        self._cluster, self._num_workers = cluster, num_workers
+        self.bundles: list[str | None] = []
+        self.used_by: dict[int, Process] = {}
+
+    @property
+    def is_own(self) -> bool:
+        return True
+
+    def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
+        kernel = self._cluster.kernel
+        deadline = kernel.now + timeout_s
+        try:
+            while not self._is_granted():
+                kernel.sleep(0.2)
+                check()
+                if kernel.now >= deadline:
+                    raise ReservationTimeoutError("not granted")
+        except BaseException:
+            self.close(5.0)
+            raise
+
+    def _is_granted(self) -> bool:
+        if self._cluster.room < self._num_workers:
+            return False
+        self._cluster.reservations.append(self)
+        for _ in range(self._num_workers):
+            self.bundles.append(self._cluster.place())
+        if None not in self.bundles:
+            return True
+        self._give_up()
+        return False
+
+    def _give_up(self) -> None:
+        self.bundles = []
+        if self in self._cluster.reservations:
+            self._cluster.reservations.remove(self)
+
+    def move_from(self, name: str) -> None:
+        for index, node in enumerate(self.bundles):
+            if node == name:
+                self.bundles[index] = None
+                self.bundles[index] = self._cluster.place()
+
+    def nodes(self) -> list[str | None]:
+        return list(self.bundles)
+
+    def close(self, timeout_s: float) -> None:
+        if not self.bundles:
+            return
+        for process in self.used_by.values():
+            process.kill(reaches_stopped=True)
+        self._cluster.kernel.after(0.05, self._give_up)
+        self._cluster.kernel.block(lambda: not self.bundles, timeout_s)
+
+
+class SimWorker(RemoteWorker):
+    """The driver's handle on a simulated process."""
+
+    def __init__(self, slot: Slot, process: Process) -> None:
+        self.slot, self.process = slot, process
+
+    def submit(self, method: str, *args: Any, **kwargs: Any) -> Call:
+        return self.process.submit(method, args)
+
+    def kill(self) -> None:
+        self.process.kill(reaches_stopped=False)
+
+
+class SimPlatform:
+    """What the engine sees of all that."""
+
+    is_running = True
+
+    def __init__(self, cluster: Cluster, check_new: Callable[[Process, SimReservation, int], None]) -> None:
+        self._cluster, self._kernel, self._check_new = cluster, cluster.kernel, check_new
+        self.make_reservation: Callable[..., Reservation] = partial(SimReservation, cluster)
+
+    def ensure_running(self) -> None: ...
+
+    def now(self) -> float:
+        return self._kernel.now
+
+    def sleep(self, seconds: float) -> None:
+        self._kernel.sleep(seconds)
+
+    def ready(self, references: Collection[Call], timeout_s: float) -> Collection[Call]:
+        self._kernel.block(lambda: all(call.is_done for call in references), timeout_s)
+        return [call for call in references if call.is_done]
+
+    def any_ready(self, references: Sequence[Call], timeout_s: float | None) -> Collection[Call]:
+        self._kernel.block(lambda: any(call.is_done for call in references), timeout_s)
+        return [call for call in references if call.is_done]
+
+    def outcome(self, rank: int, reference: Call) -> Outcome:
+        return reference.outcome(rank)
+
+    def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
+        reservation = slot.reservation
+        assert isinstance(reservation, SimReservation)
+        node = reservation.bundles[slot.index] if reservation.bundles else None
+        process = self._cluster.make_process(100 + len(self._cluster.processes), node or "nowhere")
+        self._cluster.processes.append(process)
+        self._check_new(process, reservation, slot.index)
+        reservation.used_by[slot.index] = process
+        if node is None or not self._cluster.nodes[node].is_alive:
+            process.die(1.0, "its node died")
+        return SimWorker(slot, process)
+
+    def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
+        assert isinstance(worker, SimWorker)
+        return worker.process.info if worker.process.is_up else None
+
+    def kill_process(self, info: WorkerInfo) -> None:
+        for process in self._cluster.processes:
+            if process.pid == info.pid:
+                process.kill(reaches_stopped=True)
+
+    def transfer(self, call: Call) -> SimTransfer:
+        return SimTransfer(self._kernel, call)
+
+    def store(self, value: Any) -> Stored:
+        return Stored(value, value)
+
+
+@dataclass(frozen=True)
+class SimTransfer:
+    """A value on its way to the driver."""
+
+    kernel: Kernel
+    call: Call
+
+    def result(self, timeout_s: float | None) -> Any:
+        if timeout_s != 0.0:
+            self.kernel.block(lambda: self.call.is_done, timeout_s)
+        if not self.call.is_done:
+            raise TimeoutError("still on its way")
+        if self.call.error is not None:
+            raise ConnectionError(self.call.error.fault.message)
+        return self.call.value

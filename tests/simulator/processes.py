@@ -1,0 +1,277 @@
+"""Simulated worker processes: what they answer, when, and what is left of that when they die, freeze or come back."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import Any, Protocol
+
+from raysgd.engine.types import LOOPBACK, Failure, Handover, Held, Outcome, Rendezvous, WorkerInfo, World
+from raysgd.engine.worker import Answer, StandbyReady
+from raysgd.exceptions import WorkerFault
+from tests.simulator.kernel import Future, Kernel, Running, Task
+from tests.simulator.network import LostConnectionError, SimConnection
+from tests.simulator.replica import SimReplica
+
+_LANES = {"describe": "signs", "interrupt": "signs", "beside": "beside", "stack": "beside", "send": "sending"}
+
+
+class Call(Future):
+    """A call of a worker, as the driver sees it: its value is what arrives, its error a `Failure`."""
+
+    __slots__ = ("info", "method")
+
+    def __init__(self, method: str) -> None:
+        super().__init__()
+        self.method = method
+
+    def outcome(self, rank: int) -> Outcome:
+        if not self.is_done:
+            return Outcome(rank, answered=False)
+        if self.error is not None:
+            return Outcome(rank, failure=self.error)
+        return Outcome(rank, self.value)
+
+
+class Host(Protocol):
+    """What a process needs of the simulation."""
+
+    kernel: Kernel
+
+    def travel_s(self) -> float:
+        """How long a message is on its way."""
+
+    def work_s(self) -> float:
+        """How long something short takes."""
+
+    def start_s(self) -> float:
+        """How long a process takes to start."""
+
+    def point_of(self, label: str, process: Process) -> Task:
+        """A place where something may happen."""
+
+    def make_replica(self, world: World, connection: SimConnection, name: str) -> SimReplica: ...
+
+
+def death(rank: int, words: str) -> Failure:
+    return Failure("died", WorkerFault(rank, "unknown", None, "ActorDiedError", words, "the worker process", ""))
+
+
+class Process:
+    """A worker process on a node.
+
+    Attributes:
+        is_dead: Whether it does nothing any more.
+        is_killed: Whether the driver has asked for its end.
+        is_frozen: Whether it is stopped, and may go on later.
+        outlives_kill: Whether nothing reaches it while it is frozen, so that it goes on for a while when killed.
+    """
+
+    def __init__(self, host: Host, pid: int, node: str, connection: SimConnection) -> None:
+        self.host, self.pid, self.node, self.connection = host, pid, node, connection
+        self.world = World(rank=-1, size=0)
+        self.replica: SimReplica | None = None
+        self.is_dead = self.is_killed = self.is_frozen = self.outlives_kill = self.is_up = False
+        self._parked: list[Callable[[], None]] = []
+        self._queues: dict[str, deque[tuple[Call, Task]]] = {}
+        self._open: set[Call] = set()
+        self._running: dict[str, Running] = {}
+        host.kernel.after(host.start_s(), self._come_up)
+
+    def __str__(self) -> str:
+        return f"process {self.pid} (rank {self.world.rank} of {self.world.size}, on {self.node})"
+
+    @property
+    def info(self) -> WorkerInfo:
+        return WorkerInfo(self.node, f"address of {self.node}", self.pid)
+
+    # ------------------------------------------------------------------------------------ calls
+
+    def submit(self, method: str, args: tuple[Any, ...]) -> Call:
+        call = Call(method)
+        if self.is_dead:
+            self.host.kernel.after(self.host.travel_s(), lambda: call.set(error=death(-1, "it was dead already")))
+            return call
+        self._open.add(call)
+        task = getattr(self, f"_{method}")(*args)
+        self.host.kernel.after(self.host.travel_s(), lambda: self._enqueue(call, task))
+        return call
+
+    def _enqueue(self, call: Call, task: Task) -> None:
+        lane = _LANES.get(call.method, "work")
+        self._queues.setdefault(lane, deque()).append((call, task))
+        if lane not in self._running:
+            self._run_next(lane)
+
+    def _come_up(self) -> None:
+        if not self._may_run(self._come_up):
+            return
+        self.is_up = True
+        for lane in list(self._queues):
+            if lane not in self._running:
+                self._run_next(lane)
+
+    def _run_next(self, lane: str) -> None:
+        queue = self._queues.get(lane)
+        if not queue or self.is_dead or not self.is_up:
+            self._running.pop(lane, None)
+            return
+        call, task = queue.popleft()
+        running = self._running[lane] = self.host.kernel.begin(task, self._may_run)
+        running.done.then(lambda: self._answer(lane, call, running.done))
+
+    def _answer(self, lane: str, call: Call, done: Future) -> None:
+        failure = None if done.error is None else self._failure(done.error)
+        self.host.kernel.after(self.host.travel_s(), lambda: self._arrive(call, done.value, failure))
+        self._run_next(lane)
+
+    def _arrive(self, call: Call, value: Any, failure: Failure | None) -> None:
+        self._open.discard(call)
+        call.set(value, failure)
+
+    def _failure(self, error: Exception) -> Failure:
+        is_lost = self.world.is_distributed and isinstance(error, LostConnectionError)
+        if is_lost:
+            self.connection.interrupt()
+        name = type(error).__name__
+        fault = WorkerFault(self.world.rank, self.node, error, name, str(error), f"train.py:1 in {name}", "")
+        return Failure("disconnected" if is_lost else "user", fault)
+
+    def _may_run(self, go_on: Callable[[], None]) -> bool:
+        if self.is_dead:
+            return False
+        if self.is_frozen:
+            self._parked.append(go_on)
+            return False
+        return True
+
+    # ------------------------------------------------------------------------------------ what befalls it
+
+    def die(self, told_after_s: float, words: str = "it died") -> None:
+        """Ends it; the driver hears of that a little later, and so do the ranks that wait for it."""
+        if self.is_dead:
+            return
+        self.is_dead = True
+        for running in self._running.values():
+            running.kill()
+        self.host.kernel.after(self.host.travel_s(), self.connection.leave)
+        self.host.kernel.after(told_after_s, lambda: self._tell_of_death(words))
+
+    def _tell_of_death(self, words: str) -> None:
+        open_calls, self._open = self._open, set()
+        for call in open_calls:
+            call.set(error=death(self.world.rank, words))
+
+    def kill(self, reaches_stopped: bool) -> None:
+        """The driver ends it."""
+        self.is_killed = True
+        if self.is_frozen and (self.outlives_kill or not reaches_stopped):
+            return
+        self.host.kernel.after(self.host.travel_s(), lambda: self.die(self.host.travel_s(), "it was killed"))
+
+    def freeze(self) -> None:
+        self.is_frozen = True
+
+    def thaw(self) -> None:
+        """It goes on; where it was killed meanwhile, not for long."""
+        if not self.is_frozen or self.is_dead:
+            return
+        self.is_frozen = False
+        parked, self._parked = self._parked, []
+        for go_on in parked:
+            self.host.kernel.soon(go_on)
+        if self.is_killed:
+            self.host.kernel.after(0.5, lambda: self.die(0.01, "it was killed"))
+
+    # ------------------------------------------------------------------------------------ what it does when called
+
+    def _point(self, label: str) -> Task:
+        return self.host.point_of(label, self)
+
+    def _describe(self) -> Task:
+        yield 0.0
+        return self.info
+
+    def _prepare(self, hook: Any) -> Task:
+        yield from self._point("prepare")
+        yield self.host.work_s()
+        return self.info
+
+    def _open_endpoint(self, host: str, rank: int) -> Task:
+        yield from self._point("open")
+        return self.connection.open_endpoint(host, rank)
+
+    def _build(self, world: World, rendezvous: Rendezvous, make_replica: Any, capture: bool) -> Task:
+        self.world = world
+        yield from self._point("join")
+        yield from self.connection.joining(rendezvous, world)
+        yield from self._point("joined")
+        self.replica = self.host.make_replica(world, self.connection, str(self.pid))
+        facts = self.replica.setup()
+        yield from self._point("built")
+        return Answer(facts, self.replica.capture(None) if capture else None)
+
+    def _prepare_standby(self, hook: Any, world: World, make_replica: Any) -> Task:
+        yield from self._point("prepare")
+        yield self.host.work_s()
+        alone = Rendezvous(((LOOPBACK, self.connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
+        yield from self.connection.joining(alone, World(rank=0, size=1), even_alone=True)
+        self.replica = self.host.make_replica(world, self.connection, str(self.pid))
+        facts = self.replica.setup()
+        yield from self._point("warm up")
+        yield self.host.work_s()
+        return StandbyReady(self.info, facts)
+
+    def _leave_group(self) -> Task:
+        yield from self._point("leave")
+        self.connection.leave()
+        assert self.replica is not None
+        return self.replica.replica_progress()
+
+    def _regroup(self, world: World, rendezvous: Rendezvous, handover: Handover) -> Task:
+        self.world = world
+        yield from self._point("join")
+        yield from self.connection.joining(rendezvous, world, even_alone=True)
+        yield from self._point("joined")
+        assert self.replica is not None
+        return (yield from self.replica.regroup(world, handover))
+
+    def _on_packed(self, packed: bytes, *values: Any) -> Task:
+        function, capture, landed, args = pickle.loads(packed)
+        yield from self._point("called")
+        assert self.replica is not None
+        value = function(self.replica, *args)
+        if isinstance(value, Generator):
+            value = yield from value
+        else:
+            yield self.host.work_s()
+        is_over = not isinstance(value, Held)
+        part = self.replica.capture(landed) if capture and is_over else None
+        yield from self._point("answer")
+        return Answer(value, part)
+
+    def _beside(self, function: Callable[..., Any], *args: Any) -> Task:
+        yield 0.0
+        return None if self.replica is None else function(self.replica, *args)
+
+    def _send(self, function: Callable[..., Any], *args: Any) -> Task:
+        yield from self._point("send")
+        yield self.host.work_s()
+        yield from self._point("on its way")
+        return None if self.replica is None else function(self.replica, *args)
+
+    def _interrupt(self) -> Task:
+        yield 0.0
+        self.connection.interrupt()
+
+    def _stack(self) -> Task:
+        yield 0.0
+        return "  a stack"
+
+    def _close(self) -> Task:
+        yield self.host.work_s()
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            replica.shutdown()
+        self.connection.leave()

@@ -1,0 +1,206 @@
+"""The user's program of a schedule: its calls, what each may answer or raise, and what is known afterwards."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from raysgd.engine.call import Call
+from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
+from tests.simulator.invariants import WatchedBudget
+from tests.simulator.kernel import Stopped
+from tests.simulator.replica import State, Walked, look, note, walk, walk_on
+from tests.simulator.schedule import LOSSES, Op
+
+if TYPE_CHECKING:
+    from tests.simulator.running import Simulation
+
+
+class Program:
+    """Runs the calls of a schedule, in one thread or in two.
+
+    Attributes:
+        is_in_call: Whether the first thread is inside a call.
+        committed: What the last call that returned had seen: nothing of it may ever be lost.
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        self._simulation = simulation
+        self._controller, self._invariants = simulation.controller, simulation.invariants
+        self.is_in_call = False
+        self.committed = State()
+        self._is_exact = True
+        self._has_stop = False
+
+    def run(self) -> None:
+        kernel, ops = self._simulation.kernel, self._simulation.schedule.ops
+        if self._perform(Op("start")):
+            beside = [op for op in ops if op.thread]
+            if beside:
+                kernel.run_thread(lambda: self._perform_all(beside))
+            self._perform_all([op for op in ops if not op.thread])
+        kernel.block(lambda: all(thread.is_over for thread in kernel.threads[1:]))
+        self._controller.stop()
+
+    def stop_beside(self, force: bool) -> None:
+        """Stops the trainer from another thread."""
+        if not self._has_stop:
+            self._has_stop = True
+            self._simulation.kernel.run_thread(lambda: self._controller.stop(force))
+
+    def _perform_all(self, ops: Sequence[Op]) -> None:
+        for op in ops:
+            self._perform(op)
+
+    def _perform(self, op: Op) -> bool:
+        """Makes a call and judges what came of it; returns whether it succeeded."""
+        simulation, is_first = self._simulation, self._simulation.kernel.current.number == 0
+        simulation.tell(f"CALL  {op.kind} {op.argument} ({op.max_retries} retries, thread {op.thread})")
+        before = dict(simulation.befalling.kinds)
+        budget = WatchedBudget(op.max_retries, self._invariants)
+        failures_before = self._invariants.hooks.num_failures
+        self.is_in_call = self.is_in_call or is_first
+        try:
+            value = getattr(self, f"_{op.kind}")(op, budget)
+            simulation.tell(f"DONE  {value}")
+        except Stopped:
+            raise
+        except BaseException as error:
+            self._judge(error, op, budget, before)
+            simulation.tell(f"RAISED {type(error).__name__}: {str(error)[:300]}")
+            return False
+        finally:
+            if is_first:
+                self.is_in_call = False
+            for event in simulation.controller.history.events[getattr(self, "_num_told", 0) :]:
+                simulation.tell(f"EVENT {event}")
+            self._num_told = len(simulation.controller.history.events)
+        if len(simulation.kernel.threads) == 1:
+            self._check_paid(budget, self._invariants.hooks.num_failures - failures_before)
+            self._invariants.check_between_calls()
+        return True
+
+    def _check_paid(self, budget: WatchedBudget, num_failures: int) -> None:
+        self._invariants.require(
+            budget.num_rebuilds == num_failures, f"{num_failures} rebuilds, {budget.num_rebuilds} paid"
+        )
+
+    # ------------------------------------------------------------------------------------ calls
+
+    def _start(self, op: Op, budget: WatchedBudget) -> None:
+        self._controller.start()
+
+    def _train(self, op: Op, budget: WatchedBudget) -> State:
+        state = self._walked(None, budget)
+        self._invariants.require(state.consumed == 0, f"a pass ended in its middle: {state}")
+        return state
+
+    def _steps(self, op: Op, budget: WatchedBudget) -> State:
+        base, is_exact = self.committed, self._is_exact
+        state = self._walked(op.argument, budget)
+        assert op.argument is not None
+        alone = len(self._simulation.kernel.threads) == 1
+        if is_exact and alone:
+            self._invariants.require(
+                state.steps >= base.steps + op.argument, f"{op.argument} steps led from {base} to {state}"
+            )
+        return state
+
+    def _walked(self, num_steps: int | None, budget: WatchedBudget) -> State:
+        call = Call(
+            walk,
+            lambda worlds: [(num_steps,)] * len(worlds),
+            changes_state=True,
+            keeps_alike=True,
+            resume=walk_on,
+        )
+        walked: list[Walked] = self._controller.run(call, budget=budget)
+        state = self._one([each.state for each in walked])
+        self._check_measured(walked, state)
+        self._commit(state)
+        return state
+
+    def _note(self, op: Op, budget: WatchedBudget) -> State:
+        assert op.argument is not None
+        argument, before = op.argument, self.committed
+        call = Call(note, lambda worlds: [(argument,)] * len(worlds), changes_state=True, keeps_alike=True)
+        state = self._one(self._controller.run(call, budget=budget))
+        if self._is_exact and len(self._simulation.kernel.threads) == 1:
+            wanted = (*before.noted, argument)
+            self._invariants.require(state.noted == wanted, f"noted {state.noted}, not {wanted}")
+        self._commit(state)
+        return state
+
+    def _look(self, op: Op, budget: WatchedBudget) -> State:
+        state = self._one(self._controller.run(Call(look), budget=budget))
+        self._commit(state, is_change=False)
+        return state
+
+    def _snapshot(self, op: Op, budget: WatchedBudget) -> State:
+        state: State = self._controller.snapshot().shared_state
+        self._commit(state, is_change=False)
+        return state
+
+    def _landed(self, op: Op, budget: WatchedBudget) -> State | None:
+        snapshot = self._controller.landed_snapshot()
+        if snapshot is None:
+            return None
+        self._commit(snapshot.shared_state, is_change=False)
+        state: State = snapshot.shared_state
+        return state
+
+    def _status(self, op: Op, budget: WatchedBudget) -> str:
+        return str(self._controller.status(None))[:60]
+
+    def _rest(self, op: Op, budget: WatchedBudget) -> None:
+        self._simulation.kernel.sleep((op.argument or 1) / 10)
+
+    def _kill(self, op: Op, budget: WatchedBudget) -> None:
+        if len(self._simulation.kernel.threads) == 1:
+            self._controller.kill_group()
+
+    # ------------------------------------------------------------------------------------ what is known
+
+    def _one(self, states: Sequence[State]) -> State:
+        self._invariants.require(len(set(states)) == 1, f"replicas differ: {'; '.join(map(str, set(states)))}")
+        return states[0]
+
+    def _commit(self, state: State, is_change: bool = True) -> None:
+        self._invariants.check_state(state)
+        self._invariants.require(state.extends(self.committed), f"lost: {self.committed}; there is {state}")
+        if is_change:
+            self.committed, self._is_exact = state, True
+
+    def _check_measured(self, walked: Sequence[Walked], state: State) -> None:
+        """No sample is measured twice, nor one that was not used."""
+        for epoch, used in enumerate(state.used):
+            masks = [each.measured[epoch] for each in walked if len(each.measured) > epoch]
+            self._invariants.require(sum(masks) & ~used == 0, f"measured more of pass {epoch} than was used")
+            together = 0
+            for mask in masks:
+                self._invariants.require(together & mask == 0, f"samples of pass {epoch} were measured twice")
+                together |= mask
+
+    def _judge(self, error: BaseException, op: Op, budget: WatchedBudget, before: Any) -> None:
+        """Whether this error is one that this call may raise."""
+        self._is_exact = False
+        kinds = self._simulation.befalling.kinds
+        since = {kind for kind in kinds if kinds[kind] > before.get(kind, 0)}
+        why = f"{op.kind} raised {type(error).__name__}: {str(error)[:300]}"
+        require, has_loss = self._invariants.require, any(kinds[kind] for kind in (*LOSSES, "drain", "poison", "slow"))
+        if isinstance(error, KeyboardInterrupt):
+            require("interrupt" in since, why)
+        elif isinstance(error, TrainerShutdownError):
+            require(self._has_stop, why)
+        elif isinstance(error, WorkersLostError):
+            is_spent = budget.is_spent or "used up" not in str(error)
+            require(has_loss or kinds["room goes"] > 0, why)
+            require(is_spent, f"{why}, though {budget.num_spent} of {budget.num_restarts} are spent")
+        elif isinstance(error, ReservationTimeoutError):
+            require(op.kind == "start" and (has_loss or kinds["room goes"] > 0), why)
+        elif isinstance(error, WorkerError):
+            require("raise" in since, why)
+        else:
+            told = "".join(traceback.format_exception(error))
+            require(False, f"{why}\n{told}")

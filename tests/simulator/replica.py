@@ -1,0 +1,360 @@
+"""A simulated replica. Its positions in the data are those of the library; its state says which samples made it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, Protocol
+
+from raysgd.engine.replica import Capture
+from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
+from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
+from raysgd.torch.pass_plan import PassPlan
+from raysgd.torch.sample_order import ShuffledOrder
+from tests.simulator.kernel import Future, Task
+from tests.simulator.network import SimConnection
+
+
+@dataclass(frozen=True)
+class State:
+    """What all ranks share.
+
+    Attributes:
+        epoch: The pass that the next step belongs to.
+        consumed: How far it is in that pass.
+        steps: Steps in all.
+        weights: A number that depends on each step and on its samples.
+        used: The samples that each pass has used so far, as bits.
+        noted: What calls noted that are no training.
+    """
+
+    epoch: int = 0
+    consumed: int = 0
+    steps: int = 0
+    weights: int = 1
+    used: tuple[int, ...] = (0,)
+    noted: tuple[int, ...] = ()
+
+    def extends(self, earlier: State) -> bool:
+        """Whether nothing that `earlier` knows is missing here."""
+        passes = zip(earlier.used, self.used, strict=False)
+        is_used = len(self.used) >= len(earlier.used) and all(before & ~now == 0 for before, now in passes)
+        return is_used and self.noted[: len(earlier.noted)] == earlier.noted and self.steps >= earlier.steps
+
+    def __str__(self) -> str:
+        return (
+            f"pass {self.epoch} at {self.consumed} after {self.steps} steps ({self.weights % 9973}), noted {self.noted}"
+        )
+
+
+@dataclass(frozen=True)
+class Walked:
+    """What a training call answers: the state at its end, its steps, and the samples that this rank measured."""
+
+    state: State
+    num_steps: int
+    measured: tuple[int, ...]
+
+
+@dataclass
+class Run:
+    """One training call on one replica."""
+
+    requested: int | None
+    began: int
+    steps: int = 0
+    measured: tuple[int, ...] = ()
+    is_finished: bool = False
+    answer: Walked | None = None
+    proposed: int | None = None
+    agreed: Future | None = None
+
+    def measure(self, epoch: int, samples: int) -> None:
+        passes = [*self.measured, *[0] * (epoch + 1 - len(self.measured))]
+        passes[epoch] += samples  # a sum, not a union: one that is counted twice shows
+        self.measured = tuple(passes)
+
+    def count(self, measured: Sequence[int]) -> None:
+        for epoch, samples in enumerate(measured):
+            self.measure(epoch, samples)
+
+
+class Surroundings(Protocol):
+    """What a replica needs of the simulation."""
+
+    num_samples: int
+    batch_size: int
+    snapshot_every: int | None
+    is_large: bool
+    has_halves: bool
+
+    def point(self, label: str, replica: SimReplica) -> Task:
+        """A place where something may happen."""
+
+    def now(self) -> float: ...
+
+    def step_s(self) -> float:
+        """How long a step takes."""
+
+    def check_step(self, replica: SimReplica, given: Mapping[int, tuple[State, int]]) -> None:
+        """Before all ranks take a step together."""
+
+    def check_state(self, state: State) -> None:
+        """After a step, on each rank."""
+
+    def check_formed(self, replica: SimReplica, handover: Handover) -> None:
+        """After a rank has taken its place in another group."""
+
+
+@lru_cache(maxsize=64)
+def bits_in_order(num_samples: int, epoch: int) -> tuple[int, ...]:
+    """The samples of a pass in the order in which it visits them, as bits."""
+    return tuple(1 << int(index) for index in ShuffledOrder(num_samples).indices(7, epoch))
+
+
+class SimReplica:
+    """A `RegroupingReplica` whose calls are tasks."""
+
+    def __init__(self, world: World, around: Surroundings, connection: SimConnection, name: str) -> None:
+        self.world, self.around, self.connection, self.name = world, around, connection, name
+        self.state = State()
+        self.is_whole = True
+        self.is_poisoned = False
+        self.run: Run | None = None
+        self.is_walking = False
+        self.copies = PendingCopies()
+        self.inside = MidCallSnapshots(around.snapshot_every)
+
+    # ------------------------------------------------------------------------------------ its state
+
+    def setup(self) -> str:
+        return f"rank {self.world.rank} of {self.world.size}"
+
+    def capture(self, landed_token: int | None) -> Capture:
+        self.copies.drop_landed(landed_token)
+        return self._with_copy(Capture(self.own))
+
+    def _capture_inside(self, run: Run) -> Capture:
+        self.copies.drop_unclaimed()
+        progress = (run.steps, run.requested, run.began, run.measured)
+        return self._with_copy(Capture(self.own, progress=progress))
+
+    def _with_copy(self, part: Capture) -> Capture:
+        if self.world.rank:
+            return part
+        return self.copies.add(part, self.state, 10**6 if self.around.is_large else 10)
+
+    @property
+    def own(self) -> tuple[int, int]:
+        """What only this rank knows."""
+        return self.world.rank, self.state.steps
+
+    def fetch(self, token: int) -> State:
+        state: State = self.copies.fetch(token)
+        return state
+
+    def restore(self, shared_state: State, own_state: tuple[int, int] | None) -> None:
+        assert own_state in (None, (self.world.rank, shared_state.steps)), f"{own_state} of another rank or time"
+        self.state, self.is_whole = shared_state, True
+        self.run = None
+        self.inside.clear()
+
+    def restore_inside(self, shared_state: State, own_state: Any, first: Any, parts: Iterable[Any]) -> None:
+        self.restore(shared_state, own_state)
+        steps, requested, began, _ = first
+        self.run = Run(requested, began, steps)
+        for part in parts:
+            self.run.count(part[3])
+
+    def shutdown(self) -> None:
+        self.run = None
+
+    # ------------------------------------------------------------------------------------ another group
+
+    def replica_progress(self) -> ReplicaProgress:
+        if self.run is None or self.run.is_finished:
+            return ReplicaProgress(self.run.steps + 1 if self.run is not None else 0, True)
+        return ReplicaProgress(self.run.steps, self.is_whole, None, str(self.state))
+
+    def warm_up(self) -> None: ...
+
+    def regroup(self, world: World, handover: Handover) -> Task:
+        self.inside.clear()
+        self.world = world
+        yield from self.around.point("regroup", self)
+        if world.rank == handover.source and handover.takers:
+            run = self.run
+            told = None if run is None else (run.steps, run.requested, run.began, run.is_finished)
+            self.connection.send("handover", (self.state, told))
+            yield from self.around.point("sent", self)
+        elif world.rank in handover.takers:
+            yield from self.around.point("taking", self)
+            self._take_over(*(yield from self.connection.receive("handover")))
+            yield from self.around.point("taken", self)
+        if world.rank == 0 and self.run is not None:
+            for part in handover.orphans:
+                self.run.count(part[3])
+        self.around.check_formed(self, handover)
+        return self.setup()
+
+    def _take_over(self, state: State, told: tuple[int, int | None, int, bool] | None) -> None:
+        self.state, self.is_whole = state, True
+        if told is None:
+            self.run = None
+            return
+        steps, requested, began, is_finished = told
+        measured = self.run.measured if self.run is not None else ()
+        self.run = Run(requested, began, steps, measured, is_finished)
+
+    # ------------------------------------------------------------------------------------ beside its work
+
+    def heartbeat(self) -> Heartbeat:
+        run = self.run
+        if run is None or run.is_finished:
+            return Heartbeat(step=-1, phase="between calls", at=self.around.now())
+        phase = "training" if self.is_walking else "broken off"
+        return Heartbeat(self.state.epoch, run.steps, phase, 0, self.inside.newest, self.around.now())
+
+    def propose_hold(self, margin: int, at: int | None) -> int | None:
+        run = self.run
+        if run is None or run.is_finished or not self.is_walking:
+            return None
+        step = run.steps + margin if at is None else at
+        if run.steps >= step:
+            return None
+        run.proposed, run.agreed = step, Future()
+        return step
+
+    def settle_hold(self, is_agreed: bool) -> None:
+        if self.run is not None and self.run.agreed is not None:
+            self.run.agreed.set(is_agreed)
+
+    def part_of_snapshot(self, number: int) -> Capture | None:
+        part = self.inside.part(number)
+        if part is not None and part.token is not None and not self.copies.claim(part.token):
+            return None
+        return part
+
+    # ------------------------------------------------------------------------------------ calls
+
+    def walk(self, num_steps: int | None) -> Task:
+        """Trains for so many steps; None for the rest of the pass."""
+        self.inside.clear()
+        self.run = Run(num_steps, self.state.steps)
+        return (yield from self._go_through(self.run))
+
+    def walk_on(self, num_steps: int | None) -> Task:
+        run = self.run
+        if run is None:
+            return (yield from self.walk(num_steps))
+        if run.answer is not None:
+            return run.answer
+        if run.is_finished:
+            return self._finish(run)
+        return (yield from self._go_through(run))
+
+    def _go_through(self, run: Run) -> Task:
+        self.is_walking = True
+        try:
+            while not self._has_no_step_left(run):
+                yield from self._step(run)
+                if self.inside.is_due(run.steps):
+                    self.inside.keep(run.steps, self._capture_inside(run))
+                if (yield from self._stops(run)):
+                    return Held(run.steps, self._capture_inside(run))
+        finally:
+            self.is_walking = False
+        yield from self.around.point("last", self)
+        return self._finish(run)
+
+    def _has_no_step_left(self, run: Run) -> bool:
+        if run.requested is not None:
+            return run.steps >= run.requested
+        return run.steps > 0 and self.state.consumed == 0
+
+    def _finish(self, run: Run) -> Walked:
+        run.is_finished, run.answer = True, Walked(self.state, run.steps, run.measured)
+        return run.answer
+
+    def _stops(self, run: Run) -> Task:
+        if run.proposed is None or run.steps < run.proposed:
+            return False
+        agreed = run.agreed
+        assert agreed is not None
+        is_agreed = yield agreed
+        run.proposed = run.agreed = None
+        return bool(is_agreed)
+
+    def _step(self, run: Run) -> Task:
+        state = self.state
+        plan = self._plan(state)
+        share = plan.share(0, self.world.rank)
+        own = sum(bits_in_order(plan.num_samples, state.epoch)[share.start : share.stop]) if share.num_samples else 0
+        yield from self.around.point("step", self)
+        yield self.around.step_s()
+        given: Mapping[int, tuple[State, int]] = yield from self._reduce((state.weights, run.steps), (state, own))
+        if self.around.has_halves:
+            self.is_whole = False
+            yield from self.around.point("half", self)
+            yield from self._reduce((state.weights, run.steps, "second half"), (state, own))
+        self.state, self.is_whole = stepped(state, plan, [samples for _, samples in given.values()]), True
+        self.around.check_state(self.state)
+        run.steps += 1
+        run.measure(state.epoch, own)
+        yield from self.around.point("stepped", self)
+
+    def _plan(self, state: State) -> PassPlan:
+        around = self.around
+        batch_size = max(1, around.batch_size // self.world.size)
+        return PassPlan(around.num_samples, state.consumed, batch_size, self.world.size, drop_last=False, pad=True)
+
+    def _reduce(self, name: Any, given: tuple[State, int]) -> Task:
+        if self.is_poisoned and not self.connection.is_alone:
+            self.connection.interrupt()
+
+        def merge(all_given: Mapping[int, tuple[State, int]]) -> Mapping[int, tuple[State, int]]:
+            self.around.check_step(self, all_given)
+            return dict(all_given)
+
+        return (yield from self.connection.exchange(("step", name), given, merge))
+
+
+def stepped(state: State, plan: PassPlan, samples: Sequence[int]) -> State:
+    """The state after a step in which the ranks used these samples."""
+    used = list(state.used)
+    for mask in samples:
+        used[state.epoch] += mask  # a sum, not a union: a sample that is used twice shows
+    consumed = plan.consumed_after(1)
+    state = replace(state, consumed=consumed, steps=state.steps + 1, used=tuple(used))
+    state = replace(state, weights=hash((state.weights, tuple(samples), state.steps)))
+    if consumed < plan.num_samples:
+        return state
+    return replace(state, epoch=state.epoch + 1, consumed=0, used=(*state.used, 0))
+
+
+def walk(replica: SimReplica, num_steps: int | None) -> Task:
+    return replica.walk(num_steps)
+
+
+def walk_on(replica: SimReplica, num_steps: int | None) -> Task:
+    return replica.walk_on(num_steps)
+
+
+def note(replica: SimReplica, number: int) -> Task:
+    """A call that changes the state, and that can only be begun again."""
+    yield from replica.around.point("note", replica)
+    yield 0.01
+    replica.state = replace(replica.state, noted=(*replica.state.noted, number))
+    yield from replica.around.point("noted", replica)
+    return replica.state
+
+
+def look(replica: SimReplica) -> Task:
+    """A call that changes nothing."""
+    yield from replica.around.point("look", replica)
+    yield 0.01
+    return replica.state
+
+
+Point = Callable[[str], Task]

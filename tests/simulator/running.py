@@ -1,0 +1,194 @@
+"""Runs a schedule: the engine as it is, over simulated workers."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.lifecycle import Clock, ElasticRules
+from raysgd.engine.policies import FailurePolicy, ScalingPolicy
+from raysgd.engine.types import Handover, World
+from raysgd.engine.worker_group import WorkerGroup
+from tests.simulator.befalling import Befalling
+from tests.simulator.invariants import Invariants
+from tests.simulator.kernel import Kernel, Lock, Stopped, Task
+from tests.simulator.network import Network, SimConnection
+from tests.simulator.platform import Cluster, Node, SimPlatform
+from tests.simulator.processes import Process
+from tests.simulator.program import Program
+from tests.simulator.replica import SimReplica, State
+from tests.simulator.schedule import Schedule
+
+SETTLE_S = 60.0  # longer than any process is frozen that goes on later
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a schedule.
+
+    Attributes:
+        broken: The first invariant that was broken; None if all held.
+        log: What happened, for people.
+        num_happened: How many of its faults came about.
+        counts: How often the run came to each place.
+    """
+
+    broken: str | None
+    log: tuple[str, ...]
+    num_happened: int
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+
+class Simulation:
+    """One run."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule = schedule
+        self.rng = random.Random(schedule.seed * 7919 + 1)
+        self.kernel = Kernel()
+        self.network = Network(self.kernel, self.rng, schedule.tells)
+        nodes = {f"n{index}": Node(f"n{index}", size) for index, size in enumerate(schedule.nodes)}
+        self.cluster = Cluster(self.kernel, nodes, self._make_process)
+        self.log: list[str] = []
+        self.counts: Counter[str] = Counter()
+        self.invariants = Invariants(self)
+        self.befalling = Befalling(self)
+        self.kernel.at_wait = self.befalling.at_wait
+        self.platform = SimPlatform(self.cluster, self.invariants.check_new_process)
+        self.controller = self._controller()
+        self.program = Program(self)
+
+    def _controller(self) -> ElasticController:
+        schedule, kernel = self.schedule, self.kernel
+        spec = GroupSpec(
+            SimConnection(self.network),
+            _not_called,
+            regroups=schedule.regroups,
+            num_spares=schedule.num_spares,
+            heartbeat_s=schedule.heartbeat_s,
+            settle_timeout_s=8.0,
+            reservation_timeout_s=20.0,
+        )
+        return ElasticController(
+            spec,
+            ScalingPolicy(schedule.num_workers, schedule.min_workers, draw=lambda: 0.5),
+            FailurePolicy(schedule.rejoins),
+            make_group=partial(WorkerGroup, platform=self.platform),
+            view=self.cluster.view,
+            clock=Clock(lambda: kernel.now, self._sleep, lambda: Lock(kernel)),
+            release_timeout_s=10.0,
+            rules=ElasticRules(schedule.resize_check_s, self._leaving),
+            hooks=self.invariants.hooks,
+        )
+
+    def _sleep(self, seconds: float) -> None:
+        """As the engine's own clock does: a wait ends when the trainer is stopped."""
+        self.kernel.block(lambda: self.controller.is_stopped, seconds)
+
+    def _leaving(self) -> frozenset[str]:
+        return frozenset(node.name for node in self.cluster.nodes.values() if node.is_leaving and node.is_alive)
+
+    def run(self) -> Verdict:
+        try:
+            self.program.run()
+            self.kernel.settle(SETTLE_S)
+            self.invariants.check_end()
+        except Stopped:
+            pass
+        return Verdict(self.kernel.stopped_by, tuple(self.log), len(self.befalling.happened), dict(self.counts))
+
+    def tell(self, text: str) -> None:
+        self.log.append(f"{self.kernel.now - 1000.0:9.3f}  {text}")
+
+    # ------------------------------------------------------------------------------------ for processes
+
+    def _make_process(self, pid: int, node: str) -> Process:
+        return Process(self, pid, node, SimConnection(self.network))
+
+    def make_replica(self, world: World, connection: SimConnection, name: str) -> SimReplica:
+        return SimReplica(world, self, connection, name)
+
+    def travel_s(self) -> float:
+        return self.rng.uniform(0.0005, 0.01)
+
+    def work_s(self) -> float:
+        return self.rng.uniform(0.001, 0.1)
+
+    def start_s(self) -> float:
+        return self.rng.uniform(0.05, 0.4)
+
+    def point_of(self, label: str, process: Process) -> Task:
+        self.counts[label] += 1
+        yield from self.befalling.at(label, process)
+
+    # ------------------------------------------------------------------------------------ for replicas
+
+    @property
+    def num_samples(self) -> int:
+        return self.schedule.num_samples
+
+    @property
+    def batch_size(self) -> int:
+        return self.schedule.batch_size
+
+    @property
+    def snapshot_every(self) -> int | None:
+        return self.schedule.snapshot_every
+
+    @property
+    def is_large(self) -> bool:
+        return self.schedule.is_large
+
+    @property
+    def has_halves(self) -> bool:
+        return self.schedule.has_halves
+
+    def point(self, label: str, replica: SimReplica) -> Task:
+        return self.point_of(label, self.process_of(replica))
+
+    def process_of(self, replica: SimReplica) -> Process:
+        return self.cluster.processes[int(replica.name) - 100]
+
+    def now(self) -> float:
+        return self.kernel.now
+
+    def step_s(self) -> float:
+        return self.rng.uniform(0.02, 0.3)
+
+    def check_step(self, replica: SimReplica, given: Mapping[int, tuple[State, int]]) -> None:
+        self.invariants.check_step(given)
+
+    def check_state(self, state: State) -> None:
+        self.invariants.check_state(state)
+
+    def check_formed(self, replica: SimReplica, handover: Handover) -> None:
+        self.invariants.check_formed(replica, handover)
+
+
+def _not_called(world: World) -> Any:
+    raise AssertionError("the simulation makes its replicas itself")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the lines of the engine, which nobody reads here and which cost more than all else."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def run(schedule: Schedule) -> Verdict:
+    """Runs a schedule to its end."""
+    with _quiet():
+        return Simulation(schedule).run()

@@ -1,0 +1,190 @@
+"""What happens in one simulated run, drawn from a seed: a plain value that can be written down, cut, and run again."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+POINTS = {
+    # where: about how often a run comes there
+    "prepare": 6,
+    "open": 8,
+    "join": 8,
+    "joined": 8,
+    "built": 5,
+    "warm up": 3,
+    "called": 20,
+    "step": 40,
+    "stepped": 40,
+    "half": 20,
+    "last": 10,
+    "answer": 20,
+    "leave": 6,
+    "regroup": 6,
+    "sent": 3,
+    "taking": 4,
+    "taken": 4,
+    "send": 3,
+    "on its way": 3,
+    "note": 6,
+    "noted": 6,
+    "look": 6,
+    "wait": 150,
+}
+"""The places at which something may happen: most of them in a worker, "wait" wherever the driver waits."""
+
+LOSSES = ("die", "die with another", "die but one", "lose node", "freeze", "stall", "lose connection")
+"""What costs workers, or connections between them."""
+
+OTHERS = ("raise", "slow", "drain", "room goes", "room comes", "poison")
+IN_DRIVER = ("interrupt", "stop")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens when the run comes to a place for the `nth` time."""
+
+    kind: str
+    point: str
+    nth: int
+    which: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.point!r} number {self.nth} ({self.which})"
+
+
+@dataclass(frozen=True)
+class Op:
+    """One call of the user's program."""
+
+    kind: str
+    argument: int | None = None
+    max_retries: int = 3
+    thread: int = 0
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """One run: what the trainer is, what is called, and what befalls it.
+
+    Attributes:
+        seed: Decides how long everything takes, and who is first.
+    """
+
+    seed: int
+    num_workers: int = 2
+    min_workers: int = 1
+    nodes: tuple[int, ...] = (4,)
+    num_spares: int = 0
+    num_samples: int = 24
+    batch_size: int = 4
+    rejoins: bool = True
+    regroups: bool = True
+    is_large: bool = False
+    has_halves: bool = False
+    snapshot_every: int | None = None
+    resize_check_s: float | None = None
+    tells: bool = True
+    heartbeat_s: float = 5.0
+    ops: tuple[Op, ...] = ()
+    faults: tuple[Fault, ...] = field(default=())
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Schedule:
+        """Raises `ValueError` for what is no schedule."""
+        try:
+            values = json.loads(text)
+            ops, faults = values.pop("ops"), values.pop("faults")
+            return cls(
+                **{**values, "nodes": tuple(values["nodes"])},
+                ops=tuple(Op(**op) for op in ops),
+                faults=tuple(Fault(**fault) for fault in faults),
+            )
+        except (TypeError, KeyError, json.JSONDecodeError) as error:
+            raise ValueError(f"this is no schedule: {error}") from error
+
+
+def drawn(seed: int) -> Schedule:
+    """The schedule of a seed."""
+    rng = random.Random(seed)
+    num_workers = rng.choice([1, 2, 2, 3, 3, 4])
+    num_spares = rng.choice([0, 0, 0, 1, 2])
+    num_nodes = rng.choice([1, 2, 2, 3])
+    extra = rng.choice([0, 0, 1, 3])
+    regroups = rng.random() < 0.85
+    num_samples = rng.choice([8, 16, 23, 40])
+    schedule = Schedule(
+        seed=seed,
+        num_workers=num_workers,
+        min_workers=rng.choice([1, 1, 1, max(1, num_workers - 1)]),
+        nodes=_nodes(rng, num_nodes, num_workers + num_spares + extra),
+        num_spares=num_spares if regroups else 0,
+        num_samples=num_samples,
+        batch_size=rng.choice([2, 4, 6]),
+        rejoins=regroups and rng.random() < 0.9,
+        regroups=regroups,
+        is_large=rng.random() < 0.5,
+        has_halves=rng.random() < 0.2,
+        snapshot_every=rng.choice([None, None, 1, 3]),
+        resize_check_s=rng.choice([None, None, 0.5, 2.0]),
+        tells=rng.random() < 0.75,
+        heartbeat_s=rng.choice([3.0, 5.0, 10.0]),
+    )
+    return replace(schedule, ops=_ops(rng), faults=_faults(rng))
+
+
+def _nodes(rng: random.Random, count: int, room: int) -> tuple[int, ...]:
+    share = [1] * count
+    for _ in range(room - count):
+        share[rng.randrange(count)] += 1
+    return tuple(share)
+
+
+def _ops(rng: random.Random) -> tuple[Op, ...]:
+    kinds = [
+        "train",
+        "train",
+        "train",
+        "steps",
+        "steps",
+        "note",
+        "look",
+        "snapshot",
+        "landed",
+        "status",
+        "rest",
+        "kill",
+    ]
+    ops = []
+    for _ in range(rng.randint(2, 5)):
+        kind = rng.choice(kinds)
+        argument = rng.randint(1, 6) if kind == "steps" else rng.randint(1, 99)
+        thread = int(rng.random() < 0.08)
+        ops.append(Op(kind, argument, rng.choice([0, 1, 3, 3, 3, 6]), thread))
+    return (*ops, Op("train", None, 6))
+
+
+def _faults(rng: random.Random) -> tuple[Fault, ...]:
+    return tuple(_fault(rng) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4, 6])))
+
+
+def _fault(rng: random.Random) -> Fault:
+    drawn = rng.random()
+    if drawn < 0.62:
+        kind = rng.choice([*LOSSES, "die", "die", "die"])
+    elif drawn < 0.88:
+        kind = rng.choice(OTHERS)
+    else:
+        return Fault(rng.choice(IN_DRIVER), "wait", rng.randint(1, 2 * POINTS["wait"]), rng.randrange(4))
+    point = rng.choice(list(POINTS))
+    return Fault(kind, point, rng.randint(1, 1 + POINTS[point]), rng.randrange(8))
+
+
+def size(schedule: Schedule) -> tuple[Any, ...]:
+    """How much there is to a schedule: smaller is easier to understand."""
+    return len(schedule.faults), len(schedule.ops), schedule.num_workers, schedule.num_samples, len(schedule.nodes)

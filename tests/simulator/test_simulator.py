@@ -1,0 +1,77 @@
+"""The recovery protocol under thousands of schedules of failures, on a virtual clock. What it simulates: ADR 96."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from raysgd.engine.policies import RetryBudget
+from tests.simulator.running import run
+from tests.simulator.schedule import Fault, Op, Schedule, drawn
+from tests.simulator.shrinking import shrunk, told
+
+QUICK = 600
+BLOCK = 50
+
+
+@pytest.mark.parametrize("first", range(0, QUICK, BLOCK))
+def test_all_invariants_hold_in_every_schedule(first: int) -> None:
+    for seed in range(first, first + BLOCK):
+        schedule = drawn(seed)
+        verdict = run(schedule)
+        assert verdict.broken is None, told(seed, schedule, verdict)
+
+
+def test_a_schedule_that_is_run_again_goes_the_same_way() -> None:
+    for seed in (3, 107, 403, 917):
+        assert run(drawn(seed)).log == run(drawn(seed)).log
+
+
+def test_a_schedule_survives_being_written_down() -> None:
+    schedule = drawn(17)
+    assert Schedule.from_json(schedule.to_json()) == schedule
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"ops": [], "faults": [], "nodes": [4]}'])
+def test_what_is_no_schedule_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="no schedule"):
+        Schedule.from_json(text)
+
+
+def test_a_broken_schedule_is_made_small() -> None:
+    schedule = replace(drawn(5), faults=(*drawn(5).faults, Fault("die", "step", 2), Fault("die", "leave", 1)))
+    smallest = shrunk(schedule, lambda each: any(fault.point == "leave" for fault in each.faults))
+    assert [fault.point for fault in smallest.faults] == ["leave"]
+    assert smallest.ops == ()
+
+
+def test_the_faults_of_a_schedule_come_about() -> None:
+    ops = (Op("train"), Op("train"))
+    faults = (Fault("die", "step", 3), Fault("die", "stepped", 9), Fault("drain", "step", 30))
+    verdict = run(Schedule(1, num_workers=3, nodes=(3, 2), ops=ops, faults=faults))
+    assert verdict.broken is None
+    assert verdict.num_happened == 3
+    assert any("resumed with" in line for line in verdict.log)
+
+
+def test_workers_that_break_whatever_group_they_join_are_replaced() -> None:
+    faults = (Fault("poison", "step", 2), Fault("die", "step", 4))
+    verdict = run(Schedule(1, num_workers=3, nodes=(4,), ops=(Op("train", None, 2),), faults=faults))
+    assert verdict.broken is None
+    assert any("restarted all workers" in line for line in verdict.log)
+    assert not any("RAISED" in line for line in verdict.log)
+
+
+def test_the_report_of_a_broken_schedule_can_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    schedule = Schedule(
+        1, num_spares=1, ops=(Op("look"), Op("note", 1), Op("train")), faults=(Fault("die", "note", 1),)
+    )
+    monkeypatch.setattr(RetryBudget, "pay_for_rebuild", lambda budget: None)
+    verdict = run(schedule)
+    assert verdict.broken is not None
+    report = told(None, schedule, verdict)
+    replay = report.partition("The smallest schedule found: python -m tests.simulator '")[2].partition("'\n")[0]
+    assert run(Schedule.from_json(replay)).broken is not None
+    assert json.loads(replay)["faults"]
