@@ -37,6 +37,7 @@ class Befalling:
         self._counts: Counter[str] = Counter()
         self.happened: list[Fault] = []
         self.kinds: Counter[str] = Counter()
+        self.num_incidents = 0
         self.is_poisoned = False
 
     def at(self, label: str, process: Process) -> Task:
@@ -49,14 +50,21 @@ class Befalling:
             if fault.kind == "raise":
                 if label in USER_CODE:
                     self._note(fault, str(process))
+                    self.kinds["raise in a call"] += label != "warm up"
                     yield 0.0
                     raise UserBugError(f"a bug at {label!r}")
             elif fault.kind == "slow":
                 self._note(fault, str(process))
+                self.num_incidents += 1
                 yield self._simulation.rng.uniform(0.5, 12.0)
             else:
                 self._happen(fault, process)
         yield 0.0
+
+    def at_moment(self, label: str, process: Process) -> None:
+        """All have given their part of a step, and none has heard of the others."""
+        for fault in self._due(label):
+            self._happen(fault, process)
 
     def at_wait(self, thread: DriverThread) -> None:
         """The driver waits."""
@@ -118,18 +126,23 @@ class Befalling:
             self._simulation.cluster.lose_node(process.node)
 
     def _freeze(self, fault: Fault, process: Process) -> None:
+        self.num_incidents += 1
         process.freeze()
+        process.outlives_kill = False
 
     def _stall(self, fault: Fault, process: Process) -> None:
+        self.num_incidents += 2  # one more where it goes on and stops again
         process.freeze()
         process.outlives_kill = True
         self._simulation.kernel.after(self._simulation.rng.uniform(0.5, 25.0), process.thaw)
 
     def _lose_connection(self, fault: Fault, process: Process) -> None:
         if process.world.is_distributed:
+            self.num_incidents += 1
             process.connection.interrupt()
 
     def _poison(self, fault: Fault, process: Process) -> None:
+        self.num_incidents += 2
         self.is_poisoned = True
 
     def _drain(self, fault: Fault, process: Process) -> None:

@@ -93,9 +93,15 @@ class Invariants:
             replica.state.steps >= best, f"a group goes on from step {replica.state.steps}: one was at {best} already"
         )
         self.require(replica.is_whole, "a group goes on from the middle of a step")
+        self.check_size(replica.world.size)
         self.check_state(replica.state)
         if replica.world.rank == handover.source:
             self._formed_progress = replica.replica_progress().progress
+
+    def check_size(self, num_workers: int) -> None:
+        schedule = self._simulation.schedule
+        self.require(num_workers >= schedule.min_workers, f"a group of {num_workers} workers is too small")
+        self.require(num_workers <= schedule.num_workers, f"a group of {num_workers} workers is too large")
 
     def _members_of(self, replica: SimReplica) -> list[str]:
         group = replica.connection.group
@@ -108,6 +114,11 @@ class Invariants:
         """A rank says how far it is, before another group is formed."""
         self._progress = {name: known for name, known in self._progress.items() if name != replica.name}
         self._progress[replica.name] = replica.state.steps, replica.is_whole
+
+    def check_spent(self, num_spent: int) -> None:
+        """No retry is spent without something that may have cost one."""
+        most = self._simulation.befalling.num_incidents
+        self.require(num_spent <= most, f"{num_spent} retries were spent, but {most} things happened")
 
     def check_paid(self, progress: int) -> None:
         self.require(progress == self._formed_progress, f"paid for {progress} steps, not for {self._formed_progress}")

@@ -114,13 +114,14 @@ class Kernel:
     Args:
         longest_s: When everything has to be over.
         most_events: How many events that may take.
+        most_waits: How often the driver may wait.
     """
 
-    def __init__(self, longest_s: float = 50_000.0, most_events: int = 400_000) -> None:
+    def __init__(self, longest_s: float = 4000.0, most_events: int = 150_000, most_waits: int = 30_000) -> None:
         self.now = 1000.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
-        self._latest, self._most = self.now + longest_s, most_events
+        self._latest, self._most, self._most_waits = self.now + longest_s, most_events, most_waits
         self.threads = [DriverThread(0)]
         self._of_thread = {threading.get_ident(): self.threads[0]}
         self.at_wait: Callable[[DriverThread], None] = lambda thread: None
@@ -160,6 +161,8 @@ class Kernel:
         """Waits in the calling thread; returns whether `until` holds, or else the time is over."""
         me = self.current
         me.num_waits += 1
+        if me.num_waits > self._most_waits:
+            self.stop(f"a wait without an end: the driver has waited {me.num_waits} times")
         self.at_wait(me)
         self._raise_interrupt(me)
         me.until, me.deadline = until, _FAR if timeout_s is None else self.now + max(0.0, timeout_s)

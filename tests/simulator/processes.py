@@ -51,6 +51,15 @@ class Host(Protocol):
     def point_of(self, label: str, process: Process) -> Task:
         """A place where something may happen."""
 
+    def check_built(self, replica: SimReplica) -> None:
+        """After a rank of a new group was built."""
+
+    def check_left(self, replica: SimReplica) -> None:
+        """When a rank says how far it is."""
+
+    def note_death(self) -> None:
+        """A process died that the driver has not ended."""
+
     def make_replica(self, world: World, connection: SimConnection, name: str) -> SimReplica: ...
 
 
@@ -153,6 +162,8 @@ class Process:
         if self.is_dead:
             return
         self.is_dead = True
+        if not self.is_killed:
+            self.host.note_death()
         for running in self._running.values():
             running.kill()
         self.host.kernel.after(self.host.travel_s(), self.connection.leave)
@@ -208,6 +219,7 @@ class Process:
         yield from self.connection.joining(rendezvous, world)
         yield from self._point("joined")
         self.replica = self.host.make_replica(world, self.connection, str(self.pid))
+        self.host.check_built(self.replica)
         facts = self.replica.setup()
         yield from self._point("built")
         return Answer(facts, self.replica.capture(None) if capture else None)
@@ -227,6 +239,7 @@ class Process:
         yield from self._point("leave")
         self.connection.leave()
         assert self.replica is not None
+        self.host.check_left(self.replica)
         return self.replica.replica_progress()
 
     def _regroup(self, world: World, rendezvous: Rendezvous, handover: Handover) -> Task:

@@ -77,9 +77,18 @@ class Program:
                 simulation.tell(f"EVENT {event}")
             self._num_told = len(simulation.controller.history.events)
         if len(simulation.kernel.threads) == 1:
-            self._check_paid(budget, self._invariants.hooks.num_failures - failures_before)
+            self._invariants.check_spent(budget.num_spent)
+            self._check_raised(op, before)
+            if op.kind in ("train", "steps", "note", "look"):  # others bring a budget of their own
+                self._check_paid(budget, self._invariants.hooks.num_failures - failures_before)
             self._invariants.check_between_calls()
         return True
+
+    def _check_raised(self, op: Op, before: Any) -> None:
+        """What user code raised reaches the user, unless a loss may have caused it."""
+        befalling = self._simulation.befalling
+        has_raised = befalling.kinds["raise in a call"] > before.get("raise in a call", 0)
+        self._invariants.require(not has_raised or befalling.num_incidents > 0, f"{op.kind} hid an error of user code")
 
     def _check_paid(self, budget: WatchedBudget, num_failures: int) -> None:
         self._invariants.require(
@@ -103,7 +112,7 @@ class Program:
         alone = len(self._simulation.kernel.threads) == 1
         if is_exact and alone:
             self._invariants.require(
-                state.steps >= base.steps + op.argument, f"{op.argument} steps led from {base} to {state}"
+                state.steps == base.steps + op.argument, f"{op.argument} steps led from {base} to {state}"
             )
         return state
 
@@ -194,9 +203,12 @@ class Program:
         elif isinstance(error, TrainerShutdownError):
             require(self._has_stop, why)
         elif isinstance(error, WorkersLostError):
-            is_spent = budget.is_spent or "used up" not in str(error)
+            is_spent = budget.num_spent >= budget.num_restarts or "used up" not in str(error)
             require(has_loss or kinds["room goes"] > 0, why)
-            require(is_spent, f"{why}, though {budget.num_spent} of {budget.num_restarts} are spent")
+            self._invariants.check_spent(budget.num_spent)
+            require(
+                is_spent or op.kind == "start", f"{why}, though {budget.num_spent} of {budget.num_restarts} are spent"
+            )
         elif isinstance(error, ReservationTimeoutError):
             require(op.kind == "start" and (has_loss or kinds["room goes"] > 0), why)
         elif isinstance(error, WorkerError):

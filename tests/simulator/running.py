@@ -116,6 +116,15 @@ class Simulation:
     def make_replica(self, world: World, connection: SimConnection, name: str) -> SimReplica:
         return SimReplica(world, self, connection, name)
 
+    def check_built(self, replica: SimReplica) -> None:
+        self.invariants.check_size(replica.world.size)
+
+    def check_left(self, replica: SimReplica) -> None:
+        self.invariants.note_left(replica)
+
+    def note_death(self) -> None:
+        self.befalling.num_incidents += 1
+
     def travel_s(self) -> float:
         return self.rng.uniform(0.0005, 0.01)
 
@@ -165,6 +174,8 @@ class Simulation:
 
     def check_step(self, replica: SimReplica, given: Mapping[int, tuple[State, int]]) -> None:
         self.invariants.check_step(given)
+        self.counts["merge"] += 1
+        self.befalling.at_moment("merge", self.process_of(replica))
 
     def check_state(self, state: State) -> None:
         self.invariants.check_state(state)

@@ -17,6 +17,7 @@ POINTS = {
     "warm up": 3,
     "called": 20,
     "step": 40,
+    "merge": 20,
     "stepped": 40,
     "half": 20,
     "last": 10,
@@ -170,7 +171,7 @@ def _ops(rng: random.Random) -> tuple[Op, ...]:
 
 
 def _faults(rng: random.Random) -> tuple[Fault, ...]:
-    return tuple(_fault(rng) for _ in range(rng.choice([0, 1, 1, 2, 2, 3, 4, 6])))
+    return tuple(_fault(rng) for _ in range(rng.choice([0, 1, 2, 3, 3, 4, 6, 9])))
 
 
 def _fault(rng: random.Random) -> Fault:
@@ -181,8 +182,9 @@ def _fault(rng: random.Random) -> Fault:
         kind = rng.choice(OTHERS)
     else:
         return Fault(rng.choice(IN_DRIVER), "wait", rng.randint(1, 2 * POINTS["wait"]), rng.randrange(4))
-    point = rng.choice(list(POINTS))
-    return Fault(kind, point, rng.randint(1, 1 + POINTS[point]), rng.randrange(8))
+    point = rng.choice([*POINTS, "merge", "merge", "step"])
+    nth = 1 + int(rng.random() ** 1.5 * POINTS[point])  # early ones more often: not every run comes far
+    return Fault(kind, point, nth, rng.randrange(8))
 
 
 def size(schedule: Schedule) -> tuple[Any, ...]:

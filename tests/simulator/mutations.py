@@ -1,0 +1,331 @@
+"""Faults of the engine, each put in on purpose. The simulator has to find every one of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from raysgd.engine import controller, group_former, in_place, snapshots
+from raysgd.engine.controller import ElasticController
+from raysgd.engine.gathering import Listener
+from raysgd.engine.group_former import GroupFormer, NextGroup
+from raysgd.engine.group_starter import GroupStarter
+from raysgd.engine.lifecycle import Lifecycle
+from raysgd.engine.liveness import LivenessCheck, PollResult
+from raysgd.engine.monitoring import Monitoring
+from raysgd.engine.policies import FailurePolicy, Raise, Rebuild, Resize, RetryBudget, ScalingPolicy
+from raysgd.engine.slots import Slots
+from raysgd.engine.snapshots import SnapshotKeeper
+from raysgd.engine.standby import StandbyWorkers, StartupCheck
+from raysgd.engine.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
+from raysgd.engine.worker_group import WorkerGroup
+from tests.simulator.schedule import Fault, Op, Schedule
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """One fault.
+
+    Attributes:
+        words: What is wrong.
+        owner: Where.
+        name: The name there that is replaced.
+        make: Makes what takes its place, from what is there.
+        seeds: Seeds that are tried first.
+        schedules: Schedules that are tried before any seed.
+    """
+
+    words: str
+    owner: Any
+    name: str
+    make: Callable[[Any], Any]
+    seeds: tuple[int, ...] = ()
+    schedules: tuple[Schedule, ...] = ()
+
+    @cached_property
+    def replacement(self) -> Any:
+        """What takes the place of what is there."""
+        is_class = isinstance(self.owner, type)
+        return self.make(vars(self.owner)[self.name] if is_class else getattr(self.owner, self.name))
+
+
+def nothing(real: Any) -> Any:
+    return lambda *args, **kwargs: None
+
+
+def always(value: Any) -> Callable[[Any], Any]:
+    return lambda real: lambda *args, **kwargs: value
+
+
+def always_is(value: Any) -> Callable[[Any], Any]:
+    return lambda real: property(lambda self: value)
+
+
+def _pay_for_any_rejoin(real: Any) -> Any:
+    def pay(self: RetryBudget, progress: int) -> None:
+        real(self, progress)
+        self.num_spent += bool(progress)
+
+    return pay
+
+
+def _pay_for_no_rejoin(real: Any) -> Any:
+    def pay(self: RetryBudget, progress: int) -> None:
+        self._rejoined_at = progress
+
+    return pay
+
+
+def _source(key: Callable[[ReplicaProgress], Any]) -> Callable[[Any], Any]:
+    def make(real: Any) -> Any:
+        def choose(reports: Sequence[ReplicaProgress]) -> int | None:
+            return min(range(len(reports)), key=lambda index: (key(reports[index]), index), default=None)
+
+        return choose
+
+    return make
+
+
+def _last_source(real: Any) -> Any:
+    return lambda reports: len(reports) - 1 if real(reports) is not None else None
+
+
+def _classify_as_user(real: Any) -> Any:
+    def classify(report: GroupReport) -> Any:
+        found = real(report)
+        return replace(found, kind="user") if found.kind == "disconnected" else found
+
+    return classify
+
+
+def _retry_user_errors(real: Any) -> Any:
+    def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_rejoin: bool) -> Any:
+        is_retried = diagnosis.kind == "user" and not budget.is_spent
+        return Rebuild() if is_retried else real(self, diagnosis, budget, can_rejoin)
+
+    return decide
+
+
+def _lose_user_errors(real: Any) -> Any:
+    def decide(self: FailurePolicy, diagnosis: Any, budget: RetryBudget, can_rejoin: bool) -> Any:
+        return Raise(lost=True) if diagnosis.kind == "user" else real(self, diagnosis, budget, can_rejoin)
+
+    return decide
+
+
+def _decide_without_minimum(real: Any) -> Any:
+    def decide(self: ScalingPolicy, view: Any, need: Any, attempt: int) -> Any:
+        return real(replace(self, min_workers=1), view, need, attempt)
+
+    return decide
+
+
+def _one_too_many(real: Any) -> Any:
+    def decide(self: ScalingPolicy, view: Any, need: Any, attempt: int) -> Any:
+        found = real(replace(self, max_workers=self.max_workers + 1), view, need, attempt)
+        return Resize(found.num_workers) if isinstance(found, Resize) else found
+
+    return decide
+
+
+def _form_without_minimum(real: Any) -> Any:
+    def form(self: GroupFormer, staying: Sequence[int]) -> NextGroup:
+        return real(replace(self, scaling=replace(self.scaling, min_workers=1)), staying)
+
+    return form
+
+
+def _take_usable_twice(real: Any) -> Any:
+    def take_usable(self: Slots, count: int, avoid: Any = ()) -> Any:
+        taken = real(self, count, avoid)
+        self._free += taken
+        return taken
+
+    return take_usable
+
+
+def _give_back_twice(real: Any) -> Any:
+    def give_back(self: Slots, slot: Any) -> None:
+        real(self, slot)
+        real(self, slot)
+
+    return give_back
+
+
+def _land(num_covered: Callable[[SnapshotKeeper[Any], int], int]) -> Callable[[Any], Any]:
+    def make(real: Any) -> Any:
+        def land(self: SnapshotKeeper[Any], snapshot: Any, token: int | None, covered: int) -> None:
+            real(self, snapshot, token, num_covered(self, covered))
+
+        return land
+
+    return make
+
+
+def _take_reversed(real: Any) -> Any:
+    def take(self: SnapshotKeeper[Any], captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
+        own = [capture.rank_state for capture in captures][::-1]
+        mixed = [replace(capture, rank_state=state) for capture, state in zip(captures, own, strict=True)]
+        real(self, mixed, fetch, is_first=is_first)
+
+    return take
+
+
+def _as_first(real: Any) -> Any:
+    def take(self: SnapshotKeeper[Any], captures: Sequence[Any], fetch: Any, *, is_first: bool = False) -> None:
+        real(self, captures, fetch, is_first=True)
+
+    return take
+
+
+def _shifted(real: Any) -> Any:
+    return lambda rank_states, num_ranks: real([*rank_states[1:], *rank_states[:1]], num_ranks)
+
+
+def _none_is_silent(real: Any) -> Any:
+    def poll(self: LivenessCheck[Any]) -> PollResult[Any]:
+        return replace(real(self), silent=[])
+
+    return poll
+
+
+def _kill_politely(real: Any) -> Any:
+    def kill_rank(self: WorkerGroup, rank: int) -> None:
+        self._members.workers[rank].kill()
+
+    return kill_rank
+
+
+def _leave_with_the_dead(real: Any) -> Any:
+    def leave(self: GroupFormer, survivors: Sequence[int]) -> NextGroup:
+        ranks = list(survivors)
+        while True:
+            report = self.group.leave_group(ranks, self.on_wait)
+            if report.ok:
+                return NextGroup(ranks, report.values, [])
+
+    return leave
+
+
+def _in_other_order(real: Any) -> Any:
+    def regroup(self: WorkerGroup, survivors: Sequence[int], *args: Any) -> GroupReport:
+        return real(self, list(survivors)[::-1], *args)
+
+    return regroup
+
+
+def _first_answer_for_all(real: Any) -> Any:
+    def listen(self: Listener, on_wait: Any = None) -> dict[int, Outcome]:
+        found = real(self, on_wait)
+        good = [outcome for outcome in found.values() if outcome.ok]
+        return {rank: each if each.ok or not good else replace(good[0], rank=rank) for rank, each in found.items()}
+
+    return listen
+
+
+def _takes_no_newcomers(real: Any) -> Any:
+    def regroup(self: WorkerGroup, survivors: Any, joining: Any, handover: Any, on_wait: Any = None) -> GroupReport:
+        old = tuple(rank for rank in handover.takers if rank < len(survivors))
+        return real(self, survivors, joining, replace(handover, takers=old), on_wait)
+
+    return regroup
+
+
+def _drops_orphans(real: Any) -> Any:
+    def regroup(self: WorkerGroup, survivors: Any, joining: Any, handover: Any, on_wait: Any = None) -> GroupReport:
+        twice = handover.orphans * 2
+        return real(self, survivors, joining, replace(handover, orphans=twice), on_wait)
+
+    return regroup
+
+
+def _kills_only_handles(real: Any) -> Any:
+    def kill(self: WorkerGroup, timeout_s: float = 5.0) -> None:
+        self.standby.kill_all()
+        self._members.kill()
+
+    return kill
+
+
+def _one_secret(real: Any) -> Any:
+    def init(self: Rendezvous, addresses: Any, on_one_node: bool, secret: bytes = b"one") -> None:
+        real(self, addresses, on_one_node, b"one")
+
+    return init
+
+
+_POISONED = Schedule(
+    1, num_workers=3, nodes=(4,), ops=(Op("train"),), faults=(Fault("poison", "step", 2), Fault("die", "step", 4))
+)
+_GROWN = Schedule(
+    1, num_workers=3, nodes=(3, 3), num_samples=40, ops=(Op("train"), Op("train")), faults=(Fault("drain", "step", 5),)
+)
+
+_PARTED = Schedule(1, ops=(Op("note", 1), Op("look")), faults=(Fault("raise", "note", 1),))
+_SHRUNK = Schedule(1, min_workers=2, nodes=(1, 1), ops=(Op("train"),), faults=(Fault("lose node", "step", 3),))
+_ADVANCED = tuple(
+    Schedule(seed, num_workers=3, nodes=(3,), num_samples=40, ops=(Op("train"),), faults=(Fault("die", "merge", 4),))
+    for seed in range(20)
+)
+_INSIDE = tuple(
+    Schedule(seed, snapshot_every=1, rejoins=False, ops=(Op("steps", 8),), faults=(Fault("die", "merge", 6),))
+    for seed in range(5)
+)
+
+MUTATIONS = (
+    Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (0,)),
+    Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (5,)),
+    Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (4,)),
+    Mutation("retries are never spent", RetryBudget, "is_spent", always_is(False), (38,)),
+    Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (0,)),
+    Mutation("a rejoin that led nowhere is tried again", RetryBudget, "rejoin_obstacle", nothing, (), (_POISONED,)),
+    Mutation(
+        "the least advanced survivor is the source", group_former, "choose_source", _source(lambda r: r.progress), (5,)
+    ),
+    Mutation(
+        "a survivor in the middle of a step is the source",
+        group_former,
+        "choose_source",
+        _source(lambda r: r.is_whole),
+        (48,),
+    ),
+    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (5,)),
+    Mutation("survivors keep their own states", in_place, "takers", always(()), (5,)),
+    Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (5,)),
+    Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
+    Mutation("what was measured on a left node counts twice", WorkerGroup, "regroup", _drops_orphans, (), (_GROWN,)),
+    Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (5,)),
+    Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (48,)),
+    Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (48,)),
+    Mutation("ranks that failed apart are kept", ElasticController, "_has_failed_alike", always(True), (), (_PARTED,)),
+    Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
+    Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (4,)),
+    Mutation("too small a group goes on", GroupFormer, "form", _form_without_minimum, (29,)),
+    Mutation(
+        "the dead are asked to leave again and again", GroupFormer, "_leave_old_group", _leave_with_the_dead, (4,)
+    ),
+    Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (5,)),
+    Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
+    Mutation("a snapshot covers no call", SnapshotKeeper, "_land", _land(lambda keeper, covered: 0), (20,)),
+    Mutation("a snapshot covers calls after it", SnapshotKeeper, "_land", _land(lambda keeper, covered: 99), (29,)),
+    Mutation("completed calls are not remembered", SnapshotKeeper, "completed", nothing, (10,)),
+    Mutation("every snapshot counts as the first", SnapshotKeeper, "take", _as_first, (10,)),
+    Mutation("ranks get each other's states", SnapshotKeeper, "take", _take_reversed, (0,)),
+    Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
+    Mutation("a restored call begins again", ElasticController, "_is_restored_inside", always_is(False), (), _INSIDE),
+    Mutation("a new group is not restored", GroupStarter, "_restore", always(True), (7,)),
+    Mutation("completed calls are not repeated", SnapshotKeeper, "calls_since", always_is(()), (29,)),
+    Mutation("a held call counts as finished", controller, "_is_held", always(False), (19,)),
+    Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (4,)),
+    Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (4,)),
+    Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (4,)),
+    Mutation("workers that freeze while they start are waited for", StartupCheck, "poll", nothing, (87,)),
+    Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (38,)),
+    Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
+    Mutation("reservations are not given back", WorkerGroup, "kill", _kills_only_handles, (0,)),
+    Mutation("the monitor outlives its call", Monitoring, "end", nothing, (0,)),
+    Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (8,)),
+    Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (4,)),
+)

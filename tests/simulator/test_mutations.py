@@ -1,0 +1,30 @@
+"""The simulator finds faults of the engine: each of a table is put in, and some schedule has to break an invariant."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.simulator.mutations import MUTATIONS, Mutation
+from tests.simulator.running import run
+from tests.simulator.schedule import Schedule, drawn
+
+MOST_SEEDS = 400
+"""Where a change of the engine or of the simulator made another schedule out of the seeds of the table."""
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.words)
+def test_a_fault_of_the_engine_is_found(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutation.owner, mutation.name, mutation.replacement)
+    assert any(run(schedule).broken for schedule in schedules(mutation)), f"not found: {mutation.words}"
+
+
+def schedules(mutation: Mutation) -> Iterator[Schedule]:
+    yield from mutation.schedules
+    yield from map(drawn, (*mutation.seeds, *range(MOST_SEEDS)))
+
+
+def test_the_table_is_long_enough_and_has_each_fault_once() -> None:
+    assert len({mutation.words for mutation in MUTATIONS}) == len(MUTATIONS) >= 30
+    assert len({mutation.replacement for mutation in MUTATIONS}) == len(MUTATIONS)
