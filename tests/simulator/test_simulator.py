@@ -12,8 +12,8 @@ from tests.simulator.running import run
 from tests.simulator.schedule import Fault, Op, Schedule, drawn
 from tests.simulator.shrinking import shrunk, told
 
-QUICK = 600
-BLOCK = 50
+QUICK = 400
+BLOCK = 40
 
 
 @pytest.mark.parametrize("first", range(0, QUICK, BLOCK))
