@@ -11,6 +11,7 @@ from raysgd.replicas.batching import check_joint_size, config_for_worker
 from raysgd.utils import BATCH_SIZE
 
 CONSTANT = "constant"
+SPEED = "speed"
 _JOINT = ("per_worker", CONSTANT)
 
 
@@ -22,6 +23,7 @@ class BatchOptions:
         joint_batch: "per_worker": each worker's batch has the size of its loader, so the joint batch follows the number
             of workers. "constant": the joint batch has the size of the loader, whatever the number of workers.
         max_batch_per_worker: The most samples of a constant joint batch that a worker takes at once.
+        balance: "speed": shares follow the speed of the workers. None: they are even.
 
     Raises:
         ValueError: A value is unknown, or two of them do not go together.
@@ -30,6 +32,7 @@ class BatchOptions:
 
     joint_batch: str = "per_worker"
     max_batch_per_worker: int | None = None
+    balance: str | None = None
 
     def __post_init__(self) -> None:
         if self.joint_batch not in _JOINT:
@@ -45,6 +48,18 @@ class BatchOptions:
                     f"`max_batch_per_worker={count}` divides a constant joint batch only: pass "
                     '`joint_batch="constant"` too, or set the size of a worker\'s batch in its loader.'
                 )
+
+        self._check_balance()
+
+    def _check_balance(self) -> None:
+        if self.balance not in (None, SPEED):
+            hint = did_you_mean(str(self.balance), [SPEED])
+            raise ValueError(f'`balance={self.balance!r}`: allowed are None and "speed".{hint}')
+        if self.balance is not None and not self.is_constant:
+            raise ValueError(
+                '`balance="speed"` divides a constant joint batch only: pass `joint_batch="constant"` too, and the '
+                "size of the joint batch as that of the loader."
+            )
 
     @property
     def is_constant(self) -> bool:

@@ -17,6 +17,7 @@ from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayLoader, RayShare
 from raysgd.replicas.whole_data import WholeShare
 from raysgd.torch import call_data
+from raysgd.torch.balancing import Balancing
 from raysgd.torch.batch_sampler import ElasticBatchSampler, JointBatches
 from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.ray_tensors import as_batch
@@ -46,6 +47,7 @@ class Feed(feed.Feed):
         undo: Called ahead of a batch of padding in training; returns what undoes what must not stay of it.
         rank: The place among them.
         joint: How loaders are divided by joint batches; None where the size of a worker's batch is given.
+        balance: Whether shares follow the speed of the ranks.
     """
 
     divided_source = DividedSource
@@ -58,10 +60,12 @@ class Feed(feed.Feed):
         undo: Callable[[], Callable[[], None]] | None = None,
         rank: int = 0,
         joint: JointBatches | None = None,
+        balance: bool = False,
     ) -> None:
         super().__init__()
         self._rank = rank
         self._joint = joint
+        self._balance = balance
         self._data_of = data_of
         self._parallel = parallel
         self._world_size = world_size
@@ -79,7 +83,14 @@ class Feed(feed.Feed):
         stream: BatchStream = super().training(request)
         if isinstance(stream.source, DividedSource):
             self._prepare_check(stream.source)
+            self._prepare_balance(stream.source)
         return stream
+
+    def _prepare_balance(self, source: DividedSource) -> None:
+        """Lets the shares of a source follow the speed of the ranks."""
+        if self._balance and self._joint is not None and self._world_size > 1 and source.balancing is None:
+            balancing = Balancing(self._rank, self._world_size, self._parallel.step, self._start_sum())
+            source.follow(balancing)
 
     def _stream_of_call(self, request: EpochRequest) -> BatchStream:
         """One that continues where the last call with the same data stopped."""
@@ -100,7 +111,10 @@ class Feed(feed.Feed):
             loader = self._made(name, request, share)
             data = call_data.divided(loader, World(self._rank, self._world_size), training, self._joint)
             if isinstance(data, ShardedLoader):
-                return DividedSource(data, call_data.seed_of(loader, request.seed))
+                source = DividedSource(data, call_data.seed_of(loader, request.seed))
+                if training:
+                    self._prepare_balance(source)
+                return source
         return self._plain_source(data, lockstep=True) if training else OncePerCall(data)
 
     def _made(self, name: str, request: EpochRequest, share: WholeShare) -> Any:
@@ -202,11 +216,14 @@ class Feed(feed.Feed):
         """
         self._rank, self._world_size = rank, size
         self._summation = None
+        if self.train_stream is not None and isinstance(self.train_stream.source, DividedSource):
+            self.train_stream.source.balancing = None  # what was measured belongs to the former group
         self._of_call = None, None
         self.validation.drop()
         for name in ("train", "validation"):
             data = self._data_of(name)
             if isinstance(data, ShardedLoader):
+                data.sampler.joint = self._joint
                 data.sampler.reshape(rank, size, batch_size if data.sampler.batch_size == instead_of else None)
 
     def obstacle(self, name: str) -> str | None:

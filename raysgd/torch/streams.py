@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from raysgd.replicas import streams
 from raysgd.replicas.streams import NO_BATCH
+from raysgd.torch.balancing import Balancing
 from raysgd.torch.batches import count_samples
 from raysgd.torch.parallel import Summation
 from raysgd.torch.sampling import ShardedLoader
@@ -72,13 +74,24 @@ class DividedSource:
 
     Attributes:
         check_order: Called whenever a pass is opened or resumed.
+        balancing: What the shares follow; None where they are even.
     """
 
     def __init__(self, sharded: ShardedLoader, seed: int) -> None:
         self._sharded = sharded
         self._generator = torch.Generator() if sharded.loader.generator is None else None
         self.check_order: Callable[[], None] = lambda: None
+        self.balancing: Balancing | None = None
         self.seed = seed
+
+    def follow(self, balancing: Balancing) -> None:
+        """Lets the shares follow the speed of the ranks."""
+        loader, sampler = self._sharded.loader, self._sharded.sampler
+        assert sampler.joint is not None, "a joint batch is what can be divided otherwise"
+        sampler.joint = replace(sampler.joint, speeds_at=balancing.speeds_at)
+        # Steps, as if each was a single batch: rather too many.
+        balancing.num_ahead = 1 + loader.num_workers * loader.prefetch_factor if loader.prefetch_factor else 0
+        self.balancing = balancing
 
     @property
     def most_batches(self) -> int:
@@ -91,7 +104,9 @@ class DividedSource:
         return self._sharded.num_samples
 
     def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
-        sampler = self._sharded.sampler
+        sampler, balancing = self._sharded.sampler, self.balancing
+        if balancing is not None:
+            balancing.begin_pass()
         plan, rank = sampler.begin_pass(pass_index, self.seed, consumed), sampler.rank
         self.check_order()
         if self._generator is not None:
@@ -101,6 +116,9 @@ class DividedSource:
         for share in plan.shares(rank):
             batch = next(batches) if share.num_samples or plan.pad else NO_BATCH
             yield Item(batch, share.weight, share.num_samples, share.num_joint, share.is_first, share.is_last)
+            if balancing is not None:
+                consumed += share.num_joint
+                balancing.after_batch(share.num_samples, share.is_last, consumed, sampler.batch_size)
         next(batches, None)  # so that the loader ends its processes
 
     def num_steps(self) -> int | None:

@@ -75,10 +75,11 @@ class TorchRunner(ClassRunner):
         self._settings = settings
         self._device = _device(settings.use_gpu)
         self._parallel = _make_parallel(settings, world, self._device)
+        is_balanced = settings.batch_options.balance is not None
         super().__init__(
             world,
             settings.snapshot_every_n_steps,
-            Feed(self._data, self._parallel, world.size, self._undo, world.rank, joint_batches(settings)),
+            Feed(self._data, self._parallel, world.size, self._undo, world.rank, joint_batches(settings), is_balanced),
         )
         self._modes = Modes()
         self._prediction = ToPredict()
@@ -104,6 +105,7 @@ class TorchRunner(ClassRunner):
             rng.seed_alike(settings.seed)
         self._operator = settings.training_operator_cls(settings.config_for(world.size), context)
         self._check_data()
+        self._warn_of_batch_norms()
         self._state = TorchState(self._operator, self._parallel, self._feed)
         self._loop = StepLoop(self._operator, self._parallel, self._feed)
         self._internals.chosen = hyperparameters.read(self._internals.registered.optimizers)
@@ -119,6 +121,17 @@ class TorchRunner(ClassRunner):
             raise ValueError(
                 '`joint_batch="constant"` needs train data that the library divides, and the train loader is not '
                 f"divided ({train.reason}). Register a `DataLoader` over a map-style dataset, or omit `joint_batch`."
+            )
+
+    def _warn_of_batch_norms(self) -> None:
+        """Says once what shares by speed mean to them."""
+        models = self._internals.registered.original_models
+        kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+        has_some = any(isinstance(module, kinds) for model in models for module in model.modules())
+        if self._settings.batch_options.balance is not None and has_some and self._world.rank == 0:
+            logger.warning(
+                '`balance="speed"` with batch norms: each worker normalizes over its own share, whose size follows its '
+                "speed. Gradients of other layers are exact. Use another norm, or `sync_batchnorm=True` on GPUs"
             )
 
     def _part_ways(self) -> None:

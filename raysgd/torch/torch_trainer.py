@@ -63,6 +63,7 @@ class TorchTrainer(ChangingTorchTrainer):
             `config[BATCH_SIZE]`. With DDP.
         max_batch_per_worker: The most samples of a constant joint batch that fit into a worker. One with a larger share
             takes it in several batches, whose gradients add up to one step.
+        balance: "speed": shares of a constant joint batch follow the measured speed of the workers. None: even shares.
         accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
         clip_grad_norm: Bound for the norm of the gradients of an optimizer, all together.
         clip_grad_value: Bound for each single number of the gradients.
@@ -112,6 +113,7 @@ class TorchTrainer(ChangingTorchTrainer):
     parallel: str
     joint_batch: str
     max_batch_per_worker: int | None
+    balance: str | None
     use_tqdm: bool
     add_dist_sampler: bool
     scheduler_step_freq: str | None
@@ -138,6 +140,7 @@ class TorchTrainer(ChangingTorchTrainer):
         precision: Literal["fp32", "fp16", "bf16", "apex"] | None = None,
         joint_batch: Literal["per_worker", "constant"] = "per_worker",
         max_batch_per_worker: int | None = None,
+        balance: Literal["speed"] | None = None,
         accumulate_grad_batches: int = 1,
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
@@ -186,7 +189,7 @@ class TorchTrainer(ChangingTorchTrainer):
             model_options=ModelOptions(sync_batchnorm, activation_checkpointing, compile),
             step_options=StepOptions(accumulate_grad_batches, clip_grad_norm, clip_grad_value),
             fsdp_options=arguments.fsdp_options(fsdp_args, chosen_parallel),
-            batch_options=BatchOptions(joint_batch, max_batch_per_worker),
+            batch_options=BatchOptions(joint_batch, max_batch_per_worker, balance),
             seed=seed,
         )
         group = GroupSettings(

@@ -18,6 +18,8 @@ CONSTANT = {"joint_batch": "constant"}
     [
         ({"joint_batch": "const"}, "Did you mean `constant`"),
         ({"joint_batch": None}, '`joint_batch=None`: allowed are "per_worker" and "constant"'),
+        ({"balance": "speed"}, "divides a constant joint batch only"),
+        ({**CONSTANT, "balance": "spee"}, "Did you mean `speed`"),
         ({"max_batch_per_worker": 4}, "divides a constant joint batch only"),
     ],
 )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from raysgd.replicas.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.torch.lab import Experiment, run_alone, run_together
-from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, OwnBatchOperator, dataset
+from tests.torch.operators_for_tests import NUM_FEATURES, BatchNormOperator, LinearOperator, OwnBatchOperator, dataset
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
 
@@ -98,6 +99,36 @@ def test_the_training_is_the_same_whatever_dies(ray_cluster: None) -> None:
     assert_close(several["models"], one["models"])
     assert several["schedulers"][0]["last_epoch"] == one["schedulers"][0]["last_epoch"] == 10
     assert_close(several["optimizers"][0]["param_groups"][0]["lr"], one["optimizers"][0]["param_groups"][0]["lr"])
+
+
+class Balanced(Scheduled):
+    """Says how many samples it had in each step; rank 1 takes three times as long for each of them."""
+
+    def forward(self, features: Any, target: Any) -> tuple[Any, ...]:
+        time.sleep(len(target) * (0.003 if self.world_rank == 1 else 0.001))
+        return super().forward(features, target)
+
+
+def test_shares_follow_the_speed_and_the_training_stays_that_of_one_process(two: TorchTrainer) -> None:
+    config = {BATCH_SIZE: 18}
+    balanced = BatchOptions("constant", balance="speed")
+    options = {"batch_options": balanced, "scheduler_step_freq": "batch"}
+    calls = (("train", 7), ("train", None), ("train", None))
+    together = run_together(two, Experiment(Balanced, config, calls, options))
+    alone = run_alone(Experiment(Scheduled, config, calls, {"scheduler_step_freq": "batch"}))
+    assert_close(together.model[0], alone.model[0])
+    assert_close(together.model[1], alone.model[0])
+    sizes = [[len(batch) for batch in of_rank] for of_rank in together.seen]
+    assert sizes[0][:3] == sizes[1][:3] == [9, 9, 9], "even shares before anything was measured"
+    assert sizes[0][-1] > 9 > sizes[1][-1]
+    for epoch in range(2):  # each of ten steps
+        of_epoch = [batch for of_rank in together.seen for batch in of_rank[10 * epoch : 10 * epoch + 10]]
+        assert sorted(number for batch in of_epoch for number in batch) == list(range(180))
+
+
+def test_batch_norms_are_warned_of(make_local: Callable[..., TorchTrainer], caplog: pytest.LogCaptureFixture) -> None:
+    make_local(BatchNormOperator, joint_batch="constant", balance="speed")
+    assert caplog.text.count("batch norms: each worker normalizes over its own share") == 1
 
 
 @pytest.mark.parametrize(
