@@ -1,4 +1,4 @@
-"""Draws `joint-batch.svg` with the arithmetic that divides joint batches.
+"""Draws `joint-batch.svg` and `logical-shards.svg` with the arithmetic that divides joint batches.
 
 Run it with `python docs/images/make_joint_batch.py`.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from raysgd.replicas.division import Division
+from raysgd.replicas.division import Division, Shards
 
 FOLDER = Path(__file__).parent
 JOINT_SIZE, CAP = 18, 4
@@ -55,5 +55,37 @@ def _row(top: int, world_size: int, name: str) -> list[str]:
     return found
 
 
+SHARD_ROWS = ((4, "4 workers"), (3, "3 workers, one lost"), (1, "1 worker, three lost"))
+NUM_SHARDS, SHARD_WIDTH, SHARDS_LEFT = 4, 110, 180
+
+
+def shards_picture() -> str:
+    """Which worker computes which shard, and the one order of the sum."""
+    height = TOP + ROW * len(SHARD_ROWS) + 40
+    said = "Four logical shards on 4, 3 and 1 workers; their gradients are added in the same order"
+    rows = []
+    for index, (world_size, name) in enumerate(SHARD_ROWS):
+        top = TOP - 10 + index * ROW
+        rows.append(f'<text x="0" y="{top + 21}">{name}</text>')
+        for rank in range(world_size):
+            for part in Shards(NUM_SHARDS, world_size, NUM_SHARDS).parts(NUM_SHARDS, rank):
+                x, kind = SHARDS_LEFT + part.start * SHARD_WIDTH, "odd" if rank % 2 else "even"
+                rows.append(f'<rect class="{kind}" x="{x}" y="{top}" width="{SHARD_WIDTH - 4}" height="32" rx="3"/>')
+                rows.append(f'<text class="in" x="{x + 8}" y="{top + 21}">shard {part.start}, worker {rank}</text>')
+    total = "gradient  =  ((g0 + g1) + g2) + g3,  to the same bits"
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{said}">',
+            f"<style>{STYLE}</style>",
+            '<text x="0" y="18" class="title">Fixed shards, whichever worker computes them</text>',
+            '<text x="0" y="42" class="note">deterministic=True, num_workers=4</text>',
+            *rows,
+            f'<text x="{SHARDS_LEFT}" y="{height - 18}">{total}</text>',
+            "</svg>\n",
+        ]
+    )
+
+
 if __name__ == "__main__":
+    (FOLDER / "logical-shards.svg").write_text(shards_picture(), encoding="utf-8")
     (FOLDER / "joint-batch.svg").write_text(picture(), encoding="utf-8")

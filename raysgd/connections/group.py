@@ -72,6 +72,32 @@ class Group:
         _add_in_order({**received, self.rank: own}, own)
         self._mesh.swap(dict.fromkeys(self._others, views[self.rank]), of_others, _kind(_ALL, flat))
 
+    def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
+        """The sum of all ranks' rows, added in the order of ranks and rows, to the same bits on all of them.
+
+        Args:
+            rows: This rank's, as many as `counts` says for it; maybe none.
+            counts: How many rows each rank has.
+        """
+        width = rows.shape[1]
+        bounds = [width * rank // self.size for rank in range(self.size + 1)]
+        parts = [np.ascontiguousarray(rows[:, start:stop]) for start, stop in itertools.pairwise(bounds)]
+        own = bounds[self.rank + 1] - bounds[self.rank]
+        received = {rank: np.empty((counts[rank], own), rows.dtype) for rank in self._others if counts[rank]}
+        outgoing = {rank: _bytes(_flat(parts[rank])) for rank in self._others if counts[self.rank]}
+        rooms = {rank: _bytes(_flat(room)) for rank, room in received.items()}
+        self._mesh.swap(outgoing, rooms, _kind(_SUM, rows))
+        received[self.rank] = parts[self.rank]
+        sums = np.empty(width, rows.dtype)
+        target = sums[bounds[self.rank] : bounds[self.rank + 1]]
+        terms = [row for rank in sorted(received) for row in received[rank]]
+        target[:] = terms[0]
+        for term in terms[1:]:
+            np.add(target, term, out=target)
+        places = {rank: _bytes(sums[bounds[rank] : bounds[rank + 1]]) for rank in self._others}
+        self._mesh.swap(dict.fromkeys(self._others, _bytes(target)), places, _kind(_ALL, rows))
+        return sums
+
     def _room(self, dtype: np.dtype[Any], num_numbers: int) -> dict[int, Array]:
         """An array for each other rank, in memory that is used again: fresh memory costs as much as the sum."""
         num_bytes = num_numbers * dtype.itemsize

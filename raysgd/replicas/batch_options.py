@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd._checks import check_count, did_you_mean, is_integer
+from raysgd._checks import check_count, did_you_mean, is_integer, refuse_text
 from raysgd.replicas.batching import check_joint_size, config_for_worker
 from raysgd.utils import BATCH_SIZE
 
@@ -24,6 +24,9 @@ class BatchOptions:
             of workers. "constant": the joint batch has the size of the loader, whatever the number of workers.
         max_batch_per_worker: The most samples of a constant joint batch that a worker takes at once.
         balance: "speed": shares follow the speed of the workers. None: they are even.
+        deterministic: Whether a joint batch is cut into logical shards, so that its gradient has the same bits on any
+            number of workers.
+        num_shards: Into how many: the number of workers that the trainer begins with.
 
     Raises:
         ValueError: A value is unknown, or two of them do not go together.
@@ -33,6 +36,8 @@ class BatchOptions:
     joint_batch: str = "per_worker"
     max_batch_per_worker: int | None = None
     balance: str | None = None
+    deterministic: bool = False
+    num_shards: int = 1
 
     def __post_init__(self) -> None:
         if self.joint_batch not in _JOINT:
@@ -43,7 +48,7 @@ class BatchOptions:
                 "max_batch_per_worker", self.max_batch_per_worker, "It is what fits into the memory of one worker."
             )
             object.__setattr__(self, "max_batch_per_worker", count)  # Python's, if it was numpy's
-            if not self.is_constant:
+            if not self.is_joint:
                 raise ValueError(
                     f"`max_batch_per_worker={count}` divides a constant joint batch only: pass "
                     '`joint_batch="constant"` too, or set the size of a worker\'s batch in its loader.'
@@ -60,6 +65,18 @@ class BatchOptions:
                 '`balance="speed"` divides a constant joint batch only: pass `joint_batch="constant"` too, and the '
                 "size of the joint batch as that of the loader."
             )
+
+        refuse_text(deterministic=self.deterministic)
+        if self.deterministic and self.balance is not None:
+            raise ValueError(
+                '`deterministic=True` with `balance="speed"` cannot work: measured times would decide which samples '
+                "make a shard. Omit one of the two."
+            )
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether the library divides joint batches of one size."""
+        return self.is_constant or self.deterministic
 
     @property
     def is_constant(self) -> bool:
@@ -81,9 +98,10 @@ class BatchOptions:
         Raises:
             ValueError: One applies.
         """
+        option = '`joint_batch="constant"`' if self.is_constant else "`deterministic=True`"
         for applies, what, way_out in obstacles:
-            if self.is_constant and applies:
-                raise ValueError(f'`joint_batch="constant"` cannot work with {what}: {way_out}.')
+            if self.is_joint and applies:
+                raise ValueError(f"{option} cannot work with {what}: {way_out}.")
 
     def config_for(self, config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
         """The config that an operator is passed, one of so many.
@@ -92,7 +110,7 @@ class BatchOptions:
             ValueError: The batch size in it is no size, or cannot be divided.
         """
         if not self.is_constant:
-            return config_for_worker(config, num_workers)
+            return config_for_worker(config, self.num_shards if self.deterministic else num_workers)
         if BATCH_SIZE in config:
             check_joint_size(config[BATCH_SIZE])
         return dict(config)

@@ -29,6 +29,38 @@ class Part(NamedTuple):
     num_together: int
 
 
+@dataclass(frozen=True)
+class Shards:
+    """A joint batch of logical shards, which are cut alike for any number of workers.
+
+    Attributes:
+        joint_size: Samples of a full joint batch.
+        world_size: How many workers there are.
+        num_shards: How many shards. Each worker takes a run of them, one after the other.
+
+    Example:
+        >>> [len(Shards(16, world_size=3, num_shards=4).parts(16, rank)) for rank in range(3)]
+        [2, 1, 1]
+    """
+
+    joint_size: int
+    world_size: int
+    num_shards: int
+
+    def num_batches(self, num_samples: int) -> int:
+        """How many batches a worker takes at most, one after the other."""
+        return -(-self.num_shards // self.world_size)
+
+    def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[Part]:
+        """The shards that `rank` takes of a joint batch, without empty ones; one without samples where it has none."""
+        stops = list(accumulate(even_counts(num_samples, self.num_shards), initial=0))
+        counts = even_counts(self.num_shards, self.world_size)
+        first = sum(counts[:rank])
+        own = range(first, first + counts[rank])
+        parts = [Part(stops[shard], stops[shard + 1], num_samples) for shard in own if stops[shard] < stops[shard + 1]]
+        return parts or [Part(0, 0, num_samples)]
+
+
 def even_counts(num_samples: int, num_shares: int) -> list[int]:
     """Shares that differ by one sample at most, the larger ones first.
 

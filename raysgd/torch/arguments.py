@@ -261,6 +261,16 @@ def check_joint_batches(settings: TorchSettings) -> None:
                 "`add_dist_sampler=False`",
                 "the library has to divide the data. Omit one of the two",
             ),
+            (
+                settings.batch_options.deterministic and settings.step_options.accumulate_grad_batches > 1,
+                f"`accumulate_grad_batches={settings.step_options.accumulate_grad_batches}`",
+                "make the joint batch as many times larger, and pass `max_batch_per_worker`",
+            ),
+            (
+                settings.batch_options.deterministic and settings.model_options.sync_batchnorm,
+                "`sync_batchnorm=True`",
+                "workers take different numbers of shards, and would wait for each other. Omit one of the two",
+            ),
         ]
     )
 

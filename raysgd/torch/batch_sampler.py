@@ -18,18 +18,20 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.data import Sampler
 
-from raysgd.replicas.division import Division
+from raysgd.replicas.division import Division, Shards
 from raysgd.torch.joint_plan import JointPlan, SpeedsAt, no_speeds
 from raysgd.torch.pass_plan import PassPlan, check_range
 from raysgd.torch.sample_order import Indices, SampleOrder, SamplerOrder
 
 _SEED_BY_HAND = 0
+_WHEN_LOADED = 1
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,38 @@ class JointBatches:
     Attributes:
         cap: The most samples in a batch of one rank.
         speeds_at: See `JointPlan`.
+        num_shards: How many logical shards a joint batch has; 0 where it is divided by ranks.
+        multiple: The joint batch has as many times the size of the loader.
     """
 
     cap: int | None = None
     speeds_at: SpeedsAt = no_speeds
+    num_shards: int = 0
+    multiple: int = 1
+
+    def division(self, joint_size: int, world_size: int) -> Division | Shards:
+        """How joint batches of a size are divided."""
+        if not self.num_shards:
+            return Division(joint_size, world_size, self.cap)
+        num_parts = Division(joint_size, self.num_shards, self.cap).num_batches(joint_size)
+        return Shards(joint_size, world_size, self.num_shards * num_parts)
+
+
+class SeededIndices(list[int]):
+    """The indices of a logical shard, with the seed of what is random when it is loaded."""
+
+    def __init__(self, indices: Iterable[int], seed: int) -> None:
+        super().__init__(indices)
+        self.seed = seed
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return SeededIndices, (list(self), self.seed)
+
+
+def seed_of(*numbers: int) -> int:
+    """A seed that differs when any of the numbers does."""
+    digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # 63 bits: a seed is a non-negative signed integer
 
 
 class ElasticBatchSampler(Sampler[list[int]]):
@@ -147,6 +177,8 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate over this rank's batches in the rest of the pass; with no pass begun, in one by hand."""
+        if self.plan is not None and self.num_shards:
+            return _seeded(self._indices, self.plan, self.rank, self._drawn_for)
         if self.plan is not None:
             return _batches(self._indices, self.plan, self.rank)
         indices = self._draw(_SEED_BY_HAND, self._num_by_hand)
@@ -163,8 +195,14 @@ class ElasticBatchSampler(Sampler[list[int]]):
         """How many batches a rank takes for a full step, one after the other."""
         return 1 if self.joint is None else self._division(self.joint).num_batches(self.batch_size)
 
-    def _division(self, joint: JointBatches) -> Division:
-        return Division(self.batch_size, self.world_size, joint.cap)
+    @property
+    def num_shards(self) -> int:
+        """How many logical shards a joint batch has; 0 where it is divided by ranks."""
+        division = None if self.joint is None else self._division(self.joint)
+        return division.num_shards if isinstance(division, Shards) else 0
+
+    def _division(self, joint: JointBatches) -> Division | Shards:
+        return joint.division(self.batch_size, self.world_size)
 
     def _plan(self, num_samples: int, consumed: int) -> PassPlan | JointPlan:
         if self.joint is not None:
@@ -178,6 +216,15 @@ class ElasticBatchSampler(Sampler[list[int]]):
             self._indices = self.order.indices(seed, pass_index)
             self._drawn_for, self._fingerprint = (seed, pass_index), None
         return self._indices
+
+
+def _seeded(
+    indices: Indices, plan: PassPlan | JointPlan, rank: int, drawn_for: tuple[int, int] | None
+) -> Iterator[list[int]]:
+    assert drawn_for is not None, "a pass was begun"
+    starts = (share.start for share in plan.shares(rank) if share.start < share.stop)
+    for start, batch in zip(starts, _batches(indices, plan, rank), strict=True):
+        yield SeededIndices(batch, seed_of(*drawn_for, start, _WHEN_LOADED))
 
 
 def _batches(indices: Indices, plan: PassPlan | JointPlan, rank: int) -> Iterator[list[int]]:

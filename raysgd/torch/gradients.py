@@ -46,6 +46,9 @@ class Gradients:
             trained: All parameters that are trained.
         """
         step, cleared = self._parallel.step, [*chosen, *bystanders]
+        if step.shards is not None:
+            self._compute_shard(loss, cleared, weight, list(trained()))
+            return
         own = None if weight is None else as_weight("weight", weight)
         if not step.keeps_gradients(cleared if step.window == 1 else chosen, own):
             for each in cleared:
@@ -58,6 +61,29 @@ class Gradients:
             self._precision.backward(weighted, chosen[0])
         if step.window == 1:
             self._complete_all(cleared)
+
+    def _compute_shard(
+        self, loss: torch.Tensor, optimizers: list[Any], weight: Any, trained: list[torch.Tensor]
+    ) -> None:
+        """Computes the gradients of a logical shard, and after the last one those of the joint batch."""
+        step = self._parallel.step
+        assert step.shards is not None
+        if weight is not None:
+            raise ValueError(
+                "`self.backward(loss, weight=...)` does not work with `deterministic=True`: shards count by their "
+                "samples there. Omit one of the two."
+            )
+        step.use()
+        for each in optimizers:
+            each.zero_grad()
+        self._precision.backward(loss * step.fraction, optimizers[0])
+        parameters = [each for each in trained if each.requires_grad]
+        if not step.is_padding:
+            step.shards.keep(parameters)
+        if step.is_boundary:
+            with self._parallel.exchanges.noting():
+                step.shards.add_up(parameters, step.seed_of_step)
+            self._parallel.exchanges.count(True)
 
     def _complete_all(self, optimizers: Sequence[Any]) -> None:
         """Does at the end of a backward pass what there is to do for a step of one batch."""

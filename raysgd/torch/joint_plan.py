@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from raysgd.replicas.division import Division, Part
+from raysgd.replicas.division import Division, Part, Shards
 from raysgd.torch.pass_plan import Share, check_range
 
 SpeedsAt = Callable[[int], Sequence[float]]
@@ -49,7 +49,7 @@ class JointPlan:
 
     num_samples: int
     consumed: int
-    division: Division
+    division: Division | Shards
     drop_last: bool
     pad: bool
     speeds_at: SpeedsAt = no_speeds

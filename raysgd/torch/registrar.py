@@ -272,7 +272,11 @@ def register_data(context: OperatorContext, train_loader: Any, validation_loader
 def joint_batches(settings: TorchSettings) -> JointBatches | None:
     """How loaders are divided by joint batches; None where the size of a worker's batch is given."""
     options = settings.batch_options
-    return JointBatches(options.max_batch_per_worker) if options.is_constant else None
+    if not options.is_joint:
+        return None
+    num_shards = options.num_shards if options.deterministic else 0
+    multiple = 1 if options.is_constant else num_shards
+    return JointBatches(options.max_batch_per_worker, num_shards=num_shards, multiple=multiple)
 
 
 def _divided(context: OperatorContext, loader: Any, *, training: bool) -> ShardedLoader | Unsharded | None:

@@ -24,6 +24,7 @@ from torch.utils.data import (
 from raysgd.torch._loader_process import EndsWithParent, kept_options
 from raysgd.torch.batch_sampler import ElasticBatchSampler, JointBatches
 from raysgd.torch.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
+from raysgd.torch.seeded_rows import SeededRows
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,8 @@ def shard_loader(
         return obstacle
     batches = loader.batch_sampler
     order = _order_of(batches.sampler)
-    sampler = ElasticBatchSampler(order, batches.batch_size, batches.drop_last, training, rank, world_size, joint)
+    size = batches.batch_size * (1 if joint is None else joint.multiple)
+    sampler = ElasticBatchSampler(order, size, batches.drop_last, training, rank, world_size, joint)
     return ShardedLoader(
         loader=_rebuild(loader, sampler, pin_memory),
         sampler=sampler,
@@ -209,7 +211,8 @@ def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: 
             "`in_order=False` has no effect on a loader that is divided over workers: a batch that overtakes "
             "another would be counted for the wrong step."
         )
-    return DataLoader(loader.dataset, batch_sampler=sampler, **options)
+    dataset = SeededRows(loader.dataset) if sampler.num_shards else loader.dataset
+    return DataLoader(dataset, batch_sampler=sampler, **options)
 
 
 def _seed_hint(loader: DataLoader[Any], sampler: Any) -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from raysgd.replicas.drawn_ahead import DrawnAhead
 
@@ -85,6 +85,22 @@ class _Tally:
     is_unexchanged: bool = False
 
 
+class Shards(Protocol):
+    """What keeps the gradients of logical shards."""
+
+    def begin_batch(self, is_first: bool, seed: int) -> None:
+        """Begins a shard."""
+
+    def keep(self, parameters: Sequence[Any]) -> None:
+        """Keeps the gradients that a backward pass has just made."""
+
+    def add_up(self, parameters: Sequence[Any], seed: int) -> None:
+        """Puts the sums over all shards where optimizers look for gradients."""
+
+    def check(self) -> None:
+        """Refuses a step whose gradients came from elsewhere."""
+
+
 class Step:
     """The step that a replica is in; written by the stream right before it hands a batch out.
 
@@ -93,6 +109,7 @@ class Step:
         num_samples: This rank's samples in the batch, 0 when it is only there to take part in the collectives; None
             when unknown.
         window: How many batches make an optimizer step, fewer where the pass or the call ends first.
+        shards: What keeps the gradients of logical shards; None where gradients are averaged as they come.
         most_parts: In how many batches, one after the other, a rank may take a joint batch.
         is_last_part: Whether the joint batch ends with this one.
         is_boundary: Whether the optimizer steps on this batch. Without accumulation it always does.
@@ -118,6 +135,7 @@ class Step:
         self.began_at = 0.0
         self.own_s = 0.0
         self.most_parts = 1
+        self.shards: Shards | None = None
         self.open_call(1)
 
     def open_call(self, window: int) -> None:
@@ -129,7 +147,7 @@ class Step:
         self._usual: dict[int, float] = {}  # by optimizer too: how much a batch of all ranks weighed last
         self._empty: set[int] = set()  # optimizers, by identity, for which nothing counted
         self._index = self._num_batches = 0
-        self.is_last_part = True
+        self.is_last_part, self.fraction, self.seed_of_step = True, 1.0, 0
         self._drawn: DrawnAhead[_Terms] = DrawnAhead()
         self._doubtful: list[_Terms] = []
         self._terms = self._terms_before = _Terms()
@@ -157,6 +175,9 @@ class Step:
             is_boundary = is_last_part and (is_last or self._index * self.most_parts >= self.window)
             total = total if self.is_joint or num_samples is None else num_samples
         self._num_batches += 1
+        if self.shards is not None:
+            is_boundary = is_last_part
+            self.defer(True)
         self._is_confirmed = False
         self.is_last_part = is_last_part
         self._empty.clear()
@@ -165,6 +186,19 @@ class Step:
             self._drawn.note(self._terms, batch)
         if self.window > 1:
             self.defer(not is_boundary)
+
+    def begin_shard(self, is_first: bool, fraction: float, seed: int, seed_of_step: int) -> None:
+        """Begins a logical shard.
+
+        Args:
+            is_first: Whether it is the first one of this rank in a step.
+            fraction: Its samples, as a part of those of the joint batch.
+            seed: Where its random numbers come from.
+            seed_of_step: Where those come from that follow the last one.
+        """
+        self.fraction, self.seed_of_step = fraction, seed_of_step
+        if self.shards is not None:
+            self.shards.begin_batch(is_first, seed)
 
     def end_stream(self) -> None:
         """Says that no batch follows; what user code does from here on is by itself, if it has used all of them."""
@@ -182,6 +216,8 @@ class Step:
     def confirm(self) -> None:
         """Sees to it that the step may count as done; whatever `check` raises says that it may not."""
         if not self._is_confirmed:
+            if self.shards is not None:
+                self.shards.check()
             self.check()
             self._is_confirmed = True
 

@@ -6,7 +6,6 @@ step; any other loader does not, so the ranks agree step by step, one step ahead
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -17,12 +16,14 @@ import torch
 from raysgd.replicas import streams
 from raysgd.replicas.streams import NO_BATCH
 from raysgd.torch.balancing import Balancing
+from raysgd.torch.batch_sampler import seed_of
 from raysgd.torch.batches import count_samples
 from raysgd.torch.parallel import Summation
 from raysgd.torch.sampling import ShardedLoader
 from raysgd.torch.step import Step
 
 _END = object()
+_WHEN_TRAINED = 2
 
 
 class Item(NamedTuple):
@@ -35,6 +36,8 @@ class Item(NamedTuple):
         total: The same of all ranks together.
         is_first: Whether the joint step begins with it.
         is_last: Whether the joint step ends with it.
+        seeds: Where random numbers of the training come from, in a logical shard and after the last one; None if they
+            go on.
     """
 
     batch: Any
@@ -43,6 +46,7 @@ class Item(NamedTuple):
     total: int | None
     is_first: bool = True
     is_last: bool = True
+    seeds: tuple[int, int] | None = None
 
 
 class Source(Protocol):
@@ -51,6 +55,10 @@ class Source(Protocol):
     @property
     def most_batches(self) -> int:
         """How many batches a rank takes for a joint step, one after the other."""
+
+    @property
+    def num_shards(self) -> int:
+        """How many logical shards a joint batch has; 0 where it is divided by ranks."""
 
     def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
         """Starts a pass after `consumed` samples."""
@@ -99,6 +107,11 @@ class DividedSource:
         return self._sharded.sampler.most_batches
 
     @property
+    def num_shards(self) -> int:
+        """How many logical shards a joint batch has; 0 where it is divided by ranks."""
+        return self._sharded.sampler.num_shards
+
+    @property
     def num_samples(self) -> int:
         """Samples of a pass, of all ranks."""
         return self._sharded.num_samples
@@ -110,12 +123,18 @@ class DividedSource:
         plan, rank = sampler.begin_pass(pass_index, self.seed, consumed), sampler.rank
         self.check_order()
         if self._generator is not None:
-            self._generator.manual_seed(_mixed(self.seed, pass_index, consumed, rank))
+            self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
             self._sharded.loader.generator = self._generator
         batches = iter(self._sharded.loader)
+        seeds: tuple[int, int] | None = None
         for share in plan.shares(rank):
             batch = next(batches) if share.num_samples or plan.pad else NO_BATCH
-            yield Item(batch, share.weight, share.num_samples, share.num_joint, share.is_first, share.is_last)
+            if sampler.num_shards:
+                own, of_step = (seed_of(self.seed, pass_index, at, _WHEN_TRAINED) for at in (share.start, consumed))
+                seeds = own, of_step
+            yield Item(batch, share.weight, share.num_samples, share.num_joint, share.is_first, share.is_last, seeds)
+            if sampler.num_shards and share.is_last:
+                consumed += share.num_joint
             if balancing is not None:
                 consumed += share.num_joint
                 balancing.after_batch(share.num_samples, share.is_last, consumed, sampler.batch_size)
@@ -134,6 +153,7 @@ class PlainSource:
     """Any iterable, as it is: a single replica, an evaluation, or replicas that do not step together."""
 
     most_batches = 1
+    num_shards = 0
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -272,11 +292,13 @@ class BatchStream(streams.BatchStream[Item, Step]):
         return item.is_first, item.is_last
 
     def _begin_step(self, item: Item, is_last: bool) -> Any:
-        batch, weight, num_samples, total, is_first, is_last_of_step = item
+        batch, weight, num_samples, total, is_first, is_last_of_step, seeds = item
         self._num_steps_in_pass += is_first
         if total is None and self._step.window > 1:
             total = count_samples(batch)
         self._step.begin(weight, num_samples, total, is_last, batch, is_last_of_step)
+        if seeds is not None:
+            self._step.begin_shard(is_first, (num_samples or 0) / total if total else 0.0, *seeds)
         return batch
 
 
@@ -286,12 +308,6 @@ def tell_epoch(loader: Any, pass_index: int) -> None:
         if holder is not None and hasattr(holder, "set_epoch"):
             holder.set_epoch(pass_index)
             return
-
-
-def _mixed(*numbers: int) -> int:
-    """A seed that differs when any of the numbers does."""
-    digest = hashlib.blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # 63 bits: a seed is a non-negative signed integer
 
 
 def length_of(loader: Any) -> int | None:

@@ -29,6 +29,7 @@ from raysgd.torch.ddp import DDP
 from raysgd.torch.feed import Feed
 from raysgd.torch.hyperparameters import Hyperparameters
 from raysgd.torch.internals import TorchInternals
+from raysgd.torch.logical_shards import LogicalShards
 from raysgd.torch.modes import Modes
 from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.parallel import NoParallel, unwrap
@@ -40,7 +41,7 @@ from raysgd.torch.sampling import ShardedLoader, Unsharded
 from raysgd.torch.schedulers import IdleSchedulers
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.step_loop import StepLoop, overrides
-from raysgd.torch.streams import DividedSource
+from raysgd.torch.streams import DividedSource, Source
 from raysgd.torch.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -116,11 +117,18 @@ class TorchRunner(ClassRunner):
 
     def _check_data(self) -> None:
         """Refuses train data that cannot be divided by joint batches, if the trainer has to."""
-        train = self._data("train")
-        if self._settings.batch_options.is_constant and isinstance(train, Unsharded):
+        train, options = self._data("train"), self._settings.batch_options
+        if options.is_joint and isinstance(train, Unsharded):
+            name = "deterministic" if options.deterministic else "joint_batch"
             raise ValueError(
-                '`joint_batch="constant"` needs train data that the library divides, and the train loader is not '
-                f"divided ({train.reason}). Register a `DataLoader` over a map-style dataset, or omit `joint_batch`."
+                f"`{name}={getattr(options, name)!r}` needs train data that the library divides, and the train loader "
+                f"is not divided ({train.reason}). Register a `DataLoader` over a map-style dataset, or omit `{name}`."
+            )
+        num_optimizers = len(self._internals.registered.optimizers)
+        if options.deterministic and num_optimizers > 1:
+            raise ValueError(
+                f"`deterministic=True` with {num_optimizers} registered optimizers cannot work: one that steps between "
+                "two shards would change the second one. Register a single optimizer, with parameter groups."
             )
 
     def _warn_of_batch_norms(self) -> None:
@@ -286,7 +294,7 @@ class TorchRunner(ClassRunner):
         self._has_trained = True
         self._modes.give_back()
         self._prediction.close()
-        self._arm(run.epoch_idx, stream.source.most_batches)
+        self._arm(run.epoch_idx, stream.source)
         internals, registered = self._internals, self._internals.registered
         stream.prepare = partial(self._parallel.match, registered.wrapped)
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
@@ -328,8 +336,8 @@ class TorchRunner(ClassRunner):
     def _as_array(self, value: Any) -> Any:
         return predicting.plain(value)
 
-    def _arm(self, epoch_idx: int, most_parts: int = 1) -> None:
-        """Gets ready for the steps of a call; each joint batch is taken in at most so many parts."""
+    def _arm(self, epoch_idx: int, source: Source | None = None) -> None:
+        """Gets ready for the steps of a call over such data."""
         operator, internals = self.operator, self._internals
         internals.own_steps.begin_call()
         window = operator.accumulate_grad_batches(epoch_idx)
@@ -339,8 +347,17 @@ class TorchRunner(ClassRunner):
                 "make an optimizer step, at least 1."
             )
         may_defer = internals.precision.can_defer
-        self._parallel.step.most_parts = most_parts
-        self._parallel.arm(internals.registered.wrapped, _may_run_backward(operator), window * most_parts, may_defer)
+        num_shards, wrapped = 0 if source is None else source.num_shards, internals.registered.wrapped
+        most_parts = 1 if source is None or num_shards else source.most_batches
+        step, world = self._parallel.step, self._world
+        step.most_parts = most_parts
+        step.shards = LogicalShards(num_shards, world.rank, world.size, wrapped) if num_shards else None
+        if num_shards and window > 1:
+            raise ValueError(
+                f"`accumulate_grad_batches={window}` does not work with `deterministic=True`: make the joint batch as "
+                "many times larger, and pass `max_batch_per_worker`."
+            )
+        self._parallel.arm(wrapped, _may_run_backward(operator), window * most_parts, may_defer)
 
     def _finish_steps(self, num_batches: int) -> None:
         """Leaves no gradient behind for another call."""

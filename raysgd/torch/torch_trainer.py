@@ -64,6 +64,8 @@ class TorchTrainer(ChangingTorchTrainer):
         max_batch_per_worker: The most samples of a constant joint batch that fit into a worker. One with a larger share
             takes it in several batches, whose gradients add up to one step.
         balance: "speed": shares of a constant joint batch follow the measured speed of the workers. None: even shares.
+        deterministic: Whether weights have the same bits whatever happens to workers, as on `num_workers` workers that
+            nothing happens to; see `docs/operator.md`. With DDP.
         accumulate_grad_batches: How many batches make an optimizer step; its gradient is that of one large batch.
         clip_grad_norm: Bound for the norm of the gradients of an optimizer, all together.
         clip_grad_value: Bound for each single number of the gradients.
@@ -114,6 +116,7 @@ class TorchTrainer(ChangingTorchTrainer):
     joint_batch: str
     max_batch_per_worker: int | None
     balance: str | None
+    deterministic: bool
     use_tqdm: bool
     add_dist_sampler: bool
     scheduler_step_freq: str | None
@@ -141,6 +144,7 @@ class TorchTrainer(ChangingTorchTrainer):
         joint_batch: Literal["per_worker", "constant"] = "per_worker",
         max_batch_per_worker: int | None = None,
         balance: Literal["speed"] | None = None,
+        deterministic: bool = False,
         accumulate_grad_batches: int = 1,
         clip_grad_norm: float | None = None,
         clip_grad_value: float | None = None,
@@ -189,7 +193,7 @@ class TorchTrainer(ChangingTorchTrainer):
             model_options=ModelOptions(sync_batchnorm, activation_checkpointing, compile),
             step_options=StepOptions(accumulate_grad_batches, clip_grad_norm, clip_grad_value),
             fsdp_options=arguments.fsdp_options(fsdp_args, chosen_parallel),
-            batch_options=BatchOptions(joint_batch, max_batch_per_worker, balance),
+            batch_options=BatchOptions(joint_batch, max_batch_per_worker, balance, deterministic, num_workers),
             seed=seed,
         )
         group = GroupSettings(
@@ -290,7 +294,7 @@ class TorchTrainer(ChangingTorchTrainer):
         """
         _checks.check_max_retries(max_retries)
         asked = self._asked(num_steps, profile, reduce_results, info)
-        is_constant = self._settings.batch_options.is_constant
+        is_constant = self._settings.batch_options.is_joint
         steps_apart = self.num_workers > 1 and not self._facts.is_synchronous
         arguments.check_dataset(dataset, steps_apart=steps_apart, is_constant=is_constant)
         with self._shown() if self.use_tqdm else nullcontext():

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from raysgd.replicas.division import Division, even_counts, proportional_counts
+from raysgd.replicas.division import Division, Shards, even_counts, proportional_counts
 
 
 def random_divisions(num: int, seed: int) -> Iterator[tuple[Division, int, list[float]]]:
@@ -89,3 +89,18 @@ def test_all_workers_take_equally_many_batches_and_none_above_the_cap() -> None:
             assert {part.num_together for part in together} == {sum(part.stop - part.start for part in together)}
             if division.cap is not None:
                 assert max(part.stop - part.start for part in together) <= division.cap
+
+
+def test_logical_shards_are_cut_alike_for_any_number_of_workers() -> None:
+    draw = random.Random(7)
+    for _ in range(300):
+        joint_size, num_shards = draw.randint(1, 50), draw.randint(1, 8)
+        num_samples = draw.randint(1, joint_size)
+        [alone] = [Shards(joint_size, 1, num_shards).parts(num_samples, 0)]
+        assert [at for part in alone for at in range(part.start, part.stop)] == list(range(num_samples))
+        world_size = draw.randint(1, 10)
+        shards = Shards(joint_size, world_size, num_shards)
+        parts = [shards.parts(num_samples, rank) for rank in range(world_size)]
+        assert [part for of_rank in parts for part in of_rank if part.start < part.stop] == alone
+        assert max(len(of_rank) for of_rank in parts) <= shards.num_batches(num_samples)
+        assert all(parts), "also a worker without a shard takes part in the exchange"
