@@ -8,10 +8,12 @@ from typing import Any
 
 from raysgd._checks import check_num_workers
 from raysgd._optional import require_installed
-from raysgd.replicas.batching import split_batch_size
+from raysgd.replicas.batching import check_joint_size, split_batch_size
+from raysgd.replicas.ray_batches import ray_batches
 from raysgd.replicas.settings import GroupSettings
 from raysgd.tf import datasets, registration
 from raysgd.tf.creator_operator import make_operator
+from raysgd.tf.settings import TFSettings
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.utils import BATCH_SIZE
 
@@ -70,13 +72,34 @@ _INSTEAD = {
 """Options of Keras that do not apply to what is trained on here, and what to do instead."""
 
 
-def check_config(config: Mapping[str, Any], num_workers: int, backend: str) -> None:
+def check_config(settings: TFSettings, num_workers: int, backend: str) -> None:
     """Refuses what Keras, or several workers, cannot be given."""
+    config, options = settings.config, settings.batch_options
+    options.refuse_with(
+        [(backend == "mwms", '`backend="mwms"`', 'its strategy divides the data. Use `backend="gloo"`, or omit it')]
+    )
     _check_options_for_keras(config)
     _check_callbacks(config, num_workers, backend)
     _check_validation_data(config, num_workers, backend)
     if BATCH_SIZE in config:
-        split_batch_size(config[BATCH_SIZE], num_workers)
+        if options.is_constant:
+            check_joint_size(config[BATCH_SIZE])
+        else:
+            split_batch_size(config[BATCH_SIZE], num_workers)
+
+
+def check_can_be_constant(dataset: Any, settings: TFSettings) -> None:
+    """Refuses data of a call that cannot be divided by samples, where a joint batch is constant.
+
+    Raises:
+        ValueError: They cannot.
+    """
+    is_dealt = ray_batches(dataset) is not None or hasattr(dataset, "set_num_shards")
+    if dataset is not None and settings.batch_options.is_constant and is_dealt:
+        raise ValueError(
+            f'`train(dataset=...)` got `{type(dataset).__name__}`, which `joint_batch="constant"` cannot divide by '
+            "samples: pass arrays or a `tf.data.Dataset`."
+        )
 
 
 def _check_options_for_keras(config: Mapping[str, Any]) -> None:

@@ -104,7 +104,9 @@ class Feed(feed.Feed):
         if not datasets.is_divided(dataset):
             return OwnSource(dataset, votes)
         is_ours = isinstance(share.data, call_data.OfArrays)
-        sharding = "worker" if is_ours else self._operator_of()._raysgd.data.sharding
+        internals = self._operator_of()._raysgd
+        is_of_worker = is_ours and not internals.context.settings.batch_options.is_constant
+        sharding: datasets.Sharding = "worker" if is_of_worker else internals.data.sharding
         return DividedSource(Passes(dataset), sharding, world, pads=training)
 
     def made_of_call(self, name: str, request: EpochRequest) -> Any:

@@ -14,7 +14,6 @@ from typing import Any
 from raysgd.connections import tensorflow as connections
 from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError
-from raysgd.replicas.batching import config_for_worker
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.operator import take_place
@@ -73,8 +72,12 @@ class TFRunner(ClassRunner):
             )
         rng.seed_alike(settings.seed)
         context = OperatorContext(settings, world, self._synchronizer, self._strategy)
-        config = dict(settings.config) if makes_fit else config_for_worker(settings.config, self._num_workers)
+        config = dict(settings.config) if makes_fit else settings.config_for(self._num_workers)
         self._operator = operator = settings.training_operator_cls(config, context)
+        obstacle = self._feed.obstacle("train")
+        if settings.batch_options.is_constant and obstacle is not None:
+            way_out = "Omit it, or register a dataset that the library divides"
+            raise ValueError(f'`joint_batch="constant"` cannot work: {obstacle}. {way_out}.')
         self._loop = self._loop_of(operator)
         self._state = KerasState(operator, self._feed, self._loop, is_joint=self._strategy is not None)
         self._synchronizer.restrict_to(lambda: operator._models)

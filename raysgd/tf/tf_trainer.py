@@ -21,6 +21,7 @@ from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
+from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.epochs import EpochAnswer, merged
@@ -63,6 +64,9 @@ class TFTrainer(ChangingTrainer):
         num_workers: How many workers to train with. After losses there may be fewer for a while.
         backend: "gloo": each worker has a model of its own, and gradients are averaged, over sockets. "mwms": one
             `MultiWorkerMirroredStrategy`, for creators with models of tf_keras.
+        joint_batch: "per_worker": a batch of an operator's dataset is that of one worker, unless it registers another
+            `sharding`. "constant": it is that of all workers together, and so is `config[BATCH_SIZE]`, on any number of
+            workers. With creators a batch always is.
         initialization_hook: Called without arguments in each worker process before anything else.
         timeout_s: Seconds that workers may wait for each other.
         seed: What initial weights and the order of shuffled datasets come from; by default another one each time.
@@ -114,6 +118,7 @@ class TFTrainer(ChangingTrainer):
         training_operator_cls: type[TrainingOperator] | None = None,
         num_workers: int | None = None,
         backend: Literal["gloo", "mwms"] = "gloo",
+        joint_batch: Literal["per_worker", "constant"] = "per_worker",
         initialization_hook: Callable[[], Any] | None = None,
         timeout_s: float = 1800.0,
         seed: int | None = None,
@@ -137,6 +142,7 @@ class TFTrainer(ChangingTrainer):
             random.SystemRandom().randrange(2**31) if seed is None else seed,
             use_gpu=bool(use_gpu),
             snapshot_every_n_steps=snapshot_every_n_steps,
+            batch_options=BatchOptions(joint_batch),
             verbose=verbose,
             num_workers=num_workers,
         )
@@ -159,7 +165,7 @@ class TFTrainer(ChangingTrainer):
         )
         arguments.check_spares(group)
         arguments.check_snapshots_inside(snapshot_every_n_steps, backend)
-        arguments.check_config(settings.config, num_workers, backend)
+        arguments.check_config(settings, num_workers, backend)
         arguments.check_installed()
         self.model_creator, self.data_creator = model_creator, data_creator
         super().__init__(group, settings, BackgroundWriter(checkpoint_file.write, files.shown))
@@ -252,6 +258,7 @@ class TFTrainer(ChangingTrainer):
         _checks.check_max_retries(max_retries)
         asked = self._asked(num_steps, profile, reduce_results, info)
         call_data.check(dataset, with_fit=self._trains_with_fit, training=True)
+        arguments.check_can_be_constant(dataset, self._settings)
         can_resume = self._goes_on and dataset is None
         return self._result(self._train(asked, max_retries, dataset, can_resume), reduce_results)
 
@@ -315,7 +322,8 @@ class TFTrainer(ChangingTrainer):
     def config(self) -> dict[str, Any]:
         """The config, with the batch size under `BATCH_SIZE` that a step really takes, on any number of workers."""
         config = dict(self._settings.config)
-        if BATCH_SIZE in config and not self._trains_with_fit:
+        is_constant = self._trains_with_fit or self._settings.batch_options.is_constant
+        if BATCH_SIZE in config and not is_constant:
             config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self.max_replicas).effective
         return config
 

@@ -274,7 +274,8 @@ class TrainingOperator(BaseOperator):
                 `raysgd.data.RayBatches` of one.
             validation_dataset: The same for validation.
             sharding: `"worker"`: a batch is that of one worker. `"global"`: a batch is that of all workers together, as
-                with TensorFlow's strategies. A dataset whose auto-shard policy is OFF is used as it is.
+                with TensorFlow's strategies, and always with `joint_batch="constant"`. A dataset whose auto-shard
+                policy is OFF is used as it is.
 
         Raises:
             TypeError: Something else than a dataset.
@@ -282,6 +283,8 @@ class TrainingOperator(BaseOperator):
         """
         if sharding not in ("worker", "global"):
             raise ValueError(f'`sharding={sharding!r}`: allowed are "worker" and "global".')
+        if self._raysgd.context.settings.batch_options.is_constant:
+            sharding = "global"
         given = {"train": train_dataset, "validation": validation_dataset}
         loaders: dict[str, RayLoader] = {}
         for name, dataset in given.items():

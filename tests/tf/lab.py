@@ -28,10 +28,11 @@ class Experiment:
     operator_cls: type[TrainingOperator]
     config: Mapping[str, Any] = field(default_factory=dict)
     calls: Sequence[tuple[str, int | None]] = (("train", None),)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def run_in(self, world: World) -> tuple[list[EpochAnswer], Any]:
         """Answers, and the state at the end."""
-        runner = TFRunner(TFSettings(self.operator_cls, self.config, SEED), world)
+        runner = TFRunner(TFSettings(self.operator_cls, self.config, SEED, **self.options), world)
         runner.setup()
         answers = []
         for call, num_steps in self.calls:

@@ -13,6 +13,7 @@ import pytest
 
 from raysgd.engine.types import Handover, World
 from raysgd.exceptions import InvalidRegistrationError
+from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.tf.creator_operator import make_operator
@@ -20,6 +21,7 @@ from raysgd.tf.datasets import packed
 from raysgd.tf.operator_context import OperatorContext
 from raysgd.tf.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
+from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import SEED, Experiment, Findings, largest_difference, rank, refusals, run_alone, run_together
 from tests.tf.loss_models import (
     Tokens,
@@ -77,6 +79,14 @@ def assert_same(alone: Findings, together: Findings) -> None:
         kept = [name for name in one if not name.startswith("last_") and name not in ("batch_count", "epoch")]
         expected = pytest.approx({name: one[name] for name in kept}, rel=1e-5, abs=1e-7, nan_ok=True)
         assert {name: many[name] for name in kept} == expected
+
+
+def test_a_constant_joint_batch_has_the_steps_of_one_process(lab: TFTrainer) -> None:
+    options = {"batch_options": BatchOptions("constant")}
+    config = {BATCH_SIZE: 5, "batch_size": 5}  # does not divide by two, and is that of both workers
+    together = run_together(lab, Experiment(Line, config, CALLS, options))
+    alone = run_alone(lab, Experiment(Line, config, CALLS))
+    assert_same(alone, together)
 
 
 def soaked(*names: str) -> list[Any]:
