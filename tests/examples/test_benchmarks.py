@@ -33,6 +33,7 @@ KEYS = {
 FIGURES = {
     "callback_cost": {"none_us", "worker_callback_us", "driver_callback_us", "step_us"},
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
+    "determinism": {"steps_per_s", "num_digests"},
     "epoch_cost": {"epoch_ms", "loop_ms"},
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
     "handover": {"handover_s"},
@@ -85,6 +86,7 @@ def run(script: str, short_folder: str, *arguments: str) -> tuple[str, dict[str,
 LONG = {
     "callback_cost",
     "checkpoint",
+    "determinism",
     "epoch_cost",
     "fit",
     "function_api",
