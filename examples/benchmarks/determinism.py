@@ -2,9 +2,9 @@
 
     python examples/benchmarks/determinism.py [--smoke-test] [--num-workers 4] [--repetitions 3] [--peers raw]
 
-Four workers train `mlp_large`, and nothing happens to them. Each contender has processes of its own, in turn; the seconds
-are those of the loop on the slowest worker, of all epochs but the first. The digest of the weights says whether two runs
-came to the same bits.
+Four workers train `mlp_large`, and nothing happens to them. Each contender has processes of its own, in turn; the
+seconds are those of the loop on the slowest worker, of all epochs but the first. The digest of the weights says whether
+two runs came to the same bits.
 """
 
 from __future__ import annotations
