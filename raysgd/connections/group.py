@@ -37,6 +37,7 @@ class Group:
         self._connections = mesh
         self._others = [rank for rank in range(world.size) if rank != world.rank]
         self._scratch = np.empty(0, np.uint8)
+        self._sums: Array = np.empty(0)
 
     @property
     def _mesh(self) -> Mesh:
@@ -78,17 +79,22 @@ class Group:
         Args:
             rows: This rank's, as many as `counts` says for it; maybe none.
             counts: How many rows each rank has.
+
+        Returns:
+            Memory that the next call uses again.
         """
         width = rows.shape[1]
         bounds = [width * rank // self.size for rank in range(self.size + 1)]
         parts = [np.ascontiguousarray(rows[:, start:stop]) for start, stop in itertools.pairwise(bounds)]
         own = bounds[self.rank + 1] - bounds[self.rank]
-        received = {rank: np.empty((counts[rank], own), rows.dtype) for rank in self._others if counts[rank]}
+        received = self._rooms_for_rows(rows.dtype, counts, own)
         outgoing = {rank: _bytes(_flat(parts[rank])) for rank in self._others if counts[self.rank]}
         rooms = {rank: _bytes(_flat(room)) for rank, room in received.items()}
         self._mesh.swap(outgoing, rooms, _kind(_SUM, rows))
         received[self.rank] = parts[self.rank]
-        sums = np.empty(width, rows.dtype)
+        if self._sums.shape != (width,) or self._sums.dtype != rows.dtype:
+            self._sums = np.empty(width, rows.dtype)
+        sums = self._sums
         target = sums[bounds[self.rank] : bounds[self.rank + 1]]
         terms = [row for rank in sorted(received) for row in received[rank]]
         target[:] = terms[0]
@@ -97,6 +103,19 @@ class Group:
         places = {rank: _bytes(sums[bounds[rank] : bounds[rank + 1]]) for rank in self._others}
         self._mesh.swap(dict.fromkeys(self._others, _bytes(target)), places, _kind(_ALL, rows))
         return sums
+
+    def _rooms_for_rows(self, dtype: np.dtype[Any], counts: Sequence[int], width: int) -> dict[int, Array]:
+        """Room for the parts of the other ranks' rows, in memory that is used again."""
+        num_rows = sum(counts) - counts[self.rank]
+        if len(self._scratch) < num_rows * width * dtype.itemsize:
+            self._scratch = np.empty(num_rows * width * dtype.itemsize, np.uint8)
+        free = self._scratch[: num_rows * width * dtype.itemsize].view(dtype).reshape(num_rows, width)
+        rooms, start = {}, 0
+        for rank in self._others:
+            if counts[rank]:
+                rooms[rank] = free[start : start + counts[rank]]
+                start += counts[rank]
+        return rooms
 
     def _room(self, dtype: np.dtype[Any], num_numbers: int) -> dict[int, Array]:
         """An array for each other rank, in memory that is used again: fresh memory costs as much as the sum."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._checks import check_count, did_you_mean, is_integer, refuse_text
-from raysgd.replicas.batching import check_joint_size, config_for_worker
+from raysgd.replicas.batching import check_joint_size, config_for_worker, split_batch_size
 from raysgd.utils import BATCH_SIZE
 
 CONSTANT = "constant"
@@ -82,6 +82,12 @@ class BatchOptions:
     def is_constant(self) -> bool:
         """Whether the joint batch does not depend on the number of workers."""
         return self.joint_batch == CONSTANT
+
+    def joint_size(self, size: Any, num_workers: int) -> int:
+        """How many samples a step has that is to have `size`, on so many workers."""
+        if self.is_constant:
+            return check_joint_size(size)
+        return split_batch_size(size, self.num_shards if self.deterministic else num_workers).effective
 
     def of_worker(self, size: Any, num_workers: int) -> Any:
         """The most samples that a worker takes at once of batches that have such a size in its config."""

@@ -21,7 +21,6 @@ from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import World
 from raysgd.engine.worker import is_sendable, packed_bytes
 from raysgd.exceptions import UnpicklableError
-from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.controlling import make_controller
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.fit_methods import FitMethods
@@ -326,8 +325,9 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
     def config(self) -> dict[str, Any]:
         """A read-only copy of the config, with the batch size that the present number of workers really takes."""
         config = dict(self._settings.config)
-        if BATCH_SIZE in config and not self._settings.batch_options.is_constant:
-            config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self._controller.num_workers).effective
+        if BATCH_SIZE in config:
+            options = self._settings.batch_options
+            config[BATCH_SIZE] = options.joint_size(config[BATCH_SIZE], self._controller.num_workers)
         return ReadOnlyConfig(config)
 
     @property

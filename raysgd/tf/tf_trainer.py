@@ -22,7 +22,6 @@ from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConne
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.replicas.batch_options import BatchOptions
-from raysgd.replicas.batching import split_batch_size
 from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.epochs import EpochAnswer, merged
 from raysgd.replicas.prediction_data import Asked, Found
@@ -322,9 +321,8 @@ class TFTrainer(ChangingTrainer):
     def config(self) -> dict[str, Any]:
         """The config, with the batch size under `BATCH_SIZE` that a step really takes, on any number of workers."""
         config = dict(self._settings.config)
-        is_constant = self._trains_with_fit or self._settings.batch_options.is_constant
-        if BATCH_SIZE in config and not is_constant:
-            config[BATCH_SIZE] = split_batch_size(config[BATCH_SIZE], self.max_replicas).effective
+        if BATCH_SIZE in config and not self._trains_with_fit:
+            config[BATCH_SIZE] = self._settings.batch_options.joint_size(config[BATCH_SIZE], self.max_replicas)
         return config
 
     def get_model(self, custom_objects: Mapping[str, Any] | None = None) -> Any:

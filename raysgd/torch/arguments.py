@@ -267,6 +267,12 @@ def check_joint_batches(settings: TorchSettings) -> None:
                 "make the joint batch as many times larger, and pass `max_batch_per_worker`",
             ),
             (
+                settings.batch_options.deterministic
+                and choose_precision(settings.use_fp16, settings.precision) == "apex",
+                "Apex",
+                'it exchanges gradients in every backward pass. Use `precision="fp16"` or `"bf16"`',
+            ),
+            (
                 settings.batch_options.deterministic and settings.model_options.sync_batchnorm,
                 "`sync_batchnorm=True`",
                 "workers take different numbers of shards, and would wait for each other. Omit one of the two",

@@ -156,6 +156,7 @@ class Step:
 
     def close_call(self) -> None:
         """Ends a call, in whatever way: what user code does between two calls is no step over the data."""
+        self.shards = None
         self.open_call(1)
 
     def begin(
