@@ -250,7 +250,7 @@ def _has_fsdp() -> bool:
 
 def check_joint_batches(settings: TorchSettings) -> None:
     """Refuses joint batches where nothing divides them, or nothing averages the gradients of uneven shares."""
-    parallel = settings.parallel
+    parallel, is_deterministic = settings.parallel, settings.batch_options.deterministic
     way_out = 'it divides data that `parallel="ddp"` on gloo or NCCL trains on. Use that, or omit it'
     settings.batch_options.refuse_with(
         [
@@ -262,18 +262,17 @@ def check_joint_batches(settings: TorchSettings) -> None:
                 "the library has to divide the data. Omit one of the two",
             ),
             (
-                settings.batch_options.deterministic and settings.step_options.accumulate_grad_batches > 1,
+                is_deterministic and settings.step_options.accumulate_grad_batches > 1,
                 f"`accumulate_grad_batches={settings.step_options.accumulate_grad_batches}`",
                 "make the joint batch as many times larger, and pass `max_batch_per_worker`",
             ),
             (
-                settings.batch_options.deterministic
-                and choose_precision(settings.use_fp16, settings.precision) == "apex",
+                is_deterministic and choose_precision(settings.use_fp16, settings.precision) == "apex",
                 "Apex",
                 'it exchanges gradients in every backward pass. Use `precision="fp16"` or `"bf16"`',
             ),
             (
-                settings.batch_options.deterministic and settings.model_options.sync_batchnorm,
+                is_deterministic and settings.model_options.sync_batchnorm,
                 "`sync_batchnorm=True`",
                 "workers take different numbers of shards, and would wait for each other. Omit one of the two",
             ),

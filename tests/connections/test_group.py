@@ -13,6 +13,7 @@ import pytest
 from raysgd.connections._mesh import MeshBroken
 from raysgd.connections.group import Group, Votes
 from raysgd.engine.types import World
+from raysgd.replicas.division import even_counts
 from tests.connections.test_mesh import connected
 
 
@@ -63,6 +64,21 @@ def test_sums_are_those_in_the_order_of_ranks_to_the_bit_on_all_ranks(
 
         for sums in on_all(groups, add_up):
             assert np.array_equal(sums, expected)
+
+
+@pytest.mark.parametrize("width", [5, 100_000])
+def test_rows_are_added_in_their_order_whichever_rank_has_them(groups: list[Group], width: int) -> None:
+    rows = terms(4, width, np.float32)
+    expected = functools.reduce(np.add, rows)
+    counts = even_counts(4, len(groups))
+
+    def add_rows(group: Group) -> Any:
+        first = sum(counts[: group.rank])
+        return group.add_rows(np.stack(rows[first : first + counts[group.rank]]), counts).copy()
+
+    for _ in range(2):  # memory is used again
+        for found in on_all(groups, add_rows):
+            assert np.array_equal(found, expected)
 
 
 def test_arrays_of_all_ranks_are_gathered(groups: list[Group]) -> None:
