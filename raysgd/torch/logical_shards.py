@@ -47,11 +47,7 @@ class LogicalShards:
 
     def keep(self, parameters: Sequence[torch.Tensor]) -> None:
         """Keeps the gradients that a backward pass has just made."""
-        width = sum(each.numel() for each in parameters) + len(parameters)
-        counts = self._counts()
-        shape = (max(1, counts[self._rank]), width)
-        if self._rows.shape != shape:
-            self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
+        self._make_room(parameters)
         row = self._rows[self._num_kept]
         start = 0
         for each in parameters:
@@ -64,9 +60,16 @@ class LogicalShards:
         row[start:] = torch.tensor([each.grad is not None for each in parameters], dtype=row.dtype)
         self._num_kept += 1
 
+    def _make_room(self, parameters: Sequence[torch.Tensor]) -> None:
+        """A row for each shard of this rank: its numbers, and behind them which parameters have a gradient at all."""
+        shape = (max(1, self._counts()[self._rank]), sum(each.numel() for each in parameters) + len(parameters))
+        if self._rows.shape != shape:
+            self._rows = torch.zeros(shape, dtype=_dtype_of(parameters), device=parameters[0].device)
+
     def add_up(self, parameters: Sequence[torch.Tensor], seed: int) -> None:
         """Puts the sums over all shards where optimizers look for gradients."""
         counts = self._counts()
+        self._make_room(parameters)
         self._rows[self._num_kept :].zero_()  # shards of a short joint batch that have no sample
         sums = self._summed(self._rows[: counts[self._rank]], counts)
         start, flags = 0, sums[-len(parameters) :].tolist()
