@@ -152,11 +152,18 @@ class Division:
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 
     def counts(self, num_samples: int, speeds: Sequence[float] = ()) -> list[int]:
-        """Each worker's samples of a joint batch; by speed, where speeds are given, else evenly."""
+        """Each worker's samples of a joint batch; by speed, where speeds are given, else evenly.
+
+        By speed each worker keeps one sample, if there are enough: one without samples could not be measured any more.
+        """
         if not speeds:
             return even_counts(num_samples, self.world_size)
         most = None if self.cap is None else self.cap * self.num_batches(num_samples)
-        return proportional_counts(num_samples, speeds, most)
+        counts = proportional_counts(num_samples, speeds, most)
+        while min(counts) == 0 and num_samples >= self.world_size:
+            counts[counts.index(max(counts))] -= 1
+            counts[counts.index(0)] += 1
+        return counts
 
     def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[Part]:
         """The batches that `rank` takes for a joint batch, one after the other: as many as any other rank."""

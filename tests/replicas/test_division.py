@@ -67,6 +67,12 @@ def test_a_cap_that_all_workers_together_cannot_keep_is_refused() -> None:
         proportional_counts(7, [1.0, 2.0, 3.0], most=2)
 
 
+def test_by_speed_each_worker_keeps_a_sample_to_be_measured_by() -> None:
+    assert Division(4, 2).counts(4, [8.0, 1.0]) == [3, 1]
+    assert Division(8, 4).counts(8, [80.0, 1.0, 1.0, 40.0]) == [4, 1, 1, 2]
+    assert Division(2, 3).counts(2, [8.0, 1.0, 8.0]) == [1, 0, 1], "there are not enough"
+
+
 def test_above_the_cap_a_share_is_taken_in_several_batches() -> None:
     division = Division(joint_size=18, world_size=2, cap=4)
     assert division.num_batches(18) == 3
