@@ -69,7 +69,7 @@ def test_a_cap_that_all_workers_together_cannot_keep_is_refused() -> None:
 
 def test_by_speed_each_worker_keeps_a_sample_to_be_measured_by() -> None:
     assert Division(4, 2).counts(4, [8.0, 1.0]) == [3, 1]
-    assert Division(8, 4).counts(8, [80.0, 1.0, 1.0, 40.0]) == [4, 1, 1, 2]
+    assert Division(8, 4).counts(8, [80.0, 1.0, 1.0, 40.0]) == [3, 1, 1, 3]
     assert Division(2, 3).counts(2, [8.0, 1.0, 8.0]) == [1, 0, 1], "there are not enough"
 
 
