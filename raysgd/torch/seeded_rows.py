@@ -11,7 +11,7 @@ from raysgd.torch.batch_sampler import SeededIndices
 
 
 class SeededRows(Dataset[Any]):
-    """A map-style dataset that is asked for whole batches, and seeds the generators for each of them.
+    """A map-style dataset that gives whole batches, and seeds the generators for each of them.
 
     What `collate_fn` draws comes from there, too. Other attributes are those of the dataset inside.
 
