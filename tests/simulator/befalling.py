@@ -13,6 +13,7 @@ from tests.simulator.schedule import Fault
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
 
+_REGISTER_S = 60.0
 USER_CODE = {"step", "half", "note", "look", "warm up"}
 
 
@@ -129,6 +130,8 @@ class Befalling:
         self.num_incidents += 1
         process.freeze()
         process.outlives_kill = False
+        if not process.is_up:  # Ray ends a process that does not register with it
+            self._simulation.kernel.after(_REGISTER_S, lambda: self._kill(process))
 
     def _stall(self, fault: Fault, process: Process) -> None:
         self.num_incidents += 2  # one more where it goes on and stops again
