@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Literal
 
+from raysgd._optional import install_command
+
 Level = Literal["ok", "note", "problem"]
 
 OLDEST = {
@@ -76,9 +78,8 @@ def examine(address: str | None = None, *, self_test: bool = True) -> Iterator[F
             if self_test and "torch" in versions:
                 yield run_self_test()
             elif self_test:
-                yield Finding(
-                    "note", "self test: not run, because it needs PyTorch", 'Run: pip install "raysgd[torch]"'
-                )
+                advice = f"Run: {install_command('torch')}"
+                yield Finding("note", "self test: not run, because it needs PyTorch", advice)
     except ConnectionFailed as error:
         yield Finding("problem", f"cluster: {error}", _advice_on_connection(address))
 
@@ -126,7 +127,7 @@ def check_packages(versions: Mapping[str, str]) -> Iterator[Finding]:
         if package not in versions:
             yield Finding("problem", f"{package} is not installed", f"Run: pip install {package}")
     if not any(framework in versions for framework in FRAMEWORKS):
-        advice = 'Run: pip install "raysgd[torch]" or pip install "raysgd[tf]"'
+        advice = f"Run: {install_command('torch')} or {install_command('tf')}"
         yield Finding("problem", "neither PyTorch nor TensorFlow is installed", advice)
 
 

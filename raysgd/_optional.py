@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
+from importlib import metadata
+from pathlib import Path
 from types import ModuleType
 
 
@@ -61,13 +64,46 @@ def _package_of(module: str) -> str:
     return module.partition(".")[0]
 
 
+def install_command(extra: str) -> str:
+    """The command that installs an extra, wherever this package came from.
+
+    pip takes the extra of the raysgd that is installed, so no index needs to have raysgd. Sources that are only on
+    `PYTHONPATH` are named by their folder.
+    """
+    return f'pip install "{_source()}[{extra}]"'
+
+
+def _reinstall_command(extra: str) -> str:
+    """The same for packages that are there, but broken or too old: raysgd itself is not fetched again."""
+    packages = " ".join(f'"{requirement}"' for requirement in _requirements(extra))
+    return f"pip install --upgrade --force-reinstall {packages}" if packages else install_command(extra)
+
+
+def _source() -> str:
+    return "raysgd" if _declared() is not None else str(Path(__file__).resolve().parents[1])
+
+
+def _requirements(extra: str) -> list[str]:
+    """What an extra of the installed raysgd installs beside raysgd."""
+    lines = [line.partition(";") for line in _declared() or []]
+    mark = re.compile(rf"""extra == ["']{extra}["']""")
+    return [name.strip() for name, _, marker in lines if mark.search(marker) and not name.startswith("raysgd[")]
+
+
+def _declared() -> list[str] | None:
+    """All that the installed raysgd declares to need; None if it is not installed."""
+    try:
+        return metadata.requires("raysgd") or []
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def _missing_message(module: str, extra: str, who: str) -> str:
-    return f'{who} needs `{_package_of(module)}`, which is not installed. Run: pip install "raysgd[{extra}]"'
+    return f"{who} needs `{_package_of(module)}`, which is not installed. Run: {install_command(extra)}"
 
 
 def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:
     return (
         f"{who} needs `{module}`. The package `{_package_of(module)}` is installed, but importing it failed "
-        f"with {type(error).__name__}: {error}. Repair that installation, or replace it: "
-        f'pip install --upgrade --force-reinstall "raysgd[{extra}]"'
+        f"with {type(error).__name__}: {error}. Repair that installation, or replace it: {_reinstall_command(extra)}"
     )

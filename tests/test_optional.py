@@ -1,11 +1,14 @@
 from __future__ import annotations
 
 import json.decoder
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from raysgd._optional import require, require_installed
+from raysgd._optional import install_command, require, require_installed
 
 
 @pytest.fixture
@@ -59,7 +62,7 @@ def test_a_package_that_is_broken_is_not_called_missing(packages: Path, source: 
     message = str(caught.value)
     assert "is installed, but importing it failed with " + reason in message
     assert "not installed. Run" not in message
-    assert message.endswith('pip install --upgrade --force-reinstall "raysgd[tf]"')
+    assert message.endswith('pip install --upgrade --force-reinstall "tensorflow>=2.16" "tf_keras>=2.16"')
     assert caught.value.__cause__ is not None
 
 
@@ -68,3 +71,25 @@ def test_a_package_without_the_module_asked_for_is_not_called_missing(packages: 
     (packages / "older_package" / "__init__.py").touch()
     with pytest.raises(ImportError, match="`older_package` is installed, but importing it failed"):
         require("older_package.later_addition", extra="tf")
+
+
+def test_the_command_works_without_an_index_that_has_raysgd(tmp_path: Path) -> None:
+    assert install_command("tune") == 'pip install "raysgd[tune]"'
+    pip = [sys.executable, "-m", "pip", "install", "--no-index", "--no-deps", "--dry-run", "raysgd[tune]"]
+    done = subprocess.run(pip, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Requirement already satisfied: raysgd[tune]" in done.stdout
+
+
+def test_sources_that_are_not_installed_are_named_by_their_folder() -> None:
+    """As with `PYTHONPATH`: without the packages of the environment, in a folder where there is no raysgd."""
+    root = Path(__file__).resolve().parents[1]
+    code = "from raysgd._optional import require; require('no_such_package', extra='tune')"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    assert f'Run: pip install "{root}[tune]"' in done.stderr

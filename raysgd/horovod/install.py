@@ -15,6 +15,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from raysgd._optional import install_command
 from raysgd.horovod import recipe
 
 _NEEDED = {"cloudpickle": "cloudpickle", "packaging": "packaging", "psutil": "psutil", "yaml": "pyyaml"}
@@ -81,7 +82,7 @@ def find_target() -> recipe.Target:
     if importlib.util.find_spec("torch") is None:
         missing.insert(0, "torch")
     if missing:
-        raise InstallError(f'It needs {", ".join(missing)} in {sys.prefix}. Run: pip install "raysgd[horovod]"')
+        raise InstallError(f"It needs {', '.join(missing)} in {sys.prefix}. Run: {install_command('horovod')}")
     import torch
 
     python = f"cp{sys.version_info.major}{sys.version_info.minor}"
