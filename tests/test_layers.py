@@ -51,7 +51,8 @@ TRIALS = {
 LEAVES = {"raysgd.cli", "raysgd.horovod", "raysgd.operators", "raysgd.tune", "examples"}
 # The function-based front end wraps models, and marks datasets, with what the class-based one has.
 ALLOWED_BETWEEN_FRONT_ENDS = {
-    ("raysgd.data.examples", "raysgd.torch"),  # they train with it
+    ("raysgd.data.examples", "raysgd.tf"),  # they train with it
+    ("raysgd.data.examples", "raysgd.torch"),
     ("raysgd.train._torch", "raysgd.torch.ddp"),
     ("raysgd.train._torch", "raysgd.torch.fsdp"),
     ("raysgd.train._torch", "raysgd.torch.options"),

@@ -90,6 +90,16 @@ _SGD: dict[str, tuple[str, str]] = {
         "check_for_failure find_free_port override",
     ),
     "ray.util.data": ("raysgd.util.data", "MLDataset from_parallel_iter"),
+    "ray.util.data.dataset": ("raysgd.util.data", "MLDataset"),
+    "ray.util.data.examples": ("raysgd.data.examples", ""),
+    "ray.util.data.examples.mlp_identity_torch": (
+        "raysgd.data.examples.mlp_identity_torch",
+        "Net main make_train_operator",
+    ),
+    "ray.util.data.examples.mlp_identity_tf": (
+        "raysgd.data.examples.mlp_identity_tf",
+        "main make_data_creator model_creator",
+    ),
     "ray.tune.integration.torch": (
         "raysgd.tune.torch",
         "DistributedTrainableCreator distributed_checkpoint_dir is_distributed_trainable",

@@ -1,0 +1,84 @@
+"""Teaches a small network the identity, from an `MLDataset`, with TensorFlow.
+
+Data: 6,400 numbers from 0 up to 1, computed; each is its own label. The names here are imported by programs and tests
+in the wild.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+from raysgd.util.data import MLDataset, from_parallel_iter
+from raysgd.util.iter import from_items
+
+NUM_POINTS = 32 * 200
+
+__all__ = ["dataset_creator", "main", "make_data_creator", "model_creator"]
+
+
+def dataset_creator(num_shards: int) -> MLDataset:
+    """The numbers as data frames with the columns 0, the input, and 1, the label."""
+    points = [index / NUM_POINTS for index in range(NUM_POINTS)]
+    pairs = from_items(points, num_shards).for_each(lambda point: [point, point])
+    return from_parallel_iter(pairs, need_convert=True, batch_size=32)
+
+
+def model_creator(config: dict[str, Any]) -> Any:
+    """A compiled model with one hidden layer of 128; the learning rate of Adam is `lr`, 0.0001 by default."""
+    import tensorflow as tf
+
+    layers = [tf.keras.layers.Input([1]), tf.keras.layers.Dense(128, activation="relu"), tf.keras.layers.Dense(1)]
+    model = tf.keras.Sequential(layers)
+    model.compile(optimizer=tf.keras.optimizers.Adam(config.get("lr", 1e-4)), loss="mse")
+    return model
+
+
+def make_data_creator(tf_ds: Any) -> Callable[[dict[str, Any]], tuple[Any, None]]:
+    """A data creator that reads the shard of its worker, without end.
+
+    Args:
+        tf_ds: A `TFMLDataset`, with as many shards as there are workers.
+    """
+
+    def data_creator(config: dict[str, Any]) -> tuple[Any, None]:
+        from raysgd.tf import prepare_dataset_shard
+
+        rows = tf_ds.get_shard(shard_index=_rank()).batch(config["batch_size"]).repeat()
+        return prepare_dataset_shard(rows), None
+
+    return data_creator
+
+
+def _rank() -> int:
+    """The worker's rank; -1, which stands for all shards, where there is one worker."""
+    cluster = os.environ.get("TF_CONFIG")
+    return int(json.loads(cluster)["task"]["index"]) if cluster else -1
+
+
+def main(num_replicas: int = 2, num_epochs: int = 5, num_steps: int = 100) -> float:
+    """Train, print what the network makes of 0.5, and return it.
+
+    Args:
+        num_replicas: Number of workers, and of shards.
+        num_epochs: Number of epochs.
+        num_steps: Steps of each.
+    """
+    import numpy as np
+
+    from raysgd.tf import TFTrainer
+
+    dataset = dataset_creator(num_replicas).to_tf(feature_columns=[0], label_column=1)
+    config = {"batch_size": 32, "lr": 0.01, "fit_config": {"steps_per_epoch": num_steps, "verbose": 0}}
+    with TFTrainer(model_creator, make_data_creator(dataset), config=config, num_replicas=num_replicas) as trainer:
+        for _ in range(num_epochs):
+            print(trainer.train())
+        [[found]] = trainer.get_model().predict(np.array([[0.5]]), verbose=0)
+    print(f"the network takes 0.5 for {found:.3f}")
+    return float(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,78 @@
+"""Teaches a small network the identity, from an `MLDataset`, with PyTorch.
+
+Data: 6,400 numbers from 0 up to 1, computed; each is its own label. The names here are imported by programs and tests
+in the wild.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from raysgd.data.examples.mlp_identity import NUM_POINTS, Net, to_mat
+from raysgd.util.data import MLDataset, from_parallel_iter
+from raysgd.util.iter import from_items
+
+__all__ = ["Net", "dataset_creator", "main", "make_train_operator"]
+
+
+def dataset_creator(num_shards: int) -> MLDataset:
+    """The numbers as data frames with the columns 0, the input, and 1, the label."""
+    points = [index / NUM_POINTS for index in range(NUM_POINTS)]
+    pairs = from_items(points, num_shards).for_each(lambda point: [point, point])
+    return from_parallel_iter(pairs, need_convert=True, batch_size=32)
+
+
+def make_train_operator(ds: Any) -> type[Any]:
+    """The operator class that trains on the shard of its rank.
+
+    Args:
+        ds: A `TorchMLDataset`, with as many shards as there are workers.
+    """
+    from raysgd.torch import TrainingOperator
+
+    class IdentityTrainOperator(TrainingOperator):
+        """The configuration has `batch_size` and, if it is not 0.0001, `lr`."""
+
+        def setup(self, config: dict[str, Any]) -> None:
+            model = Net()
+            optimizer = torch.optim.SGD(model.parameters(), lr=config.get("lr", 1e-4))
+            self.model, self.optimizer, self.criterion = self.register(
+                models=model, optimizers=optimizer, criterion=torch.nn.MSELoss()
+            )
+            rows = ds.get_shard(self.world_rank, shuffle=True, shuffle_buffer_size=4)
+            self.register_data(train_loader=DataLoader(rows, batch_size=config["batch_size"]))
+
+    return IdentityTrainOperator
+
+
+def main(num_workers: int = 2, num_epochs: int = 5, num_steps: int = 100) -> float:
+    """Train, print what the network makes of 0.5, and return it.
+
+    Args:
+        num_workers: Number of workers, and of shards.
+        num_epochs: Number of epochs.
+        num_steps: Steps of each.
+    """
+    from raysgd.torch import TorchTrainer
+
+    dataset = dataset_creator(num_workers).to_torch(feature_columns=[0], label_column=1)
+    with TorchTrainer(
+        training_operator_cls=make_train_operator(dataset),
+        config={"batch_size": 32, "lr": 0.1},
+        num_workers=num_workers,
+        add_dist_sampler=False,
+    ) as trainer:
+        for _ in range(num_epochs):
+            print(trainer.train(num_steps=num_steps))
+        model = trainer.get_model(to_cpu=True)
+    with torch.no_grad():
+        found = float(model(to_mat(0.5)))
+    print(f"the network takes 0.5 for {found:.3f}")
+    return found
+
+
+if __name__ == "__main__":
+    main()
