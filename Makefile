@@ -6,8 +6,8 @@ HOROVOD_STAMP := $(VENV)/.installed-horovod
 DOCS_STAMP := $(VENV)/.installed-docs
 
 # The first interpreter that starts and is supported; or say `make PYTHON=/path/to/python`.
-SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))
-PYTHON ?= $(shell for candidate in python3 python3.12 python3.11 python3.10; do \
+SUPPORTED := import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for candidate in python3 python3.13 python3.12 python3.11 python3.10; do \
 	if $$candidate -c '$(SUPPORTED)' 2>/dev/null; then echo $$candidate; break; fi; done)
 
 # One thread for each process: the tests and the demo run several processes, often more than there are cores.
@@ -65,7 +65,7 @@ help: ## show this list
 
 # PyTorch goes first and pinned: left to a range, pip may fetch builds with gigabytes of libraries for GPUs.
 $(STAMP): pyproject.toml setup.py constraints-dev.txt
-	@test -n "$(PYTHON)" || { echo "no Python 3.10, 3.11 or 3.12 found: install one, or set PYTHON=..." >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "no Python 3.10 to 3.13 found: install one, or set PYTHON=..." >&2; exit 1; }
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --upgrade "pip>=25.1"
 	$(PY) -m pip install $(shell grep '^torch==' constraints-dev.txt)

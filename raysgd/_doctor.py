@@ -34,7 +34,7 @@ OLDEST = {
 """The packages that are looked for, with their oldest supported versions."""
 NEEDED = ("ray",)
 FRAMEWORKS = ("torch", "tensorflow")
-PYTHONS = ((3, 10), (3, 12))
+PYTHONS = ((3, 10), (3, 13))
 _SMALLEST_SHARED_MEMORY = 256 * 2**20
 _NUM_TEST_WORKERS = 2
 _CONNECT_S = 5.0

@@ -105,5 +105,6 @@ def _missing_message(module: str, extra: str, who: str) -> str:
 def _broken_message(module: str, extra: str, who: str, error: Exception) -> str:
     return (
         f"{who} needs `{module}`. The package `{_package_of(module)}` is installed, but importing it failed "
-        f"with {type(error).__name__}: {error}. Repair that installation, or replace it: {_reinstall_command(extra)}"
+        f"with {type(error).__name__}: {error}. Repair that installation, or install again what "
+        f"`raysgd[{extra}]` needs: {_reinstall_command(extra)}"
     )

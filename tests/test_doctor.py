@@ -15,7 +15,7 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("version", "level"), [((3, 9), "problem"), ((3, 10), "ok"), ((3, 12), "ok"), ((3, 13), "problem")]
+    ("version", "level"), [((3, 9), "problem"), ((3, 10), "ok"), ((3, 13), "ok"), ((3, 14), "problem")]
 )
 def test_python_is_one_of_the_supported_ones(version: tuple[int, int], level: str) -> None:
     assert _doctor.check_python(version).level == level
@@ -42,7 +42,8 @@ def test_packages_are_there_and_recent_enough(versions: Mapping[str, str], probl
 def test_the_installed_versions_are_those_of_the_environment() -> None:
     import torch
 
-    assert _doctor.installed_versions()["torch"] == torch.__version__
+    found = _doctor.installed_versions()["torch"]
+    assert torch.__version__.startswith(found)  # which may name a build, such as `+cu130`
 
 
 def a_torch(num_gpus: int, cuda: str | None) -> Any:

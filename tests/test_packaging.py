@@ -122,7 +122,7 @@ def test_every_extra_named_in_a_message_exists(metadata: Message) -> None:
 
 
 def test_the_supported_versions_of_python_are_stated(metadata: Message) -> None:
-    assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.13"}
+    assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
 
 
 def test_every_requirement_of_the_development_environment_is_pinned(metadata: Message) -> None:

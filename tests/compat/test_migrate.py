@@ -232,11 +232,18 @@ def test_a_file_that_cannot_be_migrated_does_not_stop_the_others(folder: Path) -
     assert "raysgd" in (folder / "a.py").read_text()
 
 
-def test_a_notebook_is_named(folder: Path) -> None:
+def test_a_notebook_is_rewritten_too(folder: Path) -> None:
+    text = '{"nbformat": 4, "cells": [{"cell_type": "code", "source": ["import ray.util.sgd"]}]}'
+    (folder / "n.ipynb").write_text(text)
+    assert run(folder, "--write").exit_code == 0
+    assert (folder / "n.ipynb").read_text() == text.replace("ray.util.sgd", "raysgd")
+
+
+def test_a_notebook_that_is_none_is_named(folder: Path) -> None:
     (folder / "n.ipynb").write_text('{"cells": [{"source": ["import ray.util.sgd"]}]}')
     found = run(folder)
     assert found.exit_code == 1
-    assert "n.ipynb:1: error: notebooks are not rewritten" in found.output
+    assert "n.ipynb:1: error: this is no notebook" in found.output
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])

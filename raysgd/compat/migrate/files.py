@@ -10,10 +10,10 @@ from pathlib import Path
 
 from raysgd._atomic_file import replacing
 from raysgd.compat.migrate.findings import Finding
+from raysgd.compat.migrate.notebook import migrate_notebook
 from raysgd.compat.migrate.source import Migrated, migrate
 
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
-_MARK = b"ray.util.sgd"
 
 
 @dataclass(frozen=True)
@@ -63,13 +63,13 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def migrate_file(path: Path, ray_train: bool) -> MigratedFile:
-    """Rewrites one file, in memory. A notebook is only looked at."""
+    """Rewrites one file, in memory."""
     try:
         before = path.read_bytes()
     except OSError as error:
         return MigratedFile(path, b"", Migrated(b"", [Finding(1, f"it cannot be read: {error}", is_error=True)]))
     if path.suffix == ".ipynb":
-        return MigratedFile(path, before, Migrated(before, _of_notebook(before)))
+        return MigratedFile(path, before, migrate_notebook(before, ray_train))
     return MigratedFile(path, before, migrate(before, ray_train))
 
 
@@ -77,13 +77,6 @@ def _inside(folder: Path) -> Iterator[Path]:
     for root, folders, names in os.walk(folder):
         folders[:] = [each for each in folders if each not in _SKIPPED and not each.startswith(".")]
         yield from (Path(root, name) for name in names if name.endswith((".py", ".ipynb")))
-
-
-def _of_notebook(text: bytes) -> list[Finding]:
-    if _MARK not in text:
-        return []
-    advice = "notebooks are not rewritten: change the cells by hand, or export it as a script and migrate that"
-    return [Finding(1, advice, is_error=True)]
 
 
 def _lines(text: bytes) -> list[str]:

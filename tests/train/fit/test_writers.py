@@ -61,7 +61,7 @@ class TestResults:
             "b": [0, 1],
             "d": {"('x', 1)": {"1": 2}},
             "e": "b'z'",
-            "config": {"model": "<class 'pathlib.Path'>"},
+            "config": {"model": f"{Path}"},
         }
 
     def test_a_dict_inside_of_itself(self) -> None:
