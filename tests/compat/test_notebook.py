@@ -1,6 +1,6 @@
 """`raysgd migrate` on notebooks: code cells change, and nothing else does.
 
-Covers `raysgd.compat.migrate.cells`, too.
+Covers `raysgd.compat.migrate.notebook`, and with it `raysgd.compat.migrate.cells`.
 """
 
 from __future__ import annotations
