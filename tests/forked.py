@@ -28,6 +28,8 @@ from typing import Any
 from unittest import mock
 
 SWITCH = "RAYSGD_FORKED_WORKERS"
+LENT = "RAYSGD_FORKED_BY"
+"""The interpreter that the process which started this one lends it."""
 FOR_RAY = ("psutil", "yaml", "jsonschema", "requests", "msgpack", "filelock", "google.protobuf.descriptor_pb2")
 FOR_TORCH = ("torch", "tqdm")
 FOR_KERAS = ("h5py", "IPython", "matplotlib.pyplot", "optree", "pandas", "rich.console", "scipy.stats", "sklearn.base")
@@ -94,11 +96,38 @@ class NoForks:
         yield
 
 
+class LentForks(NoForks):
+    """Lets the server of the process that started this one fork the workers.
+
+    Args:
+        interpreter: As in `Forks`.
+    """
+
+    def __init__(self, interpreter: str) -> None:
+        self.interpreter = interpreter
+
+    @contextmanager
+    def starting(self) -> Iterator[None]:
+        with mock.patch.object(sys, "executable", self.interpreter):
+            yield
+
+
+_running: list[Forks] = []
+
+
+def to_lend() -> dict[str, str]:
+    """Variables for a process that starts workers too, so that it need not start a server."""
+    return {LENT: str(_running[-1].interpreter)} if _running else {}
+
+
 @contextmanager
 def forks(preloaded: Sequence[str] = FOR_TORCH) -> Iterator[Forks | NoForks]:
     """Until the end of the block workers can be forked."""
     if os.environ.get(SWITCH) == "0":
         yield NoForks()
+        return
+    if LENT in os.environ:
+        yield LentForks(os.environ[LENT])
         return
     with tempfile.TemporaryDirectory(prefix="f-") as folder:
         address, interpreter = f"{folder}/server", Path(folder, "python")
@@ -112,7 +141,11 @@ def forks(preloaded: Sequence[str] = FOR_TORCH) -> Iterator[Forks | NoForks]:
             assert server.stdout.readline(), "the server that forks workers did not start"
             found = Forks(server, interpreter)
             found.preload([*FOR_RAY, *preloaded])
-            yield found
+            _running.append(found)
+            try:
+                yield found
+            finally:
+                _running.remove(found)
 
 
 def serve(address: str) -> None:

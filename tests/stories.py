@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+from tests.forked import to_lend
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -14,7 +17,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def run_story(module: str, *arguments: str, timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Runs a module to its end, which has to be a good one; else its arguments and its last words are told."""
     command = [sys.executable, "-m", module, *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout_s, check=False)
+    environment = {**os.environ, **to_lend()}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0, f"{module} {' '.join(arguments)}\n{done.stdout[-3000:]}{done.stderr[-5000:]}"
     return done
 

@@ -9,6 +9,7 @@ them.
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,8 +133,13 @@ def modules_of(*folders: str) -> Iterator[tuple[str, list[Import]]]:
     """Yield each module under these folders of the repository with what it imports."""
     for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.py")):
-            name = module_name(path)
-            yield name, imports_in(path.read_text(encoding="utf-8"), name)
+            yield module_name(path), imports_of_file(path)
+
+
+@functools.cache
+def imports_of_file(path: Path) -> list[Import]:
+    """What a module imports; it is read once for all rules."""
+    return imports_in(path.read_text(encoding="utf-8"), module_name(path))
 
 
 def imports_of(*folders: str) -> list[Import]:

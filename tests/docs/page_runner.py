@@ -1,4 +1,4 @@
-"""Runs scripts, each in a process forked from this one, which has imported PyTorch: that takes longer than a script.
+"""Runs scripts, each forked from this process, which has imported PyTorch and Ray: that takes longer than a script.
 
 Reads a line of JSON for each: the script, its arguments, its environment, the folder to run in, and the file for its
 output. Answers with its exit status.
@@ -73,7 +73,7 @@ def become(script: str, environment: Mapping[str, str], output: str, arguments: 
 
 
 def main() -> None:
-    for module in ("torch._dynamo", *sys.argv[1:]):  # the first optimizer imports PyTorch's compiler
+    for module in ("torch._dynamo", "ray", *sys.argv[1:]):  # the first optimizer imports PyTorch's compiler
         importlib.import_module(module)
     while line := sys.stdin.readline():
         child = os.fork()
