@@ -16,7 +16,7 @@ from raysgd.engine.call import Call
 from raysgd.engine.renewal import renew, restart
 from raysgd.exceptions import UnpicklableError
 from raysgd.replicas.settings import ReplicaSettings
-from raysgd.replicas.trainer import ClassTrainer
+from raysgd.replicas.trainer import ClassTrainer, naming_config_entry, show_options
 from raysgd.utils import BATCH_SIZE
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class ChangingTrainer(ClassTrainer):
     def _take_settings(self, settings: ReplicaSettings) -> None:
         self._settings = settings
         self._replicas.settings = self._settings_to_send()
-        self._show_options(settings)
+        show_options(self, settings)
         group = self._controller.group
         if group is not None:
             group.standby.kill_all()  # they were made with other settings
@@ -114,7 +114,7 @@ class ChangingTrainer(ClassTrainer):
         try:
             yield
         except UnpicklableError as error:
-            raise self._naming_config_entry(error) from error.__cause__
+            raise naming_config_entry(error, self._settings.config) from error.__cause__
 
     def _renew(self) -> None:
         """Makes new operators, from the present settings."""

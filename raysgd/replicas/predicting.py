@@ -27,7 +27,7 @@ from raysgd.replicas.prediction_data import DEFAULT_BATCH_SIZE, Asked, Source
 from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.ray_batches import PLAIN_BATCH_SIZE
 from raysgd.replicas.settings import ReplicaSettings
-from raysgd.replicas.sharing import placed_once
+from raysgd.replicas.sharing import Placing, placed_once
 from raysgd.utils import BATCH_SIZE
 
 _SHORT_S, _LONG_S = 0.25, 1.0
@@ -165,10 +165,7 @@ class Predicts(ABC):
     _listeners: ProgressListeners
     _settings: ReplicaSettings
     _runner_cls: Any
-
-    @abstractmethod
-    def _placed(self, rank: int, share: Any) -> Any:
-        """A share where its rank can take it from."""
+    _place: Placing
 
     @abstractmethod
     def _to_predict(self, data: Any, asked: Asked) -> tuple[Source, Container]:
@@ -227,7 +224,7 @@ class Predicts(ABC):
     def _predicted(self, source: Source, asked: Options) -> Iterator[Any]:
         """The output for each batch."""
         runner, listeners = self._runner_cls, self._listeners
-        rounds = Rounds(self._controller, runner.predict, source, asked, self._placed, listeners)
+        rounds = Rounds(self._controller, runner.predict, source, asked, self._place, listeners)
         try:
             yield from rounds.outputs()
         finally:

@@ -10,6 +10,7 @@ from operator import itemgetter
 from typing import Any
 
 from raysgd.replicas import trees
+from raysgd.replicas.answering import Answering
 from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.ray_batches import BatchForm
 from raysgd.replicas.running import Running
@@ -128,10 +129,7 @@ class PredictsRounds(ABC):
 
     _operator: Any
     _running: Running | None
-
-    @abstractmethod
-    def _arm_timers(self, profile: bool) -> None:
-        """Gets the operator's timers ready for a call."""
+    _answering: Answering
 
     @abstractmethod
     def _predicting(self) -> AbstractContextManager[Any]:
@@ -157,7 +155,7 @@ class PredictsRounds(ABC):
             The output for each batch, as arrays.
         """
         place = PredictionPlace(request)
-        self._arm_timers(False)
+        self._answering.begin(self._operator, profile=False)
         self._running = Running(place, 0, request.total, request.info, "predict")
         self._operator._raysgd.latest_metrics = {}
         try:

@@ -13,21 +13,21 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar
 
-from raysgd._meters import NUM_SAMPLES, MetricSummary
-from raysgd._timers import TimerCollection
+from raysgd._meters import NUM_SAMPLES
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
+from raysgd.replicas.answering import Answering
 from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
 from raysgd.replicas.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
 from raysgd.replicas.feed import Feed
-from raysgd.replicas.logged import completing, counting, forget, take_outside
+from raysgd.replicas.logged import completing, counting, forget
 from raysgd.replicas.loop import Loop
 from raysgd.replicas.prediction import PredictsRounds
 from raysgd.replicas.ray_batches import RayBatches
 from raysgd.replicas.replica_state import ReplicaState
-from raysgd.replicas.results import WorkerMetrics, as_number
+from raysgd.replicas.results import as_number
 from raysgd.replicas.running import Running
 from raysgd.replicas.streams import Stream, WatchedBatches, redrawing
 
@@ -79,7 +79,7 @@ class ClassRunner(PredictsRounds, ABC):
         self._operator: Any = None
         self._feed = feed
         self._loop = Loop(feed)
-        self._timers = TimerCollection()
+        self._answering = Answering()
         self._copies = PendingCopies()
         self._running: Running | None = None
         self._run: EpochRun | None = None
@@ -327,7 +327,7 @@ class ClassRunner(PredictsRounds, ABC):
         self._loop.begin_call()
         self._feed.take_share("train", request, share)
         stream = self._loop.stream(request)
-        self._arm_timers(request.profile)
+        self._answering.begin(self._operator, request.profile)
         self._inside.clear()
         self._run = EpochRun(self._loop.pass_index(stream), request.num_steps, self._loop.new_meters())
         return self._go_through(self._run, stream, request)
@@ -363,7 +363,7 @@ class ClassRunner(PredictsRounds, ABC):
                 self._training(run, stream),
                 counting(operator, self._loop.step),
                 internals.callbacks.around_steps(operator, self._loop.step),
-                self._timers.record("train_epoch"),
+                self._answering.timed("train_epoch"),
             ):
                 internals.callbacks.begin_epoch(run, operator)
                 self._loop.note_boundary()
@@ -381,8 +381,11 @@ class ClassRunner(PredictsRounds, ABC):
         return self._finish(run, returned, request, place=self._feed.place_of_call(stream))
 
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
-        returned = self._operator._raysgd.callbacks.end_epoch(self._operator, returned)
-        answer = self._answer(returned, self._loop.extra_results(), request, run.num_completed)
+        operator, loop = self._operator, self._loop
+        returned = operator._raysgd.callbacks.end_epoch(operator, returned)
+        answer = self._answering.answer(
+            operator, returned, request, run.num_completed, loop.plain, loop.extra_results()
+        )
         told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) else self._loop.num_samples(run)
         heartbeat = self._heartbeat("between calls", -1, num_samples)
@@ -394,7 +397,7 @@ class ClassRunner(PredictsRounds, ABC):
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
         """Runs the operator's `validate` once; arguments as in `train_epoch`."""
         operator, options = self._operator, self._loop.validation_options(request)
-        self._arm_timers(request.profile)
+        self._answering.begin(self._operator, request.profile)
         self._feed.take_share("validation", request, share)
         if self._feed.ray_loader("validation") is not None:  # all ranks have to begin a pass together
             request = replace(request, starts_over=True)
@@ -406,11 +409,12 @@ class ClassRunner(PredictsRounds, ABC):
             try:
                 batches = stream.take(request.num_steps)
                 batches = batches if request.redraw is None else redrawing(batches, request.redraw)
-                with self._timers.record("validation"):
+                with self._answering.timed("validation"):
                     returned = call_with_accepted(operator.validate, batches, info=dict(request.info), **options)
             finally:
                 self._running = None
-        answer = self._answer(returned, {}, request, stream.num_steps_taken - began_at)
+        num_steps = stream.num_steps_taken - began_at
+        answer = self._answering.answer(operator, returned, request, num_steps, self._loop.plain)
         return replace(answer, epoch_idx=max(0, self.epoch - 1))
 
     def _at_boundary(self, run: EpochRun) -> None:
@@ -429,21 +433,3 @@ class ClassRunner(PredictsRounds, ABC):
             return None
         latest = {name: as_number(value) for name, value in self._operator._raysgd.latest_metrics.items()}
         return running.progress({k: v for k, v in latest.items() if v is not None}, max(0, self.epoch - 1))
-
-    def _answer(self, returned: Any, extra: Mapping[str, Any], request: EpochRequest, num_steps: int) -> EpochAnswer:
-        if not isinstance(returned, Mapping):
-            return EpochAnswer(None, returned, num_steps)
-        together = {**take_outside(self._operator._raysgd), **returned}
-        values = {**extra, **{name: self._loop.plain(value) for name, value in together.items()}}
-        if request.profile:
-            values["profile"] = self._timers.stats()
-        behind = (returned.totals, returned.objects) if isinstance(returned, MetricSummary) else ()
-        return EpochAnswer(WorkerMetrics(values, *behind), None, num_steps)
-
-    def _arm_timers(self, profile: bool) -> None:
-        if profile:
-            self._timers.reset()
-            self._timers.enable()
-        else:
-            self._timers.disable()
-        self._operator.timers = self._timers

@@ -9,12 +9,43 @@ from typing import Any
 
 from raysgd._ray_data import are_cpus_free
 from raysgd.engine.types import World
+from raysgd.engine.worker import packed_bytes
 from raysgd.replicas.batching import config_for_worker
+from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayBatches, RayShare, ray_batches
 from raysgd.replicas.whole_data import Place, WholeShare, is_creator
 
 Requests = list[tuple[Any, ...]]
 """For each rank a request, and its share behind it if it is given one: Ray hands that over by itself."""
+
+
+def for_each_rank(request: EpochRequest, num_workers: int, redraw: Callable[[], Any] | None) -> Requests:
+    """The same request for every rank; rank 0 is told what to `redraw` if it is in the driver."""
+    requests: Requests = [(request,)] * num_workers  # one object: the engine then packs it once for all ranks
+    return requests if redraw is None else [(replace(request, redraw=redraw),), *requests[1:]]
+
+
+@dataclass(frozen=True)
+class Placing:
+    """Puts shares where their ranks can take them from. Ray knows who holds one only if it travels by itself.
+
+    Attributes:
+        use_local: Whether rank 0 is in the driver, where its share stays.
+    """
+
+    use_local: bool
+
+    def __call__(self, rank: int, share: Any) -> Any:
+        """What to send to the rank."""
+        if self.use_local and rank == 0:
+            return share
+        import ray
+
+        try:
+            return ray.put(share)
+        except TypeError:
+            packed_bytes("What the call is given", share)  # says what cannot be pickled, and what to do
+            raise
 
 
 @dataclass(frozen=True)

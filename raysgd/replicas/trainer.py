@@ -19,7 +19,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import World
-from raysgd.engine.worker import is_sendable, packed_bytes
+from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError
 from raysgd.replicas.controlling import make_controller
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
@@ -30,7 +30,7 @@ from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.read_only_config import ReadOnlyConfig
 from raysgd.replicas.recording import CallRecorder
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
-from raysgd.replicas.sharing import Sharing
+from raysgd.replicas.sharing import Placing, Sharing, for_each_rank
 from raysgd.replicas.throughput import Throughput
 from raysgd.replicas.trainer_views import TrainerViews
 from raysgd.utils import BATCH_SIZE
@@ -66,8 +66,9 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
         self._group_settings, self._settings, self._writer = group, settings, writer
+        self._place = Placing(group.use_local)
         self._sharing = self._new_sharing()
-        self._show_options(group, settings, settings.batch_options)
+        show_options(self, group, settings, settings.batch_options)
         self._replicas = ReplicaMaker(self._runner_cls)
         self._begin(self._make_controller())
         self._check_same_data(("train_data", "validation_data"))
@@ -79,13 +80,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
 
     def _new_sharing(self) -> Sharing:
         settings = self._settings
-        return Sharing(settings.config, self._placed, self._whole_data, settings.batch_options.config_for)
-
-    def _show_options(self, *settings: Any) -> None:
-        """Every option can be read as an attribute, unless the class says more about it than what was passed."""
-        for each in settings:
-            names = [field.name for field in fields(each) if not hasattr(type(self), field.name)]
-            vars(self).update({name: getattr(each, name) for name in names})
+        return Sharing(settings.config, self._place, self._whole_data, settings.batch_options.config_for)
 
     @abstractmethod
     def _make_connection(self) -> Connection:
@@ -126,13 +121,8 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         try:
             controller.start()
         except UnpicklableError as error:
-            raise self._naming_config_entry(error) from error.__cause__
+            raise naming_config_entry(error, self._settings.config) from error.__cause__
         controller.observe_with(self._throughput.report)
-
-    def _naming_config_entry(self, error: UnpicklableError) -> UnpicklableError:
-        """The error of a start whose parts cannot be sent to workers; by name where it is an entry of the config."""
-        found = [key for key, value in self._settings.config.items() if not is_sendable(value)]
-        return UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error
 
     def _asked(
         self, num_steps: int | None, profile: bool, reduce_results: bool, info: Mapping[str, Any] | None
@@ -142,17 +132,12 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         num_steps, info = _checks.check_num_steps(num_steps), _checks.check_info(info)
         return EpochRequest(num_steps, info, profile, seed=0, starts_over=self._validation_starts_over)
 
-    def _requests(self, asked: EpochRequest, worlds: Sequence[World]) -> list[tuple[EpochRequest]]:
-        """One request for each rank. Made again for every attempt, because the workers may have changed."""
-        request = replace(asked, seed=self._seed_of_order)
-        requests = [(request,)] * len(worlds)  # one object: the engine then packs it once for all ranks
-        redraw = self._listeners.on_wait if self.use_local else None
-        return requests if redraw is None else [(replace(request, redraw=redraw),), *requests[1:]]
-
     def _requests_with_data(
         self, name: str, asked: EpochRequest, dataset: Any, worlds: Sequence[World]
     ) -> list[tuple[Any, ...]]:
-        """The same with each rank's part of what the driver divides.
+        """One request for each rank, with its part of what the driver divides.
+
+        Made again for every attempt, because the workers may have changed.
 
         Args:
             name: "train" or "validation".
@@ -160,22 +145,11 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
             dataset: What takes the place of the registered data; None if nothing does.
             worlds: The group.
         """
-        requests: list[tuple[Any, ...]] = [*self._requests(asked, worlds)]
+        redraw = self._listeners.on_wait if self.use_local else None
+        requests = for_each_rank(replace(asked, seed=self._seed_of_order), len(worlds), redraw)
         if dataset is not None:
             return self._sharing.with_data_of_call(requests, name, dataset, worlds)
         return self._sharing.with_registered(requests, name, self._facts.ray_batches.get(name), worlds)
-
-    def _placed(self, rank: int, share: Any) -> Any:
-        """A share where its rank can take it from. Ray knows who holds it only if it travels by itself."""
-        if self.use_local and rank == 0:
-            return share
-        import ray
-
-        try:
-            return ray.put(share)
-        except TypeError:
-            packed_bytes("What the call is given", share)  # says what cannot be pickled, and what to do
-            raise
 
     @property
     @abstractmethod
@@ -369,6 +343,19 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
                     "dataset that all workers have alike. If each worker loads its own part, "
                     f"{self._divide_by_hand}."
                 )
+
+
+def show_options(trainer: ClassTrainer, *settings: Any) -> None:
+    """Lets every option be read as an attribute, unless the class says more about it than what was passed."""
+    for each in settings:
+        names = [field.name for field in fields(each) if not hasattr(type(trainer), field.name)]
+        vars(trainer).update({name: getattr(each, name) for name in names})
+
+
+def naming_config_entry(error: UnpicklableError, config: Mapping[str, Any]) -> UnpicklableError:
+    """The error of a start whose parts cannot be sent to workers; by name where it is an entry of the config."""
+    found = [key for key, value in config.items() if not is_sendable(value)]
+    return UnpicklableError(f"`config[{found[0]!r}]`: {error}") if found else error
 
 
 def _execute(replica: Any, fn: Callable[[], Any]) -> Any:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from raysgd.engine.slots import Slot
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.hygiene import RaySurroundings
 from tests.torch.operators_for_tests import LinearOperator
@@ -50,13 +52,29 @@ def test_rank_0_may_be_the_driver_while_the_others_are_not(ray_cluster: None, tm
     assert operator.validate([])["batch_count"] == 0
 
 
+def test_the_hook_runs_before_torch_is_loaded(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a worker that Ray starts itself, as it does if that is to have variables: see `tests/forked.py`."""
+
+    def options(slot: Slot) -> dict[str, Any]:
+        return {**slot.reservation.actor_options(slot.index), "runtime_env": {"env_vars": {"GIVEN": "yes"}}}
+
+    def hook() -> None:
+        os.environ["LOADED_BEFORE_THE_HOOK"] = " ".join({"torch", "raysgd.torch"} & sys.modules.keys())
+
+    monkeypatch.setattr(Slot, "options", property(options))
+    with TorchTrainer(training_operator_cls=LinearOperator, initialization_hook=hook) as trainer:
+        [found] = trainer.apply_all_workers(lambda: [os.environ[name] for name in ("GIVEN", "LOADED_BEFORE_THE_HOOK")])
+    assert found == ["yes", ""]
+
+
 def test_a_program_that_never_shuts_down_ends_well_and_leaves_nothing(ray_cluster: None) -> None:
     """Its output goes to a pipe: one line of progress for each epoch, and none of it twice."""
     before = RaySurroundings.now()
     ended = run_program(
         """
         import time
-        from raysgd.torch import TorchTrainer
+        from raysgd.engine.slots import Slot
+from raysgd.torch import TorchTrainer
         from tests.torch.operators_for_tests import LinearOperator
 
         trainer = TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, use_tqdm=True)
@@ -79,7 +97,8 @@ def test_an_interrupt_is_raised_again_and_leaves_nothing(ray_cluster: None) -> N
     status, text = run_in_terminal(
         """
         import os, signal, threading, time
-        from raysgd.torch import TorchTrainer
+        from raysgd.engine.slots import Slot
+from raysgd.torch import TorchTrainer
         from tests.torch.operators_for_tests import LinearOperator
 
         class Slow(LinearOperator):
@@ -116,7 +135,8 @@ def test_an_interrupt_is_raised_again_and_leaves_nothing(ray_cluster: None) -> N
 
 
 LOCAL_PAIR = """
-    from raysgd.torch import TorchTrainer
+    from raysgd.engine.slots import Slot
+from raysgd.torch import TorchTrainer
     from tests.torch.operators_for_tests import LinearOperator
 
     trainer = TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, use_local=True)

@@ -112,7 +112,7 @@ def test_operators_know_their_place(pair: TorchTrainer, single: TorchTrainer) ->
 
 
 def test_the_hook_runs_in_each_worker_before_torch_is_loaded(pair: TorchTrainer) -> None:
-    """Of a worker that is forked, PyTorch was there from the start; see `tests/forked.py`. `make soak` forks none."""
+    """Of a worker that is forked, PyTorch was there from the start; see `test_programs_integration` for others."""
     found = pair.apply_all_operators(lambda operator: operator.hook)  # type: ignore[attr-defined]
     loaded = "" if os.environ.get(SWITCH) == "0" else "torch"
     assert found == [(str(pid), loaded) for pid in pair.apply_all_workers(os.getpid)]
