@@ -53,7 +53,7 @@ format: $(STAMP) ## format the code and apply safe fixes
 bench: $(STAMP) ## run the benchmarks against the libraries they compare with
 	set -e; for script in examples/benchmarks/[!_]*.py; do $(PY) $$script; done
 
-docs: $(DOCS_STAMP) ## build the site into site/; fails on a broken link and on a page that is in no menu
+docs: $(DOCS_STAMP) ## build the site into site/; fails on a broken link, a page in no menu, a public name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 clean: ## remove build results and caches, but not the environment

@@ -1,14 +1,21 @@
-"""What the site needs beyond its pages: formulae as MathML, links to the sources, the decisions in the menu."""
+"""What the site needs beyond its pages: formulae as MathML, links to the sources, the decisions in the menu.
+
+It also refuses to be built while a public name has no docstring.
+"""
 
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 from latex2mathml.converter import convert
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS))
+from public_names import listed, without_docstring  # noqa: E402
+
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", re.DOTALL)
 OUTSIDE = re.compile(r"\]\((?:\.\./)+((?!docs/)[^)\s]+)\)")
@@ -20,6 +27,16 @@ def on_config(config: Any) -> Any:
     contribute = next(section["Contribute"] for section in config["nav"] if "Contribute" in section)
     contribute.append({"Decisions": decisions})
     return config
+
+
+def on_pre_build(config: Any) -> None:
+    """Looks at every public name of the reference.
+
+    Raises:
+        ValueError: One has no docstring.
+    """
+    if bare := without_docstring(listed()):
+        raise ValueError(f"public names without a docstring: {', '.join(bare)}")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

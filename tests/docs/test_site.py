@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -64,3 +66,21 @@ def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     first = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', first)
     assert "<math" in (tmp_path / "metrics/index.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.soak
+def test_a_public_name_without_a_docstring_is_found(tmp_path: Path) -> None:
+    if importlib.util.find_spec("griffe") is None:
+        pytest.skip("needs `make docs`, which installs griffe")
+    made = runpy.run_path(str(DOCS / "public_names.py"))
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text(
+        'class Base:\n    """It."""\n    def run(self):\n        """Runs."""\n\n'
+        'class Part(Base):\n    """One."""\n    def run(self): ...\n'
+        "    def stop(self): ...\n    def _own(self): ...\n\n"
+        "def bare(): ...\n"
+    )
+    found = made["without_docstring"](["package.Base", "package.Part", "package.bare"], tmp_path)
+    assert found == ["package.Part.stop", "package.bare"]
+    assert made["without_docstring"](made["listed"]()) == []
+    assert len(made["listed"]()) > 40

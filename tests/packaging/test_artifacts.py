@@ -98,7 +98,8 @@ def test_the_source_distribution_has_what_its_tests_need(built: Path, tmp_path: 
     with tarfile.open(archive) as file:
         file.extractall(tmp_path, filter="data")
     [folder] = tmp_path.glob("raysgd-*")
-    tracked = {name for name in run("git", "ls-files", folder=ROOT).splitlines() if not name.startswith(".git")}
+    files = (path.relative_to(built / "sources") for path in (built / "sources").rglob("*") if path.is_file())
+    tracked = {str(path) for path in files if not path.parts[0].startswith((".git", "raysgd.egg-info"))}
     assert sorted(name for name in tracked if not (folder / name).exists()) == []
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "not integration and not soak")
     run(*command, *TESTS_OF_THE_SOURCES, folder=folder)
