@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from raysgd.exceptions import WorkersLostError
+
 logger = logging.getLogger(__name__)
 
 State = dict[str, Any]
@@ -24,7 +26,8 @@ class BackgroundWriter:
 
     The thread lives only while there is something to write. It is not a daemon: a program that ends still
     finishes its writes. A failed write is logged at once and raised once, by the next call of `submit`,
-    `wait` or `close`. When several failed, each of these calls raises one, the oldest first.
+    `wait` or `close`. When several failed, each of these calls raises one, the oldest first. A state that was lost with
+    its worker stops no later write: it is told by `wait` and `close` alone, unless another file was written since.
 
     Args:
         write: Writes a state to a path, whole or not at all.
@@ -51,7 +54,7 @@ class BackgroundWriter:
         with self._changed:
             if self._is_closed:
                 raise ValueError(f"`submit` on a closed `{type(self).__name__}`: make a new one.")
-            self._raise_failure()
+            self._raise_failure(passing=WorkersLostError)
             self._jobs.append(_Job(os.fspath(path), produce, write or self._write, self._shown))
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="raysgd-checkpoint-writer", daemon=False)
@@ -63,8 +66,11 @@ class BackgroundWriter:
         Raises:
             BaseException: What made this write, or an earlier one, fail.
         """
-        self.wait()
+        self._drain()
+        with self._changed:
+            self._raise_failure(passing=WorkersLostError)
         (write or self._write)(os.fspath(path), state)
+        self._make_up()
 
     def wait(self) -> None:
         """Block until everything that was submitted is on the disk.
@@ -72,13 +78,16 @@ class BackgroundWriter:
         Raises:
             BaseException: What made a write fail, as its own class.
         """
+        self._drain()
+        with self._changed:
+            self._raise_failure()
+
+    def _drain(self) -> None:
         with self._changed:
             thread = self._thread
             self._changed.wait_for(lambda: self._thread is not thread or thread is None)
         if thread is not None:
             thread.join()
-        with self._changed:
-            self._raise_failure()
 
     def close(self) -> None:
         """Finish all writes and accept no more. May be called again, to learn of further failures.
@@ -100,9 +109,18 @@ class BackgroundWriter:
         with contextlib.suppress(Exception) if error is not None else contextlib.nullcontext():
             self.close()
 
-    def _raise_failure(self) -> None:
-        if self._failures:
-            raise self._failures.popleft()
+    def _raise_failure(self, passing: type[BaseException] | tuple[()] = ()) -> None:
+        """Raises the oldest failure, past those of a class that does not have to be raised yet."""
+        failure = next((each for each in self._failures if not isinstance(each, passing)), None)
+        if failure is not None:
+            self._failures.remove(failure)
+            raise failure
+
+    def _make_up(self) -> None:
+        """Notes that a state was written, which is newer than those that were lost with a worker before."""
+        with self._changed:
+            kept = [failure for failure in self._failures if not isinstance(failure, WorkersLostError)]
+            self._failures = collections.deque(kept)
 
     def _work(self) -> None:
         """Write until the queue is empty."""
@@ -115,10 +133,12 @@ class BackgroundWriter:
                 job = self._jobs.popleft()
             failure = job.run()
             del job  # What it refers to may be large.
-            if failure is not None:
-                with self._changed:
-                    self._failures.append(failure)
-                del failure
+            if failure is None:
+                self._make_up()
+                continue
+            with self._changed:
+                self._failures.append(failure)
+            del failure
 
 
 @dataclass(frozen=True)

@@ -423,7 +423,7 @@ class FakeGroup(WorkerGroup):
         self.replicas = [self.spec.make_replica(world) for world in self.worlds]
         if not self.is_driver_only:  # which reserves nothing
             self.num_slots, self.num_seated = self.num_workers + self.num_spares, self.num_workers
-        report = self._report(event, lambda replica: replica.setup(), {}, self.spec.captures, None)
+        report = self._report(event, lambda replica: replica.setup(), {}, self.spec.captures_after_calls, None)
         self.is_alive = report.ok
         return report
 

@@ -25,6 +25,7 @@ class Call:
         resume: Continues the call in a newly formed group, with the arguments of `function`. None for a
             call that can only be begun again; where replicas are not changed by it, that is as good.
         leaves_as_new: Whether workers that start later are made as it leaves these, so that there is nothing to keep.
+        is_repeatable: Whether running it again, later, does the same: not if it runs what users may change meanwhile.
     """
 
     function: Callable[..., Any]
@@ -36,6 +37,7 @@ class Call:
     on_wait: Callable[[], None] | None = None
     resume: Callable[..., Any] | None = None
     leaves_as_new: bool = False
+    is_repeatable: bool = True
 
     @property
     def can_rejoin(self) -> bool:

@@ -23,9 +23,9 @@ from raysgd.engine.in_place import InPlaceChanges
 from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle
 from raysgd.engine.monitoring import Monitoring, tell_stuck
 from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
-from raysgd.engine.replica import Replica
 from raysgd.engine.resources import cluster_view
-from raysgd.engine.snapshots import Snapshot, SnapshotKeeper
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
+from raysgd.engine.snapshotting import Snapshotting, copy_call
 from raysgd.engine.status import TrainerStatus, compose
 from raysgd.engine.turns import Turns
 from raysgd.engine.types import ClusterView, GroupReport, Heartbeat, Held
@@ -77,6 +77,7 @@ class ElasticController:
         self._monitoring = Monitoring(self._lifecycle, self._growth)
         self._changes = InPlaceChanges(self._lifecycle, self._growth, self._monitoring.poll)
         self._turns = Turns(self._lifecycle)
+        self._copies = Snapshotting(self._lifecycle, self._monitoring)
         self._nodes_due = float("-inf")
 
     @property
@@ -170,7 +171,7 @@ class ElasticController:
         with self._turns.take():
             try:
                 self._adapt(call)
-                return self._run(call, budget or RetryBudget(max_retries))
+                return self._run_to_end(call, budget or RetryBudget(max_retries))
             except BaseException:
                 self._monitoring.observe()
                 raise
@@ -181,18 +182,17 @@ class ElasticController:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""
         with self._turns.take():
             try:
-                for _ in range(1 + _DEFAULT_RETRIES):
-                    self._monitoring.await_snapshot()
-                    landed = self.snapshots.landed
-                    if landed is not None and (self.snapshots.is_current or self._is_all_there_is):
-                        return landed
-                    self.run(Call(_nothing, captures=True))
+                return self._copies.current(self.run)
             finally:
                 self._monitoring.end()
-        raise WorkersLostError(
-            f"The state was lost on its way to the driver {1 + _DEFAULT_RETRIES} times. The log above names the cause; "
-            "too little memory in Ray's object store is a frequent one."
-        )
+
+    def newest_snapshot(self) -> NewestSnapshot:
+        """The same as soon as it is copied: it may be on its way to the driver."""
+        with self._turns.take():
+            try:
+                return self._copies.newest(self.run)
+            finally:
+                self._monitoring.end()
 
     def landed_snapshot(self) -> Snapshot | None:
         """The snapshot that the driver holds already, or is about to, if no call changed the shared state since."""
@@ -200,14 +200,6 @@ class ElasticController:
             self._monitoring.await_snapshot()
             self._monitoring.end()
             return self.snapshots.landed if self.snapshots.shares_current else None
-
-    @property
-    def _is_all_there_is(self) -> bool:
-        """Whether no worker is left that could know more than the snapshot, and no completed call is to be made up for.
-
-        New workers would start from it. So there is no need to wait for any, which may never come.
-        """
-        return self._lifecycle.group is None and self._spec.captures and not self.snapshots.calls_since
 
     def status(self, samples_per_s: float | None) -> TrainerStatus:
         """How the workers are doing. Asks them.
@@ -240,7 +232,15 @@ class ElasticController:
             samples_per_s=samples_per_s if present is None else present,
             history=self.history,
             snapshots=self.snapshots,
+            pace=self._copies.pace if self._spec.captures else None,
         )
+
+    def _run_to_end(self, call: Call, budget: RetryBudget) -> list[Any]:
+        """Runs the call, and takes a snapshot behind it if that took much longer than expected."""
+        values = self._run(call, budget)
+        if self._copies.is_overdue:
+            self._run(copy_call(), budget)
+        return values
 
     def _run(self, call: Call, budget: RetryBudget) -> list[Any]:
         function = call.function
@@ -250,18 +250,18 @@ class ElasticController:
             try:
                 report = self._attempt(group, call, function, args)
             except UnpicklableError:  # nothing was sent: the group is kept
-                self._leave_call(call)
+                self._copies.note_broken_off(call)
                 raise
             except BaseException as error:  # Ctrl-C, or one in the driver: the ranks are somewhere inside the call
                 self._lifecycle.end_call(type(error).__name__, unless_local=True)
-                self._leave_call(call)
+                self._copies.note_broken_off(call)
                 raise
             if report.ok and not _is_held(report):
                 return [answer.value for answer in report.values]
             try:
                 is_inside = self._go_on(call, report, budget)
             except BaseException:
-                self._leave_call(call)
+                self._copies.note_broken_off(call)
                 raise
             function = call.resume if is_inside and call.resume is not None else call.function
 
@@ -270,6 +270,7 @@ class ElasticController:
     ) -> GroupReport:
         """Runs the call once; when it changed the state, notes so and takes the snapshot that came with the answers."""
         self.snapshots.poll()
+        began = self._lifecycle.now()
         if group.remote_ranks:
             self._monitoring.begin(can_hold=call.resume is not None)
         else:
@@ -277,14 +278,12 @@ class ElasticController:
         report = group.on_replica(
             function,
             call.on_its_ranks(args),
-            capture=call.captures or (call.is_kept and self._spec.captures and not self.snapshots.is_coming),
+            capture=self._copies.is_due_after(call),
             landed=self.snapshots.landed_token,
             on_wait=self._waiting_for(call),
         )
         if report.ok and not _is_held(report):
-            if call.is_kept:
-                self.snapshots.completed(call if self._spec.captures else None)
-            self._lifecycle.take_snapshot(report)
+            self._copies.note(call, report, self._lifecycle.now() - began)
         return report
 
     def _go_on(self, call: Call, report: GroupReport, budget: RetryBudget) -> bool:
@@ -335,12 +334,6 @@ class ElasticController:
         """Whether the snapshot that was just restored was taken inside the running call."""
         return self.snapshots.is_inside and not self.snapshots.calls_since
 
-    def _leave_call(self, call: Call) -> None:
-        """Notes that a call ended half-way: ranks that were kept are in no state that a snapshot knows."""
-        self.snapshots.leave_call()
-        if call.changes_state and self._lifecycle.group is not None:
-            self.snapshots.touch()
-
     def _raise(
         self, call: Call, diagnosis: Diagnosis, report: GroupReport, decision: Raise, budget: RetryBudget
     ) -> None:
@@ -372,6 +365,9 @@ class ElasticController:
         self._lifecycle.end_call(
             f"rank {listed(diagnosis.ranks)} raised {diagnosis.faults[0].type_name} while {parted}"
         )
+        if self._spec.loses_state and self.snapshots.has_gap:
+            words = "The workers were ended, and their state is lost: `snapshot_every_s=None` switches snapshots off."
+            return f"{words} {self.snapshots.last_file_in_words}"
         if not self.snapshots.has_any:
             return ""
         return (
@@ -444,7 +440,3 @@ class ElasticController:
 def _is_held(report: GroupReport) -> bool:
     """Whether the ranks stopped at a step boundary instead of finishing the call."""
     return isinstance(report.values[0].value, Held)
-
-
-def _nothing(replica: Replica) -> None:
-    """A call that only lets the state be copied after it."""

@@ -9,6 +9,7 @@ from typing import Any
 from raysgd._logging import Relay
 from raysgd.engine.connection import Connection
 from raysgd.engine.replica import ReplicaFactory
+from raysgd.engine.snapshot_pace import EverySeconds
 from raysgd.engine.types import Resources
 
 
@@ -47,6 +48,7 @@ class GroupSpec:
         initialization_hook: Run once in each worker process before anything else.
         reservation_timeout_s: How long to wait until the cluster grants the resources.
         captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
+        snapshot_every_s: After which of these calls; see `SnapshotRule`.
         regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
         num_spares: How many workers wait, ready, to step in.
         packs: Whether workers go to as few nodes as they can, rather than to as many.
@@ -64,6 +66,7 @@ class GroupSpec:
     initialization_hook: Callable[[], Any] | None = None
     reservation_timeout_s: float = 100.0
     captures: bool = True
+    snapshot_every_s: EverySeconds = 0.0
     regroups: bool = False
     num_spares: int = 0
     packs: bool = False
@@ -72,6 +75,16 @@ class GroupSpec:
     settle_timeout_s: float = 120.0
     relay: Relay = field(default_factory=Relay, repr=False, compare=False)
     words: Words = field(default_factory=Words, repr=False)
+
+    @property
+    def captures_after_calls(self) -> bool:
+        """Whether workers copy their state without being asked for that alone."""
+        return self.captures and self.snapshot_every_s is not None
+
+    @property
+    def loses_state(self) -> bool:
+        """Whether workers have a state that nothing else has, because no copies are made of it."""
+        return self.captures and self.snapshot_every_s is None
 
     @property
     def num_threads(self) -> int:

@@ -21,6 +21,7 @@ from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_
 logger = logging.getLogger(__name__)
 
 START_ATTEMPTS = 4
+_AWAITED_S = 10.0  # for a state that a file is to be written of
 _SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
 _REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or another program took it
 
@@ -88,9 +89,10 @@ class GroupStarter:
             raise
 
     def _try_rebuild(self, cause: str, kind: EventKind, began: float, old_size: int) -> None:
-        self._snapshots.poll(timeout_s=_SETTLE_S)
+        self._snapshots.poll(timeout_s=_AWAITED_S if self._snapshots.is_awaited else _SETTLE_S)
         self._snapshots.drop_incoming()
         self._lifecycle.kill_group()
+        self._refuse_if_lost(cause)
         attempt = 0
         while attempt < self._scaling.num_attempts:
             view = self._settled_view()
@@ -115,6 +117,16 @@ class GroupStarter:
                 _pay_for_start(self._start_budget)
                 attempt -= 1  # this one was paid for
         raise WorkersLostError(f"No group could be started in {self._scaling.num_attempts} attempts after: {cause}.")
+
+    def _refuse_if_lost(self, cause: str) -> None:
+        """Raises where no state is left to go on from: new workers would begin from the start, unnoticed."""
+        if not (self._spec.loses_state and self._snapshots.has_gap):
+            return
+        raise WorkersLostError(
+            f"{cause}, and with the workers their state is lost, because `snapshot_every_s=None` switches snapshots "
+            f"off. {self._snapshots.last_file_in_words} Without that option, or with `snapshot_every_s=60`, such a "
+            "loss costs time only."
+        )
 
     def _settled_view(self) -> ClusterView:
         """The cluster, once its view of what is free has caught up with what we just gave back."""
@@ -202,8 +214,9 @@ class GroupStarter:
             if not self._is_fine(group.on_replica(function, args, on_wait=monitor.poll)):
                 return False
         is_inside = self._snapshots.is_inside
+        if self._snapshots.calls_since:
+            logger.info("running again what the last snapshot does not cover: %s", self._lifecycle.restored_from())
         for call in self._snapshots.calls_since:
-            logger.info("repeating a completed call: its snapshot was lost with a worker")
             function = call.resume if is_inside and call.resume is not None else call.function
             is_inside = False
             args = call.on_its_ranks(call.args_for(group.worlds))

@@ -224,6 +224,10 @@ class Lifecycle:
     def restored_from(self) -> str:
         """Which state the next workers go on from, in words."""
         snapshot = self.snapshots.landed
+        num_calls = len(self.snapshots.calls_since)
+        if num_calls:
+            calls = "1 completed call" if num_calls == 1 else f"{num_calls} completed calls"
+            return f"from the last snapshot, with {calls} since run again"
         if snapshot is None or snapshot.progress is None:
             return self.spec.words.restart_point
         return f"from a snapshot inside the call, {snapshot.progress[0]}"

@@ -20,12 +20,14 @@ class Capture:
         progress: How far this rank is in the running call, for a snapshot taken inside one; small.
         token: Names the shared state that waits in the worker's memory to be fetched; None when there is nothing to
             fetch.
+        seconds: How long the copy took.
     """
 
     rank_state: Any = None
     shared_state: Any = None
     progress: Any = None
     token: int | None = None
+    seconds: float = 0.0
 
 
 class Replica(Protocol):

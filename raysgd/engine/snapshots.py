@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Generic, Protocol, TypeVar
 
 from raysgd.engine.replica import Capture
+from raysgd.exceptions import WorkersLostError
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,40 @@ class _OnItsWay:
     progress: tuple[Any, ...] | None
     needs_worker: bool = True
 
+    def arrived(self, timeout_s: float | None) -> Snapshot:
+        """The snapshot; raises what the transfer raises."""
+        state = self.transfer.result(timeout_s)
+        return Snapshot(state, self.rank_states, self.progress, getattr(self.transfer, "reference", None))
+
+
+@dataclass(frozen=True)
+class NewestSnapshot:
+    """The newest snapshot, whether or not it has landed; for any thread.
+
+    Attributes:
+        landed: The snapshot, if it has.
+    """
+
+    landed: Snapshot | None
+    _coming: _OnItsWay | None = None
+
+    def result(self, timeout_s: float | None = None) -> Snapshot:
+        """The snapshot, once it is in the driver.
+
+        Raises:
+            TimeoutError: It is still on its way.
+            WorkersLostError: The worker that had it was lost.
+        """
+        if self.landed is not None:
+            return self.landed
+        assert self._coming is not None, "there was one to wait for"
+        try:
+            return self._coming.arrived(timeout_s)
+        except TimeoutError:
+            raise
+        except Exception as error:
+            raise WorkersLostError("The state was lost with its worker on its way to the driver.") from error
+
 
 class SnapshotKeeper(Generic[CallT]):
     """Keeps the newest snapshot that has landed, and the calls completed since it was taken."""
@@ -81,8 +116,44 @@ class SnapshotKeeper(Generic[CallT]):
         self._coming: _OnItsWay | None = None
         self._num_covered = 0
         self._calls: list[CallT] = []
+        self._call_s: list[float] = []
         self._is_stale = False
         self._is_stale_for_ranks = False
+        self._num_gaps = self._num_gaps_landed = self._num_gaps_coming = 0
+        self.is_awaited = False
+        self.must_follow = False
+        self.last_file: str | None = None
+
+    @property
+    def last_file_in_words(self) -> str:
+        """What is left for somebody who has no snapshot."""
+        if self.last_file is None:
+            return "No file was saved or loaded."
+        return f"The last file is {self.last_file}: `load` it into a new trainer."
+
+    @property
+    def has_gap(self) -> bool:
+        """Whether a call changed the state since `landed` that can not be run again."""
+        return self._num_gaps > self._num_gaps_landed
+
+    @property
+    def replay_s(self) -> float:
+        """How long the calls took that no snapshot covers, landed or coming."""
+        return sum(self._call_s[self._num_coming_covers :])
+
+    @property
+    def calls_since_s(self) -> float:
+        """How long the calls took that `landed` does not cover."""
+        return sum(self._call_s)
+
+    @property
+    def num_uncovered(self) -> int:
+        """How many calls these are."""
+        return len(self._calls) - self._num_coming_covers
+
+    @property
+    def _num_coming_covers(self) -> int:
+        return self._num_covered if self._coming is not None else 0
 
     @property
     def is_inside(self) -> bool:
@@ -109,11 +180,31 @@ class SnapshotKeeper(Generic[CallT]):
         """Whether there is a snapshot at all, landed or coming."""
         return self.landed is not None or self._coming is not None
 
-    def completed(self, call: CallT | None) -> None:
-        """Notes that a call changed the state; None for one that will never have to be run again."""
+    def completed(self, call: CallT | None, seconds: float = 0.0, *, is_repeatable: bool = True) -> None:
+        """Notes that a call changed the state.
+
+        Args:
+            call: The call; None for one that will never be run again.
+            seconds: How long it took.
+            is_repeatable: Whether it would do the same again. If not, a snapshot has to follow as soon as it can.
+        """
         self._is_stale = True
-        if call is not None:
-            self._calls.append(call)
+        if call is None:
+            self._num_gaps += 1
+            return
+        self._calls.append(call)
+        self._call_s.append(seconds)
+        self.must_follow = self.must_follow or not is_repeatable
+
+    def newest(self) -> NewestSnapshot:
+        """The newest snapshot. One that is on its way will be waited for, also when the workers are about to be ended.
+
+        There has to be one.
+        """
+        if self._coming is None:
+            return NewestSnapshot(self.landed)
+        self.is_awaited = True
+        return NewestSnapshot(None, self._coming)
 
     def touch(self) -> None:
         """Notes that the state may have changed in a way that no call explains."""
@@ -143,43 +234,42 @@ class SnapshotKeeper(Generic[CallT]):
         self.poll()
         num_covered = 0 if is_first else len(self._calls)
         self._is_stale, self._is_stale_for_ranks = len(self._calls) > num_covered, False
+        self.must_follow = len(self._calls) > num_covered and self.must_follow
+        self._num_gaps_coming = self._num_gaps
         rank_states = tuple(capture.rank_state for capture in captures)
         source = captures[0]
         progress = tuple(capture.progress for capture in captures) if source.progress is not None else None
         if source.token is None:
             self._land(Snapshot(source.shared_state, rank_states, progress), None, num_covered)
         else:
-            self._coming = _OnItsWay(fetch(source.token), source.token, rank_states, progress)
-            self._num_covered = num_covered
+            self._await(_OnItsWay(fetch(source.token), source.token, rank_states, progress), num_covered)
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
         """Lets a snapshot land that has arrived, waiting for it up to `timeout_s` (None: as long as it takes)."""
         if self._coming is None:
             return
         try:
-            state = self._coming.transfer.result(timeout_s)
+            snapshot = self._coming.arrived(timeout_s)
         except TimeoutError:
             return
         except Exception as error:  # lost with its worker: the one before it, and the calls since, still stand
             logger.warning("a snapshot was lost in transit: %s", error)
-            self._coming = None
-            self._is_stale = True
+            self._lose_coming()
             return
-        coming = self._coming
-        reference = getattr(coming.transfer, "reference", None)
-        self._land(Snapshot(state, coming.rank_states, coming.progress, reference), coming.token, self._num_covered)
+        self._land(snapshot, self._coming.token, self._num_covered)
 
     def drop_incoming(self) -> None:
         """Notes that the workers are gone: what they were sending will not come, and new ones count tokens from 1."""
         if self._coming is not None and not self._coming.needs_worker:
             self.poll(timeout_s=None)
         if self._coming is not None:
-            self._coming, self._is_stale = None, True
+            self._lose_coming()
         self.landed_token = None
 
     def adopt(self, snapshot: Snapshot) -> None:
         """Takes over a state that the driver had before the workers did."""
         self._coming, self._is_stale, self._is_stale_for_ranks = None, False, False
+        self.must_follow, self._num_gaps_coming = False, self._num_gaps
         self._land(snapshot, self.landed_token, len(self._calls))
 
     def expect(self, transfer: Transfer, rank_states: tuple[Any, ...], call: CallT) -> None:
@@ -191,8 +281,9 @@ class SnapshotKeeper(Generic[CallT]):
             call: What brought the state to the workers; is run again after a loss if the transfer fails.
         """
         self.completed(call)
-        self._coming = _OnItsWay(transfer, self.landed_token, rank_states, None, needs_worker=False)
-        self._num_covered, self._is_stale, self._is_stale_for_ranks = len(self._calls), False, False
+        self._await(_OnItsWay(transfer, self.landed_token, rank_states, None, needs_worker=False), len(self._calls))
+        self._num_gaps_coming = self._num_gaps
+        self.must_follow = self._is_stale = self._is_stale_for_ranks = False
 
     def clear(self) -> None:
         """Drops everything, once nothing in the driver works on it any more."""
@@ -200,14 +291,25 @@ class SnapshotKeeper(Generic[CallT]):
             self.poll(timeout_s=None)
         self.landed, self._coming = None, None
         self._calls.clear()
+        self._call_s.clear()
 
     def begin_again(self) -> None:
         """Drops everything, for workers that are about to be as new; what they send from now on is counted from 1."""
         self.clear()
         self.landed_token, self._is_stale, self._is_stale_for_ranks = None, False, False
+        self._num_gaps_landed, self.must_follow = self._num_gaps, False
+
+    def _await(self, coming: _OnItsWay, num_covered: int) -> None:
+        self._coming, self._num_covered, self.is_awaited = coming, num_covered, False
+
+    def _lose_coming(self) -> None:
+        """What it covered is open again: a snapshot should follow soon, whatever calls these were."""
+        self._coming, self._is_stale = None, True
+        self.must_follow = bool(self._calls)
 
     def _land(self, snapshot: Snapshot, token: int | None, num_covered: int) -> None:
         self.landed, self._coming = snapshot, None
         self.landed_at = time.monotonic()
         self.landed_token = token
-        del self._calls[:num_covered]
+        self._num_gaps_landed = self._num_gaps_coming
+        del self._calls[:num_covered], self._call_s[:num_covered]

@@ -95,7 +95,7 @@ class Startup:
             )
 
     def _build(self, rendezvous: Rendezvous) -> Mapping[int, Any]:
-        make_replica, captures = self._spec.make_replica, self._spec.captures
+        make_replica, captures = self._spec.make_replica, self._spec.captures_after_calls
         return {
             rank: worker.submit("build", self._members.worlds[rank], rendezvous, make_replica, captures)
             for rank, worker in enumerate(self._members.workers)

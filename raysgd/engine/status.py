@@ -10,6 +10,7 @@ from typing import Any
 
 from raysgd._cards import card, facts, folded, grid
 from raysgd.engine.history import Event, History
+from raysgd.engine.snapshot_pace import SnapshotPace
 from raysgd.engine.snapshots import SnapshotKeeper
 from raysgd.engine.types import DataLedger, Heartbeat, WorkerInfo
 
@@ -49,11 +50,19 @@ class SnapshotStatus:
         age_s: How long ago it reached the driver.
         num_calls_since: Completed calls that would be run again after it.
         is_inside: Whether it was taken inside a call.
+        replay_s: How long the calls since took.
     """
 
     age_s: float
     num_calls_since: int
     is_inside: bool
+    replay_s: float = 0.0
+
+    def __str__(self) -> str:
+        where = "inside a call" if self.is_inside else "between calls"
+        calls = "1 call" if self.num_calls_since == 1 else f"{self.num_calls_since} calls"
+        behind = f", {calls} ({self.replay_s:.1f} s) since" if self.num_calls_since else ""
+        return f"{self.age_s:.0f} s old, taken {where}{behind}"
 
 
 @dataclass(frozen=True)
@@ -75,6 +84,7 @@ class TrainerStatus:
         num_resizes: How often the number of workers became another one.
         events: The history of the workers.
         snapshot: The last snapshot; None while there is none.
+        snapshot_pace: After which calls one is taken, in words.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -90,6 +100,7 @@ class TrainerStatus:
     num_resizes: int
     events: tuple[Event, ...]
     snapshot: SnapshotStatus | None
+    snapshot_pace: str = ""
 
     def __str__(self) -> str:
         lines = [f"{name + ':':<12}{value}" for name, value in self._rows()]
@@ -119,11 +130,8 @@ class TrainerStatus:
         ]
         if self.data is not None:
             rows.append(("data", str(self.data)))
-        if self.snapshot is not None:
-            where = "inside a call" if self.snapshot.is_inside else "between calls"
-            behind = f", {self.snapshot.num_calls_since} calls since" if self.snapshot.num_calls_since else ""
-            rows.append(("snapshot", f"{self.snapshot.age_s:.0f} s old, taken {where}{behind}"))
-        return rows
+        snapshot = "; ".join(filter(None, [str(self.snapshot or ""), self.snapshot_pace]))
+        return [*rows, ("snapshot", snapshot)] if snapshot else rows
 
     def _worker_rows(self) -> list[tuple[str, ...]]:
         return [
@@ -157,6 +165,7 @@ def compose(
     samples_per_s: float | None,
     history: History,
     snapshots: SnapshotKeeper[Any],
+    pace: SnapshotPace | None = None,
 ) -> TrainerStatus:
     """Puts together what the parts of a trainer know."""
     workers = tuple(WorkerStatus(rank, info.node_ip, info.pid, heartbeats.get(rank)) for rank, info in enumerate(infos))
@@ -175,13 +184,15 @@ def compose(
         num_resizes=sum(event.old_size != event.new_size for event in history.events if event.kind != "started"),
         events=tuple(history.events),
         snapshot=_snapshot_status(snapshots),
+        snapshot_pace=pace.words() if pace is not None else "",
     )
 
 
 def _snapshot_status(snapshots: SnapshotKeeper[Any]) -> SnapshotStatus | None:
     if snapshots.landed_at is None:
         return None
-    return SnapshotStatus(time.monotonic() - snapshots.landed_at, len(snapshots.calls_since), snapshots.is_inside)
+    age_s, num_calls = time.monotonic() - snapshots.landed_at, len(snapshots.calls_since)
+    return SnapshotStatus(age_s, num_calls, snapshots.is_inside, snapshots.calls_since_s)
 
 
 def _doing(heartbeat: Heartbeat) -> str:

@@ -8,10 +8,11 @@ import pickle
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from raysgd import _logging
@@ -111,6 +112,12 @@ def _in_short(error: Exception) -> str:
     return str(error).strip().partition("\n")[0][:300] or type(error).__name__
 
 
+def _timed_capture(replica: Replica, landed: int | None) -> Capture:
+    began = time.perf_counter()
+    part = replica.capture(landed)
+    return replace(part, seconds=time.perf_counter() - began)
+
+
 def pack(function: Callable[..., Any], capture: bool, landed: int | None, args: Sequence[Any]) -> tuple[Any, ...]:
     """A call as arguments of `WorkerProcess.on_packed`: pickled once, however many workers it goes to."""
     from ray import ObjectRef
@@ -174,7 +181,7 @@ class WorkerProcess:
             self._connection.join(rendezvous, world)
             self._replica = make_replica(world)
             facts = self._replica.setup()
-            return Answer(facts, self._replica.capture(None) if capture else None, _logging.drain())
+            return Answer(facts, _timed_capture(self._replica, None) if capture else None, _logging.drain())
 
         return self._guarded(body)
 
@@ -223,7 +230,7 @@ class WorkerProcess:
         def body() -> Answer:
             value = function(self.replica, *args)
             is_over = not isinstance(value, Held)
-            part = self.replica.capture(landed) if capture and is_over else None
+            part = _timed_capture(self.replica, landed) if capture and is_over else None
             return Answer(value, part, _logging.drain())
 
         return self._guarded(body)

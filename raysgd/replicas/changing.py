@@ -64,7 +64,8 @@ class ChangingTrainer(ClassTrainer):
         config, before = self._with_changes(changes)
         with self._adopted(replace(self._settings, config=config)), self._naming_config_entries():
             sent = self._replicas.settings.config
-            answers = self._on_all(self._runner_cls.change_config, sent, before, changes_state=True, keeps_alike=True)
+            options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
+            answers = self._on_all(self._runner_cls.change_config, sent, before, **options)
         if answers[0]:
             logger.warning(
                 "no optimizer follows %s: the operators find the new value in `self.config`. Override "

@@ -57,6 +57,7 @@ def make_controller(
         initialization_hook=settings.initialization_hook,
         reservation_timeout_s=reservation_timeout_s,
         captures=not settings.is_driver_only,
+        snapshot_every_s=settings.snapshot_pace,
         regroups=rejoins,
         num_spares=settings.spare_workers,
         heartbeat_s=settings.heartbeat_s,

@@ -49,6 +49,12 @@ class PendingCopies:
             self._claimed = token
             return True
 
+    def claimed(self, part: Capture) -> Capture:
+        """`part`, whose copy will be fetched in any case: perhaps a file is to be written of it."""
+        if part.token is not None:
+            self.claim(part.token)
+        return part
+
     def fetch(self, token: int) -> Any:
         """The copy under this token. A request for one says that the earlier ones have arrived."""
         with self._lock:

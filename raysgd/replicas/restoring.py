@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raysgd.engine.call import Call
@@ -33,6 +34,7 @@ def load_into_all(
         return list(zip(controller.ensure_group().share(state), own_states(rank_states, len(worlds)), strict=True))
 
     call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True)
+    call = replace(call, is_repeatable=isinstance(state, Stored))
     controller.run(call)
     if is_complete:
         value, reference = (state.value, state.reference) if isinstance(state, Stored) else (state, None)

@@ -160,7 +160,7 @@ class ClassRunner(PredictsRounds, ABC):
     def capture(self, landed_token: int | None) -> Capture:
         """Copies the state once: rank 0 what all ranks share, every rank what is its own."""
         self._copies.drop_landed(landed_token)
-        return self._with_copy(Capture(self._state.own()))
+        return self._copies.claimed(self._with_copy(Capture(self._state.own())))
 
     def _capture_inside(self, run: EpochRun) -> Capture:
         """The same inside a call; a copy that was not fetched gives way to this one."""

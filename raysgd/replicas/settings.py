@@ -11,6 +11,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from raysgd import _checks
+from raysgd.engine.snapshot_pace import EverySeconds
 from raysgd.exceptions import InvalidCountError
 from raysgd.replicas.batch_options import BatchOptions
 
@@ -37,6 +38,7 @@ class GroupSettings:
     min_workers: int = 1
     spare_workers: int = 0
     resize_check_s: float | None = None
+    snapshot_every_s: EverySeconds = "auto"
     heartbeat_s: float = 30.0
     form_timeout_s: float = 120.0
     settle_timeout_s: float = 120.0
@@ -56,6 +58,7 @@ class GroupSettings:
             _checks.check_seconds(name, getattr(self, name), may_be_least=False)
         if self.resize_check_s is not None:
             _checks.check_seconds("resize_check_s", self.resize_check_s, may_be_least=False)
+        check_snapshot_every_s(self.snapshot_every_s)
         _checks.check_seconds("heartbeat_s", self.heartbeat_s, _checks.MIN_HEARTBEAT_S)
 
     def _check_counts(self) -> None:
@@ -70,6 +73,11 @@ class GroupSettings:
         _checks.check_num_workers(
             "spare_workers", self.spare_workers, hint="They wait to step in for lost ones.", least=0
         )
+
+    @property
+    def snapshot_pace(self) -> EverySeconds:
+        """The same for the engine: what runs in the driver may be changed there between calls, which nothing notes."""
+        return 0.0 if self.use_local and self.snapshot_every_s == "auto" else self.snapshot_every_s
 
     @property
     def is_driver_only(self) -> bool:
@@ -125,3 +133,15 @@ class ReplicaSettings:
                 self.snapshot_every_n_steps,
                 hint="None copies the state between calls only.",
             )
+
+
+def check_snapshot_every_s(value: Any) -> None:
+    """Refuses what is no pace for snapshots."""
+    if isinstance(value, str):
+        if value != "auto":
+            raise ValueError(
+                f'`snapshot_every_s={value!r}`: allowed are "auto", a number of seconds, and None for no snapshots.'
+                f"{_checks.did_you_mean(value, ('auto',))}"
+            )
+    elif value is not None:
+        _checks.check_seconds("snapshot_every_s", value)

@@ -16,7 +16,8 @@ from raysgd._background_writer import BackgroundWriter
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.snapshot_pace import EverySeconds
+from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import World
 from raysgd.engine.worker import is_sendable
@@ -29,6 +30,7 @@ from raysgd.replicas.predicting import Predicts
 from raysgd.replicas.progress import ProgressListeners
 from raysgd.replicas.read_only_config import ReadOnlyConfig
 from raysgd.replicas.recording import CallRecorder
+from raysgd.replicas.saves import Saves
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
 from raysgd.replicas.sharing import Placing, Sharing, for_each_rank
 from raysgd.replicas.throughput import Throughput
@@ -55,6 +57,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
     spare_workers: int
     resize_check_s: float | None
     snapshot_every_n_steps: int | None
+    snapshot_every_s: EverySeconds
     heartbeat_s: float
     form_timeout_s: float
     settle_timeout_s: float
@@ -118,6 +121,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         self._recorder = CallRecorder(controller.history.events, lambda: self.num_workers)
         self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller)
         self._finalizer = finalize(self, _abandon, controller)
+        self._saves = Saves(controller, self._writer)
         try:
             controller.start()
         except UnpicklableError as error:
@@ -175,6 +179,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         requests = partial(self._requests_with_data, "train", asked, dataset)
         resume = runner.resume_epoch if can_resume else None
         call = Call(runner.train_epoch, requests, changes_state=True, keeps_alike=True, on_wait=on_wait, resume=resume)
+        call = replace(call, is_repeatable=dataset is None)
         try:
             answers = self._throughput.run(call, max_retries)
         except BaseException:
@@ -190,6 +195,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         requests = partial(self._requests_with_data, "validation", asked, dataset)
         changes_state, on_wait = self._facts.keeps_own_state, self._listeners.on_wait
         call = Call(self._runner_cls.validate, requests, changes_state=changes_state, on_wait=on_wait)
+        call = replace(call, is_repeatable=dataset is None)
         try:
             answers: list[EpochAnswer] = self._controller.run(call)
         except BaseException:
@@ -228,7 +234,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs `fn()` once in each worker process; returns the results in rank order."""
         call = Call(_execute, lambda worlds: [(fn,)] * len(worlds), changes_state=True)  # it may seed, say
-        return self._controller.run(call)
+        return self._controller.run(replace(call, is_repeatable=False))
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order.
@@ -237,7 +243,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         changed and others not.
         """
         call = Call(_apply, lambda worlds: [(fn,)] * len(worlds), changes_state=True, keeps_alike=True)
-        return self._controller.run(call)
+        return self._controller.run(replace(call, is_repeatable=False))
 
     def get_local_operator(self) -> Any:
         """The live operator of rank 0, with `use_local=True` only.
@@ -263,6 +269,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         """
         try:
             self._finalizer.detach()
+            self._saves.await_states()
             self._controller.stop(force)
             self._throughput.end()
         finally:
@@ -289,6 +296,12 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         if self.use_local:
             self._controller.snapshots.touch()
         return self._controller.snapshot()
+
+    def _newest_snapshot(self) -> NewestSnapshot:
+        """The state as it is now, once it is copied; perhaps it is on its way to the driver."""
+        if self.use_local:
+            self._controller.snapshots.touch()
+        return self._controller.newest_snapshot()
 
     def _shared_snapshot(self) -> Snapshot:
         """The same for what all ranks share; random numbers may be those of a little earlier, which costs no copy."""

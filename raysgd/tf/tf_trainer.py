@@ -21,6 +21,7 @@ from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
+from raysgd.engine.snapshots import Snapshot
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.epochs import EpochAnswer, merged
@@ -29,6 +30,7 @@ from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import load_into_all
 from raysgd.replicas.results import Metrics
+from raysgd.replicas.saves import Content
 from raysgd.replicas.settings import GroupSettings
 from raysgd.storage import files
 from raysgd.tf import arguments, call_data, checkpoint_file, datasets, predicting, registration, serializing
@@ -78,6 +80,10 @@ class TFTrainer(ChangingTrainer):
         resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then continues
             with the workers that are left instead of waiting for new ones. None: growing waits for the next call.
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
+        snapshot_every_s: After which calls the workers copy their state, for the losses that need a snapshot. "auto":
+            so rarely that copies take at most 2 % of the time, but before a loss would repeat more than 30 s of calls.
+            A number: after calls that end so many seconds after the last copy; 0: after each call. None: never; a loss
+            that needs a snapshot then ends the trainer.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
             while it is made ready it gets at least 10 s.
         form_timeout_s: How long workers may take to form a group; never longer than `timeout_s`. All are there already,
@@ -127,6 +133,7 @@ class TFTrainer(ChangingTrainer):
         spare_workers: int = 0,
         resize_check_s: float | None = None,
         snapshot_every_n_steps: int | None = None,
+        snapshot_every_s: float | Literal["auto"] | None = "auto",
         heartbeat_s: float = 30.0,
         form_timeout_s: float = 120.0,
         settle_timeout_s: float = 120.0,
@@ -158,6 +165,7 @@ class TFTrainer(ChangingTrainer):
             min_workers=min_workers,
             spare_workers=spare_workers,
             resize_check_s=resize_check_s,
+            snapshot_every_s=snapshot_every_s,
             heartbeat_s=heartbeat_s,
             form_timeout_s=form_timeout_s,
             settle_timeout_s=settle_timeout_s,
@@ -380,8 +388,9 @@ class TFTrainer(ChangingTrainer):
 
         Args:
             checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last`.
-            blocking: False returns once the state is copied and writes in the background; an error is raised by the
-                next `save` or by `shutdown`.
+            blocking: False returns once the state is copied; it is sent and written in the background, and an error is
+                raised by the next `save` or by `shutdown`. If the worker that has the copy is lost meanwhile, the file
+                is not written: the log says so, and `shutdown` raises if no later `save` has made up for it.
 
         Returns:
             `checkpoint`.
@@ -393,14 +402,10 @@ class TFTrainer(ChangingTrainer):
         """
         files.check_location("checkpoint", checkpoint)
         _checks.refuse_text(blocking=blocking)
-        snapshot = self._snapshot()
-        state = {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}
-        with files.state_is_kept():
-            if blocking:
-                self._writer.write(checkpoint, state)
-            else:
-                checkpoint_file.check(state)
-                self._writer.submit(checkpoint, lambda: state)
+        if blocking:
+            self._saves.write(checkpoint, _content_of(self._snapshot()))
+        else:
+            self._saves.submit(checkpoint, self._newest_snapshot(), _checked_content_of, self)
         return checkpoint
 
     def load(self, checkpoint: Any) -> None:
@@ -428,6 +433,7 @@ class TFTrainer(ChangingTrainer):
             if not isinstance(rank_states, list | tuple):
                 raise ValueError(f"`{files.shown(checkpoint)}`: the random states are not a list. Nothing was loaded.")
             self._load(state, tuple(rank_states))
+        self._saves.note_file(files.shown(checkpoint))
 
     restore = load
 
@@ -455,6 +461,17 @@ class TFTrainer(ChangingTrainer):
         # A file of this very group leaves nothing out: afterwards it is what the workers have.
         is_complete = len(rank_states) == self.num_workers
         load_into_all(self._controller, TFRunner.restore, whole, rank_states, is_complete)
+
+
+def _content_of(snapshot: Snapshot) -> Content:
+    """What a file is to hold, as views of the snapshot, and what writes it."""
+    return {**snapshot.shared_state, _RANKS: list(snapshot.rank_states)}, checkpoint_file.write
+
+
+def _checked_content_of(snapshot: Snapshot) -> Content:
+    state, write = _content_of(snapshot)
+    checkpoint_file.check(state)
+    return state, write
 
 
 def _variables_for_workers() -> dict[str, str]:

@@ -60,9 +60,8 @@ class ChangingTorchTrainer(SavingTrainer):
             self._controller.snapshot()  # the calls before this one were of the old class
         edited = self._prepared(settings)
         with self._adopted(settings):
-            facts = self._on_all(
-                TorchRunner.finish_reload, settings.revision, edited, changes_state=True, keeps_alike=True
-            )
+            options = {"changes_state": True, "keeps_alike": True, "is_repeatable": False}
+            facts = self._on_all(TorchRunner.finish_reload, settings.revision, edited, **options)
         self._sharing.forget()
         if None in facts:  # the group was changed in between
             self._controller.kill_group()

@@ -68,8 +68,9 @@ class SavingTrainer(ChangingTrainer):
 
         Args:
             checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last.pt`.
-            blocking: False returns once the state is copied and writes in the background; an error is raised by the
-                next `save` or by `shutdown`.
+            blocking: False returns once the state is copied; it is sent and written in the background, and an error is
+                raised by the next `save` or by `shutdown`. If the worker that has the copy is lost meanwhile, the file
+                is not written: the log says so, and `shutdown` raises if no later `save` has made up for it.
             weights_only: False lets the operator's own state hold any object; such a file needs `load(...,
                 weights_only=False)`.
             format: "torch" for the whole state, "safetensors" for the weights of the models alone.
@@ -86,13 +87,11 @@ class SavingTrainer(ChangingTrainer):
         files.check_location("checkpoint", checkpoint)
         _checks.refuse_text(blocking=blocking, weights_only=weights_only)
         check_format(format)
-        snapshot = self._snapshot()
-        state, write = content_of(snapshot, weights_only, format)
-        with files.state_is_kept():
-            if blocking:
-                self._writer.write(checkpoint, state, write)
-            else:  # the state is a view of the snapshot
-                self._writer.submit(checkpoint, partial(_first, state, snapshot), write)
+        content = partial(content_of, weights_only=weights_only, file_format=format)
+        if blocking:
+            self._saves.write(checkpoint, content(self._snapshot()))
+        else:
+            self._saves.submit(checkpoint, self._newest_snapshot(), content, self)
         return checkpoint
 
     def load(
@@ -126,11 +125,9 @@ class SavingTrainer(ChangingTrainer):
                 saved = partial_loading.read(path, name, weights_only, held)
                 state, report = partial_loading.merged(self._snapshot(), saved, chosen, strict)
                 StateLoader(self._controller).load(state)
+                self._saves.note_file(name)
                 return report
             file = held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name))
             StateLoader(self._controller).load_file(file, weights_only, held)
+        self._saves.note_file(name)
         return None
-
-
-def _first(state: dict[str, Any], *kept_alive: Any) -> dict[str, Any]:
-    return state

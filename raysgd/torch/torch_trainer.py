@@ -86,6 +86,10 @@ class TorchTrainer(ChangingTorchTrainer):
         resize_check_s: How often to look, during an epoch, for room to grow back; after a loss the epoch then continues
             with the workers that are left instead of waiting for new ones. None: growing waits for the next call.
         snapshot_every_n_steps: How often to copy the state inside an epoch, for the losses that need a snapshot.
+        snapshot_every_s: After which calls the workers copy their state, for the losses that need a snapshot. "auto":
+            so rarely that copies take at most 2 % of the time, but before a loss would repeat more than 30 s of calls.
+            A number: after calls that end so many seconds after the last copy; 0: after each call. None: never; a loss
+            that needs a snapshot then ends the trainer.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
             while it is made ready it gets at least 10 s.
         form_timeout_s: How long workers may take to form a group; never longer than `timeout_s`. All are there already,
@@ -160,6 +164,7 @@ class TorchTrainer(ChangingTorchTrainer):
         spare_workers: int = 0,
         resize_check_s: float | None = None,
         snapshot_every_n_steps: int | None = None,
+        snapshot_every_s: float | Literal["auto"] | None = "auto",
         heartbeat_s: float = 30.0,
         form_timeout_s: float = 120.0,
         settle_timeout_s: float = 120.0,
@@ -208,6 +213,7 @@ class TorchTrainer(ChangingTorchTrainer):
             min_workers=min_workers,
             spare_workers=spare_workers,
             resize_check_s=resize_check_s,
+            snapshot_every_s=snapshot_every_s,
             heartbeat_s=heartbeat_s,
             form_timeout_s=form_timeout_s,
             settle_timeout_s=settle_timeout_s,
