@@ -42,7 +42,7 @@ NEVER_CALLED = {
 """Hooks of a training that are not called, and what to do about it. A module that has one gets a warning."""
 
 OTHER_STAGES = ("test_", "predict_", "on_test_", "on_predict_")
-"""How hooks begin that belong to other stages than training and validation; they are never called."""
+"""How hooks begin that belong to other stages than training and validation: only `predict_step` is ever called."""
 
 
 def warn_of_what_is_not_called(hooks: Hooks, name: str) -> None:

@@ -322,6 +322,13 @@ class LightningOperator(TrainingOperator):
         self._hooks.call("on_validation_batch_end", output, batch, batch_idx, dataloader_idx=0)
         return self._values.metrics_of(batch, output)
 
+    def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
+        """What the module's `predict_step` returns for a batch; without one, what the module returns for its input."""
+        if not self._hooks.overrides("predict_step"):
+            return super().predict_batch(batch, batch_info)
+        with self._raysgd.precision.forward():
+            return self._hooks.call("predict_step", self._to_device(batch), batch_info["batch_idx"], dataloader_idx=0)
+
     @contextmanager
     def _epoch(self, stage: str, hook: str) -> Iterator[None]:
         """Takes what the module logs, and lets it know what is going on."""

@@ -119,6 +119,20 @@ def test_what_is_saved_is_what_transformers_loads(lab: Any, tmp_path: Path) -> N
     assert transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path)).vocab_size == lab.SIZE
 
 
+def test_predictions_are_what_the_trained_model_says_of_each_text(lab: Any) -> None:
+    texts = {
+        "input_ids": torch.randint(2, lab.SIZE, (7, 12)),
+        "attention_mask": (torch.arange(12) < torch.arange(5, 12)[:, None]).long(),
+    }
+    with local(lab.Task) as trainer:
+        trainer.train()
+        found, model = trainer.predict(texts, batch_size=3), trainer.get_model().eval()
+    with torch.no_grad():
+        expected = model(**texts).logits
+    scores = found if not isinstance(found, dict) else found["prediction"]
+    torch.testing.assert_close(torch.as_tensor(scores), expected, rtol=0, atol=1e-6)
+
+
 def local(operator_cls: Any, **options: Any) -> TorchTrainer:
     config = {"task": "classify texts", **options.pop("config", {})}
     return TorchTrainer(training_operator_cls=operator_cls, config=config, use_local=True, **options)

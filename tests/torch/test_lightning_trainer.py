@@ -226,6 +226,28 @@ def test_weights_are_those_of_lightnings_own_trainer(name: str) -> None:
     assert not torch.allclose(weights(ours), weights(module_cls()), atol=1e-3), "it was trained"
 
 
+class Predicts(Plain):
+    def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
+        return {"twice": 2 * self(batch[0]), "batch": torch.full((len(batch[0]),), batch_idx)}
+
+
+@pytest.mark.parametrize("module_cls", [Plain, Predicts])
+def test_predictions_are_those_of_lightnings_own_trainer(module_cls: type[Plain]) -> None:
+    theirs = Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, enable_checkpointing=False)
+    rows = DataLoader(X if module_cls is Plain else DATA, batch_size=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        expected = theirs.predict(module_cls(), rows)
+    operator_cls = TrainingOperator.from_ptl(module_cls)
+    with TorchTrainer(training_operator_cls=operator_cls, use_local=True) as trainer:
+        found = trainer.predict(rows)
+    if module_cls is Plain:
+        torch.testing.assert_close(torch.as_tensor(found), torch.cat(expected), rtol=0, atol=1e-6)
+    else:
+        for name in ("twice", "batch"):
+            torch.testing.assert_close(torch.as_tensor(found[name]), torch.cat([each[name] for each in expected]))
+
+
 class Logging(Plain):
     """Logs in all the ways; and keeps what Lightning would show at the end of each epoch."""
 
