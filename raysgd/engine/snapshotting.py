@@ -1,4 +1,4 @@
-"""The snapshots of a trainer: after which calls they are taken, and the one that is asked for now.
+"""The snapshots of a trainer: after which calls they are taken, and the one that somebody requests now.
 
 Where they are kept: `SnapshotKeeper`. After which calls: `SnapshotPace`.
 """
