@@ -92,9 +92,12 @@ class Links:
         Raises:
             MeshBroken: The connection has ended.
         """
+        self._send(rank, message.encoded())
+
+    def _send(self, rank: int, encoded: bytes) -> None:
         try:
             with self._sending[rank]:
-                self._connections[rank].sendall(message.encoded())
+                self._connections[rank].sendall(encoded)
         except OSError as error:
             raise MeshBroken(f"the connection to rank {rank} ended: {error}") from error
 
@@ -104,8 +107,9 @@ class Links:
         Raises:
             MeshBroken: A connection has ended.
         """
+        encoded = message.encoded()
         for rank in self._connections:
-            self.send(rank, message)
+            self._send(rank, encoded)
 
     def _receive(self) -> None:
         poll = select.poll()

@@ -75,9 +75,12 @@ class Mesh:
         self._connections = dict(connections)
         self._timeout_s = timeout_s
         self._is_broken = False
-        for connection in self._connections.values():
+        self._poll, self._ranks = select.poll(), {}
+        for rank, connection in self._connections.items():
             connection.setblocking(False)
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._poll.register(connection, _IS_GONE)
+            self._ranks[connection.fileno()] = rank
 
     def swap(self, outgoing: Mapping[int, Bytes], incoming: Mapping[int, Bytes], kind: int = 0) -> None:
         """Sends bytes to some ranks and receives from some, all at the same time.
@@ -118,23 +121,29 @@ class Mesh:
                 self._wait(sending, receiving)
 
     def _wait(self, sending: Mapping[int, _Task], receiving: Mapping[int, _Task]) -> None:
-        poll, ranks = select.poll(), {}
-        for rank, connection in self._connections.items():
-            # A rank that nothing is expected from may have ended its connection: it will not take what is sent to it,
-            # nor be there for the next swap, and those that wait for it may wait forever.
+        # A rank that nothing is expected from may have ended its connection: it will not take what is sent to it, nor
+        # be there for the next swap, and those that wait for it may wait forever. So all connections are looked at.
+        awaited = {*sending, *receiving}
+        for rank in awaited:
             events = select.POLLIN if rank in receiving else _IS_GONE
-            try:
-                poll.register(connection, events | (select.POLLOUT if rank in sending else 0))
-            except ValueError as error:
-                raise MeshBroken("the connections to the other ranks were closed") from error
-            ranks[connection.fileno()] = rank
-        ready = poll.poll(min(self._timeout_s * 1000, _LONGEST_POLL_MS))
+            self._watch(rank, events | (select.POLLOUT if rank in sending else 0))
+        ready = self._poll.poll(min(self._timeout_s * 1000, _LONGEST_POLL_MS))
+        for rank in awaited:
+            self._watch(rank, _IS_GONE)
         if not ready:
-            awaited = ", ".join(map(str, sorted({*sending, *receiving})))
-            raise MeshBroken(f"rank {awaited} did not answer within {self._timeout_s:g} s")
-        gone = [ranks[number] for number, event in ready if ranks[number] not in receiving and event & ~select.POLLOUT]
+            late = ", ".join(map(str, sorted(awaited)))
+            raise MeshBroken(f"rank {late} did not answer within {self._timeout_s:g} s")
+        found = [(self._ranks[number], event) for number, event in ready]
+        gone = [rank for rank, event in found if rank not in receiving and event & ~select.POLLOUT]
         if len(gone) == len(ready):
             raise MeshBroken(f"rank {', '.join(map(str, sorted(gone)))} has ended its connection")
+
+    def _watch(self, rank: int, events: int) -> None:
+        """Waits for these events of a rank from now on."""
+        try:
+            self._poll.modify(self._connections[rank], events)
+        except ValueError as error:
+            raise MeshBroken("the connections to the other ranks were closed") from error
 
     @property
     def is_broken(self) -> bool:

@@ -4,38 +4,42 @@ from __future__ import annotations
 
 import itertools
 import pickle
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from raysgd.connections._chain import Chain
+from raysgd.connections._chain import PIECE_BYTES, Chain
 from raysgd.connections._mesh import Bytes, Mesh
+from raysgd.connections._nodes import Nodes
+from raysgd.connections._sums import MOST, Array, Sums, as_bytes, doubled
 from raysgd.engine.types import World
 
 _SUM, _ALL, _FIRST, _VALUE = range(4)  # kinds of exchanges
-_MAX_WHOLE_BYTES = 64 * 1024
-"""Up to this size an array is added up by every rank for itself."""
-
-Array = np.ndarray[Any, np.dtype[Any]]
+_QUICK_BYTES = 2**20
+"""Up to this size sums of many ranks are quicker than with gloo, as `examples/benchmarks/small_sums.py` measures."""
 
 
 class Group:
     """What the replicas exchange numbers through: sums over all ranks, values told and passed on.
 
-    All ranks come to the same sums, to the bit: terms are added in the order of ranks.
+    All ranks come to the same sums, to the bit; up to eight ranks on one node add in the order of ranks.
 
     Args:
         world: The place among the replicas.
         mesh: The connections; None for a replica that is alone.
+        hosts: The address of each rank's node, by rank. Nothing: all are on one node.
     """
 
-    def __init__(self, world: World, mesh: Mesh | None = None) -> None:
+    def __init__(self, world: World, mesh: Mesh | None = None, hosts: Sequence[str] = ()) -> None:
         self.rank, self.size = world.rank, world.size
         self._connections = mesh
         self._others = [rank for rank in range(world.size) if rank != world.rank]
+        self._nodes = Nodes(tuple(hosts) or ("",) * world.size)
+        self._adding = None if mesh is None else Sums(world.rank, mesh, self._nodes)
         self._scratch = np.empty(0, np.uint8)
         self._sums: Array = np.empty(0)
 
@@ -48,30 +52,8 @@ class Group:
         """Puts the sums over all ranks into `numbers`."""
         if self.size > 1:
             flat = _flat(numbers)
-            if flat.nbytes <= _MAX_WHOLE_BYTES:
-                self._add_up_whole(flat)
-            else:
-                self._add_up_in_parts(flat)
-
-    def _add_up_whole(self, flat: Array) -> None:
-        """Every rank sends everything to every other: one wait for others, which is what small arrays cost."""
-        received = self._room(flat.dtype, len(flat))
-        own, rooms = _bytes(flat), {rank: _bytes(room) for rank, room in received.items()}
-        self._mesh.swap(dict.fromkeys(self._others, own), rooms, _kind(_SUM, flat))
-        _add_in_order({**received, self.rank: flat}, flat)
-
-    def _add_up_in_parts(self, flat: Array) -> None:
-        """Each rank adds up a part of the array, then sends the sums to all: twice the array travels, however many."""
-        bounds = [len(flat) * rank // self.size for rank in range(self.size + 1)]
-        parts = [flat[start:stop] for start, stop in itertools.pairwise(bounds)]
-        views = [_bytes(part) for part in parts]
-        own = parts[self.rank]
-        received = self._room(flat.dtype, len(own))
-        rooms = {rank: _bytes(room) for rank, room in received.items()}
-        of_others = {rank: views[rank] for rank in self._others}
-        self._mesh.swap(of_others, rooms, _kind(_SUM, flat))
-        _add_in_order({**received, self.rank: own}, own)
-        self._mesh.swap(dict.fromkeys(self._others, views[self.rank]), of_others, _kind(_ALL, flat))
+            assert self._adding is not None, "a group of several ranks needs connections"
+            self._adding.add_up(flat, _kind(_SUM, flat))
 
     def add_rows(self, rows: Array, counts: Sequence[int]) -> Array:
         """The sum of all ranks' rows, added in the order of ranks and rows, to the same bits on all of them.
@@ -88,8 +70,8 @@ class Group:
         parts = [np.ascontiguousarray(rows[:, start:stop]) for start, stop in itertools.pairwise(bounds)]
         own = bounds[self.rank + 1] - bounds[self.rank]
         received = self._rooms_for_rows(rows.dtype, counts, own)
-        outgoing = {rank: _bytes(_flat(parts[rank])) for rank in self._others if counts[self.rank]}
-        rooms = {rank: _bytes(_flat(room)) for rank, room in received.items()}
+        outgoing = {rank: as_bytes(_flat(parts[rank])) for rank in self._others if counts[self.rank]}
+        rooms = {rank: as_bytes(_flat(room)) for rank, room in received.items()}
         self._mesh.swap(outgoing, rooms, _kind(_SUM, rows))
         received[self.rank] = parts[self.rank]
         if self._sums.shape != (width,) or self._sums.dtype != rows.dtype:
@@ -100,8 +82,8 @@ class Group:
         target[:] = terms[0]
         for term in terms[1:]:
             np.add(target, term, out=target)
-        places = {rank: _bytes(sums[bounds[rank] : bounds[rank + 1]]) for rank in self._others}
-        self._mesh.swap(dict.fromkeys(self._others, _bytes(target)), places, _kind(_ALL, rows))
+        places = {rank: as_bytes(sums[bounds[rank] : bounds[rank + 1]]) for rank in self._others}
+        self._mesh.swap(dict.fromkeys(self._others, as_bytes(target)), places, _kind(_ALL, rows))
         return sums
 
     def _rooms_for_rows(self, dtype: np.dtype[Any], counts: Sequence[int], width: int) -> dict[int, Array]:
@@ -117,26 +99,32 @@ class Group:
                 start += counts[rank]
         return rooms
 
-    def _room(self, dtype: np.dtype[Any], num_numbers: int) -> dict[int, Array]:
-        """An array for each other rank, in memory that is used again: fresh memory costs as much as the sum."""
-        num_bytes = num_numbers * dtype.itemsize
-        if len(self._scratch) < num_bytes * len(self._others):
-            self._scratch = np.empty(num_bytes * len(self._others), np.uint8)
-        starts = range(0, num_bytes * len(self._others), num_bytes) if num_bytes else [0] * len(self._others)
-        return {
-            rank: self._scratch[start : start + num_bytes].view(dtype)
-            for rank, start in zip(self._others, starts, strict=True)
-        }
+    def is_quick_for(self, num_bytes: int) -> bool:
+        """Whether a sum of so many bytes takes no longer than with gloo. All ranks of the group come to the same."""
+        return self.size <= MOST or num_bytes <= _QUICK_BYTES
 
     def gather(self, numbers: Array) -> list[Array]:
         """Every rank's array, all of one shape, by rank."""
         if self.size == 1:
             return [numbers]
         own = np.ascontiguousarray(numbers).reshape(numbers.shape)  # NumPy makes a row of a single number
+        if self.size > MOST:
+            return self._gathered_in_rounds(own)
         received = [own if rank == self.rank else np.empty_like(own) for rank in range(self.size)]
-        rooms = {rank: _bytes(_flat(received[rank])) for rank in self._others}
-        self._mesh.swap(dict.fromkeys(self._others, _bytes(_flat(own))), rooms, _kind(_ALL, own))
+        rooms = {rank: as_bytes(_flat(received[rank])) for rank in self._others}
+        self._mesh.swap(dict.fromkeys(self._others, as_bytes(_flat(own))), rooms, _kind(_ALL, own))
         return received
+
+    def _gathered_in_rounds(self, own: Array) -> list[Array]:
+        """Each round a rank passes on all that it has, to one that is twice as far away: log N messages."""
+        found = np.empty((self.size, *own.shape), own.dtype)  # beginning with that of this rank
+        found[0] = own
+        for distance in doubled(self.size):
+            count = min(distance, self.size - distance)
+            before, after = (self.rank - distance) % self.size, (self.rank + distance) % self.size
+            outgoing, incoming = (as_bytes(_flat(part)) for part in (found[:count], found[distance : distance + count]))
+            self._mesh.swap({before: outgoing}, {after: incoming}, _kind(_ALL, own))
+        return [found[(rank - self.rank) % self.size] for rank in range(self.size)]
 
     def gather_rows(self, rows: Array, counts: Sequence[int]) -> Array:
         """All ranks' rows one behind the other; `counts` says how many each rank has."""
@@ -151,12 +139,15 @@ class Group:
 
     def from_first(self, numbers: Array) -> None:
         """Puts rank 0's into `numbers`."""
-        if self.size > 1:
-            view, kind = _bytes(_flat(numbers)), _kind(_FIRST, numbers)
-            if self.rank == 0:
-                self._mesh.swap(dict.fromkeys(self._others, view), {}, kind)
-            else:
-                self._mesh.swap({}, {0: view}, kind)
+        if self.size == 1:
+            return
+        flat, kind = _flat(numbers), _kind(_FIRST, numbers)
+        if flat.nbytes > PIECE_BYTES:
+            first, *others = self._nodes.in_order
+            Chain(partial(self._mesh.swap, kind=kind), self.rank, first, others).pass_on(as_bytes(flat))
+        else:
+            assert self._adding is not None, "a group of several ranks needs connections"
+            self._adding.tell(flat, kind)
 
     def send(self, value: Any, takers: Sequence[int]) -> None:
         """Sends anything that can be pickled to `takers`, which must all `receive` it at this time."""
@@ -173,19 +164,19 @@ class Group:
         """Sends some bytes to `takers`, which must all `receive_parts` at this time."""
         if takers:
             chain = self._chain(self.rank, takers)
-            chain.pass_on(_bytes(np.array([len(parts)], np.int64)))
-            chain.pass_on(_bytes(np.array([len(part) for part in parts], np.int64)))
+            chain.pass_on(as_bytes(np.array([len(parts)], np.int64)))
+            chain.pass_on(as_bytes(np.array([len(part) for part in parts], np.int64)))
             chain.pass_on(*parts)
 
     def receive_parts(self, source: int, takers: Sequence[int]) -> list[Array]:
         """What `source` sends to `takers`, as rows of bytes."""
         chain = self._chain(source, takers)
         count = np.zeros(1, np.int64)
-        chain.pass_on(_bytes(count))
+        chain.pass_on(as_bytes(count))
         sizes = np.zeros(count[0], np.int64)
-        chain.pass_on(_bytes(sizes))
+        chain.pass_on(as_bytes(sizes))
         parts = [np.empty(size, np.uint8) for size in sizes]
-        chain.pass_on(*map(_bytes, parts))
+        chain.pass_on(*map(as_bytes, parts))
         return parts
 
     def _chain(self, source: int, takers: Sequence[int]) -> Chain:
@@ -193,30 +184,50 @@ class Group:
 
 
 class Votes:
-    """Whether any rank says yes, asked ahead of the answer. All ranks ask the same questions in the same order."""
+    """Whether any rank says yes, asked ahead of the answer. All ranks ask the same questions in the same order.
+
+    Up to `MOST` ranks tell each other. Of more, each tells the next one. While it waits for the answer, it tells what
+    it has heard by then to the second next, the fourth next and so on. So all ranks have to wait for the same answers.
+    """
 
     def __init__(self, world: World, mesh: Mesh) -> None:
-        self._mesh = mesh
+        self._mesh, self._rank, self._size = mesh, world.rank, world.size
+        self._rounds = doubled(world.size) if world.size > MOST else []
         self._others = [rank for rank in range(world.size) if rank != world.rank]
+        self._own: deque[bool] = deque()
         self._num_asked = self._num_heard = 0
 
     def ask(self, says_yes: bool) -> Vote:
         """Says what this rank says; the answer is there when all ranks have."""
-        self._mesh.swap(dict.fromkeys(self._others, memoryview(bytes([says_yes]))), {})
+        told = [(self._rank + 1) % self._size] if self._rounds else self._others
+        self._mesh.swap(dict.fromkeys(told, memoryview(bytes([says_yes]))), {})
+        self._own.append(says_yes)
         self._num_asked += 1
-        return Vote(self, self._num_asked, says_yes)
+        return Vote(self, self._num_asked)
 
     def hear(self, number: int) -> bool:
-        """Whether another rank said yes to question `number`, counted from 1.
+        """Whether any rank said yes to question `number`, counted from 1.
 
         Answers before that one were not wanted any more, as when a `fit` ends before its data does.
         """
         while True:
-            heard = {rank: bytearray(1) for rank in self._others}
-            self._mesh.swap({}, {rank: memoryview(word) for rank, word in heard.items()})
+            answer = self._heard_in_rounds() if self._rounds else self._heard_from_all()
             self._num_heard += 1
             if self._num_heard == number:
-                return any(word[0] for word in heard.values())
+                return answer
+
+    def _heard_from_all(self) -> bool:
+        heard = {rank: bytearray(1) for rank in self._others}
+        self._mesh.swap({}, {rank: memoryview(word) for rank, word in heard.items()})
+        return self._own.popleft() or any(word[0] for word in heard.values())
+
+    def _heard_in_rounds(self) -> bool:
+        answer, word = self._own.popleft(), bytearray(1)
+        for distance in self._rounds:
+            told = {(self._rank + distance) % self._size: memoryview(bytes([answer]))} if distance > 1 else {}
+            self._mesh.swap(told, {(self._rank - distance) % self._size: memoryview(word)})
+            answer |= bool(word[0])
+        return answer
 
 
 @dataclass(frozen=True)
@@ -225,11 +236,10 @@ class Vote:
 
     votes: Votes
     number: int
-    own: bool
 
     def result(self) -> bool:
         """Waits for all ranks; to be asked for once."""
-        return self.votes.hear(self.number) or self.own
+        return self.votes.hear(self.number)
 
 
 def _kind(exchange: int, numbers: Array) -> int:
@@ -241,19 +251,3 @@ def _flat(array: Array) -> Array:
     """The same memory as a row."""
     assert array.flags.c_contiguous, "an array with gaps cannot be exchanged in place"
     return array.reshape(-1)
-
-
-def _bytes(row: Array) -> memoryview:
-    """The same memory as bytes; NumPy knows kinds of numbers that `memoryview` does not."""
-    return row.view(np.uint8).data
-
-
-def _add_in_order(terms: Mapping[int, Array], target: Array) -> None:
-    """Puts the sum of the terms, added in the order of ranks, into `target`, which is one of them."""
-    first, second, *more = (terms[rank] for rank in sorted(terms))
-    total = target if not more or target is first or target is second else first
-    np.add(first, second, out=total)
-    for term in more:
-        np.add(total, term, out=total)
-    if total is not target:
-        target[:] = total

@@ -109,7 +109,7 @@ class TensorFlowConnection(_LoadingConnection):
         deadline.check()  # an interrupt that came before there was anything to cut
         self._announce(rendezvous, world)
         gradients, votes = self._lanes
-        _JOINED = Joined(Group(world, gradients), Votes(world, votes))
+        _JOINED = Joined(Group(world, gradients, rendezvous.hosts), Votes(world, votes))
 
     def interrupt(self) -> None:
         self._is_interrupted = True

@@ -141,7 +141,7 @@ class TorchConnection(Connection):
         self._board = Board(world.rank, on_board)
         for lane in in_mesh:
             self._mesh = Mesh(lane, self.timeout_s)
-            self._group = Group(world, self._mesh)
+            self._group = Group(world, self._mesh, rendezvous.hosts)
         if self.transport == "gloo":
             from raysgd.connections._store import BoardStore
 

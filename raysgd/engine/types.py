@@ -39,6 +39,11 @@ class Rendezvous:
     secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False, compare=False)
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each rank."""
+        return tuple(host for host, _ in self.addresses)
+
+    @property
     def address(self) -> str:
         """The host of rank 0."""
         return self.addresses[0][0]

@@ -88,7 +88,7 @@ def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future
     if parallel.weights_in_hook:
         _weight(parallel.step, bucket.buffer())
     group = exchanges_at_once() if state.goes_at_once else None
-    if group is not None:
+    if group is not None and group.is_quick_for(bucket.buffer().nbytes):
         return _average_at_once(parallel, group, bucket)
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 

@@ -23,6 +23,7 @@ from raysgd.tf.registration import variables_of_optimizer
 from raysgd.tf.settings import TFSettings
 from raysgd.tf.tf_runner import TFRunner
 from tests.s3_server import S3Server
+from tests.sent import sent_by_load
 from tests.tf import models
 from tests.tf.lab import Experiment, forget_pytorch, largest_difference, run_alone, run_together
 from tests.tf.models import Line, make_data, make_model
@@ -67,6 +68,15 @@ def trainer(ray_cluster: None, keras_here: Any) -> Iterator[TFTrainer]:
     options: dict[str, Any] = {"num_replicas": 2, "seed": 1, "timeout_s": 60, "initialization_hook": forget_pytorch}
     with TFTrainer(make_model, make_data, config=config, **options) as made:
         yield made
+
+
+def test_a_file_of_many_workers_sends_each_worker_its_own_random_states_only(
+    trainer: TFTrainer, tmp_path: Path
+) -> None:
+    largest, stored = sent_by_load(trainer, tmp_path / "few.npz", times=2)
+    again, stored_again = sent_by_load(trainer, tmp_path / "many.npz", times=100)
+    assert abs(again - largest) < 100
+    assert stored_again == stored
 
 
 def test_two_workers_predict_and_evaluate_other_data_as_one_process_does(trainer: TFTrainer) -> None:

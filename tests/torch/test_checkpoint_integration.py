@@ -16,6 +16,7 @@ from raysgd.testing import kill_worker
 from raysgd.torch import TorchTrainer, checkpoint_file
 from raysgd.torch.checkpoint_file import CheckpointCorruptedError
 from tests.s3_server import S3Server
+from tests.sent import sent_by_load
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal, samples_seen
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
@@ -132,6 +133,16 @@ def test_a_file_keeps_the_random_state_of_every_rank(drops: TorchTrainer, tmp_pa
     saved = torch.load(drops.save(tmp_path / "last.pt"), weights_only=False)
     first, second = saved[RESUME]["rng"]
     assert first != second
+
+
+def test_a_file_of_many_workers_sends_each_worker_its_own_random_states_only(
+    drops: TorchTrainer, tmp_path: Path
+) -> None:
+    largest, stored = sent_by_load(drops, tmp_path / "few.pt", times=2)
+    again, stored_again = sent_by_load(drops, tmp_path / "many.pt", times=100)
+    assert 5000 < largest < 25_000
+    assert abs(again - largest) < 100
+    assert stored_again == stored
 
 
 def test_a_loss_after_a_load_goes_back_to_what_was_loaded(ray_cluster: None, tmp_path: Path) -> None:

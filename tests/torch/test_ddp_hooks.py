@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
+from raysgd.connections.group import Group
+from raysgd.engine.types import World
 from raysgd.torch.ddp import DDP
 from raysgd.torch.ddp_hooks import COMM_HOOK
 from raysgd.torch.exchanges import Exchanges
@@ -85,6 +88,9 @@ def test_a_hook_of_the_users_own_stays_the_only_one() -> None:
 
 def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     class Elsewhere:
+        def is_quick_for(self, num_bytes: int) -> bool:
+            return True
+
         def add_up(self, numbers: object) -> None:
             raise ValueError("not at the same exchange")
 
@@ -97,6 +103,25 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
         gradient(parallel, model)
     with pytest.raises(dist.DistNetworkError, match="user code went on"):
         parallel.step.check()
+
+
+@pytest.mark.parametrize("num_ranks", [8, 9])
+def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+    at_once: list[int] = []
+
+    class Many(Group):
+        def add_up(self, numbers: Any) -> None:
+            at_once.append(numbers.nbytes)
+
+    monkeypatch.setattr("raysgd.torch.ddp_hooks.exchanges_at_once", lambda: Many(World(0, num_ranks)))
+    monkeypatch.setattr("raysgd.torch.ddp_hooks.is_on_one_node", lambda: True)
+    parallel, sizes = DDP(), (2**8, 2**10)
+    models = [parallel.wrap(torch.nn.Linear(size, size, bias=False), None, {}) for size in sizes]
+    parallel.arm(models, weight_in_hook=False)
+    for model, size in zip(models, sizes, strict=True):
+        model(torch.ones(1, size)).sum().backward()
+    assert at_once == [4 * size**2 for size in sizes if num_ranks == 8 or size == sizes[0]]
+    assert models[1].module.weight.grad.norm() > 0
 
 
 def test_a_model_with_a_hook_of_ours_can_be_copied_and_saved(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Sums over many processes: raysgd's own connections against gloo.
+
+    python examples/benchmarks/small_sums.py [--smoke-test] [--repetitions 15] [--sizes 4,16,40] [--bytes 400,65536]
+
+All processes are on this machine, in one group over loopback, and take turns between the two: some sums of raysgd, some
+of gloo's `all_reduce`, and so on. What counts is the time of one sum, and the ratio of the two within a turn. With more
+processes than cores this measures how much work a sum is for all of them together, not how long messages take.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from _common import OWN, Report, Target, choose_peers, dispatch, make_parser, run_job, scaled, take_turns
+from _ranks import on_ranks
+
+from raysgd.connections.torch import exchanges_at_once
+
+PEERS = {"gloo": "torch"}
+SUMS_PER_TURN = 5
+
+
+def by_raysgd(numbers: np.ndarray[Any, Any]) -> None:
+    """As gradients of small models are added up."""
+    group = exchanges_at_once()
+    assert group is not None
+    group.add_up(numbers)
+
+
+def by_gloo(numbers: np.ndarray[Any, Any]) -> None:
+    """As `DistributedDataParallel` does by itself."""
+    dist.all_reduce(torch.from_numpy(numbers))
+
+
+WAYS: dict[str, Callable[[np.ndarray[Any, Any]], None]] = {OWN: by_raysgd, "gloo": by_gloo}
+
+
+def add_up(rank: int, size: int, num_bytes: int, repetitions: int, ways: list[str]) -> dict[str, list[float]]:
+    """The seconds of one sum in each turn, by way; in every process of the group."""
+    found: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(1 + repetitions):
+        for way in ways:
+            numbers = np.ones(num_bytes // 4, np.float32)
+            dist.barrier()
+            began = time.perf_counter()
+            for _ in range(SUMS_PER_TURN):
+                WAYS[way](numbers)
+            found[way].append((time.perf_counter() - began) / SUMS_PER_TURN)
+            assert math.isclose(numbers[0], float(size) ** SUMS_PER_TURN, rel_tol=1e-5), way
+    return {way: seconds[1:] for way, seconds in found.items()}  # the first time connections are opened
+
+
+def measure(size: int, num_bytes: int, repetitions: int, ways: list[str]) -> dict[str, list[float]]:
+    """One group of processes."""
+    found: dict[str, list[float]] = on_ranks(size, add_up, num_bytes, repetitions, ways)
+    return found
+
+
+def main() -> None:
+    """Runs both and prints what they took."""
+    parser = make_parser("Sums over many processes", repetitions=15, peers=PEERS)
+    parser.add_argument("--sizes", default="4,16,40", help="how many processes")
+    parser.add_argument("--bytes", default="400,65536,1048576", help="how large the arrays are")
+    arguments = parser.parse_args()
+    peers = choose_peers(arguments, PEERS)
+    report = Report("small_sums", arguments, peers)
+    sizes, amounts = arguments.sizes.split(","), arguments.bytes.split(",")
+    if arguments.smoke_test:
+        sizes, amounts, arguments.repetitions = ["2"], ["400"], 1
+    ways, targets = [OWN, *peers.selected], []
+    for size in map(int, sizes):
+        for num_bytes in map(int, amounts):
+            options = {"size": size, "num_bytes": num_bytes, "repetitions": arguments.repetitions, "ways": ways}
+            [found] = take_turns({OWN: partial(run_job, __file__, "measure", **options)}, 1, report)[OWN]
+            runs = {way: [{"sum_us": scaled(found[way], 1e6)}] for way in ways}
+            report.figures(f"{num_bytes} bytes, {size} processes", {"sum_us": "one sum, us"}, runs)
+            ratios = [own / other for own, other in zip(found[OWN], found.get("gloo", []), strict=False)]
+            ratio = statistics.median(ratios) if ratios else None
+            targets.append(Target(f"{num_bytes} bytes, {size} processes: time / that of gloo", 1.0, True, ratio))
+    report.finish(targets)
+
+
+if __name__ == "__main__":
+    dispatch({"measure": measure})
+    main()
