@@ -15,8 +15,10 @@ import numpy as np
 from raysgd.connections._chain import PIECE_BYTES, Chain
 from raysgd.connections._mesh import Bytes, Mesh
 from raysgd.connections._nodes import Nodes
-from raysgd.connections._sums import MOST, Array, Sums, as_bytes, doubled
+from raysgd.connections._sums import MOST, Sums, as_bytes, doubled
 from raysgd.engine.types import World
+
+Array = np.ndarray[Any, np.dtype[Any]]
 
 _SUM, _ALL, _FIRST, _VALUE = range(4)  # kinds of exchanges
 _QUICK_BYTES = 2**20
