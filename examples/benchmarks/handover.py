@@ -4,8 +4,8 @@
 
 One process has a state of tensors of 4 MiB each; the others get it, all in one group over loopback. The peers are
 what a program would write by hand: `dist.send` to one process after the other, which raysgd itself did before, and
-`dist.broadcast`. Both are given the tensors that arrive, in memory that is there already. All take turns in the same
-processes. What counts is the time until the last one has everything.
+`dist.broadcast`. Who takes a state has new memory for it, as a worker that has just started. All take turns in the
+same processes. What counts is the time until the last one has everything.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def by_raysgd(rank: int, takers: list[int], tensors: list[torch.Tensor]) -> list
 def by_send(rank: int, takers: list[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """To one after the other."""
     if rank:
-        for tensor in tensors:
+        received = [torch.empty_like(tensor) for tensor in tensors]
+        for tensor in received:
             dist.recv(tensor, 0)
-        return tensors
+        return received
     for taker in takers:
         for tensor in tensors:
             dist.send(tensor, taker)
@@ -50,9 +51,10 @@ def by_send(rank: int, takers: list[int], tensors: list[torch.Tensor]) -> list[t
 
 def by_broadcast(rank: int, takers: list[int], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """To all at once, tensor by tensor."""
-    for tensor in tensors:
+    received = [torch.empty_like(tensor) for tensor in tensors] if rank else tensors
+    for tensor in received:
         dist.broadcast(tensor, 0)
-    return tensors
+    return received
 
 
 WAYS: dict[str, Callable[[int, list[int], list[torch.Tensor]], list[torch.Tensor]]] = {
@@ -65,17 +67,16 @@ WAYS: dict[str, Callable[[int, list[int], list[torch.Tensor]], list[torch.Tensor
 def hand_over(rank: int, size: int, mib: int, repetitions: int, ways: list[str]) -> dict[str, list[float]]:
     """The seconds of each hand-over, by way; in every process of the group."""
     found: dict[str, list[float]] = {way: [] for way in ways}
-    sent = [torch.full((TENSOR_MIB * MIB // 4,), float(index)) for index in range(max(1, mib // TENSOR_MIB))]
+    tensors = [torch.full((TENSOR_MIB * MIB // 4,), float(index)) for index in range(max(1, mib // TENSOR_MIB))]
     takers = list(range(1, size))
     for _ in range(1 + repetitions):
         for way in ways:
-            tensors = sent if rank == 0 else [torch.zeros_like(tensor) for tensor in sent]
             dist.barrier()
             began = time.perf_counter()
             received = WAYS[way](rank, takers, tensors)
             dist.barrier()
             found[way].append(time.perf_counter() - began)
-            assert all(torch.equal(one, other) for one, other in zip(received, sent, strict=True)), way
+            assert all(torch.equal(one, other) for one, other in zip(received, tensors, strict=True)), way
     return {way: seconds[1:] for way, seconds in found.items()}  # the first time connections are opened
 
 
