@@ -129,23 +129,26 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self.drop_last = drop_last
         self.pad = pad
         self._indices: Indices = ()
-        self._drawn_for: tuple[int, int] | None = None
+        self._drawn_for: tuple[SampleOrder, int, int] | None = None
         self._fingerprint: int | None = None
         self._num_by_hand = 0
         self.reshape(rank, world_size, batch_size)
 
-    def begin_pass(self, pass_index: int, seed: int, consumed: int = 0) -> PassPlan | JointPlan:
+    def begin_pass(
+        self, pass_index: int, seed: int, consumed: int = 0, order: SampleOrder | None = None
+    ) -> PassPlan | JointPlan:
         """Start a pass, or resume it after `consumed` samples, and return the plan for the rest of it.
 
         Args:
             pass_index: Number of the pass, from 0.
             seed: Decides the order together with `pass_index`. Must be the same on every rank.
             consumed: Samples of this pass that were used already, by a group of whatever size.
+            order: That of this pass, where it is another one. Must be the same on every rank.
 
         Raises:
             ValueError: `consumed` is outside the pass, or the user's sampler cannot be used.
         """
-        indices = self._draw(seed, pass_index)
+        indices = self._draw(order or self.order, seed, pass_index)
         self.plan = self._plan(len(indices), consumed)
         return self.plan
 
@@ -178,10 +181,11 @@ class ElasticBatchSampler(Sampler[list[int]]):
     def __iter__(self) -> Iterator[list[int]]:
         """Iterate over this rank's batches in the rest of the pass; with no pass begun, in one by hand."""
         if self.plan is not None and self.num_shards:
-            return _seeded(self._indices, self.plan, self.rank, self._drawn_for)
+            assert self._drawn_for is not None, "a pass was begun"
+            return _seeded(self._indices, self.plan, self.rank, self._drawn_for[1:])
         if self.plan is not None:
             return _batches(self._indices, self.plan, self.rank)
-        indices = self._draw(_SEED_BY_HAND, self._num_by_hand)
+        indices = self._draw(self.order, _SEED_BY_HAND, self._num_by_hand)
         self._num_by_hand += 1
         return _batches(indices, self._plan(len(indices), consumed=0), self.rank)
 
@@ -210,18 +214,15 @@ class ElasticBatchSampler(Sampler[list[int]]):
             return JointPlan(num_samples, consumed, division, self.drop_last, self.pad, speeds_at)
         return PassPlan(num_samples, consumed, self.batch_size, self.world_size, self.drop_last, self.pad)
 
-    def _draw(self, seed: int, pass_index: int) -> Indices:
+    def _draw(self, order: SampleOrder, seed: int, pass_index: int) -> Indices:
         # Resuming a pass is the common case in recovery: the order is known and drawing may cost seconds.
-        if self._drawn_for != (seed, pass_index):
-            self._indices = self.order.indices(seed, pass_index)
-            self._drawn_for, self._fingerprint = (seed, pass_index), None
+        if self._drawn_for != (order, seed, pass_index):
+            self._indices = order.indices(seed, pass_index)
+            self._drawn_for, self._fingerprint = (order, seed, pass_index), None
         return self._indices
 
 
-def _seeded(
-    indices: Indices, plan: PassPlan | JointPlan, rank: int, drawn_for: tuple[int, int] | None
-) -> Iterator[list[int]]:
-    assert drawn_for is not None, "a pass was begun"
+def _seeded(indices: Indices, plan: PassPlan | JointPlan, rank: int, drawn_for: tuple[int, int]) -> Iterator[list[int]]:
     starts = (share.start for share in plan.shares(rank) if share.start < share.stop)
     for start, batch in zip(starts, _batches(indices, plan, rank), strict=True):
         yield SeededIndices(batch, seed_of(*drawn_for, start, _WHEN_LOADED))

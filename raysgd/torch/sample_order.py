@@ -2,7 +2,7 @@
 
 Each order is a function of a seed and the index of the pass, so all ranks arrive at the same one by themselves.
 
-Why the loader's own order is kept: ADR 2.
+Why the loader's own order is kept: ADR 2. Why large data is shuffled in another way: ADR 103.
 """
 
 from __future__ import annotations
@@ -13,15 +13,20 @@ import sys
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch.utils.data import Sampler
 
+from raysgd.torch.permutation import Permutation
+
 Indices: TypeAlias = Sequence[Any] | torch.Tensor
 """The order of one pass: anything with `len` and slices. A tensor needs a quarter of a list's memory."""
+
+COMPUTED = "computed"
+_DRAWN_BELOW = 2**20
 
 
 class SampleOrder(Protocol):
@@ -61,17 +66,35 @@ class SequentialOrder:
 
 @dataclass(frozen=True)
 class ShuffledOrder:
-    """A new permutation of the dataset in every pass."""
+    """A new permutation of the dataset in every pass.
+
+    Attributes:
+        num_samples: Samples in a pass.
+        drawn_below: With fewer samples, the whole permutation is drawn when a pass begins; else it is computed where it
+            is read.
+    """
 
     num_samples: int
+    drawn_below: int = _DRAWN_BELOW
 
     @property
     def name(self) -> str:
         """Always `"shuffled"`."""
         return "shuffled"
 
-    def indices(self, seed: int, pass_index: int) -> torch.Tensor:
+    @property
+    def kind(self) -> str | None:
+        """What a saved position says about the order that it belongs to; None where the permutation is drawn."""
+        return None if self.num_samples < self.drawn_below else COMPUTED
+
+    def of_kind(self, kind: str | None) -> ShuffledOrder:
+        """Return the order that a saved position belongs to."""
+        return replace(self, drawn_below=self.num_samples + 1 if kind is None else 0)
+
+    def indices(self, seed: int, pass_index: int) -> Indices:
         """Return the permutation of this pass. No random state outside is used or changed."""
+        if self.kind == COMPUTED:
+            return Permutation(self.num_samples, seed=f"{seed}/{pass_index}")
         generator = torch.Generator("cpu").manual_seed(_derive_seed(seed, pass_index))
         # On the CPU whatever `torch.set_default_device` says: indices are needed where the data is.
         return torch.randperm(self.num_samples, generator=generator, device="cpu")

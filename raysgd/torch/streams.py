@@ -81,6 +81,7 @@ class DividedSource:
         seed: Decides the order of every pass; the same on all ranks.
 
     Attributes:
+        order: That of every pass. It belongs to the seed: a saved position brings both.
         check_order: Called whenever a pass is opened or resumed.
         balancing: What the shares follow; None where they are even.
     """
@@ -91,6 +92,7 @@ class DividedSource:
         self.check_order: Callable[[], None] = lambda: None
         self.balancing: Balancing | None = None
         self.seed = seed
+        self.order = sharded.sampler.order
 
     def follow(self, balancing: Balancing) -> None:
         """Lets the shares follow the speed of the ranks."""
@@ -120,7 +122,7 @@ class DividedSource:
         sampler, balancing = self._sharded.sampler, self.balancing
         if balancing is not None:
             balancing.begin_pass()
-        plan, rank = sampler.begin_pass(pass_index, self.seed, consumed), sampler.rank
+        plan, rank = sampler.begin_pass(pass_index, self.seed, consumed, self.order), sampler.rank
         self.check_order()
         if self._generator is not None:
             self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))

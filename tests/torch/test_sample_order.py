@@ -18,6 +18,7 @@ from torch.utils.data import (
 )
 
 from raysgd.torch.batch_sampler import ElasticBatchSampler
+from raysgd.torch.permutation import Permutation
 from raysgd.torch.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
 from tests.torch.samplers import Epochs, EveryGlobalSource, as_list
 
@@ -211,3 +212,44 @@ def test_a_sampler_that_draws_less_than_it_announces_makes_a_shorter_pass() -> N
     assert sampler.begin_pass(0, seed=0).num_samples == 5
     assert list(sampler) == [[0, 1], [2, 3], [4]]
     assert len(sampler) == 3
+
+
+def test_a_long_shuffle_is_computed_and_a_short_one_drawn() -> None:
+    short, long = ShuffledOrder(2**20 - 1), ShuffledOrder(2**20)
+    assert (short.kind, long.kind) == (None, "computed")
+    assert isinstance(long.indices(seed=3, pass_index=0), Permutation)
+    assert isinstance(short.indices(seed=3, pass_index=0), torch.Tensor)
+
+
+def test_a_computed_shuffle_is_decided_by_seed_and_pass_too() -> None:
+    order = ShuffledOrder(50, drawn_below=0)
+    outside = global_states()
+    orders = {tuple(order.indices(seed, pass_index)) for seed in (-1, 0, 2**64 - 1) for pass_index in range(8)}
+    assert len(orders) == 24
+    assert {tuple(sorted(each)) for each in orders} == {tuple(range(50))}
+    assert as_list(ShuffledOrder(50, drawn_below=0).indices(0, 0)) == as_list(order.indices(0, 0))
+    assert global_states() == outside
+
+
+@pytest.mark.parametrize("order", [ShuffledOrder(50), ShuffledOrder(50, drawn_below=0)])
+@pytest.mark.parametrize("kind", [None, "computed"])
+def test_a_saved_position_says_which_of_the_two_it_belongs_to(order: ShuffledOrder, kind: str | None) -> None:
+    found = order.of_kind(kind)
+    assert (found.kind, found.num_samples) == (kind, 50)
+    assert found.of_kind(kind) == found
+
+
+def test_a_billion_samples_are_opened_in_the_middle_and_read_to_the_end() -> None:
+    """By all ranks of a group that shrinks, each of which opens the pass by itself."""
+    half, size = 10**9 // 2, 10**9
+    ranks = [ElasticBatchSampler(ShuffledOrder(size), 64, False, True, rank, world_size=3) for rank in range(3)]
+    for rank in ranks:
+        rank.begin_pass(1, seed=5, consumed=half)
+    used = [next(iter(rank)) for rank in ranks]
+    whole = ShuffledOrder(size).indices(5, 1)
+    assert list(itertools.chain(*used)) == whole[half : half + 192]
+    for index, rank in enumerate(ranks[:2]):
+        rank.reshape(index, world_size=2)
+        assert rank.begin_pass(1, seed=5, consumed=size - 200).num_samples == size
+    rest = [index for rank in ranks[:2] for batch in rank for index in batch]
+    assert sorted(rest) == sorted(whole[size - 200 :])
