@@ -6,7 +6,7 @@ One worker in this process takes steps of a tiny model, so that a step is nearly
 the place where callbacks hook into the step taken out (the floor), without callbacks, with a `WorkerCallback` that
 does nothing before and after each step, and with a `Callback` in the driver that does nothing around each epoch. The
 cost is the median over epochs of what a step takes longer than in the epoch of the floor beside it, in seconds of the
-processor.
+processor. The goodput ledger is measured in the same way, against epochs without it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import itertools
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -23,10 +23,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from raysgd import TorchTrainer, TrainingOperator
 from raysgd.callbacks import Callback, Run, WorkerCallback
+from raysgd.replicas.ledger import Ledger
 
 NUM_STEPS, SMOKE_NUM_STEPS = 1000, 20
 NUM_EPOCHS, SMOKE_NUM_EPOCHS = 15, 2
 FIGURES = {"none": "none_us", "worker": "worker_callback_us", "driver": "driver_callback_us"}
+LEDGER = "ledger_us"
 
 
 class Tiny(TrainingOperator):
@@ -57,6 +59,21 @@ class InDriver(Callback):
     def on_result(self, run: Run, result: dict[str, Any]) -> None: ...
 
 
+class NoLedger(Ledger):
+    """Books nothing while a training call runs."""
+
+    def enter(self, name: str) -> None: ...
+
+    def commit(self) -> None: ...
+
+    def timing(self, batches: Iterator[Any]) -> Iterator[Any]:
+        return batches
+
+
+def _use_ledger(trainer: TorchTrainer, ledger: Ledger) -> None:
+    trainer.worker_group.local_replica._ledger = ledger
+
+
 def _take_out(operator: Any) -> None:
     operator._raysgd.own_steps._watcher = None
 
@@ -67,16 +84,18 @@ def _put_back(operator: Any) -> None:
 
 def step_us(num_steps: int, num_epochs: int) -> dict[str, list[float]]:
     """Microseconds of a step in each epoch, by what runs beside it."""
-    found: dict[str, list[float]] = {name: [] for name in ("floor", *FIGURES)}
+    found: dict[str, list[float]] = {name: [] for name in ("floor", "no ledger", *FIGURES)}
     with TorchTrainer(training_operator_cls=Tiny, config={"num_steps": num_steps}, use_local=True) as trainer:
         epochs: dict[str, Callable[[], Any]] = {
             "floor": lambda: trainer.fit(1),
+            "no ledger": lambda: trainer.fit(1),
             "none": lambda: trainer.fit(1),
             "worker": lambda: trainer.fit(1, callbacks=[InWorker()]),
             "driver": lambda: trainer.fit(1, callbacks=[InDriver()]),
         }
         for number, (name, fit) in itertools.product(range(num_epochs + 1), epochs.items()):
             trainer.apply_all_operators(_take_out if name == "floor" else _put_back)
+            _use_ledger(trainer, NoLedger() if name == "no ledger" else Ledger())
             began = time.process_time()
             fit()
             if number:  # the first round warms up
@@ -102,6 +121,10 @@ def main() -> None:
         medians[name] = cost.median
         report.result(OWN, figure, cost, num_workers=1)
         rows.append([figure, cost.text()])
+    added = [ours - without for run in runs for ours, without in zip(run["none"], run["no ledger"], strict=True)]
+    ledger = estimate(added)
+    report.result(OWN, LEDGER, ledger, num_workers=1)
+    rows.append([LEDGER, ledger.text()])
     floor = estimate([value for run in runs for value in run["floor"]])
     report.result(OWN, "step_us", floor, num_workers=1)
     report.table("Added to a step, microseconds", ["what", "us"], rows)
@@ -109,6 +132,7 @@ def main() -> None:
     report.finish(
         [
             Target("no callbacks, us in each step", 5.0, True, medians["none"]),
+            Target("the ledger, us in each step", 10.0, True, ledger.median),
             Target("a worker callback that does nothing, us in each step", 20.0, True, medians["worker"]),
         ]
     )

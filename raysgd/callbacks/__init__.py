@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from raysgd.callbacks.checkpointing import Checkpointing
     from raysgd.callbacks.early_stopping import EarlyStopping
     from raysgd.callbacks.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
-    from raysgd.callbacks.monitors import GradientNorms, LearningRateMonitor, ThroughputMonitor
+    from raysgd.callbacks.monitors import GoodputMonitor, GradientNorms, LearningRateMonitor, ThroughputMonitor
     from raysgd.callbacks.profiling import ProfilerTrace
     from raysgd.callbacks.progress import ProgressBar
     from raysgd.callbacks.report import HTMLReport
@@ -34,6 +34,7 @@ __all__ = [
     "Callback",
     "Checkpointing",
     "EarlyStopping",
+    "GoodputMonitor",
     "GradientNorms",
     "HTMLReport",
     "JSONLogger",
@@ -57,6 +58,7 @@ __getattr__, __dir__ = lazy_names(
         "Callback": "raysgd.callbacks.callback",
         "Checkpointing": "raysgd.callbacks.checkpointing",
         "EarlyStopping": "raysgd.callbacks.early_stopping",
+        "GoodputMonitor": "raysgd.callbacks.monitors",
         "GradientNorms": "raysgd.callbacks.monitors",
         "HTMLReport": "raysgd.callbacks.report",
         "JSONLogger": "raysgd.callbacks.loggers",

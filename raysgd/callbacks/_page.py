@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._cards import safe
 from raysgd.callbacks._page_style import STYLE
+from raysgd.engine.time_spent import (
+    AGAIN,
+    BINS,
+    DATA,
+    EXCHANGE,
+    RECOVERY,
+    SLOWER_RANK,
+    SNAPSHOT,
+    USEFUL,
+    goodput_of,
+)
 from raysgd.replicas import readable
 from raysgd.replicas.charts import NUM_COLORS, Mark, Series, Span, line_chart, time_line
 from raysgd.replicas.history import CallRecord, History
@@ -24,6 +35,10 @@ _REFRESH_S = 10
 _MOST_CHARTS = 24
 _MOST_ROWS = 200
 _MOST_SPANS = 400
+_BIN_CLASSES = {
+    USEFUL: "train", DATA: "c3", EXCHANGE: "c1", SLOWER_RANK: "c5", SNAPSHOT: "c2", AGAIN: "bad",
+    **dict.fromkeys(RECOVERY, "bad"),
+}  # fmt: skip
 _CALLS = {"train": "training", "validation": "validation", "test": "test", "predict": "prediction"}
 
 
@@ -42,6 +57,7 @@ class RunFacts:
         trainer: What trains: names and values.
         config: The config, flat: names and values.
         versions: Of what was imported.
+        ledger: Seconds of all ranks together, by bin; empty where that is not known.
     """
 
     name: str
@@ -54,11 +70,13 @@ class RunFacts:
     trainer: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, str] = field(default_factory=dict)
     versions: Mapping[str, str] = field(default_factory=dict)
+    ledger: Mapping[str, float] = field(default_factory=dict)
 
     def as_data(self) -> dict[str, Any]:
         """As JSON has it."""
         return {**vars(self), "trainer": dict(self.trainer), "config": dict(self.config)} | {
-            "versions": dict(self.versions)
+            "versions": dict(self.versions),
+            "ledger": dict(self.ledger),
         }
 
 
@@ -70,7 +88,7 @@ def page_of(facts: RunFacts, history: History) -> str:
         _tiles(facts, history),
         _section("Metrics", _curves(history)),
         _section("What happened when", _what_happened(history)),
-        _section("Where the time went", _where_time_went(history)),
+        _section("Where the time went", _where_time_went(history) + _inside_the_workers(facts.ledger)),
         _section("Results", _results(history)),
         f'<div class="columns">{_table_of("Trainer", facts.trainer)}{_table_of("Configuration", facts.config)}'
         f"{_table_of('Versions', facts.versions)}</div>",
@@ -242,20 +260,35 @@ def _where_time_went(history: History) -> str:
     total = sum(parts.values())
     if not total:
         return _nothing("No calls were recorded.")
+    shown = [(name, _part_class(name), took) for name, took in parts.items() if took > 0 or name == "between calls"]
+    note = "Between calls: callbacks, saving, and your own program. Recovery is counted apart from training."
+    return _stack(shown, total, note)
+
+
+def _inside_the_workers(ledger: Mapping[str, float]) -> str:
+    """The ledger of all ranks together."""
+    total, goodput = sum(ledger.values()), goodput_of(ledger)
+    if not total:
+        return ""
+    shown = [(words, _BIN_CLASSES.get(name, "other"), ledger[name]) for name, words in BINS.items() if name in ledger]
+    told = "" if goodput is None else f"Goodput {goodput:.1%}. "
+    return _stack(shown, total, f"{told}Above: the time of all workers together, added up.")
+
+
+def _stack(parts: Sequence[tuple[str, str, float]], total: float, note: str) -> str:
+    """A bar with a part for each name, class and number of seconds, and a table of them."""
     bar = "".join(
-        f'<i class="{_part_class(name)}" style="flex-grow:{took / total:.5f}" title="{safe(name)}"></i>'
-        for name, took in parts.items()
+        f'<i class="{kind}" style="flex-grow:{took / total:.5f}" title="{safe(name)}"></i>'
+        for name, kind, took in parts
         if took > 0
     )
     keys = "".join(
-        f'<tr><td><i class="swatch {_part_class(name)}"></i>{safe(name)}</td><td>{readable.seconds(took)}</td>'
+        f'<tr><td><i class="swatch {kind}"></i>{safe(name)}</td><td>{readable.seconds(took)}</td>'
         f"<td>{took / total:.1%}</td></tr>"
-        for name, took in parts.items()
-        if took > 0 or name == "between calls"
+        for name, kind, took in parts
     )
-    note = "Between calls: callbacks, saving, and your own program. Recovery is counted apart from training."
     table = f'<table class="keys">{keys}</table>'
-    return f'<div class="card"><div class="stack">{bar}</div>{table}</div><p class="note">{note}</p>'
+    return f'<div class="card"><div class="stack">{bar}</div>{table}</div><p class="note">{safe(note)}</p>'
 
 
 def time_by_part(history: History) -> dict[str, float]:

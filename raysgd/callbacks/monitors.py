@@ -8,6 +8,7 @@ from typing import Any
 from raysgd.callbacks._operators import index_of, of_optimizer, optimizers_of
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.worker_callback import WorkerCallback
+from raysgd.engine.time_spent import goodput_of
 
 
 class LearningRateMonitor(Callback):
@@ -55,7 +56,7 @@ class ThroughputMonitor(Callback):
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Adds the rates."""
-        seconds = next((result[name] for name in _SECONDS if name in result), 0.0)
+        seconds = _seconds_of(result)
         for name, counted in (("samples_per_s", "num_samples"), ("steps_per_s", "batch_count")):
             if counted in result and seconds > 0:
                 result[name] = float(result[counted]) / seconds
@@ -63,6 +64,51 @@ class ThroughputMonitor(Callback):
 
 _SECONDS = ("seconds", "time_this_iter_s", "_time_this_iter_s")
 """What epochs, reports in `fit()`, and reports in `Trainer.run` call their time."""
+
+
+class GoodputMonitor(Callback):
+    """Adds `goodput` and where the time of the ranks went to the results of each epoch: `time_useful_s`, `time_data_s`.
+
+    The seconds are those of a rank, on average, since the epoch before; bins without any are left out. `goodput` is the
+    share of the time in training calls that was not lost to failures. docs/watching.md says what the bins are.
+
+    For training functions, which draw and exchange out of sight, there are only `goodput` and `time_recovery_s`, and
+    steps that were done again are not known.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, float] = {}
+        self._num_events = 0
+
+    def on_run_begin(self, run: Run) -> None:
+        self._before = {} if run.trainer is None else run.trainer.ledger().total()
+        self._num_events = len(run.history.events)
+
+    def on_result(self, run: Run, result: dict[str, Any]) -> None:
+        """Adds the numbers."""
+        if run.trainer is None:
+            self._of_function(run, result)
+            return
+        ledger = run.trainer.ledger()
+        total = ledger.total()
+        spent = {name: seconds - self._before.get(name, 0.0) for name, seconds in total.items()}
+        self._before = total
+        goodput = goodput_of(spent)
+        if goodput is not None:
+            result["goodput"] = goodput
+        per_rank = {name: seconds / len(ledger.ranks) for name, seconds in spent.items() if seconds > 0}
+        result.update({f"time_{name}_s": seconds for name, seconds in per_rank.items()})
+
+    def _of_function(self, run: Run, result: dict[str, Any]) -> None:
+        events, seconds = run.history.events[self._num_events :], _seconds_of(result)
+        self._num_events += len(events)
+        recovery = min(seconds, sum(event.seconds for event in events if event.is_loss))
+        if seconds > 0:
+            result.update(goodput=1.0 - recovery / seconds, time_recovery_s=recovery)
+
+
+def _seconds_of(result: Mapping[str, Any]) -> float:
+    return next((float(result[name]) for name in _SECONDS if name in result), 0.0)
 
 
 class GradientNorms(Callback):

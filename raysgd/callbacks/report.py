@@ -97,6 +97,7 @@ def facts_of(run: Run, state: str, reason: str = "") -> RunFacts:
         trainer=_options_of(run.trainer),
         config=dict(_flat(run.config)),
         versions=_versions(),
+        ledger={} if run.trainer is None else run.trainer.ledger().total(),
     )
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import select
 import socket
 import struct
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias
@@ -69,12 +70,17 @@ class Endpoint:
 
 
 class Mesh:
-    """The connections of one rank, of one lane."""
+    """The connections of one rank, of one lane.
+
+    Attributes:
+        waited_s: Seconds in which this rank was at an exchange and another one was not.
+    """
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
         self._connections = dict(connections)
         self._timeout_s = timeout_s
         self._is_broken = False
+        self.waited_s = 0.0
         self._poll, self._ranks = select.poll(), {}
         for rank, connection in self._connections.items():
             connection.setblocking(False)
@@ -118,7 +124,9 @@ class Mesh:
             if not sending and not receiving:
                 return
             if not has_moved:
+                began, is_early = time.perf_counter(), any(not task.has_begun for task in receiving.values())
                 self._wait(sending, receiving)
+                self.waited_s += time.perf_counter() - began if is_early else 0.0
 
     def _wait(self, sending: Mapping[int, _Task], receiving: Mapping[int, _Task]) -> None:
         # A rank that nothing is expected from may have ended its connection: it will not take what is sent to it, nor
@@ -167,6 +175,7 @@ class Mesh:
 class _Task(Protocol):
     """One message on its way."""
 
+    has_begun: bool
     is_done: bool
 
     def go_on(self) -> bool:
@@ -176,12 +185,12 @@ class _Task(Protocol):
 class _Sending:
     """A message on its way out: its head, then its bytes."""
 
-    __slots__ = ("_connection", "_parts", "is_done")
+    __slots__ = ("_connection", "_parts", "has_begun", "is_done")
 
     def __init__(self, connection: socket.socket, view: Bytes, kind: int) -> None:
         self._connection = connection
         self._parts: list[Any] = [_HEAD.pack(len(view), kind), view]
-        self.is_done = False
+        self.has_begun = self.is_done = False
 
     def go_on(self) -> bool:
         try:
@@ -196,12 +205,12 @@ class _Sending:
 class _Receiving:
     """A message on its way in."""
 
-    __slots__ = ("_connection", "_head", "_kind", "_rank", "_view", "is_done")
+    __slots__ = ("_connection", "_head", "_kind", "_rank", "_view", "has_begun", "is_done")
 
     def __init__(self, connection: socket.socket, rank: int, view: Bytes, kind: int) -> None:
         self._connection, self._rank, self._view, self._kind = connection, rank, view, kind
         self._head: bytes | None = b""
-        self.is_done = False
+        self.has_begun = self.is_done = False
 
     def go_on(self) -> bool:
         try:
@@ -220,7 +229,7 @@ class _Receiving:
                     f"rank {self._rank} sends {length} {what} where this rank expects {len(self._view)}: the ranks are "
                     "not at the same exchange. All of them have to average the same gradients in the same order."
                 )
-            self._head = None
+            self._head, self.has_begun = None, True
             self.is_done = not length
         return True
 

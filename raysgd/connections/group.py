@@ -46,6 +46,11 @@ class Group:
         self._sums: Array = np.empty(0)
 
     @property
+    def waited_s(self) -> float:
+        """Seconds in which this rank was at an exchange and another one was not."""
+        return 0.0 if self._connections is None else self._connections.waited_s
+
+    @property
     def _mesh(self) -> Mesh:
         assert self._connections is not None, "a group of several ranks needs connections"
         return self._connections

@@ -12,6 +12,7 @@ from raysgd._cards import card, facts, folded, grid
 from raysgd.engine.history import Event, History
 from raysgd.engine.snapshot_pace import SnapshotPace
 from raysgd.engine.snapshots import SnapshotKeeper
+from raysgd.engine.time_spent import TimeLedger
 from raysgd.engine.types import DataLedger, Heartbeat, WorkerInfo
 
 _STRAGGLES = 1.2  # times the median of the ranks' own time
@@ -85,6 +86,7 @@ class TrainerStatus:
         events: The history of the workers.
         snapshot: The last snapshot; None while there is none.
         snapshot_pace: After which calls one is taken, in words.
+        ledger: Where the time of the ranks went; None where that is not measured.
     """
 
     workers: tuple[WorkerStatus, ...]
@@ -101,6 +103,7 @@ class TrainerStatus:
     events: tuple[Event, ...]
     snapshot: SnapshotStatus | None
     snapshot_pace: str = ""
+    ledger: TimeLedger | None = None
 
     def __str__(self) -> str:
         lines = [f"{name + ':':<12}{value}" for name, value in self._rows()]
@@ -131,7 +134,11 @@ class TrainerStatus:
         if self.data is not None:
             rows.append(("data", str(self.data)))
         snapshot = "; ".join(filter(None, [str(self.snapshot or ""), self.snapshot_pace]))
-        return [*rows, ("snapshot", snapshot)] if snapshot else rows
+        if snapshot:
+            rows.append(("snapshot", snapshot))
+        if self.ledger is not None:
+            rows.append(("time", str(self.ledger)))
+        return rows
 
     def _worker_rows(self) -> list[tuple[str, ...]]:
         return [

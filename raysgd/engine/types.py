@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from raysgd._logging import Note
+from raysgd.engine.time_spent import TimeSpent
 from raysgd.exceptions import WorkerFault
 
 FailureKind = Literal["died", "disconnected", "user"]
@@ -239,6 +240,7 @@ class Heartbeat:
             waiting for others. None where that was not measured.
         data: What became of the samples; None where the library does not divide the data.
         notes: What its process logged since the last answer.
+        time: What its time was spent on; None where that was not measured.
     """
 
     epoch: int = 0
@@ -250,6 +252,7 @@ class Heartbeat:
     own_s: float | None = None
     data: DataLedger | None = None
     notes: tuple[Note, ...] = ()
+    time: TimeSpent | None = None
 
     @property
     def is_training(self) -> bool:

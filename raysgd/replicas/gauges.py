@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from raysgd.engine.status import TrainerStatus
+from raysgd.engine.time_spent import BINS
 
 _PAUSE_S = 0.9  # a bit less than the time between two looks at the workers
 _NOBODY = -1
@@ -45,6 +46,17 @@ _NUMBERS = {
         "When the last snapshot reached the driver, in seconds since the epoch",
         lambda status: None if status.snapshot is None else time.time() - status.snapshot.age_s,
     ),
+    "raysgd_goodput": _Number(
+        "Share of the time in training calls that was not lost to failures or spent on guarding against them",
+        lambda status: None if status.ledger is None else status.ledger.goodput,
+    ),
+    **{
+        f"raysgd_time_{name}_seconds": _Number(
+            f"Time of all ranks together: {words}",
+            lambda status, name=name: None if status.ledger is None else status.ledger.total().get(name),  # type: ignore[misc]
+        )
+        for name, words in BINS.items()
+    },
 }
 _ZERO_AT_THE_END = ("raysgd_workers", "raysgd_spare_workers", "raysgd_samples_per_second")
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from raysgd._meters import AverageMeterCollection
+from raysgd.engine.time_spent import OTHER
 from raysgd.engine.types import DataLedger
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import EpochRequest
@@ -17,9 +18,11 @@ class Loop:
     """A loop over batches of a feed that has not changed anything yet; a subclass knows when a step has.
 
     Attributes:
+        first_bin: What the time of a call is booked as before a batch is drawn, and where no batch of ours is.
         step: The step that the replica is in.
     """
 
+    first_bin: ClassVar[str] = OTHER
     step: PlaceInStep
 
     def __init__(self, feed: Feed) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from raysgd.replicas import trees
 from raysgd.replicas.answering import Answering
 from raysgd.replicas.epochs import bind_batch_info
+from raysgd.replicas.ledger import Ledger, evaluating
 from raysgd.replicas.ray_batches import BatchForm
 from raysgd.replicas.running import Running
 
@@ -127,6 +128,7 @@ class PredictionPlace:
 class PredictsRounds(ABC):
     """What a replica of an operator adds to predict."""
 
+    _ledger: Ledger
     _operator: Any
     _running: Running | None
     _answering: Answering
@@ -143,6 +145,7 @@ class PredictsRounds(ABC):
     def _as_array(self, value: Any) -> Any:
         """A tensor as an array; other values as they are."""
 
+    @evaluating
     def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
         """Takes part in a round.
 

@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -21,39 +21,16 @@ from raysgd.replicas.answering import Answering
 from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
 from raysgd.replicas.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
+from raysgd.replicas.facts import RunnerFacts
 from raysgd.replicas.feed import Feed
+from raysgd.replicas.ledger import Ledger, copying, evaluating, regrouping
 from raysgd.replicas.logged import completing, counting, forget
 from raysgd.replicas.loop import Loop
 from raysgd.replicas.prediction import PredictsRounds
-from raysgd.replicas.ray_batches import RayBatches
 from raysgd.replicas.replica_state import ReplicaState
 from raysgd.replicas.results import as_number
 from raysgd.replicas.running import Running
 from raysgd.replicas.streams import Stream, WatchedBatches, redrawing
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunnerFacts:
-    """What the driver wants to know about a replica that was set up.
-
-    Attributes:
-        num_models: How many models are registered, and so on.
-        train_data: What all ranks must agree on; None for data that are not divided.
-        validation_data: The same for validation.
-        keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
-        epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
-        ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
-        has_validation: Whether there is something to validate on.
-    """
-
-    num_models: int
-    num_optimizers: int
-    train_data: Any
-    validation_data: Any
-    keeps_own_state: bool
-    epoch_obstacle: str | None = None
-    ray_batches: Mapping[str, RayBatches] = field(default_factory=dict)
-    has_validation: bool = False
 
 
 class ClassRunner(PredictsRounds, ABC):
@@ -84,6 +61,7 @@ class ClassRunner(PredictsRounds, ABC):
         self._running: Running | None = None
         self._run: EpochRun | None = None
         self._inside = MidCallSnapshots(snapshot_every_n_steps)
+        self._ledger: Ledger = vars(self).get("_ledger") or Ledger()  # kept by `renew`
 
     @property
     def epoch(self) -> int:
@@ -157,11 +135,13 @@ class ClassRunner(PredictsRounds, ABC):
         """The state; copy before anything else runs."""
         return self._state.read()
 
+    @copying
     def capture(self, landed_token: int | None) -> Capture:
         """Copies the state once: rank 0 what all ranks share, every rank what is its own."""
         self._copies.drop_landed(landed_token)
         return self._copies.claimed(self._with_copy(Capture(self._state.own())))
 
+    @copying
     def _capture_inside(self, run: EpochRun) -> Capture:
         """The same inside a call; a copy that was not fetched gives way to this one."""
         self._copies.drop_unclaimed()
@@ -232,6 +212,7 @@ class ClassRunner(PredictsRounds, ABC):
 
     def replica_progress(self) -> ReplicaProgress:
         """How far the training call is that broke off or was held, or the last one that was completed."""
+        self._ledger.leave_group()
         run, loop, obstacle = self._run, self._loop, self._group_obstacle
         if run is None or run.is_finished:
             num_steps = run.num_completed + 1 if run is not None else 0
@@ -250,8 +231,8 @@ class ClassRunner(PredictsRounds, ABC):
         return self._heartbeat("training", run.num_completed, num_samples, snapshot)
 
     def _heartbeat(self, phase: str, step: int, num_samples: int = 0, snapshot: int = 0) -> Heartbeat:
-        own_s, ledger = self._loop.own_s, self._loop.ledger()
-        return Heartbeat(self.epoch, step, phase, num_samples, snapshot, time.monotonic(), own_s, ledger)
+        own_s, data, spent = self._loop.own_s, self._loop.ledger(), self._ledger.reading()
+        return Heartbeat(self.epoch, step, phase, num_samples, snapshot, time.monotonic(), own_s, data, time=spent)
 
     def propose_hold(self, margin: int, at: int | None) -> int | None:
         """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
@@ -281,6 +262,7 @@ class ClassRunner(PredictsRounds, ABC):
         run.take_over(first)
         self._run = run
 
+    @regrouping
     def regroup(self, world: World, handover: Handover) -> Any:
         """Continues in the new group; takes over the state of `handover.source` if it is among the takers."""
         self._loop.break_off()
@@ -324,6 +306,7 @@ class ClassRunner(PredictsRounds, ABC):
             request: What is asked.
             share: This replica's part of data that the driver divides; None if it has that already.
         """
+        self._ledger.begin_call()
         self._loop.begin_call()
         self._feed.take_share("train", request, share)
         stream = self._loop.stream(request)
@@ -350,16 +333,17 @@ class ClassRunner(PredictsRounds, ABC):
         epoch_before = self.epoch
         run.attach(stream)
         can_resume = self._loop.can_resume(stream) and self._epoch_obstacle is None
-        stream.at_boundary = partial(self._at_boundary, run) if can_resume else self._loop.note_boundary
+        stream.at_boundary = partial(self._at_boundary, run) if can_resume else self._note_boundary
         coming = iter(()) if run.is_exhausted else stream.take(run.num_steps_left)
         coming = coming if request.redraw is None else redrawing(coming, request.redraw)
-        batches = WatchedBatches(coming, self._loop.step)
+        batches = WatchedBatches(self._ledger.timing(coming), self._loop.step)
         began_at = stream.num_steps_taken - run.num_completed
         self._running = Running(stream, began_at, request.num_steps, info, "train")
         internals.meters_to_fill, internals.latest_metrics = run.meters, {}
         forget(internals)
         try:
             with (
+                self._ledger.call(self._loop.first_bin),
                 self._training(run, stream),
                 counting(operator, self._loop.step),
                 internals.callbacks.around_steps(operator, self._loop.step),
@@ -383,17 +367,19 @@ class ClassRunner(PredictsRounds, ABC):
     def _finish(self, run: EpochRun, returned: Any, request: EpochRequest, place: Any = None) -> EpochAnswer:
         operator, loop = self._operator, self._loop
         returned = operator._raysgd.callbacks.end_epoch(operator, returned)
-        answer = self._answering.answer(
-            operator, returned, request, run.num_completed, loop.plain, loop.extra_results()
-        )
+        extra = loop.extra_results()
+        extra = {**extra, "timings": self._ledger.of_call()} if request.profile else extra
+        answer = self._answering.answer(operator, returned, request, run.num_completed, loop.plain, extra)
         told = answer.metrics.values.get(NUM_SAMPLES) if answer.metrics is not None else None
         num_samples = int(told) if isinstance(told, int | float) else self._loop.num_samples(run)
         heartbeat = self._heartbeat("between calls", -1, num_samples)
         answer = replace(answer, epoch_idx=run.epoch_idx, heartbeat=heartbeat, place=place)
         run.finish(answer)
         self._loop.end_call()
+        self._ledger.end_call()
         return answer
 
+    @evaluating
     def validate(self, request: EpochRequest, share: Any = None) -> EpochAnswer:
         """Runs the operator's `validate` once; arguments as in `train_epoch`."""
         operator, options = self._operator, self._loop.validation_options(request)
@@ -419,12 +405,16 @@ class ClassRunner(PredictsRounds, ABC):
 
     def _at_boundary(self, run: EpochRun) -> None:
         """Between two steps: takes a snapshot if one is due, and stops if that was agreed on."""
-        self._loop.note_boundary()
+        self._note_boundary()
         num_completed = run.num_completed
         if self._inside.is_due(num_completed):
             self._inside.keep(num_completed, self._capture_inside(run))
         if run.gate.stops(num_completed):
             raise HeldAtBoundary
+
+    def _note_boundary(self) -> None:
+        self._loop.note_boundary()
+        self._ledger.commit()
 
     def progress(self) -> Progress | None:
         """How far the running call is; called from a second thread, so it only reads."""

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import Heartbeat
+from raysgd.replicas.accounts import Accounts
 from raysgd.replicas.epochs import EpochAnswer
 from raysgd.replicas.gauges import Gauges
 
@@ -26,13 +30,16 @@ class Throughput:
         self._gauges = Gauges(name)
         self._heartbeats: dict[int, Heartbeat] = {}
         self.samples_per_s: float | None = None
+        self.accounts = Accounts()
 
     def run(self, call: Call, max_retries: int) -> list[EpochAnswer]:
         """Runs a training call."""
         history = self._controller.history
+        self.accounts.begin_call()
         began, num_rejoins = time.perf_counter(), history.count("rejoined")
         answers: list[EpochAnswer] = self._controller.run(call, max_retries=max_retries)
         self._heartbeats = {rank: each.heartbeat for rank, each in enumerate(answers) if each.heartbeat is not None}
+        self._note(self._heartbeats)
         num_samples = sum(heartbeat.num_samples for heartbeat in self._heartbeats.values())
         self.samples_per_s = num_samples / (time.perf_counter() - began) or None
         self.report()
@@ -52,11 +59,23 @@ class Throughput:
 
     def report(self) -> None:
         """Gives Ray's metrics the numbers of now."""
-        controller = self._controller
-        self._gauges.report(
-            len(controller.history.events), lambda: controller.glance(self._heartbeats, self.samples_per_s)
-        )
+        self._gauges.report(len(self._controller.history.events), self._glance)
+
+    def _glance(self) -> TrainerStatus:
+        found = self._controller.glance(self._heartbeats, self.samples_per_s)
+        return self.with_ledger(found)
+
+    def with_ledger(self, status: TrainerStatus) -> TrainerStatus:
+        """A status, and where the time went."""
+        told = {worker.rank: worker.heartbeat for worker in status.workers if worker.heartbeat is not None}
+        self._note(told)
+        self.accounts.warn()
+        return replace(status, ledger=self.accounts.ledger(len(status.workers)))
+
+    def _note(self, heartbeats: Mapping[int, Heartbeat]) -> None:
+        self.accounts.note({rank: heartbeat.time for rank, heartbeat in heartbeats.items()})
 
     def end(self) -> None:
         """Takes the trainer out of Ray's metrics."""
+        self.accounts.end()
         self._gauges.end()

@@ -284,12 +284,12 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         self.shutdown(force=error is not None)
 
     def status(self) -> TrainerStatus:
-        """How the trainer is doing: workers, throughput, data, losses and recoveries, last snapshot.
+        """How the trainer is doing: workers, throughput, where the time went, data, losses, last snapshot.
 
         Prints as a few lines of text, and as a card in a notebook. Asks the workers, beside their work. May be called
         from a second thread while `train` runs.
         """
-        return self._controller.status(self._throughput.samples_per_s)
+        return self._throughput.with_ledger(self._controller.status(self._throughput.samples_per_s))
 
     def _snapshot(self) -> Snapshot:
         """The state as it is now. What lives in the driver may have been changed there, in ways that no call shows."""

@@ -9,7 +9,9 @@ from raysgd.replicas import readable
 
 if TYPE_CHECKING:
     from raysgd.engine.status import TrainerStatus
+    from raysgd.engine.time_spent import TimeLedger
     from raysgd.replicas.history import History
+    from raysgd.replicas.throughput import Throughput
 
 
 class TrainerViews:
@@ -22,6 +24,15 @@ class TrainerViews:
     history: Any
     status: Any
     _controller: Any
+    _throughput: Throughput
+
+    def ledger(self) -> TimeLedger:
+        """Where the time of every rank went, as of its last sign of life. Asks no worker, and works after `shutdown`.
+
+        `status().ledger` is the same as of now. Its notes say what is missing.
+        """
+        controller = self._controller
+        return self._throughput.accounts.ledger(None if controller.is_stopped else controller.num_workers)
 
     def __repr__(self) -> str:
         """One line, from what the driver knows: no worker is asked."""

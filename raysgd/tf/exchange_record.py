@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from raysgd.connections.group import Group
+from raysgd.replicas.ledger import Ledger
 
 
 class ExchangeRecord:
@@ -19,6 +20,7 @@ class ExchangeRecord:
         num_completed: Exchanges of gradients that were completed.
         num_per_step: How many a step of a model that is watched has.
         own_s: Seconds of the training call that were not spent in exchanges, up to the last one.
+        ledger: Is told when exchanges begin and end.
     """
 
     def __init__(self, group: Group) -> None:
@@ -27,6 +29,7 @@ class ExchangeRecord:
         self.num_completed = 0
         self.num_per_step = 1
         self.own_s = 0.0
+        self.ledger: Ledger | None = None
         self._left_at: float | None = None  # when the last exchange of the call was over
         self._num_samples = 0.0  # of this rank, in all exchanges
         self._error: BaseException | None = None
@@ -55,7 +58,8 @@ class ExchangeRecord:
         is_measured = self._left_at is not None
         if self._left_at is not None:
             self.own_s += time.perf_counter() - self._left_at
-        yield
+        with nullcontext() if self.ledger is None else self.ledger.exchanging(self.group):
+            yield
         self.num_completed += 1
         if is_measured:
             self._num_samples += num_samples

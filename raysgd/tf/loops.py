@@ -9,6 +9,7 @@ from typing import Any
 from raysgd.engine.types import DataLedger
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import EpochRequest
+from raysgd.replicas.ledger import STEP
 from raysgd.replicas.loop import Loop
 from raysgd.tf import fit_run
 from raysgd.tf.creator_operator import CreatorOperator
@@ -76,8 +77,9 @@ class OperatorLoop(Loop):
 
 
 class FitLoop(OperatorLoop):
-    """A `fit` of Keras, which draws batches itself."""
+    """A `fit` of Keras, which draws batches itself: what it waits for data is not known."""
 
+    first_bin = STEP
     _operator: CreatorOperator
 
     def __init__(self, operator: CreatorOperator, synchronizer: Synchronizer, feed: Feed) -> None:

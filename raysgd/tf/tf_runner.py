@@ -12,14 +12,16 @@ from dataclasses import replace
 from typing import Any
 
 from raysgd.connections import tensorflow as connections
+from raysgd.engine.time_spent import DRIVER
 from raysgd.engine.types import World
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
+from raysgd.replicas.facts import RunnerFacts
 from raysgd.replicas.operator import take_place
 from raysgd.replicas.prediction import PredictRequest, Work
 from raysgd.replicas.ray_batches import ray_batches_of
-from raysgd.replicas.runner import ClassRunner, RunnerFacts
+from raysgd.replicas.runner import ClassRunner
 from raysgd.tf import building, datasets, predicting, registration, rng, serializing, shared_variables
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
@@ -88,6 +90,7 @@ class TFRunner(ClassRunner):
         for model in operator._models:
             registration.take_weights_in(model)
         rng.part_ways(settings.seed, world.rank, operator._models)
+        self._ledger.enter(DRIVER)
         return self._facts()
 
     def renew(self, settings: TFSettings) -> RunnerFacts:
@@ -143,6 +146,7 @@ class TFRunner(ClassRunner):
 
     def warm_up(self) -> None:
         """Takes steps on zeros. What they change is taken over from another rank later, or put back."""
+        self._ledger.stand_by()
         operator = self.operator
         if not operator.warms_up_standby or self._epoch_obstacle is not None or operator.train_dataset is None:
             return
@@ -168,6 +172,7 @@ class TFRunner(ClassRunner):
     @contextmanager
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         synchronizer = self._synchronizer
+        synchronizer.exchanges.ledger = self._ledger
         with synchronizer.exchanges.surfacing_errors(), synchronizer.exchanges.measuring(), self._loop.scaling_losses():
             try:
                 yield

@@ -245,7 +245,8 @@ class TFTrainer(ChangingTrainer):
         Args:
             num_steps: Batches per worker. With an operator the next call continues where this one stops; with creators
                 it is the `steps_per_epoch` of this call.
-            profile: Whether to add `profile`, the mean seconds of the phases of a single worker.
+            profile: Whether to add `profile`, the mean seconds of the phases of a single worker, and `timings`, what it
+                spent its time on, in seconds: see `ledger`.
             reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
             max_retries: How many times this call is run again after a loss of workers.
             info: Handed to the operator.

@@ -99,7 +99,8 @@ def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future
 def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
     gradients = bucket.buffer()
     try:
-        group.add_up(gradients.numpy())
+        with parallel.exchanges.timed(group):
+            group.add_up(gradients.numpy())
     except Exception as error:
         parallel.exchanges.note(error)
         raise

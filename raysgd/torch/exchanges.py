@@ -11,12 +11,14 @@ rank that was lost *after* the step's exchanges leaves the step valid, with the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from torch.distributed import DistNetworkError
 
+from raysgd.connections.group import Group
 from raysgd.connections.torch import is_connection_error, is_group_broken
+from raysgd.replicas.ledger import Ledger
 
 
 class Exchanges:
@@ -25,6 +27,9 @@ class Exchanges:
     Args:
         is_lost: Whether an exception means that the group is broken.
         is_broken: Whether a connection of the group has ended.
+
+    Attributes:
+        ledger: Is told when exchanges begin and end.
     """
 
     def __init__(
@@ -34,6 +39,7 @@ class Exchanges:
     ) -> None:
         self._is_lost = is_lost
         self._is_broken = is_broken
+        self.ledger: Ledger | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -45,11 +51,23 @@ class Exchanges:
     def track(self, future: Any, is_last: bool) -> Any:
         """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
         self.count(is_last)
-        return future.then(self._received)  # not a callback beside it, which the backward pass would not wait for
+        is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # the pass is over but for it
+        # Not a callback beside it, which the backward pass would not wait for.
+        return future.then(self._received_last if is_awaited else self._received)
+
+    def timed(self, group: Group) -> AbstractContextManager[None]:
+        """Inside is an exchange that the backward pass waits for."""
+        return nullcontext() if self.ledger is None else self.ledger.exchanging(group)
 
     def count(self, is_last: bool) -> None:
         """Counts an exchange; one that raises by itself is not one, and what it raises is to be given to `note`."""
         self._num_made += is_last
+
+    def _received_last(self, future: Any) -> Any:
+        received = self._received(future)
+        assert self.ledger is not None
+        self.ledger.end_exchange()
+        return received
 
     def _received(self, future: Any) -> Any:
         try:

@@ -13,14 +13,16 @@ import torch
 
 from raysgd._checks import is_integer
 from raysgd._fitting import check_parts
+from raysgd.engine.time_spent import DRIVER
 from raysgd.engine.types import Handover, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import bind_batch_info
+from raysgd.replicas.facts import RunnerFacts
 from raysgd.replicas.operator import Internals, take_place
 from raysgd.replicas.prediction import PredictRequest, Work
 from raysgd.replicas.putting_back import MOST_BYTES, putting_back
-from raysgd.replicas.runner import ClassRunner, RunnerFacts
+from raysgd.replicas.runner import ClassRunner
 from raysgd.torch import handover as handing_over
 from raysgd.torch import hyperparameters, metric_objects, predicting, rng
 from raysgd.torch.advice import with_advice
@@ -113,6 +115,7 @@ class TorchRunner(ClassRunner):
         self.install_callbacks(settings.worker_callbacks)
         facts = self._facts()
         self._part_ways()
+        self._ledger.enter(DRIVER)
         return facts
 
     def _check_data(self) -> None:
@@ -171,7 +174,7 @@ class TorchRunner(ClassRunner):
             candidate.restore(state, None)
         finally:
             self._state.restore_own(own)
-        candidate._has_trained, candidate._copies = self._has_trained, self._copies
+        candidate._has_trained, candidate._copies, candidate._ledger = self._has_trained, self._copies, self._ledger
         self._candidate = candidate
         return facts, hyperparameters.differing(self._internals.chosen, candidate._internals.chosen)
 
@@ -246,6 +249,7 @@ class TorchRunner(ClassRunner):
 
     def warm_up(self) -> None:
         """Takes one step on the first batch. What it changes is taken over from another rank later, or put back."""
+        self._ledger.stand_by()
         operator, data = self.operator, self._data("train")
         if not operator.warms_up_standby or self._group_obstacle or self._epoch_obstacle:
             return
@@ -292,6 +296,7 @@ class TorchRunner(ClassRunner):
     @contextmanager
     def _training(self, run: EpochRun, stream: Any) -> Iterator[None]:
         self._has_trained = True
+        self._parallel.exchanges.ledger = self._ledger
         self._modes.give_back()
         self._prediction.close()
         self._arm(run.epoch_idx, stream.source)

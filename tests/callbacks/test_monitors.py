@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd.callbacks import GradientNorms, LearningRateMonitor, Run, ThroughputMonitor
+from raysgd.callbacks import GoodputMonitor, GradientNorms, LearningRateMonitor, Run, ThroughputMonitor
+from raysgd.engine.history import Event
 from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
@@ -82,6 +83,26 @@ class TestGradientNorms:
     def test_each_epoch_has_its_own(self, make_local: Make) -> None:
         first, second = make_local().fit(2, callbacks=[GradientNorms()])
         assert second["grad_norm"] < first["grad_norm"]
+
+
+class TestGoodput:
+    def test_each_epoch_has_its_own_time(self, make_local: Make) -> None:
+        trainer = make_local()
+        first, second = trainer.fit(2, callbacks=[GoodputMonitor()])
+        total = trainer.ledger().total()
+        assert first["time_useful_s"] > 0
+        assert ["time_start_up_s" in row for row in (first, second)] == [True, False]
+        assert first["time_useful_s"] + second["time_useful_s"] == pytest.approx(total["useful"])
+        assert 0 < second["goodput"] <= 1
+
+    def test_of_functions_only_recoveries_are_known(self) -> None:
+        run, monitor = Run(name="function"), GoodputMonitor()
+        monitor.on_run_begin(run)
+        run.history.events.append(Event("rejoined", 2, 2, 1.0, "lost rank 1"))
+        for goodput, recovery_s in ((0.75, 1.0), (1.0, 0.0)):
+            result = {"loss": 1.0, "time_this_iter_s": 4.0}
+            monitor.on_result(run, result)
+            assert (result["goodput"], result["time_recovery_s"]) == (goodput, recovery_s)
 
 
 class TestThroughput:

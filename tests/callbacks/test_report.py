@@ -10,6 +10,7 @@ import math
 import re
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from raysgd.callbacks import HTMLReport, Run
 from raysgd.callbacks import report as report_module
 from raysgd.callbacks._page import DATA_ID, RunFacts, time_by_part
 from raysgd.engine.history import Event
+from raysgd.engine.time_spent import TimeLedger
 from raysgd.replicas.history import CallRecord, History
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"' & <!--"
@@ -124,6 +126,18 @@ def test_time_is_divided_into_what_it_was_spent_on(tmp_path: Path) -> None:
         "between calls": pytest.approx(6.0),
     }
     assert time_by_part(History()) == {}
+
+
+def test_the_ledger_of_the_ranks_is_drawn(tmp_path: Path) -> None:
+    ledger = TimeLedger({0: {"useful": 6.0, "data": 1.0, "recovery_form": 1.0}, 1: {"useful": 8.0, "driver": 84.0}})
+    trainer = SimpleNamespace(ledger=lambda: ledger)
+    page = written(make_run(tmp_path, trainer=trainer))
+    assert page.data["run"]["ledger"] == {"useful": 14.0, "data": 1.0, "recovery_form": 1.0, "driver": 84.0}
+    assert "Goodput 93.8%" in page.text
+    assert "14.0%" in page.text
+    titles = [each.get("title") for each in page.all("i")]
+    assert "waiting for data" in titles
+    assert "exchanging" not in titles
 
 
 def test_losses_are_marked_where_they_happened(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ KEYS = {
     "targets",
 }
 FIGURES = {
-    "callback_cost": {"none_us", "worker_callback_us", "driver_callback_us", "step_us"},
+    "callback_cost": {"none_us", "worker_callback_us", "driver_callback_us", "ledger_us", "step_us"},
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
     "determinism": {"steps_per_s", "num_digests"},
     "epoch_cost": {"epoch_ms", "loop_ms"},

@@ -147,7 +147,9 @@ def test_no_worker_needs_pytorch(trainer: TFTrainer) -> None:
 
 
 def test_a_profile_is_added(trainer: TFTrainer) -> None:
-    assert set(trainer.train(profile=True)["profile"]) == {"mean_train_epoch_s"}
+    result = trainer.train(profile=True)
+    assert set(result["profile"]) == {"mean_train_epoch_s"}
+    assert {"useful", "exchange", "slower_rank"} <= set(result["timings"])
 
 
 def test_a_saved_state_is_restored_in_place(trainer: TFTrainer, tmp_path: Path) -> None:

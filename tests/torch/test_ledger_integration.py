@@ -1,0 +1,56 @@
+"""Where the time of two real workers goes, across a loss of one of them."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from raysgd import testing
+from raysgd.engine.time_spent import TimeLedger
+from raysgd.torch import TorchTrainer
+from tests.torch.ledger import Ledger
+
+pytestmark = pytest.mark.integration
+
+
+class Waits(Ledger):
+    """Rank 1 takes longer."""
+
+    def train_batch(self, batch: object, batch_info: dict[str, object]) -> dict[str, object]:
+        time.sleep(0.01 * (1 + self.world_rank))
+        found: dict[str, object] = super().train_batch(batch, batch_info)
+        return found
+
+
+def asked(trainer: TorchTrainer) -> tuple[TimeLedger, float, float]:
+    """The ledger, and from when to when it was asked for: each rank answers at another moment."""
+    began = time.perf_counter()
+    found = trainer.status().ledger
+    assert found is not None
+    return found, began, time.perf_counter()
+
+
+def total(ledger: TimeLedger, rank: int) -> float:
+    return sum(ledger.of(rank).values())
+
+
+def test_the_bins_of_every_rank_add_up_across_a_loss(ray_cluster: None) -> None:
+    with TorchTrainer(training_operator_cls=Waits, num_workers=2, spare_workers=1) as trainer:
+        assert "no training call was made yet" in str(trainer.ledger())
+        timings = trainer.train(profile=True)["timings"]
+        first, first_began, first_ended = asked(trainer)
+        testing.kill_worker(trainer, 1, at="step:9")
+        trainer.train()
+        trainer.validate()
+        second, second_began, second_ended = asked(trainer)
+    assert timings["slower_rank"] > timings["exchange"] > 0, "rank 0 waits for rank 1"
+    for rank in (0, 1):
+        spent = total(second, rank) - total(first, rank)
+        assert 0.99 * (second_began - first_ended) <= spent <= 1.01 * (second_ended - first_began)
+    survivor, successor = second.of(0), second.of(1)
+    assert all(survivor[name] > 0 for name in ("again", "recovery_detect", "recovery_form", "recovery_hand_over"))
+    assert all(successor[name] > 0 for name in ("recovery_replace", "recovery_hand_over", "recovery_resume"))
+    assert 0 < (second.goodput or 0.0) < 1
+    assert second.notes == ()
+    assert "shut down" in str(trainer.ledger())
