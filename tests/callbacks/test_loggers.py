@@ -3,6 +3,7 @@ from __future__ import annotations
 import csv
 import json
 import struct
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,9 @@ class TestWandb:
         play(logger, tmp_path, {"loss": 2.0, "text": "x"}, {"loss": 1.0})
         [found] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
         assert logger.run_id in found.name
+        deadline = time.monotonic() + 30
+        while len(written(found, "loss")) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)  # the process of wandb may still be writing
         assert written(found, "loss") == [2.0, 1.0]
 
     def test_a_run_that_resumes_goes_on_with_it(self, tmp_path: Path) -> None:
