@@ -18,7 +18,7 @@ class Loop:
     """A loop over batches of a feed that has not changed anything yet; a subclass knows when a step has.
 
     Attributes:
-        first_bin: What the time of a call is booked as before a batch is drawn, and where no batch of ours is.
+        first_bin: What the time of a call is booked as before a batch is drawn, and where the library draws no batch.
         step: The step that the replica is in.
     """
 
