@@ -1,0 +1,167 @@
+"""What `examples/benchmarks/goodput.py` stands on: when it kills, whom, and how it counts samples."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
+MODULES = ("_common", "_kills", "_counted", "goodput")
+TRAINS = "import sys, time, _kills; _kills.Trail(sys.argv[1]).begin(16); time.sleep(60)"
+
+
+@pytest.fixture(scope="module")
+def modules() -> Iterator[dict[str, Any]]:
+    """The benchmark and its parts, which are in no package."""
+    before = list(sys.path)
+    sys.path.insert(0, str(FOLDER))
+    yield {name: importlib.import_module(name) for name in MODULES}
+    sys.path[:] = before
+    for name in MODULES:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def kills(modules: dict[str, Any]) -> Any:
+    return modules["_kills"]
+
+
+@pytest.fixture
+def counted(modules: dict[str, Any]) -> Any:
+    return modules["_counted"]
+
+
+@pytest.fixture
+def goodput(modules: dict[str, Any]) -> Any:
+    return modules["goodput"]
+
+
+# ------------------------------------------------------------------------------------------------------ kills
+
+
+def test_kills_are_due_at_multiples_of_the_interval_whatever_a_contender_does(kills: Any) -> None:
+    schedule = kills.Schedule(15.0, seed=0)
+    assert list(islice(schedule.times(100.0), 4)) == [115.0, 130.0, 145.0, 160.0]
+
+
+def test_a_schedule_ends_after_as_many_kills_as_were_asked_for(kills: Any) -> None:
+    schedule = kills.Schedule(2.0, seed=0, max_kills=2)
+    seen = [(due, schedule.victim([7])) for due in schedule.times(0.0)]
+    assert seen == [(2.0, 7), (4.0, 7)]
+    assert schedule.num_kills == 2
+
+
+def test_a_kill_that_hits_nobody_does_not_count(kills: Any) -> None:
+    schedule = kills.Schedule(2.0, seed=0, max_kills=1)
+    alive: list[list[int]] = [[], [], [7]]
+    assert [schedule.victim(alive[index]) for index, _ in enumerate(schedule.times(0.0))] == [None, None, 7]
+    assert schedule.num_kills == 1
+
+
+def test_the_seed_decides_on_the_victims_and_each_may_be_one(kills: Any) -> None:
+    first, second = (kills.Schedule(1.0, seed=3) for _ in range(2))
+    victims = [first.victim([1, 2]) for _ in range(50)]
+    assert victims == [second.victim([1, 2]) for _ in range(50)]
+    assert set(victims) == {1, 2}
+
+
+def test_those_who_train_are_found_and_nobody_else(kills: Any, tmp_path: Path) -> None:
+    trail = kills.Trail(str(tmp_path))
+    assert not kills.has_begun(str(tmp_path))
+    trail.begin(16)
+    assert kills.has_begun(str(tmp_path))
+    assert kills.alive_in(str(tmp_path)) == [os.getpid()]
+
+
+def test_a_later_process_of_the_same_number_is_left_alone(kills: Any, tmp_path: Path) -> None:
+    started = kills.started_at(os.getpid())
+    (tmp_path / f"alive-{os.getpid()}-{started - 1}").touch()
+    assert kills.alive_in(str(tmp_path)) == []
+
+
+def test_samples_of_all_workers_are_added_up_with_those_of_broken_steps(kills: Any, tmp_path: Path) -> None:
+    trail = kills.Trail(str(tmp_path))
+    trail.begin(16)
+    trail.begin(5)
+    (tmp_path / "samples-0").write_text("." * 7)
+    assert kills.samples_begun(str(tmp_path)) == 28
+
+
+def test_time_counts_from_the_first_step_of_all(kills: Any, tmp_path: Path) -> None:
+    (tmp_path / "first").write_text("12.5\n10.0\n40.25\n")
+    assert kills.wall_of(str(tmp_path), 50.0) == 40.0
+
+
+def test_a_process_that_trains_is_killed(kills: Any, tmp_path: Path) -> None:
+    schedule = kills.Schedule(0.05, seed=0, max_kills=1)
+    with kills.killing(str(tmp_path), schedule):
+        done = subprocess.run([sys.executable, "-c", TRAINS, str(tmp_path)], cwd=FOLDER, timeout=60)
+    assert done.returncode == -9
+    assert schedule.num_kills == 1
+    assert kills.alive_in(str(tmp_path)) == []
+
+
+def test_nobody_is_killed_before_the_first_step_or_without_a_schedule(kills: Any, tmp_path: Path) -> None:
+    schedule = kills.Schedule(0.0, seed=0)
+    with kills.killing(str(tmp_path), schedule), kills.killing(str(tmp_path), None):
+        pass
+    assert schedule.num_kills == 0
+
+
+# ------------------------------------------------------------------------------------------------------ samples
+
+
+def test_lost_samples_do_not_make_up_for_those_used_twice(counted: Any) -> None:
+    assert counted.books(torch.tensor([3.0, 3.0, 3.0]), 3) == {"samples_lost": 0, "samples_twice": 0}
+    assert counted.books(torch.tensor([1.0, 5.0, 4.0]), 3) == {"samples_lost": 2, "samples_twice": 3}
+
+
+def batch_of(counted: Any, *numbers: int) -> Any:
+    data = counted.make_data()
+    return next(iter(DataLoader([data[number] for number in numbers], batch_size=len(numbers))))
+
+
+def step(counted: Any, model: Any, optimizer: Any, *numbers: int) -> None:
+    optimizer.zero_grad()
+    counted.loss_of(model, batch_of(counted, *numbers)).backward()
+    optimizer.step()
+    model.count()
+
+
+def test_the_model_counts_the_samples_of_each_step(counted: Any) -> None:
+    model = counted.Counted()
+    optimizer = counted.optimizer_of(model)
+    for numbers in ((0, 1), (2, 3), (2, 3)):
+        step(counted, model, optimizer, *numbers)
+    assert model.used[:5].tolist() == [1, 1, 2, 2, 0]
+    assert counted.books(model.used.detach()[:4], 1) == {"samples_lost": 0, "samples_twice": 2}
+
+
+def test_a_step_that_was_broken_off_leaves_no_marks(counted: Any) -> None:
+    model = counted.Counted()
+    optimizer = counted.optimizer_of(model)
+    counted.loss_of(model, batch_of(counted, 0, 1)).backward()
+    step(counted, model, optimizer, 2, 3)
+    assert model.used[:4].tolist() == [0, 0, 1, 1]
+
+
+def test_growth_of_the_driver_counts_from_the_end_of_the_first_quarter(goodput: Any) -> None:
+    looks = [(100.0, 10), (150.0, 30), (151.0, 31), (152.5, 29)]
+    assert goodput.growth(looks) == {"driver_mib_grown": 2.5, "driver_fds_grown": -1.0}
+
+
+def test_a_lost_sample_ends_the_benchmark(goodput: Any) -> None:
+    told = {(name, figure): 0.0 for name in goodput.OWN_WAYS for figure in ("samples_lost", "samples_twice")}
+    goodput._check(told)
+    with pytest.raises(SystemExit, match="going on: 2 samples were lost and 0 used twice"):
+        goodput._check({**told, ("raysgd, going on", "samples_lost"): 2.0})
