@@ -273,6 +273,8 @@ class Reservation:
         options: dict[str, Any] = {"num_cpus": self._need.num_cpus, "num_gpus": self._need.num_gpus}
         if self._need.custom:
             options["resources"] = dict(self._need.custom)
+        if self._need.runtime_env:
+            options["runtime_env"] = dict(self._need.runtime_env)
         group = self._own or self._outer
         if group is not None:
             options["scheduling_strategy"] = PlacementGroupSchedulingStrategy(

@@ -8,7 +8,6 @@ from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.resources import draining_nodes
-from raysgd.engine.types import Resources
 from raysgd.replicas.making import ReplicaMaker
 from raysgd.replicas.settings import GroupSettings
 
@@ -47,12 +46,12 @@ def make_controller(
         keeps_survivors: Whether the survivors of a loss can go on, as far as their framework is concerned.
     """
     rejoins = settings.recovery == "rejoin" and not settings.is_driver_only and keeps_survivors
+    num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
     group = GroupSpec(
         connection=connection,
         make_replica=make_replica,
-        resources=Resources(
-            settings.num_cpus_per_worker, settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
-        ),
+        resources=settings.placement.resources(settings.num_cpus_per_worker, num_gpus),
+        packs=settings.placement.packs(num_gpus),
         use_local=settings.use_local,
         initialization_hook=settings.initialization_hook,
         reservation_timeout_s=reservation_timeout_s,

@@ -14,6 +14,7 @@ from raysgd import _checks
 from raysgd.engine.snapshot_pace import EverySeconds
 from raysgd.exceptions import InvalidCountError
 from raysgd.replicas.batch_options import BatchOptions
+from raysgd.replicas.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +33,7 @@ class GroupSettings:
     timeout_s: float
     num_cpus_per_worker: float = 1
     num_gpus_per_worker: float = 1
+    placement: Placement = field(default_factory=Placement)
     initialization_hook: Callable[[], Any] | None = None
     use_local: bool = False
     recovery: str = "rejoin"

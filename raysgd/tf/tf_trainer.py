@@ -25,6 +25,7 @@ from raysgd.engine.snapshots import Snapshot
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.epochs import EpochAnswer, merged
+from raysgd.replicas.placement import Placement
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
@@ -63,6 +64,12 @@ class TFTrainer(ChangingTrainer):
         verbose: Keras's verbosity, on rank 0 only.
         training_operator_cls: The operator class, not an instance; instead of the creators.
         num_workers: How many workers to train with. After losses there may be fewer for a while.
+        resources_per_worker: What else each worker needs of Ray's custom resources, such as `{"fast_disk": 1}`.
+        accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
+        placement_strategy: "PACK" puts workers on as few nodes as there is room on, "SPREAD" on as many. None packs
+            workers with GPUs, so that most of their traffic stays inside a node, and spreads others.
+        runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
+            apply to a worker in the driver.
         backend: "gloo": each worker has a model of its own, and gradients are averaged, over sockets. "mwms": one
             `MultiWorkerMirroredStrategy`, for creators with models of tf_keras.
         joint_batch: "per_worker": a batch of an operator's dataset is that of one worker, unless it registers another
@@ -123,6 +130,10 @@ class TFTrainer(ChangingTrainer):
         training_operator_cls: type[TrainingOperator] | None = None,
         num_workers: int | None = None,
         backend: Literal["gloo", "mwms"] = "gloo",
+        resources_per_worker: Mapping[str, float] | None = None,
+        accelerator_type: str | None = None,
+        placement_strategy: Literal["PACK", "SPREAD"] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
         joint_batch: Literal["per_worker", "constant"] = "per_worker",
         initialization_hook: Callable[[], Any] | None = None,
         timeout_s: float = 1800.0,
@@ -159,6 +170,7 @@ class TFTrainer(ChangingTrainer):
             backend=backend,
             timeout_s=timeout_s,
             num_cpus_per_worker=num_cpus_per_worker,
+            placement=Placement(resources_per_worker, accelerator_type, placement_strategy, runtime_env),
             initialization_hook=initialization_hook,
             use_local=use_local,
             recovery=recovery,

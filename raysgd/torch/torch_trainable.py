@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from raysgd import _trials
+from raysgd.replicas.placement import Placement
 from raysgd.torch import arguments
 from raysgd.torch.torch_trainer import TorchTrainer
 
-_RESOURCES = ("num_workers", "num_cpus_per_worker", "num_gpus_per_worker", "use_gpu", "use_local")
+_BESIDE = ("resources_per_worker", "accelerator_type")
+_RESOURCES = ("num_workers", "num_cpus_per_worker", "num_gpus_per_worker", "use_gpu", "use_local", *_BESIDE)
 
 
 class BaseTorchTrainable(_trials.trainer_trainable("`BaseTorchTrainable`")):  # type: ignore[misc]
@@ -134,6 +136,7 @@ class Requested:
         """What Tune has to reserve: for the trial itself, unless it is the first worker, and for each worker."""
         found = self.resources(tune_config)
         num_gpus = found.get("num_gpus_per_worker", 1) if found["use_gpu"] else 0
-        worker = {"CPU": found.get("num_cpus_per_worker", 1), "GPU": num_gpus}
+        beside = Placement(*(found.get(name) for name in _BESIDE))
+        worker = {"CPU": found.get("num_cpus_per_worker", 1), "GPU": num_gpus, **beside.custom}
         num_workers = found.get("num_workers", 1) + self._options.get("spare_workers", 0)
         return [*([] if found.get("use_local") else [{"CPU": 1}]), *[worker] * num_workers]

@@ -22,6 +22,7 @@ from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.epochs import merged
+from raysgd.replicas.placement import Placement
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
 from raysgd.replicas.results import Metrics
@@ -47,6 +48,12 @@ class TorchTrainer(ChangingTorchTrainer):
         num_cpus_per_worker: CPUs to reserve for each worker, and its number of threads.
         use_gpu: True reserves GPUs for each worker; "auto" does so if the driver sees one.
         num_gpus_per_worker: How many, with `use_gpu`. A part of one lets workers share it, over gloo.
+        resources_per_worker: What else each worker needs of Ray's custom resources, such as `{"fast_disk": 1}`.
+        accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
+        placement_strategy: "PACK" puts workers on as few nodes as there is room on, "SPREAD" on as many. None packs
+            workers with GPUs, so that most of their traffic stays inside a node, and spreads others.
+        runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
+            apply to a worker in the driver.
         backend: "nccl", "gloo", "auto" (NCCL where each worker has a GPU, else gloo), or "horovod", which has to be
             built first with `python -m raysgd.horovod.install`.
         wrap_ddp: The older way to say `parallel="none"`.
@@ -138,6 +145,10 @@ class TorchTrainer(ChangingTorchTrainer):
         num_cpus_per_worker: float = 1,
         use_gpu: bool | Literal["auto"] = "auto",
         num_gpus_per_worker: float = 1,
+        resources_per_worker: Mapping[str, float] | None = None,
+        accelerator_type: str | None = None,
+        placement_strategy: Literal["PACK", "SPREAD"] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
         backend: Literal["auto", "gloo", "nccl", "horovod"] = "auto",
         wrap_ddp: bool = True,
         parallel: Literal["ddp", "fsdp", "none"] | None = None,
@@ -207,6 +218,7 @@ class TorchTrainer(ChangingTorchTrainer):
             timeout_s=arguments.resolve_timeout(timeout_s, chosen_backend),
             num_cpus_per_worker=num_cpus_per_worker,
             num_gpus_per_worker=num_gpus_per_worker,
+            placement=Placement(resources_per_worker, accelerator_type, placement_strategy, runtime_env),
             initialization_hook=initialization_hook,
             use_local=use_local,
             recovery=recovery,

@@ -68,6 +68,8 @@ def test_arguments_have_names() -> None:
         ({"use_gpu": True}, {}, [{"CPU": 1}, {"CPU": 1, "GPU": 1}]),
         ({"use_gpu": "auto"}, {"use_gpu": True, "num_gpus_per_worker": 0.5}, [{"CPU": 1}, {"CPU": 1, "GPU": 0.5}]),
         ({"num_workers": 2, "spare_workers": 1}, {}, [{"CPU": 1}] * 4),
+        ({"resources_per_worker": {"fast_disk": 2}}, {}, [{"CPU": 1}, {"CPU": 1, "fast_disk": 2}]),
+        ({"accelerator_type": "A100"}, {}, [{"CPU": 1}, {"CPU": 1, "accelerator_type:A100": 0.001}]),
     ],
 )
 def test_what_tune_reserves_follows_the_arguments_and_the_config_of_the_trial(

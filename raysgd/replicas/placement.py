@@ -1,0 +1,78 @@
+"""Where the workers of a class-based trainer go, and in what environment they run there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from raysgd import _checks
+from raysgd.engine.types import Resources
+
+_OWN_ARGUMENTS = {"CPU": "num_cpus_per_worker", "GPU": "num_gpus_per_worker"}
+_PART_OF_NODE = 0.001  # nodes have one `accelerator_type:...` each, which all their workers share
+_STRATEGIES = ("PACK", "SPREAD")
+
+
+@dataclass(frozen=True)
+class Placement:
+    """What workers need beside CPUs and GPUs, and how they are placed. The trainers' docstrings say what each means.
+
+    Raises:
+        ValueError, TypeError: A value cannot work.
+    """
+
+    resources_per_worker: Mapping[str, float] | None = None
+    accelerator_type: str | None = None
+    placement_strategy: Literal["PACK", "SPREAD"] | None = None
+    runtime_env: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
+        self._check_resources()
+        kind = self.accelerator_type
+        if kind is not None and (not isinstance(kind, str) or not kind):
+            raise TypeError(f'`accelerator_type={kind!r}`: need the name that Ray has for it, such as "A100", or None.')
+        if self.placement_strategy not in (None, *_STRATEGIES):
+            near = get_close_matches(str(self.placement_strategy).upper(), _STRATEGIES, 1)
+            hint = f' Did you mean "{near[0]}"?' if near else ""
+            raise ValueError(
+                f'`placement_strategy={self.placement_strategy!r}`: allowed are "PACK" (as few nodes as there is room '
+                f'on), "SPREAD" (as many) and None (pack workers with GPUs, spread others).{hint}'
+            )
+        if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):
+            raise TypeError(
+                f"`runtime_env={self.runtime_env!r}`: need a dict as Ray takes it, such as "
+                '`{"env_vars": {"NAME": "value"}}`, or None.'
+            )
+
+    def _check_resources(self) -> None:
+        amounts = self.resources_per_worker
+        if amounts is None:
+            return
+        if not isinstance(amounts, Mapping) or not all(isinstance(name, str) for name in amounts):
+            raise TypeError(f'`resources_per_worker={amounts!r}`: need a dict, such as `{{"fast_disk": 1}}`, or None.')
+        for name, amount in amounts.items():
+            if name in _OWN_ARGUMENTS:
+                raise ValueError(
+                    f"`resources_per_worker` has {name!r}: pass `{_OWN_ARGUMENTS[name]}={amount!r}` instead."
+                )
+            _checks.check_amount(f"resources_per_worker[{name!r}]", amount)
+
+    @property
+    def custom(self) -> dict[str, float]:
+        """What a worker needs beside CPUs and GPUs, as Ray counts it."""
+        kind = {f"accelerator_type:{self.accelerator_type}": _PART_OF_NODE} if self.accelerator_type else {}
+        return {**(self.resources_per_worker or {}), **kind}
+
+    def resources(self, num_cpus: float, num_gpus: float) -> Resources:
+        """All that a worker needs."""
+        return Resources(num_cpus, num_gpus, self.custom, dict(self.runtime_env or {}))
+
+    def packs(self, num_gpus: float) -> bool:
+        """Whether workers go to as few nodes as they can.
+
+        >>> Placement().packs(1), Placement().packs(0), Placement(placement_strategy="PACK").packs(0)
+        (True, False, True)
+        """
+        return num_gpus > 0 if self.placement_strategy is None else self.placement_strategy == "PACK"
