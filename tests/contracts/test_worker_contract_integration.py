@@ -238,7 +238,8 @@ def test_without_capture_an_answer_carries_no_state(started: Started) -> None:
 def test_a_small_state_comes_with_the_answer_of_rank_0_and_every_rank_adds_its_own(started: Started) -> None:
     values = started.call(add, 1.0, capture=True).values
     total, own = started.call(read).values[0].value
-    assert values[0].capture == Capture(own, shared_state=total)
+    capture = values[0].capture
+    assert capture == Capture(own, shared_state=total, seconds=capture.seconds)
     assert all(answer.capture.shared_state is None for answer in values[1:])
     assert all(isinstance(answer.capture.rank_state, int) for answer in values)
 

@@ -12,6 +12,7 @@ class Points(TrainingOperator):
     def setup(self, config):
         from ray.util.sgd.utils import NUM_SAMPLES
 
+        torch.manual_seed(0)
         self.counted = NUM_SAMPLES
         model = torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=config["lr"])
