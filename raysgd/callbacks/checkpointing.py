@@ -210,10 +210,19 @@ class Checkpointing(Callback):
     def _delete(self, saved: Saved) -> None:
         assert self._folder is not None
         try:
-            for name in (saved.name, f"{saved.name}{sidecar.ENDING}"):
-                self._folder.remove(name)
+            self._remove(saved.name)
+            self._folder.remove(f"{saved.name}{sidecar.ENDING}")
         except OSError as error:
             logger.warning("Checkpointing: could not delete %s in %s: %s", saved.name, self._folder, error)
+
+    def _remove(self, name: str) -> None:
+        """Deletes a checkpoint, which is a folder where models are divided over the workers."""
+        assert self._folder is not None
+        as_folder = self._folder / name
+        if as_folder.is_local and as_folder.local_path.is_dir():
+            as_folder.delete()
+        else:
+            self._folder.remove(name)
 
     # ------------------------------------------------------------------------------------------------ what is kept
 

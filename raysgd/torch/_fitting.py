@@ -135,7 +135,8 @@ def _without_memory(entry: Any) -> Any:
     if not isinstance(entry, Mapping):
         return entry
     return {
-        name: value.new_zeros(()).expand(value.shape) if _is_large(value) else value for name, value in entry.items()
+        name: torch.zeros((), dtype=value.dtype, device=value.device).expand(value.shape) if _is_large(value) else value
+        for name, value in entry.items()
     }
 
 

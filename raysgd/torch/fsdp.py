@@ -49,7 +49,7 @@ class FSDP(NoParallel):
         self._skeletons: dict[int, torch.nn.Module] = {}
         self._parts: list[_Part] = []
         self._rounds = Rounds()
-        self._group_of_rounds: Any = None
+        self._group_beside: Any = None
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """Divides the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
@@ -132,13 +132,24 @@ class FSDP(NoParallel):
         self._rounds.pause()
 
     def _maximum(self, numbers: torch.Tensor) -> None:
-        self._group_of_rounds = self._group_of_rounds or dist.new_group(backend="gloo")
-        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self._group_of_rounds)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX, group=self.group_beside)
 
     def state_of(self, part: Any) -> dict[str, Any]:
         """The whole state on rank 0; the others get one without tensors."""
         state: dict[str, Any] = _gathered(part.state_dict(), keep=dist.get_rank() == 0)
         return state
+
+    def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Room for what this rank has of another tensor with this shape."""
+        if not isinstance(tensor, DTensor):
+            return torch.empty_like(tensor, dtype=dtype)
+        return _as_divided(torch.empty_like(tensor.to_local(), dtype=dtype), tensor)
+
+    @property
+    def group_beside(self) -> Any:
+        """A group over gloo for what is not training; made by all ranks at the same time."""
+        self._group_beside = self._group_beside or dist.new_group(backend="gloo")
+        return self._group_beside
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Takes from the whole tensors what belongs to this rank; no exchange."""
@@ -286,7 +297,9 @@ def _gathered(value: Any, keep: bool) -> Any:
 
 
 def _part_of(whole: torch.Tensor, like: DTensor) -> torch.Tensor:
-    """What of `whole` this rank holds if it is divided as `like` is."""
+    """What of `whole` this rank holds if it is divided as `like` is; it may be divided so already."""
+    if isinstance(whole, DTensor):
+        return whole.to_local()
     [placement] = like.placements
     if not isinstance(placement, Shard):
         return whole
@@ -306,12 +319,10 @@ def _divided_tensor(value: Any, parameter: DTensor) -> Any:
     is_like = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
     if not is_like or not value.ndim:
         return copy.deepcopy(value)
-    part = _part_of(value, parameter).to(parameter.device, copy=True).contiguous()
+    return _as_divided(_part_of(value, parameter).to(parameter.device, copy=True).contiguous(), parameter)
+
+
+def _as_divided(part: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor.from_local(
-        part,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
+        part, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

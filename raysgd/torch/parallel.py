@@ -171,6 +171,11 @@ class NoParallel:
         state: dict[str, Any] = part.state_dict()
         return state
 
+    def part_of_state(self, part: Any) -> dict[str, Any]:
+        """What this rank has of the state; where parts are sharded, with a part of each tensor."""
+        state: dict[str, Any] = part.state_dict()
+        return state
+
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Takes over such a state of a model."""
         load_model(model, state)

@@ -13,7 +13,7 @@ from raysgd import _checks
 from raysgd._state_codec import decode
 from raysgd.engine.snapshots import Snapshot
 from raysgd.replicas.replica_state import RESUME
-from raysgd.torch import checkpoint_file, weights_file
+from raysgd.torch import checkpoint_file, divided_folder, weights_file
 from raysgd.torch.replica_state import CRITERION, as_in_file
 
 PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operator", "progress")
@@ -107,7 +107,11 @@ def checked_parts(parts: Any, strict: Any) -> tuple[str, ...] | None:
 
 
 def read(path: str, name: str, weights_only: bool, held: ExitStack) -> dict[str, Any]:
-    """What is in a file of either format; tensors of it may be views of the file, as long as it is held."""
+    """What is in a file of either format, or in a folder; tensors may be views of a file, as long as it is held."""
+    if divided_folder.is_folder(path):
+        from raysgd.torch import divided_files  # here, since it loads parts of PyTorch that others do without
+
+        return divided_files.opened(path, weights_only).read_whole()
     if weights_file.is_weights_file(path):
         return {"models": weights_file.read(path, name)}
     return held.enter_context(checkpoint_file.mapped(path, weights_only=weights_only, name=name)).state

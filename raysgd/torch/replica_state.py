@@ -11,6 +11,7 @@ from raysgd._state_codec import EncodedState, StateEncoder, decode
 from raysgd.replicas.replica_state import RESUME, ReplicaState
 from raysgd.torch import rng
 from raysgd.torch._fitting import check_model, check_optimizer, check_precision, check_schedulers
+from raysgd.torch.divided_folder import StateInFolder
 from raysgd.torch.feed import Feed
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.precision import saved_state
@@ -32,6 +33,7 @@ class TorchState(ReplicaState):
         self._parallel = parallel
         self._encoder = StateEncoder()
         self._flags = self._read_flags()
+        self._state_of = parallel.state_of
 
     def _parts(self) -> dict[str, Any]:
         parts, precision = self.read_parts(), self._internals.precision
@@ -57,7 +59,11 @@ class TorchState(ReplicaState):
             self.read_parts()  # rank 0 cannot put its state together alone
             self._internals.callbacks.states()
 
-    def decoded(self, state: EncodedState | Mapping[str, Any]) -> Mapping[str, Any]:
+    def decoded(self, state: EncodedState | StateInFolder | Mapping[str, Any]) -> Mapping[str, Any]:
+        if isinstance(state, StateInFolder):
+            from raysgd.torch import divided_state  # not everywhere: it loads parts of PyTorch that others do without
+
+            return divided_state.read(state, self, self._parallel)
         return decode(state, copy=False) if isinstance(state, EncodedState) else state
 
     def own(self) -> Any:
@@ -82,15 +88,23 @@ class TorchState(ReplicaState):
 
     def read_parts(self) -> dict[str, Any]:
         """The state of what is trained, and of optimizers. Where these are sharded, all ranks ask at the same time."""
-        read, criterion = self._parallel.state_of, self._criterion
+        read, criterion = self._state_of, self.criterion
         return {
             "models": [read(model) for model in self.registered.original_models],
             "optimizers": [read(optimizer) for optimizer in self.registered.optimizers],
             **({} if criterion is None else {CRITERION: read(criterion)}),
         }
 
+    def read_divided(self) -> dict[str, Any]:
+        """The state with what this rank has of divided tensors."""
+        whole, self._state_of = self._state_of, self._parallel.part_of_state
+        try:
+            return self.read()
+        finally:
+            self._state_of = whole
+
     @property
-    def _criterion(self) -> Any:
+    def criterion(self) -> Any:
         """The criterion, if it is trained."""
         return self._internals.registered.original_criterion
 
@@ -118,8 +132,8 @@ class TorchState(ReplicaState):
             check_model(model, saved)
         for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
             check_optimizer(optimizer, saved)
-        if self._criterion is not None and CRITERION in state:
-            check_model(self._criterion, state[CRITERION])
+        if self.criterion is not None and CRITERION in state:
+            check_model(self.criterion, state[CRITERION])
         if registered.schedulers:
             check_schedulers(registered.schedulers, state["schedulers"])
         precision_state = saved_state(precision, dict(state))
@@ -133,8 +147,8 @@ class TorchState(ReplicaState):
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
         for model, saved in zip(registered.original_models, state["models"], strict=True):
             self._parallel.load_model(model, saved)
-        if self._criterion is not None:
-            self._load_criterion(self._criterion, state.get(CRITERION))
+        if self.criterion is not None:
+            self._load_criterion(self.criterion, state.get(CRITERION))
         for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
             self._parallel.load_optimizer(optimizer, saved)
         for scheduler, saved in zip(registered.schedulers, schedulers, strict=False):

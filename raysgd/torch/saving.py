@@ -9,14 +9,17 @@ from typing import Any, Literal
 
 from raysgd import _checks
 from raysgd._state_codec import decode
+from raysgd.engine.call import Call
 from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.types import World
 from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.replica_state import RESUME
 from raysgd.storage import files
-from raysgd.torch import checkpoint_file, partial_loading, weights_file
+from raysgd.torch import checkpoint_file, divided_folder, partial_loading, weights_file
 from raysgd.torch.partial_loading import LoadReport
 from raysgd.torch.replica_state import as_in_file
 from raysgd.torch.state_loader import RNG, StateLoader
+from raysgd.torch.torch_runner import TorchRunner
 
 FileFormat = Literal["torch", "safetensors"]
 Writer = Callable[[str, dict[str, Any]], object]
@@ -62,9 +65,18 @@ class SavingTrainer(ChangingTrainer):
         StateLoader(self._controller).load(state)
 
     def save(
-        self, checkpoint: Any, blocking: bool = True, weights_only: bool = True, format: FileFormat = "torch"
+        self,
+        checkpoint: Any,
+        blocking: bool = True,
+        weights_only: bool = True,
+        format: FileFormat = "torch",
+        *,
+        whole: bool = False,
     ) -> Any:
         """Writes the state to a file of the driver, atomically, with a checksum. `torch.load` reads it too.
+
+        With `parallel="fsdp"` it writes a folder, in which each worker has a file: no process needs the whole state.
+        All workers and the driver have to see its path. `load` reads it into any number of workers.
 
         Args:
             checkpoint: The path, or the URI of a file in a store, such as `s3://bucket/last.pt`.
@@ -74,6 +86,8 @@ class SavingTrainer(ChangingTrainer):
             weights_only: False lets the operator's own state hold any object; such a file needs `load(...,
                 weights_only=False)`.
             format: "torch" for the whole state, "safetensors" for the weights of the models alone.
+            whole: Whether to gather divided models in the driver and write one file. So it is in any case with
+                "safetensors", and with a URI. A folder is written when `save` returns, also without `blocking`.
 
         Returns:
             `checkpoint`.
@@ -85,8 +99,11 @@ class SavingTrainer(ChangingTrainer):
             OSError: The file could not be written; a `StorageError` for a URI. The state is kept.
         """
         files.check_location("checkpoint", checkpoint)
-        _checks.refuse_text(blocking=blocking, weights_only=weights_only)
+        _checks.refuse_text(blocking=blocking, weights_only=weights_only, whole=whole)
         check_format(format)
+        if self._facts.is_sharded and format == "torch" and not (whole or files.is_uri(checkpoint)):
+            self._save_folder(checkpoint, weights_only)
+            return checkpoint
         content = partial(content_of, weights_only=weights_only, file_format=format)
         if blocking:
             self._saves.write(checkpoint, content(self._snapshot()))
@@ -94,10 +111,23 @@ class SavingTrainer(ChangingTrainer):
             self._saves.submit(checkpoint, self._newest_snapshot(), content, self)
         return checkpoint
 
+    def _save_folder(self, checkpoint: Any, weights_only: bool) -> None:
+        """Lets each worker write its part into a folder."""
+        self._writer.wait()  # an earlier file of this name may be on its way
+        with files.state_is_kept(), divided_folder.making(checkpoint) as folder:
+
+            def arguments(worlds: Sequence[World]) -> list[tuple[str]]:
+                return [(divided_folder.emptied(folder),)] * len(worlds)
+
+            parts = self._controller.run(Call(TorchRunner.write_part, arguments))
+            rest = as_in_file(parts[0].rest)
+            rest[RESUME] = {**rest[RESUME], RNG: [part.own for part in parts]}
+            divided_folder.finish(folder, parts, checkpoint_file.check_loadable(rest, allow_pickle=not weights_only))
+
     def load(
         self, checkpoint: Any, weights_only: bool = True, *, strict: bool = True, parts: Sequence[str] | None = None
     ) -> LoadReport | None:
-        """Loads a file that `save` wrote, or that the old library wrote, into all workers.
+        """Loads what `save` wrote, a file or a folder, or a file of the old library, into all workers.
 
         Args:
             checkpoint: The path or the URI. A file of safetensors has models only, and the rest stays as it is.
@@ -121,6 +151,9 @@ class SavingTrainer(ChangingTrainer):
         with ExitStack() as held:
             path = held.enter_context(files.local_copy(checkpoint))
             name = files.shown(checkpoint)
+            if chosen is None and divided_folder.is_folder(path):
+                StateLoader(self._controller).load_folder(path, weights_only)
+                return None
             if chosen or weights_file.is_weights_file(path):
                 saved = partial_loading.read(path, name, weights_only, held)
                 state, report = partial_loading.merged(self._snapshot(), saved, chosen, strict)

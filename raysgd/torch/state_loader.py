@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import load_into_all
 from raysgd.torch import rng
 from raysgd.torch.checkpoint_file import OpenedFile, OtherFileError
+from raysgd.torch.divided_folder import StateInFolder
 from raysgd.torch.replica_state import as_in_file
 from raysgd.torch.torch_runner import TorchFacts, TorchRunner
 
@@ -71,6 +73,23 @@ class StateLoader:
         content = self._checked(file.state, is_file=True)
         if not self._load_where_it_lies(file, content, weights_only, held):
             self._load(content)
+
+    def load_folder(self, path: str, weights_only: bool) -> None:
+        """Loads the folder of a checkpoint of divided models. Workers whose models are divided read it themselves.
+
+        Raises:
+            CheckpointCorruptedError: It is damaged.
+            ValueError, KeyError: It does not fit; the workers are as they were.
+        """
+        from raysgd.torch import divided_files  # here, since it loads parts of PyTorch that others do without
+
+        folder = divided_files.opened(path, weights_only)
+        if not self._controller.facts[0].is_sharded:
+            self._load(self._checked(folder.read_whole(), is_file=True))
+            return
+        rank_states = self._checked(folder.outline(), is_file=True).rank_states
+        place = StateInFolder(os.path.realpath(path), weights_only)
+        load_into_all(self._controller, TorchRunner.restore, place, rank_states, is_complete=False)
 
     def load_snapshot(self, snapshot: Snapshot) -> None:
         """Loads what another trainer's workers had. It may be shared: nothing of it is changed.

@@ -28,6 +28,7 @@ from raysgd.torch import hyperparameters, metric_objects, predicting, rng
 from raysgd.torch.advice import with_advice
 from raysgd.torch.checkpoint_file import FileIdentity, mapped_again
 from raysgd.torch.ddp import DDP
+from raysgd.torch.divided_folder import WrittenPart
 from raysgd.torch.feed import Feed
 from raysgd.torch.hyperparameters import Hyperparameters
 from raysgd.torch.internals import TorchInternals
@@ -236,6 +237,12 @@ class TorchRunner(ClassRunner):
         """
         with mapped_again(identity, weights_only=weights_only) as state:
             self.restore(as_in_file(state), own_state)
+
+    def write_part(self, folder: str) -> WrittenPart:
+        """Writes what this rank has of divided models and optimizers into a folder; all ranks have to ask."""
+        from raysgd.torch import divided_state  # not everywhere: it loads parts of PyTorch that others do without
+
+        return divided_state.write(folder, self._state, self._parallel)
 
     def shutdown(self) -> None:
         super().shutdown()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
+from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.fsdp import _filled, _skeleton_of
 from raysgd.torch.options import FSDPOptions
@@ -155,6 +156,47 @@ def test_files_travel_to_other_ways_of_training_and_back(
     back = alone.save(tmp_path / "alone")
     divided.load(back)
     assert equal(divided.state_dict(), alone.state_dict())
+
+
+def test_each_worker_writes_its_part_and_reads_it_back(divided: TorchTrainer, tmp_path: Path) -> None:
+    divided.train()
+    path, state = divided.save(tmp_path / "parts"), divided.state_dict()
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.pt"} == {entry.name for entry in path.iterdir()}
+    following = divided.train()["train_loss"]
+    after = divided.state_dict()
+    divided.load(path)
+    assert equal(divided.state_dict(), state)
+    assert divided.train()["train_loss"] == following
+    assert equal(divided.state_dict(), after)
+
+
+def test_one_file_on_request_and_parts_of_a_folder(divided: TorchTrainer, tmp_path: Path) -> None:
+    folder, state = divided.save(tmp_path / "parts"), divided.state_dict()
+    whole = torch.load(divided.save(tmp_path / "whole.pt", whole=True))
+    assert equal(whole["models"], state["models"])
+    divided.train()
+    trained = divided.state_dict()
+    report = divided.load(folder, parts=["models"])
+    assert report is not None
+    assert report.parts == ("models",)
+    assert equal(divided.state_dict(), {**trained, "models": state["models"]})
+    divided.load(tmp_path / "whole.pt")
+    assert equal(divided.state_dict(), state)
+
+
+def test_a_damaged_folder_leaves_the_workers_as_they_were(divided: TorchTrainer, tmp_path: Path) -> None:
+    path = divided.save(tmp_path / "parts")
+    divided.train()
+    state = divided.state_dict()
+    part = path / "__1_0.distcp"
+    content = bytearray(part.read_bytes())
+    content[-100] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(CheckpointCorruptedError, match="checksum"):
+        divided.load(path)
+    assert equal(divided.state_dict(), state)
+    with pytest.raises(IsADirectoryError, match="something else in it"):
+        divided.save(tmp_path)
 
 
 def test_a_lost_worker_is_replaced_and_nothing_is_lost(

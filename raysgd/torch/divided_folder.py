@@ -1,0 +1,195 @@
+"""The folder that a checkpoint of divided models is: how it becomes whole, and which tensor belongs where.
+
+Each rank writes its part. Everything but tensors is in a checkpoint file beside them, which the driver writes last. It
+also has checksums of the other files. The folder takes its name when all of it is there.
+
+Why a folder: ADR 92. `raysgd.torch.divided_files` writes and reads the tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from raysgd.torch import checkpoint_file
+
+REST = "rest.pt"
+"""The file with everything but tensors."""
+
+DIVIDED = "divided"
+"""Key in it of what there is to know about the other files."""
+
+FORMAT_VERSION = 1
+"""How the folder is laid out."""
+
+_PARTS = ("models", "criterion", "optimizers")
+
+Path_ = tuple[str | int, ...]
+"""Where in a state a tensor belongs."""
+
+
+@dataclass(frozen=True)
+class StateInFolder:
+    """Stands for the state in a folder, which each rank reads by itself.
+
+    Attributes:
+        path: The folder.
+        weights_only: Whether to refuse what could run code.
+    """
+
+    path: str
+    weights_only: bool
+
+
+@dataclass(frozen=True)
+class WrittenPart:
+    """What a rank says of its part of a folder.
+
+    Attributes:
+        rest: The state without tensors, from rank 0; None from others.
+        own: What the rank has for itself.
+        paths: Where its tensors belong.
+        files: Number of bytes and checksum of each file.
+    """
+
+    rest: dict[str, Any] | None
+    own: Any
+    paths: list[Path_]
+    files: Mapping[str, tuple[int, str]]
+
+
+def is_folder(path: str | os.PathLike[str]) -> bool:
+    """Whether this is such a folder."""
+    return Path(path, REST).is_file()
+
+
+def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[Path_, torch.Tensor]]:
+    """A state without the tensors of its models and optimizers, and these.
+
+    Example:
+        >>> rest, tensors = split({"epoch": 1, "models": [{"weight": torch.ones(2)}]})
+        >>> rest, list(tensors)
+        ({'epoch': 1, 'models': [{}]}, [('models', 0, 'weight')])
+    """
+    tensors: dict[Path_, torch.Tensor] = {}
+    parts = {name: _without(state[name], (name,), tensors) for name in _PARTS if name in state}
+    return {**state, **parts}, tensors
+
+
+def _without(value: Any, path: Path_, tensors: dict[Path_, torch.Tensor]) -> Any:
+    if isinstance(value, Mapping):
+        found = {key: each for key, each in value.items() if isinstance(each, torch.Tensor) and each.ndim}
+        tensors.update({(*path, key): each for key, each in found.items()})
+        return {key: _without(each, (*path, key), tensors) for key, each in value.items() if key not in found}
+    if isinstance(value, list | tuple):
+        return [_without(each, (*path, index), tensors) for index, each in enumerate(value)]
+    return value
+
+
+def joined(rest: Mapping[str, Any], paths: Sequence[Path_], tensor_of: Callable[[Path_], Any]) -> dict[str, Any]:
+    """The state with its tensors.
+
+    Example:
+        >>> joined({"models": [{}]}, [("models", 0, "weight")], str)
+        {'models': [{'weight': "('models', 0, 'weight')"}]}
+    """
+    state = {name: _copied(value) if name in _PARTS else value for name, value in rest.items() if name != DIVIDED}
+    for path in paths:
+        owner: Any = state
+        for step in path[:-1]:
+            owner = owner[step]
+        owner[path[-1]] = tensor_of(path)
+    return state
+
+
+def _copied(value: Any) -> Any:
+    """A copy of the containers alone."""
+    if isinstance(value, Mapping):
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
+
+
+def name_of(path: Path_) -> str:
+    """What a tensor is called in the files."""
+    return "/".join(map(str, path))
+
+
+@contextlib.contextmanager
+def making(path: str | os.PathLike[str]) -> Iterator[Path]:
+    """A folder beside `path` that takes its name when the block ends well, also in the place of an earlier one.
+
+    Raises:
+        OSError: It could not be written, or there is something else at `path`.
+    """
+    target = Path(os.path.realpath(path))
+    if target.is_dir() and not is_folder(target) and any(target.iterdir()):
+        raise IsADirectoryError(f"`{path}` is a folder with something else in it: save to another path.")
+    beside = target.with_name(f".raysgd-{target.name}-{uuid.uuid4().hex[:8]}.tmp")
+    beside.mkdir()
+    try:
+        yield beside
+        _sync(beside)
+        _take_name(beside, target)
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+
+
+def _take_name(folder: Path, target: Path) -> None:
+    if target.is_dir():
+        former = folder.with_name(f"{folder.name}.old")
+        target.rename(former)
+        folder.rename(target)
+        shutil.rmtree(former, ignore_errors=True)
+    else:
+        if target.exists():
+            target.unlink()  # a file of before, whole; there is no way to swap the two in one step
+        folder.rename(target)
+    _sync(target.parent)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def emptied(folder: Path) -> str:
+    """The path of a folder for one attempt to write into it."""
+    for entry in folder.iterdir():
+        entry.unlink()
+    return str(folder)
+
+
+def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> None:
+    """Writes the rest, when all ranks have written their parts.
+
+    Raises:
+        OSError: A part is not where the driver can see it, or the rest could not be written.
+    """
+    files = {name: facts for part in parts for name, facts in part.files.items()}
+    missing = [name for name, (num_bytes, _) in files.items() if _size_of(folder / name) != num_bytes]
+    if missing:
+        raise OSError(
+            f"{len(missing)} of {len(files)} files that workers wrote are not in `{folder.parent}` on the driver's "
+            "machine. Workers on several nodes each write a part: save to a path that all nodes share, or pass "
+            "`whole=True`, which gathers the whole state on the driver."
+        )
+    facts = {"version": FORMAT_VERSION, "paths": [list(path) for path in parts[0].paths], "files": files}
+    checkpoint_file.write(folder / REST, {**rest, DIVIDED: facts})
+
+
+def _size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None

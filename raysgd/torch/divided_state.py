@@ -1,0 +1,103 @@
+"""What one rank has of the state of divided models: written to a folder, and taken over from one.
+
+Each rank reads and writes its part alone; no process needs the whole state. `raysgd.torch.divided_files` has the files.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from raysgd.exceptions import CheckpointCorruptedError
+from raysgd.torch import divided_files
+from raysgd.torch.divided_files import DividedFolder
+from raysgd.torch.divided_folder import Path_, StateInFolder, WrittenPart, joined, split
+
+if TYPE_CHECKING:
+    from raysgd.torch.fsdp import FSDP
+    from raysgd.torch.registrar import Registered
+    from raysgd.torch.replica_state import TorchState
+
+
+def write(folder: str, state: TorchState, parallel: FSDP) -> WrittenPart:
+    """Writes this rank's part of the state into a folder; all ranks do this at the same time.
+
+    Returns:
+        What the driver needs to know.
+    """
+    rest, tensors = split(state.read_divided())
+    rank = dist.get_rank()
+    files = divided_files.write_part(folder, tensors, rank, parallel.group_beside)
+    return WrittenPart(None if rank else rest, state.own(), list(tensors), files)
+
+
+def read(place: StateInFolder, state: TorchState, parallel: FSDP) -> Mapping[str, Any]:
+    """The state in a folder, divided as it is here; nothing is changed. All ranks do this at the same time.
+
+    Raises:
+        CheckpointCorruptedError: The folder is damaged; on every rank.
+        ValueError, KeyError: The state does not fit.
+    """
+    folder = divided_files.opened(place.path, place.weights_only)
+    state.check(folder.outline())
+    _check(folder, parallel)
+    like = _Like(state.registered, state.criterion, folder)
+    tensors = {path: parallel.empty_like(like.tensor(path), like.dtype(path)) for path in folder.paths}
+    folder.read_into(tensors, parallel.group_beside)
+    return joined(folder.rest, folder.paths, tensors.__getitem__)
+
+
+def _check(folder: DividedFolder, parallel: FSDP) -> None:
+    """Checks this rank's share of the files. Where one is damaged all ranks raise, so that none waits for others."""
+    found: CheckpointCorruptedError | None = None
+    try:
+        folder.check(dist.get_rank(), dist.get_world_size())
+    except CheckpointCorruptedError as error:
+        found = error
+    verdict = torch.tensor([found is not None], dtype=torch.uint8)
+    dist.all_reduce(verdict, dist.ReduceOp.MAX, group=parallel.group_beside)
+    if found is not None or verdict.item():
+        raise found or folder.corrupted("a file is missing or does not match its checksum, another worker says")
+
+
+@dataclass(frozen=True)
+class _Like:
+    """What a tensor of a folder becomes here."""
+
+    registered: Registered
+    criterion: Any
+    folder: DividedFolder
+
+    def dtype(self, path: Path_) -> torch.dtype:
+        dtype: torch.dtype = self.folder.facts_of(path).properties.dtype
+        return dtype
+
+    def tensor(self, path: Path_) -> torch.Tensor:
+        """One with the shape, divided as that one is to be."""
+        size = self.folder.facts_of(path).size
+        own = self._owner(path)
+        if isinstance(own, DTensor) and own.shape == size:
+            return own
+        return torch.empty(size)
+
+    def _owner(self, path: Path_) -> Any:
+        part, *rest = path
+        if part == "models":
+            return self.registered.original_models[int(rest[0])].state_dict().get(rest[1])
+        if part == "criterion":
+            return self.criterion.state_dict().get(rest[0])
+        return self._parameter(rest) if rest[1] == "state" else None
+
+    def _parameter(self, rest: list[Any]) -> Any:
+        """That of an optimizer's state: entries are by the index of the parameter."""
+        number, _, index, *_ = rest
+        saved = self.folder.rest["optimizers"][number]["param_groups"]
+        own = self.registered.optimizers[number].param_groups
+        indices = [each for group in saved for each in group["params"]]
+        parameters = [each for group in own for each in group["params"]]
+        return dict(zip(indices, parameters, strict=True)).get(index)
