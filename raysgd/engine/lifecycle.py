@@ -14,7 +14,8 @@ from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import EventKind, History
 from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.replica import Capture, Replica
-from raysgd.engine.snapshots import SnapshotKeeper
+from raysgd.engine.snapshots import SnapshotKeeper, Transfer
+from raysgd.engine.transfers import FetchedParts
 from raysgd.engine.types import GroupReport
 from raysgd.engine.worker import Answer
 from raysgd.engine.worker_group import WorkerGroup
@@ -210,9 +211,15 @@ class Lifecycle:
         self._suspected |= dict.fromkeys(silent - {group.infos[rank].node_id for rank in survivors}, until)
 
     def take_parts(self, parts: Sequence[Capture], *, is_first: bool = False) -> None:
-        """Takes over what the ranks copied of their state; what rank 0 kept is fetched."""
+        """Takes over what the ranks copied of their state; what rank 0 kept is fetched, or each rank's part."""
         group = self.running
-        self.snapshots.take(parts, lambda token: group.fetch(0, _fetch, token), is_first=is_first)
+
+        def fetch(wanted: int | Sequence[int]) -> Transfer:
+            if isinstance(wanted, int):
+                return group.fetch(0, _fetch, wanted)
+            return FetchedParts([group.fetch(rank, _fetch, token) for rank, token in enumerate(wanted)])
+
+        self.snapshots.take(parts, fetch, is_first=is_first)
 
     def take_snapshot(self, report: GroupReport, *, is_first: bool = False) -> None:
         """Takes over the copies of the state that came with the answers."""

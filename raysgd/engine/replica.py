@@ -20,6 +20,7 @@ class Capture:
         progress: How far this rank is in the running call, for a snapshot taken inside one; small.
         token: Names the shared state that waits in the worker's memory to be fetched; None when there is nothing to
             fetch.
+        is_part: Whether the shared state is divided: under each rank's token is a part of it.
         seconds: How long the copy took.
     """
 
@@ -27,6 +28,7 @@ class Capture:
     shared_state: Any = None
     progress: Any = None
     token: int | None = None
+    is_part: bool = False
     seconds: float = 0.0
 
 

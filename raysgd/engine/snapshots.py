@@ -29,7 +29,7 @@ class Snapshot:
     """A state that the driver holds.
 
     Attributes:
-        shared_state: What all ranks share.
+        shared_state: What all ranks share. Where they divide it, `Parts`.
         rank_states: What each rank had for itself.
         progress: How far each rank was in the call in which it was taken; None when it was taken between calls.
         reference: Ray's reference to the shared state, where it came through the object store.
@@ -226,10 +226,13 @@ class SnapshotKeeper(Generic[CallT]):
         """Whether a snapshot is on its way. Another one would overtake it, and under haste none would ever land."""
         return self._coming is not None
 
-    def take(self, captures: Sequence[Capture], fetch: Callable[[int], Transfer], *, is_first: bool = False) -> None:
-        """Takes over what the ranks captured after the last completed call; `fetch` starts a transfer from rank 0.
+    def take(self, captures: Sequence[Capture], fetch: Callable[[Any], Transfer], *, is_first: bool = False) -> None:
+        """Takes over what the ranks captured after the last completed call.
 
-        `is_first` says that the ranks have just been set up: what they captured covers no call at all.
+        Args:
+            captures: That of each rank.
+            fetch: Starts a transfer: of what rank 0 has under a token, or of the parts that all have under theirs.
+            is_first: Whether the ranks have just been set up: what they captured covers no call at all.
         """
         self.poll()
         num_covered = 0 if is_first else len(self._calls)
@@ -242,7 +245,8 @@ class SnapshotKeeper(Generic[CallT]):
         if source.token is None:
             self._land(Snapshot(source.shared_state, rank_states, progress), None, num_covered)
         else:
-            self._await(_OnItsWay(fetch(source.token), source.token, rank_states, progress), num_covered)
+            wanted = [capture.token for capture in captures] if source.is_part else source.token
+            self._await(_OnItsWay(fetch(wanted), source.token, rank_states, progress), num_covered)
 
     def poll(self, timeout_s: float | None = 0.0) -> None:
         """Lets a snapshot land that has arrived, waiting for it up to `timeout_s` (None: as long as it takes)."""

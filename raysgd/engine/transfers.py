@@ -6,7 +6,8 @@ Why sending has its own thread: ADR 50.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
@@ -75,6 +76,56 @@ class Storing:
             self._stored.set_exception(error)
         else:
             self._stored.set_result(stored.value)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A value that the ranks divide: the part of each, as it lies in the object store.
+
+    The driver holds on to the parts and does not read them. To another process they travel as references, so that it
+    reads those that it needs.
+
+    Attributes:
+        values: The parts that are in this process.
+        references: Ray's references to those that came through the object store.
+    """
+
+    values: tuple[Any, ...]
+    references: tuple[Any, ...]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        own = [value if ref is None else None for value, ref in zip(self.values, self.references, strict=True)]
+        return Parts, (tuple(own), self.references)
+
+    def __len__(self) -> int:
+        return len(self.references)
+
+    def __getitem__(self, index: int) -> Any:
+        import ray
+
+        reference = self.references[index]
+        if reference is None or self.values[index] is not None:
+            return self.values[index]
+        return ray.get(reference)
+
+
+class FetchedParts:
+    """The parts of all ranks, on their way."""
+
+    def __init__(self, transfers: Sequence[Transfer]) -> None:
+        self._transfers = transfers
+
+    def result(self, timeout_s: float | None) -> Parts:
+        """All parts.
+
+        Raises:
+            TimeoutError: One is not there yet.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        values = []
+        for each in self._transfers:
+            values.append(each.result(None if deadline is None else max(0.0, deadline - time.monotonic())))
+        return Parts(tuple(values), tuple(getattr(each, "reference", None) for each in self._transfers))
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,10 @@ class PendingCopies:
         """`part` with this copy of the state: in it if the state is small, else under a token to fetch it by."""
         if num_bytes <= _INLINE_BYTES:
             return replace(part, shared_state=copy)
+        return self.add_apart(part, copy)
+
+    def add_apart(self, part: Capture, copy: Any) -> Capture:
+        """`part` with this copy under a token, whatever its size."""
         self._last_token += 1
         self._kept[self._last_token] = copy
         return replace(part, token=self._last_token)

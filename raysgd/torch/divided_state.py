@@ -5,7 +5,7 @@ Each rank reads and writes its part alone; no process needs the whole state. `ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -44,10 +44,10 @@ def read(place: StateInFolder, state: TorchState, parallel: FSDP) -> Mapping[str
         ValueError, KeyError: The state does not fit.
     """
     folder = divided_files.opened(place.path, place.weights_only)
-    state.check(folder.outline())
+    outline = folder.outline()
+    state.check(outline)
     _check(folder, parallel)
-    like = _Like(state.registered, state.criterion, folder)
-    tensors = {path: parallel.empty_like(like.tensor(path), like.dtype(path)) for path in folder.paths}
+    tensors = room_for(outline, folder.paths, state, parallel)
     folder.read_into(tensors, parallel.group_beside)
     return joined(folder.rest, folder.paths, tensors.__getitem__)
 
@@ -65,25 +65,40 @@ def _check(folder: DividedFolder, parallel: FSDP) -> None:
         raise found or folder.corrupted("a file is missing or does not match its checksum, another worker says")
 
 
+def room_for(
+    outline: Mapping[str, Any], paths: Sequence[Path_], state: TorchState, parallel: FSDP
+) -> dict[Path_, torch.Tensor]:
+    """Tensors to fill with what this rank has of a state.
+
+    Args:
+        outline: The state, with tensors that have a shape and no memory.
+        paths: Where the tensors belong.
+        state: What they are divided like.
+        parallel: Divides them.
+    """
+    like = _Like(state.registered, state.criterion, outline)
+    return {path: parallel.empty_like(like.tensor(path), _at(outline, path).dtype) for path in paths}
+
+
+def _at(state: Any, path: Path_) -> Any:
+    for step in path:
+        state = state[step]
+    return state
+
+
 @dataclass(frozen=True)
 class _Like:
-    """What a tensor of a folder becomes here."""
+    """What a tensor of a state is here."""
 
     registered: Registered
     criterion: Any
-    folder: DividedFolder
-
-    def dtype(self, path: Path_) -> torch.dtype:
-        dtype: torch.dtype = self.folder.facts_of(path).properties.dtype
-        return dtype
+    outline: Mapping[str, Any]
 
     def tensor(self, path: Path_) -> torch.Tensor:
         """One with the shape, divided as that one is to be."""
-        size = self.folder.facts_of(path).size
+        size = _at(self.outline, path).shape
         own = self._owner(path)
-        if isinstance(own, DTensor) and own.shape == size:
-            return own
-        return torch.empty(size)
+        return own if isinstance(own, DTensor) and own.shape == size else torch.empty(size)
 
     def _owner(self, path: Path_) -> Any:
         part, *rest = path
@@ -96,7 +111,7 @@ class _Like:
     def _parameter(self, rest: list[Any]) -> Any:
         """That of an optimizer's state: entries are by the index of the parameter."""
         number, _, index, *_ = rest
-        saved = self.folder.rest["optimizers"][number]["param_groups"]
+        saved = self.outline["optimizers"][number]["param_groups"]
         own = self.registered.optimizers[number].param_groups
         indices = [each for group in saved for each in group["params"]]
         parameters = [each for group in own for each in group["params"]]

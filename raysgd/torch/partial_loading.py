@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from raysgd import _checks
-from raysgd._state_codec import decode
 from raysgd.engine.snapshots import Snapshot
 from raysgd.replicas.replica_state import RESUME
-from raysgd.torch import checkpoint_file, divided_folder, weights_file
+from raysgd.torch import checkpoint_file, divided_folder, shared_state, weights_file
 from raysgd.torch.replica_state import CRITERION, as_in_file
 
 PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operator", "progress")
@@ -132,7 +131,7 @@ def merged(
         KeyError: The file lacks a part.
         ValueError: It holds another number of models.
     """
-    state: dict[str, Any] = as_in_file(decode(snapshot.shared_state, copy=True))
+    state: dict[str, Any] = as_in_file(shared_state.whole(snapshot.shared_state, copy=True))
     reports: tuple[ModelReport, ...] = ()
     parts = parts or _WEIGHTS
     for part in parts:

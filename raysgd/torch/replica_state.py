@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from raysgd._state_codec import EncodedState, StateEncoder, decode
+from raysgd.engine.transfers import Parts
 from raysgd.replicas.replica_state import RESUME, ReplicaState
 from raysgd.torch import rng
 from raysgd.torch._fitting import check_model, check_optimizer, check_precision, check_schedulers
@@ -54,16 +55,25 @@ class TorchState(ReplicaState):
         encoded = self._encoder.encode(self.read())
         return encoded, encoded.num_bytes
 
-    def help_copy(self) -> None:
-        if self._parallel.is_sharded:
-            self.read_parts()  # rank 0 cannot put its state together alone
-            self._internals.callbacks.states()
+    def copied_part(self, rank: int) -> EncodedState:
+        """A copy of what this rank has of a divided state; all ranks have to ask."""
+        from raysgd.torch import divided_snapshot  # not everywhere: it loads parts of PyTorch that others do without
 
-    def decoded(self, state: EncodedState | StateInFolder | Mapping[str, Any]) -> Mapping[str, Any]:
+        return self._encoder.encode(divided_snapshot.content_of(self.read_divided(), rank))
+
+    def help_copy(self) -> None:
+        """Nothing: where models are divided, each rank copies its part; else rank 0 needs no help."""
+
+    def decoded(self, state: EncodedState | StateInFolder | Parts | Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(state, StateInFolder):
             from raysgd.torch import divided_state  # not everywhere: it loads parts of PyTorch that others do without
 
             return divided_state.read(state, self, self._parallel)
+        if isinstance(state, Parts):
+            from raysgd.torch import divided_snapshot
+
+            snapshot = divided_snapshot.DividedSnapshot(state)
+            return snapshot.taken(self, self._parallel) if self._parallel.is_sharded else snapshot.whole()
         return decode(state, copy=False) if isinstance(state, EncodedState) else state
 
     def own(self) -> Any:

@@ -8,14 +8,13 @@ from functools import partial
 from typing import Any, Literal
 
 from raysgd import _checks
-from raysgd._state_codec import decode
 from raysgd.engine.call import Call
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import World
 from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.replica_state import RESUME
 from raysgd.storage import files
-from raysgd.torch import checkpoint_file, divided_folder, partial_loading, weights_file
+from raysgd.torch import checkpoint_file, divided_folder, partial_loading, shared_state, weights_file
 from raysgd.torch.partial_loading import LoadReport
 from raysgd.torch.replica_state import as_in_file
 from raysgd.torch.state_loader import RNG, StateLoader
@@ -45,7 +44,7 @@ def content_of(snapshot: Snapshot, weights_only: bool, file_format: FileFormat) 
     Raises:
         ValueError: Something in it could not be loaded back.
     """
-    state = as_in_file(decode(snapshot.shared_state, copy=False))
+    state = as_in_file(shared_state.whole(snapshot.shared_state, copy=False))
     if file_format == "safetensors":
         return {"models": state["models"]}, weights_file.write
     state[RESUME][RNG] = list(snapshot.rank_states)
@@ -57,7 +56,7 @@ class SavingTrainer(ChangingTrainer):
 
     def state_dict(self) -> dict[str, Any]:
         """A copy of the state: epoch, operator, models, optimizers, schedulers, and of mixed precision."""
-        state = decode(self._snapshot().shared_state, copy=True)
+        state = shared_state.whole(self._snapshot().shared_state, copy=True)
         del state[RESUME]
         return dict(state)
 

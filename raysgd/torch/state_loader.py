@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 from raysgd._fitting import check_parts, check_progress
-from raysgd._state_codec import EncodedState, decode, lend
+from raysgd._state_codec import EncodedState, lend
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.transfers import Stored, Storing
+from raysgd.engine.transfers import Parts, Stored, Storing
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import load_into_all
-from raysgd.torch import rng
+from raysgd.torch import rng, shared_state
 from raysgd.torch.checkpoint_file import OpenedFile, OtherFileError
 from raysgd.torch.divided_folder import StateInFolder
 from raysgd.torch.replica_state import as_in_file
@@ -97,14 +97,17 @@ class StateLoader:
         Raises:
             ValueError, KeyError: It does not fit; the workers are as they were.
         """
-        state, controller = decode(snapshot.shared_state, copy=False), self._controller
-        _check_parts(state, controller.facts[0])
+        controller, shared = self._controller, snapshot.shared_state
+        _check_parts(shared_state.outline(shared), controller.facts[0])
         group, is_complete = controller.ensure_group(), len(snapshot.rank_states) == controller.num_workers
         if group.is_driver_only:
+            state = shared_state.whole(shared, copy=False)
             controller.run(Call(TorchRunner.restore, lambda worlds: [(state, *own_states(snapshot.rank_states, 1))]))
             return
+        if isinstance(shared, Parts) and not controller.facts[0].is_sharded:
+            shared = lend(shared_state.whole(shared, copy=False))
         is_stored = snapshot.reference is not None and group.is_on_one_node
-        stored = Stored(snapshot.shared_state, snapshot.reference) if is_stored else group.store(snapshot.shared_state)
+        stored = Stored(shared, snapshot.reference) if is_stored else group.store(shared)
         load_into_all(controller, TorchRunner.restore, stored, snapshot.rank_states, is_complete)
 
     def _checked(self, state: dict[str, Any], is_file: bool) -> CheckedState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 
 from raysgd._checks import is_integer
 from raysgd._fitting import check_parts
+from raysgd.engine.replica import Capture
 from raysgd.engine.time_spent import DRIVER
 from raysgd.engine.types import Handover, World
 from raysgd.exceptions import NotRegisteredError
@@ -237,6 +238,11 @@ class TorchRunner(ClassRunner):
         """
         with mapped_again(identity, weights_only=weights_only) as state:
             self.restore(as_in_file(state), own_state)
+
+    def _with_copy(self, part: Capture) -> Capture:
+        if not self._parallel.is_sharded:
+            return super()._with_copy(part)
+        return self._copies.add_apart(replace(part, is_part=True), self._state.copied_part(self._world.rank))
 
     def write_part(self, folder: str) -> WrittenPart:
         """Writes what this rank has of divided models and optimizers into a folder; all ranks have to ask."""

@@ -294,3 +294,19 @@ def test_each_rank_takes_its_own_part_and_what_it_counts_for_others(num_ranks: i
     inside, between = Snapshot(0, ("a", "b", "c"), (10, 20, 30)), Snapshot(0, ("a", "b", "c"))
     assert inside.for_ranks(num_ranks) == expected
     assert between.for_ranks(num_ranks) == [(own,) for own, *_ in expected]
+
+
+def test_what_the_ranks_divide_is_fetched_from_all_of_them() -> None:
+    wanted: list[Any] = []
+    keeper = keeper_with_landed_state()
+    keeper.completed("call")
+
+    def fetch(tokens: Any) -> Transfer:
+        wanted.append(tokens)
+        return Transfer(0, outcome=("part 0", "part 1"))
+
+    keeper.take([Capture(f"own {rank}", token=3 + rank, is_part=True) for rank in range(2)], fetch)
+    keeper.poll()
+    assert wanted == [[3, 4]]
+    assert keeper.landed == Snapshot(("part 0", "part 1"), ("own 0", "own 1"))
+    assert keeper.landed_token == 3

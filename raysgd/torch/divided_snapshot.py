@@ -1,0 +1,125 @@
+"""A snapshot of divided models: each rank copies what it holds, and a rank of any later group takes what it needs.
+
+The parts lie in the object store, where they outlive the workers. A process that has to have the whole state, because
+somebody asked for it, puts it together from them.
+
+Why no rank gathers a snapshot: ADR 92.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+from raysgd._state_codec import decode
+from raysgd.engine.transfers import Parts
+from raysgd.torch.divided_folder import Path_, joined, split
+
+if TYPE_CHECKING:
+    from raysgd.torch.fsdp import FSDP
+    from raysgd.torch.replica_state import TorchState
+
+Content = Mapping[str, Any]
+"""What a rank keeps: `rest` (the state without tensors), `shapes`, `dims` (None: not divided) and `tensors`."""
+
+
+def content_of(state: Mapping[str, Any], rank: int) -> Content:
+    """What a rank keeps of its state; not copied yet. What is not divided is kept by rank 0."""
+    rest, tensors = split(state)
+    dims = {path: _dim_of(tensor) for path, tensor in tensors.items()}
+    kept = {path: tensor for path, tensor in tensors.items() if not rank or dims[path] is not None}
+    own = {path: tensor.to_local() if isinstance(tensor, DTensor) else tensor for path, tensor in kept.items()}
+    shapes = {path: tuple(tensor.shape) for path, tensor in tensors.items()}
+    return {"rest": None if rank else rest, "shapes": shapes, "dims": dims, "tensors": own}
+
+
+def _dim_of(tensor: torch.Tensor) -> int | None:
+    if not isinstance(tensor, DTensor):
+        return None
+    [placement] = tensor.placements
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+class DividedSnapshot:
+    """Reads the parts of all ranks, each when it is needed."""
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        self.part = cache(self._read)
+        self.first = self.part(0)
+
+    def _read(self, rank: int) -> Content:
+        content: Content = decode(self._parts[rank], copy=False)
+        return content
+
+    def outline(self) -> dict[str, Any]:
+        """The state with tensors that have a shape and no memory."""
+
+        def shape_of(path: Path_) -> torch.Tensor:
+            return torch.zeros((), dtype=self.first["tensors"][path].dtype).expand(self.first["shapes"][path])
+
+        return joined(self.first["rest"], list(self.first["shapes"]), shape_of)
+
+    def whole(self) -> dict[str, Any]:
+        """The whole state, in memory of its own."""
+        return joined(self.first["rest"], list(self.first["shapes"]), self._whole_tensor)
+
+    def _whole_tensor(self, path: Path_) -> torch.Tensor:
+        dim = self.first["dims"][path]
+        if dim is None:
+            return self.first["tensors"][path].clone()
+        return torch.cat([self.part(rank)["tensors"][path] for rank in range(len(self._parts))], dim)
+
+    def taken(self, state: TorchState, parallel: FSDP) -> dict[str, Any]:
+        """The state, divided as it is here; nothing is changed.
+
+        Raises:
+            ValueError, KeyError: It does not fit.
+        """
+        from raysgd.torch.divided_state import room_for
+
+        outline, paths = self.outline(), list(self.first["shapes"])
+        state.check(outline)
+        tensors = room_for(outline, paths, state, parallel)
+        for path, tensor in tensors.items():
+            self._fill(path, tensor)
+        return joined(self.first["rest"], paths, tensors.__getitem__)
+
+    def _fill(self, path: Path_, room: torch.Tensor) -> None:
+        dim = self.first["dims"][path]
+        if dim is None or not isinstance(room, DTensor):
+            whole = self._whole_tensor(path)
+            target = room.to_local() if isinstance(room, DTensor) else room
+            target.copy_(whole)
+            return
+        local, total = room.to_local(), self.first["shapes"][path][dim]
+        begin = _begin(total, room.device_mesh.size(), room.device_mesh.get_local_rank())
+        for rank, first, last in overlaps(total, len(self._parts), begin, begin + local.shape[dim]):
+            own = self.part(rank)["tensors"][path]
+            own_begin = _begin(total, len(self._parts), rank)
+            source = own.narrow(dim, first - own_begin, last - first)
+            local.narrow(dim, first - begin, last - first).copy_(source)
+
+
+def _begin(total: int, num_ranks: int, rank: int) -> int:
+    """Where the part of a rank begins: parts are as those of `torch.chunk`."""
+    return min(total, rank * -(-total // num_ranks))
+
+
+def overlaps(total: int, num_ranks: int, begin: int, end: int) -> list[tuple[int, int, int]]:
+    """Which ranks have something between two positions: rank, first position, and the one behind the last.
+
+    Example:
+        >>> overlaps(10, 3, 2, 9)  # they have 4, 4 and 2
+        [(0, 2, 4), (1, 4, 8), (2, 8, 9)]
+    """
+    found = []
+    for rank in range(num_ranks):
+        first, last = max(begin, _begin(total, num_ranks, rank)), min(end, _begin(total, num_ranks, rank + 1))
+        if first < last:
+            found.append((rank, first, last))
+    return found
