@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from raysgd.exceptions import CheckpointCorruptedError
@@ -53,7 +55,7 @@ def write_part(folder: str, tensors: Mapping[Path_, torch.Tensor], rank: int, gr
     own = {
         name_of(path): tensor.detach() for path, tensor in tensors.items() if not rank or isinstance(tensor, DTensor)
     }
-    dcp.save(own, storage_writer=dcp.FileSystemWriter(folder), process_group=group)
+    save(own, storage_writer=FileSystemWriter(folder), process_group=group)
     names = sorted(entry.name for entry in Path(folder).glob(f"__{rank}_*"))
     return {name: _facts_of(Path(folder, name)) for name in ([*names, _METADATA] if not rank else names)}
 
@@ -120,7 +122,7 @@ class DividedFolder:
         named = {name_of(path): tensor for path, tensor in tensors.items()}
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            dcp.load(named, storage_reader=_Reader(self.path), process_group=group, no_dist=alone)
+            load(named, storage_reader=_Reader(self.path), process_group=group, no_dist=alone)
 
     def read_whole(self) -> dict[str, Any]:
         """The whole state in this process."""
@@ -156,7 +158,7 @@ def _corrupted(path: str, finding: str) -> CheckpointCorruptedError:
     )
 
 
-class _Reader(dcp.FileSystemReader):
+class _Reader(FileSystemReader):
     """Reads what describes the tensors without running code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -20,7 +20,7 @@ from raysgd.engine.transfers import Parts
 from raysgd.torch.divided_folder import Path_, joined, split
 
 if TYPE_CHECKING:
-    from raysgd.torch.fsdp import FSDP
+    from raysgd.torch.parallel import NoParallel
     from raysgd.torch.replica_state import TorchState
 
 Content = Mapping[str, Any]
@@ -74,7 +74,7 @@ class DividedSnapshot:
             return self.first["tensors"][path].clone()
         return torch.cat([self.part(rank)["tensors"][path] for rank in range(len(self._parts))], dim)
 
-    def taken(self, state: TorchState, parallel: FSDP) -> dict[str, Any]:
+    def taken(self, state: TorchState, parallel: NoParallel) -> dict[str, Any]:
         """The state, divided as it is here; nothing is changed.
 
         Raises:

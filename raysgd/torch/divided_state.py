@@ -19,12 +19,12 @@ from raysgd.torch.divided_files import DividedFolder
 from raysgd.torch.divided_folder import Path_, StateInFolder, WrittenPart, joined, split
 
 if TYPE_CHECKING:
-    from raysgd.torch.fsdp import FSDP
+    from raysgd.torch.parallel import NoParallel
     from raysgd.torch.registrar import Registered
     from raysgd.torch.replica_state import TorchState
 
 
-def write(folder: str, state: TorchState, parallel: FSDP) -> WrittenPart:
+def write(folder: str, state: TorchState, parallel: NoParallel) -> WrittenPart:
     """Writes this rank's part of the state into a folder; all ranks do this at the same time.
 
     Returns:
@@ -36,7 +36,7 @@ def write(folder: str, state: TorchState, parallel: FSDP) -> WrittenPart:
     return WrittenPart(None if rank else rest, state.own(), list(tensors), files)
 
 
-def read(place: StateInFolder, state: TorchState, parallel: FSDP) -> Mapping[str, Any]:
+def read(place: StateInFolder, state: TorchState, parallel: NoParallel) -> Mapping[str, Any]:
     """The state in a folder, divided as it is here; nothing is changed. All ranks do this at the same time.
 
     Raises:
@@ -52,7 +52,7 @@ def read(place: StateInFolder, state: TorchState, parallel: FSDP) -> Mapping[str
     return joined(folder.rest, folder.paths, tensors.__getitem__)
 
 
-def _check(folder: DividedFolder, parallel: FSDP) -> None:
+def _check(folder: DividedFolder, parallel: NoParallel) -> None:
     """Checks this rank's share of the files. Where one is damaged all ranks raise, so that none waits for others."""
     found: CheckpointCorruptedError | None = None
     try:
@@ -66,7 +66,7 @@ def _check(folder: DividedFolder, parallel: FSDP) -> None:
 
 
 def room_for(
-    outline: Mapping[str, Any], paths: Sequence[Path_], state: TorchState, parallel: FSDP
+    outline: Mapping[str, Any], paths: Sequence[Path_], state: TorchState, parallel: NoParallel
 ) -> dict[Path_, torch.Tensor]:
     """Tensors to fill with what this rank has of a state.
 
@@ -103,9 +103,9 @@ class _Like:
     def _owner(self, path: Path_) -> Any:
         part, *rest = path
         if part == "models":
-            return self.registered.original_models[int(rest[0])].state_dict().get(rest[1])
+            return self.registered.original_models[int(rest[0])].state_dict().get(str(rest[1]))
         if part == "criterion":
-            return self.criterion.state_dict().get(rest[0])
+            return self.criterion.state_dict().get(str(rest[0]))
         return self._parameter(rest) if rest[1] == "state" else None
 
     def _parameter(self, rest: list[Any]) -> Any:

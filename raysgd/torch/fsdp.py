@@ -140,14 +140,13 @@ class FSDP(NoParallel):
         return state
 
     def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Room for what this rank has of another tensor with this shape."""
         if not isinstance(tensor, DTensor):
-            return torch.empty_like(tensor, dtype=dtype)
+            return super().empty_like(tensor, dtype)
         return _as_divided(torch.empty_like(tensor.to_local(), dtype=dtype), tensor)
 
     @property
     def group_beside(self) -> Any:
-        """A group over gloo for what is not training; made by all ranks at the same time."""
+        """One over gloo, made at the first time."""
         self._group_beside = self._group_beside or dist.new_group(backend="gloo")
         return self._group_beside
 

@@ -176,6 +176,15 @@ class NoParallel:
         state: dict[str, Any] = part.state_dict()
         return state
 
+    def empty_like(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """Room for what this rank has of another tensor with this shape."""
+        return torch.empty_like(tensor, dtype=dtype)
+
+    @property
+    def group_beside(self) -> Any:
+        """A group for what is not training, where parts are sharded; all ranks have to ask."""
+        return None
+
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:
         """Takes over such a state of a model."""
         load_model(model, state)
