@@ -28,6 +28,7 @@ _METADATA = ".metadata"
 _PIECE_BYTES = 2**20
 _PLAIN_GLOBALS = {
     "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},  # a layout by its name
     "pathlib": {"PosixPath", "PurePosixPath"},
     "collections": {"OrderedDict"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
