@@ -315,7 +315,9 @@ def _divided(entry: Any, parameter: Any) -> Any:
 
 
 def _divided_tensor(value: Any, parameter: DTensor) -> Any:
-    is_like = isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.shape == parameter.shape
+    if isinstance(value, DTensor):
+        return value
+    is_like = isinstance(value, torch.Tensor) and value.shape == parameter.shape
     if not is_like or not value.ndim:
         return copy.deepcopy(value)
     return _as_divided(_part_of(value, parameter).to(parameter.device, copy=True).contiguous(), parameter)

@@ -217,8 +217,17 @@ def test_a_lost_worker_is_replaced_and_nothing_is_lost(
     torch.testing.assert_close(dict(model), dict(alone.get_model().state_dict()), rtol=1e-5, atol=1e-6)
 
 
-def test_rank_zero_may_live_in_the_driver(ray_cluster: None) -> None:
-    with start(use_local=True, precision="bf16", accumulate_grad_batches=2, clip_grad_norm=1.0) as trainer:
+def test_a_state_fits_any_number_of_workers_and_rank_zero_may_live_in_the_driver(
+    divided: TorchTrainer, tmp_path: Path
+) -> None:
+    divided.train()
+    of_two = divided.state_dict()
+    with start(3, use_local=True, precision="bf16", accumulate_grad_batches=2, clip_grad_norm=1.0) as trainer:
+        trainer.load(divided.save(tmp_path / "parts"))
+        assert equal(trainer.state_dict(), of_two)
+        trainer.train()
+        trainer.take_state_of(divided)
+        assert equal(trainer.state_dict(), of_two)
         trainer.train()
         model = trainer.get_model()
         assert type(model).__name__ == "Net", "a copy: the live one cannot be used by one rank alone"
