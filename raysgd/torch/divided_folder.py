@@ -89,7 +89,7 @@ def _without(value: Any, path: Path_, tensors: dict[Path_, torch.Tensor]) -> Any
         found = {key: each for key, each in value.items() if isinstance(each, torch.Tensor) and each.ndim}
         tensors.update({(*path, key): each for key, each in found.items()})
         return {key: _without(each, (*path, key), tensors) for key, each in value.items() if key not in found}
-    if isinstance(value, list | tuple):
+    if isinstance(value, list):
         return [_without(each, (*path, index), tensors) for index, each in enumerate(value)]
     return value
 

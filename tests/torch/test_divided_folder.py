@@ -23,7 +23,7 @@ def state() -> dict[str, Any]:
         "epoch": 3,
         "operator": {"best": 0.5, "seen": torch.arange(3)},
         "models": [{"a.weight": torch.randn(2, 3), "b/c": torch.arange(4), "size": torch.tensor(7)}],
-        "optimizers": [{"state": slots, "param_groups": [{"lr": 0.1, "params": [0, 1]}]}],
+        "optimizers": [{"state": slots, "param_groups": [{"lr": 0.1, "betas": (0.9, 0.99), "params": [0, 1]}]}],
         "schedulers": [],
     }
 
