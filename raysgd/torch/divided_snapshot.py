@@ -8,6 +8,7 @@ Why no rank gathers a snapshot: ADR 92.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -66,7 +67,7 @@ class DividedSnapshot:
 
     def whole(self) -> dict[str, Any]:
         """The whole state, in memory of its own."""
-        return joined(self.first["rest"], list(self.first["shapes"]), self._whole_tensor)
+        return joined(copy.deepcopy(self.first["rest"]), list(self.first["shapes"]), self._whole_tensor)
 
     def _whole_tensor(self, path: Path_) -> torch.Tensor:
         dim = self.first["dims"][path]
