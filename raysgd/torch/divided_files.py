@@ -128,7 +128,8 @@ class DividedFolder:
     def read_whole(self) -> dict[str, Any]:
         """The whole state in this process."""
         self.check(0, 1)
-        tensors = {path: torch.empty_like(self._shape_of(path)).contiguous() for path in self.paths}
+        facts = {path: self.facts_of(path) for path in self.paths}
+        tensors = {path: torch.empty(each.size, dtype=each.properties.dtype) for path, each in facts.items()}
         self.read_into(tensors, alone=True)
         return joined(self.rest, self.paths, tensors.__getitem__)
 
