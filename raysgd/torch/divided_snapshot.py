@@ -91,18 +91,18 @@ class DividedSnapshot:
         return joined(self.first["rest"], paths, tensors.__getitem__)
 
     def _fill(self, path: Path_, room: torch.Tensor) -> None:
-        dim = self.first["dims"][path]
-        if dim is None or not isinstance(room, DTensor):
-            whole = self._whole_tensor(path)
-            target = room.to_local() if isinstance(room, DTensor) else room
-            target.copy_(whole)
+        dim, total = _dim_of(room), self.first["shapes"][path]
+        local = room.to_local() if isinstance(room, DTensor) else room
+        if not isinstance(room, DTensor) or dim is None:
+            local.copy_(self._whole_tensor(path))
             return
-        local, total = room.to_local(), self.first["shapes"][path][dim]
-        begin = _begin(total, room.device_mesh.size(), room.device_mesh.get_local_rank())
-        for rank, first, last in overlaps(total, len(self._parts), begin, begin + local.shape[dim]):
+        begin = _begin(total[dim], room.device_mesh.size(), room.device_mesh.get_local_rank())
+        if self.first["dims"][path] != dim:  # they divided it in another way, or not at all
+            local.copy_(self._whole_tensor(path).narrow(dim, begin, local.shape[dim]))
+            return
+        for rank, first, last in overlaps(total[dim], len(self._parts), begin, begin + local.shape[dim]):
             own = self.part(rank)["tensors"][path]
-            own_begin = _begin(total, len(self._parts), rank)
-            source = own.narrow(dim, first - own_begin, last - first)
+            source = own.narrow(dim, first - _begin(total[dim], len(self._parts), rank), last - first)
             local.narrow(dim, first - begin, last - first).copy_(source)
 
 

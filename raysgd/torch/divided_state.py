@@ -62,7 +62,8 @@ def _check(folder: DividedFolder, parallel: NoParallel) -> None:
     verdict = torch.tensor([found is not None], dtype=torch.uint8)
     dist.all_reduce(verdict, dist.ReduceOp.MAX, group=parallel.group_beside)
     if found is not None or verdict.item():
-        raise found or folder.corrupted("a file is missing or does not match its checksum, another worker says")
+        told = found or folder.corrupted("a file is missing or does not match its checksum, another worker says")
+        raise told.with_traceback(None)  # on every rank from this line: workers that failed alike are kept
 
 
 def room_for(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -195,6 +196,7 @@ def test_a_damaged_folder_leaves_the_workers_as_they_were(divided: TorchTrainer,
     with pytest.raises(CheckpointCorruptedError, match="checksum"):
         divided.load(path)
     assert equal(divided.state_dict(), state)
+    assert [event.kind for event in divided.status().events] == ["started"], "the workers were kept"
     with pytest.raises(IsADirectoryError, match="something else in it"):
         divided.save(tmp_path)
 
@@ -202,16 +204,19 @@ def test_a_damaged_folder_leaves_the_workers_as_they_were(divided: TorchTrainer,
 def test_a_lost_worker_is_replaced_and_nothing_is_lost(
     ray_cluster: None, tmp_path: Path, make_local: Callable[..., TorchTrainer]
 ) -> None:
-    """A rank takes its part of the model along: a new group starts, from a whole state inside the call or before it."""
+    """A rank takes its part of the model along: a new group starts, from a snapshot inside the call or before it."""
     alone = make_local(Blocks, config={"batch_size": 8})
-    expected = [alone.train(num_steps=7), alone.train(num_steps=2)]
-    config = {"dies_in": [5, 7], "marks": str(tmp_path), "step_s": 0.2}
-    with start(config=config, snapshot_every_n_steps=1, heartbeat_s=2) as trainer:
-        found = [trainer.train(num_steps=7), trainer.train(num_steps=2)]
-        inside, before = (event.detail for event in trainer.status().events if event.kind == "rebuilt")
+    expected = [alone.train(num_steps=number) for number in (7, 2, 1, 2)]
+    config = {"dies_in": [5, 7, 10], "marks": str(tmp_path), "step_s": 0.2}
+    with start(config=config, snapshot_every_n_steps=1, snapshot_every_s=3600, heartbeat_s=2) as trainer:
+        found = [trainer.train(num_steps=7)]
+        trainer.state_dict()  # takes a snapshot, where none is due for an hour
+        found += [trainer.train(num_steps=number) for number in (2, 1, 2)]
+        inside, before, earlier = (event.detail for event in trainer.status().events if event.kind == "rebuilt")
         model = trainer.get_model().state_dict()
     assert inside.startswith("from a snapshot inside the call, after ")
     assert before == "from the last completed call"
+    assert re.fullmatch(r"from the last snapshot, with . completed calls? since run again", earlier)
     for name in ("num_samples", "train_loss"):
         assert [result[name] for result in found] == pytest.approx([result[name] for result in expected], rel=1e-5)
     torch.testing.assert_close(dict(model), dict(alone.get_model().state_dict()), rtol=1e-5, atol=1e-6)
