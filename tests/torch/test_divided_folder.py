@@ -1,4 +1,7 @@
-"""The folder that a checkpoint of divided models is: in one process, whose tensors are whole."""
+"""The folder that a checkpoint of divided models is: in one process, whose tensors are whole.
+
+Covers `raysgd.torch.divided_files`, too.
+"""
 
 from __future__ import annotations
 
