@@ -5,8 +5,8 @@
 Start-up: seconds from the call of `fit()` until the function has begun on all workers, with everything imported before
 and the cluster running. A report: seconds that it holds the function up, and seconds until the driver has it. A
 checkpoint: seconds for which reporting a folder of 200 MiB holds the function up, the first time and later, and for
-raysgd also a dict with the same state. A loss: seconds from the SIGKILL of a worker until the function has begun again
-on all.
+raysgd also a dict with the same state. A report flat out: seconds for each of many reports with nothing between them,
+on 2 and on 8 workers. A loss: seconds from the SIGKILL of a worker until the function has begun again on all.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ _FIGURES = {
     "startup_s": "fit() -> function begins, s",
     "report_s": "report() in the function, s",
     "to_driver_s": "report() -> driver, s",
+    "flat_out_2_s": "report() flat out, 2 workers, s",
+    "flat_out_8_s": "report() flat out, 8 workers, s",
     "first_folder_s": "first folder of 200 MiB, s",
     "folder_s": "later folder, s",
     "first_dict_s": "first dict of 200 MiB, s",
@@ -77,6 +79,8 @@ def _figures(folder: Path, delays: list[float], called_at: float) -> dict[str, f
         "to_driver_s": statistics.median(delays),
         "recovery_s": functions.recovery_s(folder),
     }
+    for path in folder.glob("flat_out_*"):
+        found[f"{path.name}_s"] = float(path.read_text())
     for kind in ("folder", "dict"):
         if (folder / f"{kind}s").exists():
             found[f"first_{kind}_s"], *later = json.loads((folder / f"{kind}s").read_text())
@@ -121,6 +125,17 @@ def _report_and_save(library: Any, config: dict[str, Any]) -> None:
         )
 
 
+def _report_flat_out(library: Any, config: dict[str, Any]) -> None:
+    context, num_reports = library.get_context(), config["num_flat_out"]
+    library.report({"number": -1})
+    began = time.perf_counter()
+    for number in range(num_reports):
+        library.report({"number": number})
+    if context.get_world_rank() == 0:
+        seconds = (time.perf_counter() - began) / num_reports
+        _note(config["folder"], f"flat_out_{context.get_world_size()}", seconds)
+
+
 def _lose(library: Any, config: dict[str, Any]) -> None:
     context = library.get_context()
     if functions.die_or_note(Path(config["folder"]), context.get_world_rank(), context.get_world_size()):
@@ -158,7 +173,10 @@ def run_raysgd(num_workers: int, **sizes: Any) -> dict[str, float]:
             delays.append(time.time() - metrics["sent"])
         return False
 
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, ray_cluster(num_workers, object_store_mib=1024):
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as name,
+        ray_cluster(_most(num_workers, sizes), object_store_mib=1024),
+    ):
 
         def fit(run: str, function: Callable[..., None], workers: int, **options: Any) -> float:
             trainer = TorchTrainer(
@@ -173,6 +191,8 @@ def run_raysgd(num_workers: int, **sizes: Any) -> dict[str, float]:
 
         called_at = fit("begin", _begin, num_workers)
         fit("reports", _report_and_save, 1, stop=note)
+        for workers in sizes["flat_out_on"]:
+            fit(f"flat_out_{workers}", _report_flat_out, workers)
         fit("loss", _lose, num_workers, failure_config=FailureConfig(max_failures=1))
         return _figures(Path(name), delays, called_at)
 
@@ -191,7 +211,10 @@ def run_ray_train(num_workers: int, **sizes: Any) -> dict[str, float]:
                 with open(self.path, "a") as file:
                     file.write(f"{time.time() - metrics[0]['sent']}\n")
 
-    with tempfile.TemporaryDirectory(prefix="bench-") as name, ray_cluster(num_workers + 1, object_store_mib=1024):
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as name,
+        ray_cluster(_most(num_workers, sizes) + 1, object_store_mib=1024),
+    ):
 
         def fit(run: str, function: Callable[..., None], workers: int, **options: Any) -> float:
             trainer = TorchTrainer(
@@ -206,9 +229,15 @@ def run_ray_train(num_workers: int, **sizes: Any) -> dict[str, float]:
 
         called_at = fit("begin", _begin, num_workers)
         fit("reports", _report_and_save, 1, callbacks=[Note(Path(name, "delays"))])
+        for workers in sizes["flat_out_on"]:
+            fit(f"flat_out_{workers}", _report_flat_out, workers)
         fit("loss", _lose, num_workers, failure_config=FailureConfig(max_failures=1))
         delays = [float(line) for line in Path(name, "delays").read_text().split()]
         return _figures(Path(name), delays, called_at)
+
+
+def _most(num_workers: int, sizes: dict[str, Any]) -> int:
+    return max(num_workers, *sizes["flat_out_on"])
 
 
 ROLES = {OWN: run_raysgd, "ray_train": run_ray_train, "ray_train_fast_poll": run_ray_train}
@@ -219,12 +248,15 @@ def main() -> None:
     arguments = make_parser(__doc__.partition("\n")[0], repetitions=3, peers=PEERS).parse_args()
     peers = choose_peers(arguments, PEERS)
     sizes: dict[str, Any] = {"num_reports": 200, "num_bytes": 200 * MIB, "pause_s": 3.0}
+    sizes |= {"num_flat_out": 1000, "flat_out_on": [2, 8]}
     if arguments.smoke_test:
         arguments.repetitions, sizes = 1, {"num_reports": 5, "num_bytes": 4 * MIB, "pause_s": 0.1}
+        sizes |= {"num_flat_out": 100, "flat_out_on": [2]}
     report = Report("fit", arguments, peers)
     jobs = {}
     for name in (OWN, *peers.selected):
-        own_sizes = sizes if name == OWN else {**sizes, "num_reports": min(sizes["num_reports"], 10)}
+        few = {name: min(sizes[name], 10) for name in ("num_reports", "num_flat_out")}
+        own_sizes = sizes if name == OWN else {**sizes, **few}
         jobs[name] = functools.partial(
             run_job,
             __file__,
@@ -240,6 +272,7 @@ def main() -> None:
             Target("report to the driver, s", 0.002, True, medians[OWN, "to_driver_s"]),
             Target("raysgd / Ray Train, start-up", 0.30, True, _ratio(medians, "startup_s")),
             Target("raysgd / Ray Train, report in the function", 0.05, True, _ratio(medians, "report_s")),
+            Target("raysgd / Ray Train, report flat out on 2 workers", 0.05, True, _ratio(medians, "flat_out_2_s")),
             Target("raysgd / Ray Train, later folder of 200 MiB", 1.0, True, _ratio(medians, "folder_s")),
             Target("raysgd / Ray Train, recovery", 0.40, True, _ratio(medians, "recovery_s")),
         ]

@@ -67,7 +67,8 @@ class FailureConfig:
 
     Attributes:
         max_failures: How often the run is started again, from its last checkpoint; -1 for any number of times. The
-            death of a worker counts, and so does an exception of your function.
+            death of a worker counts, and so does an exception of your function. `fit` starts the count again at each
+            new checkpoint, until your function raises for the first time.
         fail_fast: For runs of several trials: True ends all of them when one fails, "raise" raises its error at once.
 
     Raises:

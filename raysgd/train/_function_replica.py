@@ -11,8 +11,9 @@ from raysgd._state_codec import decode
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Heartbeat, World
 from raysgd.exceptions import TrainBackendError
+from raysgd.train._ahead import is_mere_report
 from raysgd.train._mailbox import Ended
-from raysgd.train._messages import FunctionSpec, Message, TrainingResultType
+from raysgd.train._messages import FunctionSpec, Message
 from raysgd.train._pending_checkpoints import PendingCheckpoints
 from raysgd.train._session import Session, close_session, open_session
 
@@ -62,7 +63,7 @@ class FunctionReplica:
         session = self._running()
         try:
             message = session.mailbox.take(index)
-            while session.is_muted and _is_mere_report(message):
+            while session.is_muted and is_mere_report(message):
                 message = session.mailbox.take(index)
         except SystemExit:
             _leave_process()
@@ -75,6 +76,25 @@ class FunctionReplica:
             self._close()
         assert isinstance(message, Message | Ended)
         return message
+
+    def next_ones(self, index: int | None = None) -> list[Message | Ended]:
+        """The messages that there are, at least one, and none behind a checkpoint; as `next`."""
+        messages = [self.next(index)]
+        while self._has_more_behind(messages):
+            messages.append(self.next(index))
+        return messages
+
+    def _has_more_behind(self, messages: Sequence[Message | Ended]) -> bool:
+        """Whether to add a message that is there already. A function may well report as fast as it is read."""
+        session = self._session
+        if session is None or session.is_muted or not is_mere_report(messages[-1]):
+            return False
+        return len(messages) <= session.mailbox.num_ahead and session.mailbox.has_more
+
+    @property
+    def is_running(self) -> bool:
+        """Whether there is a function whose end was not sent yet."""
+        return self._session is not None
 
     def mute(self) -> None:
         """Lets the function continue without waiting for its reports to be read."""
@@ -125,10 +145,6 @@ class FunctionReplica:
         self._close()
 
 
-def _is_mere_report(message: Any) -> bool:
-    return isinstance(message, Message) and message.kind is TrainingResultType.REPORT and message.checkpoint_ref is None
-
-
 def _leave_process() -> None:
     """Ends the worker of a function that called `sys.exit`, which would end its process without a worker too."""
     sys.stdout.flush()
@@ -147,10 +163,23 @@ def take_step(replica: FunctionReplica, index: int | None, *start: Any) -> Messa
     return replica.next(index)
 
 
+def take_steps(replica: FunctionReplica, index: int | None, is_needed: bool, *start: Any) -> list[Message | Ended]:
+    """The same for functions that run ahead: all messages that there are; none where the driver has some already."""
+    _start(replica, start)
+    return replica.next_ones(index) if is_needed else []
+
+
 def mute(replica: FunctionReplica, *start: Any) -> None:
     """See `FunctionReplica.mute`."""
     _start(replica, start)
     replica.mute()
+
+
+def mute_what_runs(replica: FunctionReplica, *start: Any) -> None:
+    """The same for functions that run ahead: they may have ended long before the driver comes to that."""
+    _start(replica, start)
+    if replica.is_running:
+        replica.mute()
 
 
 def _start(replica: FunctionReplica, start: Sequence[Any]) -> None:

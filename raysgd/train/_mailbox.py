@@ -1,8 +1,12 @@
-"""Passes messages from the user's function to the driver, one at a time."""
+"""Passes messages from the user's function to the driver, in order.
+
+Why functions may run ahead of their reports: ADR 94.
+"""
 
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -23,13 +27,22 @@ class Ended:
 
 
 class Mailbox:
-    """Runs a function in its own thread, and holds the message that it offers until the driver takes it."""
+    """Runs a function in its own thread, and holds the messages that it offers until the driver takes them.
 
-    def __init__(self, function: Callable[[], Any]) -> None:
+    Args:
+        function: The function.
+        num_ahead: How many messages may wait while the function goes on.
+
+    Attributes:
+        num_ahead: The same.
+    """
+
+    def __init__(self, function: Callable[[], Any], num_ahead: int = 0) -> None:
         self._function = function
+        self.num_ahead = num_ahead
         self._changed = threading.Condition()
-        self._message: Any = None
-        self._has_message = False
+        self._messages: deque[Any] = deque()
+        self._num_offered = self._num_taken = 0
         self._is_cancelled = False
         self._is_wanted = False
         self._told: Any = None
@@ -52,16 +65,22 @@ class Mailbox:
             self._ended, self._error = ended, error
             self._changed.notify_all()
 
-    def offer(self, message: Any) -> None:
+    def offer(self, message: Any, *, may_wait: bool = False) -> None:
         """From the function: leaves a message and waits until it is taken.
+
+        Args:
+            message: The message.
+            may_wait: Whether the function goes on while the message waits, as long as not too many do.
 
         Raises:
             RunCancelled: It will not be taken.
         """
         with self._changed:
-            self._message, self._has_message = message, True
+            self._messages.append(message)
+            self._num_offered += 1
+            enough = self._num_offered - (self.num_ahead if may_wait else 0)
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._is_cancelled or not self._has_message)
+            self._changed.wait_for(lambda: self._is_cancelled or self._num_taken >= enough)
             if self._is_cancelled:
                 raise RunCancelled
 
@@ -72,7 +91,7 @@ class Mailbox:
             RunCancelled: It will not be asked for.
         """
         with self._changed:
-            self._changed.wait_for(lambda: self._is_cancelled or (self._is_wanted and not self._has_message))
+            self._changed.wait_for(lambda: self._is_cancelled or (self._is_wanted and not self._messages))
             if self._is_cancelled:
                 raise RunCancelled
             return self._told
@@ -89,15 +108,22 @@ class Mailbox:
         with self._changed:
             self._is_wanted, self._told = True, told
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._has_message or self.is_over)
-            if self._has_message:
-                message, self._message, self._has_message = self._message, None, False
+            self._changed.wait_for(lambda: self._messages or self.is_over)
+            if self._messages:
+                message = self._messages.popleft()
+                self._num_taken += 1
                 self._is_wanted = False
                 self._changed.notify_all()
                 return message
             if self._error is not None:
                 raise self._error
             return self._ended
+
+    @property
+    def has_more(self) -> bool:
+        """Whether `take` would return something at once."""
+        with self._changed:
+            return bool(self._messages) or self._ended is not None
 
     @property
     def is_over(self) -> bool:

@@ -61,6 +61,7 @@ class FunctionSpec:
         is_muted: Whether the function does not wait for its reports to be read.
         explain: Turns an exception of the function into the one to raise.
         make_session: Makes the session in which the function runs, of what `Session` takes; None for a `Session`.
+        num_ahead: How many reports may wait for the driver while the function goes on.
     """
 
     function: Callable[[], Any]
@@ -70,6 +71,7 @@ class FunctionSpec:
     is_muted: bool = False
     explain: Callable[[Exception], Exception] | None = None
     make_session: Callable[..., Any] | None = None
+    num_ahead: int = 0
 
     def run(self) -> Any:
         """Runs the function."""

@@ -19,10 +19,12 @@ from typing import Any
 from raysgd._state_codec import EncodedState, decode
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
+from raysgd.engine.failures import listed
 from raysgd.engine.policies import RetryBudget
 from raysgd.engine.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
 from raysgd.train import _function_replica as replica
+from raysgd.train._ahead import Ahead
 from raysgd.train._arrivals import CheckpointLostError, CheckpointTaker
 from raysgd.train._launch import Launch
 from raysgd.train._mailbox import Ended
@@ -81,7 +83,7 @@ def check_step(messages: Sequence[Message | Ended]) -> Step:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
 class FunctionRun:
@@ -102,6 +104,7 @@ class FunctionRun:
         resize_check_s: How often to look.
         now: The clock.
         on_wait: Called some ten times a second while a step is waited for.
+        runs_ahead: Whether functions go on while their reports wait.
     """
 
     def __init__(
@@ -115,7 +118,9 @@ class FunctionRun:
         resize_check_s: float = 60.0,
         now: Callable[[], float] = time.monotonic,
         on_wait: Callable[[], None] | None = None,
+        runs_ahead: bool = False,
     ) -> None:
+        self._ahead = Ahead() if runs_ahead else None
         self._controller = controller
         self._launch = launch
         self._decode = decode
@@ -149,7 +154,7 @@ class FunctionRun:
             ValueError: A checkpoint lacks its score.
         """
         with self._aborted_on_error():
-            step = check_step(self._call(replica.take_step, self._told))
+            step = check_step(self._next_messages())
             if step.checkpoint_ref is not None:
                 self._take(step, step.checkpoint_ref)
             self.may_restart = step.checkpoint_ref is not None
@@ -158,6 +163,14 @@ class FunctionRun:
                 self.returned = list(step.data)
                 self._checkpoints.flush()
         return step
+
+    def _next_messages(self) -> Sequence[Message | Ended]:
+        """The next message of each rank."""
+        if self._ahead is None:
+            return self._call(replica.take_step, self._told)
+        if not self._ahead.has_step(self._launch.started_on):
+            self._ahead.add(self._call(replica.take_steps, self._told_ahead))
+        return self._ahead.take_step()
 
     @contextmanager
     def _aborted_on_error(self) -> Iterator[None]:
@@ -196,7 +209,9 @@ class FunctionRun:
         """From here on reports are not waited for; checkpoints are."""
         self._launch.is_muted = True
         with self._aborted_on_error():
-            self._call(replica.mute)
+            self._call(replica.mute if self._ahead is None else replica.mute_what_runs)
+        if self._ahead is not None:
+            self._ahead.drop_reports()
 
     def abort(self, error: BaseException | None = None) -> None:
         """Ends the functions, wherever they are, so that the workers are free for another run."""
@@ -230,6 +245,15 @@ class FunctionRun:
         if all(start is starts[0] for start in starts):
             return [(index, *starts[0])] * len(starts)  # one object: the engine then packs it once
         return [(index, *start) for start in starts]
+
+    def _told_ahead(self, worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+        """The same, and whether a message of the worker is needed."""
+        assert self._ahead is not None
+        starts = self._launch(worlds)
+        self._ahead.begin(worlds)
+        index = self._checkpoints.next_index
+        told = {id(start): [(index, is_needed, *start) for is_needed in (False, True)] for start in starts}
+        return [told[id(start)][self._ahead.is_needed(rank)] for rank, start in enumerate(starts)]
 
     def _call(
         self, function: Callable[..., Any], args_for: Callable[..., list[tuple[Any, ...]]] | None = None

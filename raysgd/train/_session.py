@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-from raysgd._state_codec import StateEncoder
+from raysgd._state_codec import EncodedState, StateEncoder
 from raysgd.engine.types import World
 from raysgd.train._mailbox import Mailbox
 from raysgd.train._messages import CheckpointRef, FunctionSpec, Message, TrainingResultType
@@ -63,7 +63,7 @@ class Session:
         # The thread of the function encodes what leaves the worker, with one copy. Tensors and arrays are apart in it,
         # so that no later step touches gigabytes in Python. Two encoders: each keeps its buffer, and reports are small.
         self._checkpoints, self._reports = StateEncoder(), StateEncoder()
-        self.mailbox = Mailbox(self._run)
+        self.mailbox = Mailbox(self._run, spec.num_ahead)
 
     def _run(self) -> Any:
         """Runs the function, in a thread of its own."""
@@ -81,9 +81,13 @@ class Session:
             return
         data = self._packed(self._spec.encode(self._filled(dict(metrics))))
         if checkpoint is None:
-            self.mailbox.offer(Message(TrainingResultType.REPORT, data))
+            self._send_metrics(data)
         else:
             self._send(data, checkpoint)
+
+    def _send_metrics(self, data: Any) -> None:
+        """Sends metrics alone. The function waits with encoded ones: the next ones need their buffer."""
+        self.mailbox.offer(Message(TrainingResultType.REPORT, data), may_wait=not isinstance(data, EncodedState))
 
     def _send(self, data: Any, checkpoint: Mapping[str, Any]) -> None:
         """Sends metrics with a checkpoint."""

@@ -47,6 +47,7 @@ class ExecutorRules:
         words: What users are told behind the facts of the engine.
         retry_advice: What the last loss that is allowed says about the number of retries.
         packs: Whether workers go to as few nodes as they can; None leaves that to the environment.
+        num_ahead: How many reports may wait for the driver while functions go on; None leaves that to the environment.
     """
 
     failures: FailurePolicy = field(default_factory=FailurePolicy)
@@ -55,6 +56,7 @@ class ExecutorRules:
     words: Words = WORDS
     retry_advice: str = RETRY_ADVICE
     packs: bool | None = None
+    num_ahead: int | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class WorkerSettings:
         packs: Whether workers go to as few nodes as they can.
         reservation_timeout_s: How long to wait until the cluster grants the resources.
         is_detailed: Whether each report also says where and when it was made.
+        num_ahead: How many reports may wait for the driver while functions go on.
     """
 
     min_workers: int
@@ -80,6 +83,7 @@ class WorkerSettings:
     packs: bool
     reservation_timeout_s: float
     is_detailed: bool
+    num_ahead: int = 0
 
     @classmethod
     def checked(
@@ -112,7 +116,12 @@ class WorkerSettings:
             packs=not read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0),
             reservation_timeout_s=read(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100),
             is_detailed=bool(read(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0)),
+            num_ahead=max(0, read(constants.TRAIN_REPORTS_AHEAD_ENV, 0)),
         )
+
+    def num_ahead_by(self, rules: ExecutorRules) -> int:
+        """How many reports may wait, where a front end may have rules of its own for that."""
+        return self.num_ahead if rules.num_ahead is None else rules.num_ahead
 
     @property
     def scaling(self) -> ScalingPolicy:

@@ -249,6 +249,7 @@ class BackendExecutor:
             self._settings.is_detailed,
             explain=getattr(self._backend, "explain", None),  # plug-ins need not derive from our class
             make_session=make_session,
+            num_ahead=self._settings.num_ahead_by(self._rules),
         )
         self._run = run = FunctionRun(
             self._active(),
@@ -259,6 +260,7 @@ class BackendExecutor:
             max_workers=self._settings.max_workers,
             resize_check_s=self._resize_check_s,
             on_wait=on_wait,
+            runs_ahead=spec.num_ahead > 0,
         )
         self._max_retries.renew()
         with self._max_retries.named():

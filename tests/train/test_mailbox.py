@@ -7,10 +7,10 @@ import pytest
 from raysgd.train._mailbox import Ended, Mailbox
 
 
-def start(function):  # type: ignore[no-untyped-def]
+def start(function, num_ahead: int = 0):  # type: ignore[no-untyped-def]
     """A hand-off whose function is given it."""
     holder: list[Mailbox] = []
-    mailbox = Mailbox(lambda: function(holder[0]))
+    mailbox = Mailbox(lambda: function(holder[0]), num_ahead)
     holder.append(mailbox)
     mailbox.start()
     return mailbox
@@ -89,3 +89,69 @@ def test_a_function_that_comes_to_no_message_cannot_be_cancelled() -> None:
     assert not mailbox.cancel(timeout_s=0.01)
     go_on.set()
     assert mailbox.cancel(timeout_s=5)
+
+
+# -------------------------------------------------------------------------------- functions that run ahead
+
+
+def test_a_function_runs_ahead_of_messages_that_may_wait_but_not_too_far() -> None:
+    passed: list[int] = []
+    is_ahead = threading.Event()
+
+    def function(mailbox: Mailbox) -> None:
+        for number in range(4):
+            mailbox.offer(number, may_wait=True)
+            passed.append(number)
+            if number == 1:
+                is_ahead.set()
+
+    mailbox = start(function, num_ahead=2)
+    assert is_ahead.wait(5)
+    assert [mailbox.take() for _ in range(2)] == [0, 1]
+    assert [mailbox.take() for _ in range(3)] == [2, 3, Ended()]
+    assert passed == [0, 1, 2, 3]
+
+
+def test_no_more_messages_wait_than_may() -> None:
+    is_full, passed = threading.Event(), []
+
+    def function(mailbox: Mailbox) -> None:
+        for number in range(9):
+            if number == 2:
+                is_full.set()
+            mailbox.offer(number, may_wait=True)
+            passed.append(number)
+
+    mailbox = start(function, num_ahead=2)
+    assert is_full.wait(5)
+    assert not mailbox.cancel(0) or passed == [0, 1]
+    assert passed == [0, 1]
+
+
+def test_a_message_that_may_not_wait_is_taken_before_the_function_goes_on() -> None:
+    passed: list[str] = []
+
+    def function(mailbox: Mailbox) -> None:
+        mailbox.offer("report", may_wait=True)
+        mailbox.offer("checkpoint")
+        passed.append("checkpoint")
+
+    mailbox = start(function, num_ahead=9)
+    assert mailbox.take() == "report"
+    assert not passed
+    assert mailbox.take() == "checkpoint"
+    assert mailbox.take() == Ended()
+    assert passed == ["checkpoint"]
+
+
+def test_what_a_function_raises_comes_after_all_messages_that_wait() -> None:
+    def function(mailbox: Mailbox) -> None:
+        for number in range(3):
+            mailbox.offer(number, may_wait=True)
+        raise KeyError("boom")
+
+    mailbox = start(function, num_ahead=9)
+    assert [mailbox.take() for _ in range(3)] == [0, 1, 2]
+    assert not mailbox.has_more
+    with pytest.raises(KeyError, match="boom"):
+        mailbox.take()

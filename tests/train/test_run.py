@@ -1,11 +1,15 @@
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import pytest
 
+from raysgd.engine.policies import RetryBudget
 from raysgd.exceptions import StepMismatchError
 from raysgd.train._mailbox import Ended
 from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
-from raysgd.train._run import check_step
+from raysgd.train._run import FunctionRun, check_step
 
 REPORT, CHECKPOINT = TrainingResultType.REPORT, TrainingResultType.CHECKPOINT
 
@@ -49,3 +53,98 @@ def test_the_end_of_some_is_an_error_that_names_them() -> None:
 def test_different_calls_are_an_error_that_names_the_ranks() -> None:
     with pytest.raises(StepMismatchError, match=r"ranks 0, 2 called `save_checkpoint`.*same calls in the same order"):
         check_step([Message(CHECKPOINT), Message(REPORT, 1), Message(CHECKPOINT)])
+
+
+# ------------------------------------------------------------------------------------------- functions that run ahead
+
+Answer = list[Message | Ended]
+
+
+class Group:
+    """Stands for the workers and for what starts functions on them: ranks that answer what was written down for them.
+
+    Args:
+        attempts: For each group of workers, the answers of each rank; the last one it has is followed by its death.
+    """
+
+    num_workers = 2
+
+    def __init__(self, *attempts: Sequence[list[Answer]]) -> None:
+        self.attempts = [[list(answers) for answers in ranks] for ranks in attempts]
+        self.started_on: Any = None
+        self.told: list[list[tuple[Any, ...]]] = []
+
+    def __call__(self, worlds: Any) -> list[tuple[Any, ...]]:
+        self.started_on = worlds
+        return [()] * len(worlds)
+
+    def run(self, call: Any, budget: RetryBudget) -> list[Answer]:
+        while True:
+            told = call.args_for(self.attempts[0])
+            self.told.append(told)
+            if all(answers for (_, is_needed), answers in zip(told, self.attempts[0], strict=True) if is_needed):
+                asked = zip(told, self.attempts[0], strict=True)
+                return [answers.pop(0) if is_needed else [] for (_, is_needed), answers in asked]
+            del self.attempts[0]
+
+
+class Checkpoints:
+    """Counts checkpoints."""
+
+    next_index = 0
+
+    def add(self, score: Any, receive: Callable[[], Any] | None) -> None:
+        self.next_index += 1
+
+    def flush(self) -> None:
+        """There is nothing on its way."""
+
+
+def run_on(group: Group) -> FunctionRun:
+    made: Any = group, group, lambda data: data, Checkpoints()
+    return FunctionRun(*made, RetryBudget(1), runs_ahead=True)
+
+
+def steps_of(run: FunctionRun) -> list[tuple[Any, ...]]:
+    found = []
+    while (step := run.next_step()).kind is not None:
+        found.append(step.data)
+    return found
+
+
+def reports(*numbers: int) -> Answer:
+    return [Message(REPORT, number) for number in numbers]
+
+
+def test_a_step_has_the_reports_of_all_ranks_however_far_each_is() -> None:
+    group = Group([[reports(1, 2, 3), [Ended("a")]], [reports(10), reports(20), [*reports(30), Ended("b")]]])
+    run = run_on(group)
+    assert steps_of(run) == [(1, 10), (2, 20), (3, 30)]
+    assert run.returned == ["a", "b"]
+    assert [[is_needed for _, is_needed in told] for told in group.told] == [
+        [True, True],
+        [False, True],
+        [False, True],
+        [True, False],
+    ]
+
+
+def test_reports_of_lost_workers_are_made_again_by_those_that_follow_and_count_once() -> None:
+    lost = [[reports(1, 2, 3)], [reports(10), reports(20)]]
+    run = run_on(Group(lost, [[reports(3, 4), [Ended()]], [reports(30, 40), [Ended()]]]))
+    assert steps_of(run) == [(1, 10), (2, 20), (3, 30), (4, 40)]
+
+
+def test_a_rank_is_told_the_number_of_a_checkpoint_when_all_before_it_were_taken() -> None:
+    saved = Message(REPORT, 2, CheckpointRef(is_stored=True))
+    group = Group([[[Message(REPORT, 1), saved], [Ended()]], [reports(10), reports(20), [Ended()]]])
+    assert steps_of(run_on(group)) == [(1, 10), (2, 20)]
+    assert [[index for index, _ in told] for told in group.told] == [[0, 0], [0, 0], [1, 1]]
+
+
+def test_ranks_that_run_ahead_must_report_equally_often() -> None:
+    run = run_on(Group([[reports(1, 2), [Ended()]], [[*reports(10), Ended()]]]))
+    run.next_step()
+    run._controller.kill_group = lambda: None  # type: ignore[method-assign]
+    with pytest.raises(StepMismatchError, match="ended on rank 1,"):
+        run.next_step()

@@ -20,7 +20,6 @@ from raysgd.air.config import FailureConfig, ScalingConfig
 from raysgd.engine.failures import Diagnosis, words
 from raysgd.engine.group_spec import Words
 from raysgd.engine.history import Event
-from raysgd.engine.policies import FailurePolicy
 from raysgd.exceptions import WorkersLostError, worker_error
 from raysgd.train._run import FunctionRun
 from raysgd.train._settings import ExecutorRules
@@ -28,6 +27,7 @@ from raysgd.train.backend import BackendConfig
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.fit.checkpoints import FitCheckpoints, Landing
 from raysgd.train.fit.data import make_shards
+from raysgd.train.fit.failures import FitFailurePolicy
 from raysgd.train.fit.session import FitSession, TrialFacts
 
 logger = logging.getLogger(__name__)
@@ -66,6 +66,7 @@ class FitPlan:
         preprocessor: What dict checkpoints are to hold as their preprocessor.
         begin_from: The checkpoint that the function starts from.
         next_index: The number of the first checkpoint.
+        num_ahead: How many reports may wait for the driver while the function goes on.
     """
 
     function: Callable[[], Any]
@@ -78,6 +79,7 @@ class FitPlan:
     preprocessor: Any = None
     begin_from: Checkpoint | None = None
     next_index: int = 0
+    num_ahead: int = 64
 
 
 class FitRun:
@@ -111,12 +113,15 @@ class FitRun:
             plan.preprocessor,
             self._begin_attempt,
         )
-        self._executor = _executor(plan, self._checkpoints, self._note_failure)
+        policy = FitFailurePolicy(retries_user_errors=True, take_landing=self._take_landing)
+        self._executor = _executor(plan, self._checkpoints, policy, self._note_failure)
         self._run: FunctionRun | None = None
         self.events: Sequence[Event] = ()
         self._reports: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._failure: Exception | None = None
+        self._has_raised = False
+        self._counted: Landing | None = None
 
     def run(self) -> None:
         """Runs the function until it ends on all workers, or a stop condition is met. Ends the workers in any case.
@@ -199,8 +204,17 @@ class FitRun:
             if self._take(metrics, landing.checkpoint if landing is not None else None):
                 raise StopConditionMet
 
+    def _take_landing(self) -> bool:
+        """Whether a checkpoint has landed since the last failure. Not after an exception: it may come behind each."""
+        landing = self._checkpoints.landing
+        if landing is None or landing is self._counted or landing.checkpoint is None:
+            return False
+        self._counted = landing
+        return not self._has_raised
+
     def _note_failure(self, diagnosis: Diagnosis) -> None:
         is_of_user = diagnosis.kind == "user"
+        self._has_raised = self._has_raised or is_of_user
         self._failure = worker_error(diagnosis.faults) if is_of_user else WorkersLostError(words(diagnosis))
 
     def _begin_attempt(self) -> None:
@@ -216,7 +230,12 @@ def _is_complete(landing: Landing | None) -> bool:
     return landing is None or landing.is_over
 
 
-def _executor(plan: FitPlan, checkpoints: FitCheckpoints, on_failure: Callable[[Diagnosis], None]) -> BackendExecutor:
+def _executor(
+    plan: FitPlan,
+    checkpoints: FitCheckpoints,
+    policy: FitFailurePolicy,
+    on_failure: Callable[[Diagnosis], None],
+) -> BackendExecutor:
     scaling, (fewest, most) = plan.scaling, plan.scaling.worker_range
     return BackendExecutor(
         plan.backend,
@@ -227,12 +246,13 @@ def _executor(plan: FitPlan, checkpoints: FitCheckpoints, on_failure: Callable[[
         max_retries=as_max_retries(plan.failures.max_failures),
         resize_check_s=scaling.elastic_resize_monitor_interval_s,
         rules=ExecutorRules(
-            FailurePolicy(retries_user_errors=True),
+            policy,
             checkpoints,
             on_failure,
             words=WORDS,
             retry_advice="",
             packs=packs(scaling.placement_strategy),
+            num_ahead=plan.num_ahead,
         ),
     )
 

@@ -114,7 +114,7 @@ class FitSession(Session):
         # Only what rank 0 reports is written down.
         data = self._packed(self._spec.encode(dict(metrics))) if self.world.rank == 0 else None
         if checkpoint is None:
-            self.mailbox.offer(Message(TrainingResultType.REPORT, data))
+            self._send_metrics(data)
             return
         self._is_newest_stored = False
         if checkpoint.get_internal_representation()[0] in _TRAVELS or not self.facts.keeps_files:

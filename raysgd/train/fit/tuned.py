@@ -133,7 +133,8 @@ class TrialJob(FitJob):
     runs: list[FitRun] = field(default_factory=list)
 
     def _make_run(self, plan: FitPlan) -> FitRun:
-        self.runs.append(super()._make_run(plan))
+        # Tune decides after each report whether the trial goes on: what it did ahead of it may be for nothing.
+        self.runs.append(super()._make_run(replace(plan, num_ahead=0)))
         return self.runs[-1]
 
 

@@ -90,6 +90,30 @@ def _die_while_saving(folder: str, flag: Path) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
+def die_behind_each_checkpoint(config: dict[str, Any]) -> None:
+    """Rank 1 dies once behind each checkpoint of rank 0, as soon as that is stored."""
+    session: Any = train.get_context()
+    trial = Path(session.get_trial_dir())
+    for epoch in range(first_epoch(), config["num_epochs"]):
+        if session.get_world_rank() == 0:
+            train.report({"epoch": epoch}, checkpoint=Checkpoint.from_dict({"epoch": epoch}))
+            continue
+        train.report({"epoch": epoch})
+        while not (trial / f"checkpoint_{epoch:06d}").exists():
+            time.sleep(0.01)
+        if claim(Path(f"{config['flag']}-{epoch}")):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def report_flat_out(config: dict[str, Any]) -> None:
+    """Reports many times with nothing between; one rank raises at the end."""
+    rank = train.get_context().get_world_rank()
+    for number in range(config["num_reports"]):
+        train.report({"number": number, "rank": rank})
+    if rank == 0 and config.get("raises"):
+        raise KeyError("behind all reports")
+
+
 def report_unequally() -> None:
     """Rank 0 reports once more than the others."""
     train.report({"a": 1})

@@ -6,6 +6,8 @@ Covers `raysgd.train.base_trainer`, `raysgd.train.data_parallel_trainer` and
 
 from __future__ import annotations
 
+import inspect
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -30,18 +32,20 @@ def trainer(
     num_workers: int | tuple[int, int] = 2,
     resume: Checkpoint | None = None,
     trainer_class: type[DataParallelTrainer] = DataParallelTrainer,
+    stop: Any = None,
     **config: Any,
 ) -> DataParallelTrainer:
     config = {"num_epochs": 3, "flag": place / "flag", **config}
     return trainer_class(
         loop,
-        train_loop_config=config if loop is loops.count_epochs else None,
+        train_loop_config=config if inspect.signature(loop).parameters else None,
         scaling_config=ScalingConfig(num_workers=num_workers),
         run_config=RunConfig(
             name="run",
             storage_path=str(place),
             failure_config=FailureConfig(max_failures=max_failures),
             checkpoint_config=keep,
+            stop=stop,
         ),
         resume_from_checkpoint=resume,
     )
@@ -49,6 +53,12 @@ def trainer(
 
 def checkpoints_in(result: Any) -> list[str]:
     return sorted(path.name for path in Path(result.path).iterdir() if path.name.startswith("checkpoint_"))
+
+
+def numbers_in(place: Path) -> list[int]:
+    """What was written down, in order."""
+    [file] = place.glob("run/*/result.json")
+    return [json.loads(line)["number"] for line in file.read_text().splitlines()]
 
 
 class TestARun:
@@ -110,6 +120,19 @@ class TestARun:
         assert result.checkpoint.to_dict()["left"] == 1
 
 
+class TestReportsAhead:
+    def test_are_seen_one_by_one_by_a_stop_condition_and_none_behind_it(self, tmp_path: Path) -> None:
+        seen: list[int] = []
+
+        def stop(trial_id: str, metrics: dict[str, Any]) -> bool:
+            seen.append(metrics["number"])
+            return bool(metrics["number"] == 99)
+
+        result = trainer(tmp_path, loops.report_flat_out, num_reports=1000, stop=stop).fit()
+        assert seen == numbers_in(tmp_path) == list(range(100))
+        assert (result.metrics["number"], result.metrics["training_iteration"]) == (99, 100)
+
+
 class TestFailures:
     def test_are_raised_as_one_error_of_both_classes_that_says_how_to_go_on(self, tmp_path: Path) -> None:
         failing = trainer(tmp_path, fails_at=1)
@@ -148,6 +171,16 @@ class TestFailures:
         with pytest.raises(TrainingFailedError, match="on rank 1") as caught:
             trainer(tmp_path, loops.fail_on_rank_1_while_0_hangs).fit()
         assert isinstance(caught.value, ZeroDivisionError)
+
+    def test_are_counted_anew_from_each_checkpoint(self, tmp_path: Path) -> None:
+        result = trainer(tmp_path, loops.die_behind_each_checkpoint, num_epochs=2, max_failures=1).fit()
+        assert (result.error, result.metrics["epoch"], result.metrics["training_iteration"]) == (None, 1, 2)
+        assert len(list(tmp_path.glob("flag-*"))) == 2
+
+    def test_behind_many_reports_come_behind_each_of_them(self, tmp_path: Path) -> None:
+        with pytest.raises(TrainingFailedError, match="behind all reports"):
+            trainer(tmp_path, loops.report_flat_out, num_reports=300, raises=True).fit()
+        assert numbers_in(tmp_path) == list(range(300))
 
     def test_to_report_equally_often_are_told_apart(self, tmp_path: Path) -> None:
         with pytest.raises(TrainingFailedError, match="different number of calls") as caught:

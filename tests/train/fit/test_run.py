@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from raysgd.air import Checkpoint, FailureConfig, ScalingConfig
+from raysgd.engine.failures import Diagnosis
+from raysgd.engine.policies import Raise, Rebuild, RetryBudget
 from raysgd.storage import open_folder
 from raysgd.train._messages import TrainingResultType
 from raysgd.train._run import Step
@@ -106,3 +108,64 @@ def test_an_attempt_begins_when_all_that_was_reported_before_is_written_down(tmp
     assert told == ["fail after [1]", "begin"]
     run._begin_attempt()
     assert told == ["fail after [1]", "begin", "begin"]
+
+
+# ---------------------------------------------------------------------------------------------- how often it may fail
+
+DEATH = Diagnosis("died", ())
+EXCEPTION = Diagnosis("user", ())
+
+
+class Failing:
+    """A run whose function fails; pays as the engine does."""
+
+    def __init__(self, run: FitRun, num_allowed: int) -> None:
+        self.run, self.budget = run, RetryBudget(num_allowed)
+        self.policy = run._executor._rules.failures
+
+    def land(self) -> None:
+        landing = self.run._checkpoints.landing = Landing()
+        landing.end(Checkpoint.from_dict({"a": 1}))
+
+    def fail(self, diagnosis: Diagnosis) -> type[object]:
+        decision = self.policy.decide(diagnosis, self.budget, can_rejoin=False)
+        if isinstance(decision, Rebuild):
+            self.budget.pay_for_rebuild()
+            self.run._has_raised = self.run._has_raised or diagnosis.kind == "user"
+        return type(decision)
+
+
+def test_each_checkpoint_that_has_landed_renews_the_failures_that_are_allowed(tmp_path: Path) -> None:
+    failing = Failing(run_of(tmp_path, Seen()), 2)
+    for _ in range(3):
+        failing.land()
+        assert [failing.fail(DEATH) for _ in range(2)] == [Rebuild, Rebuild]
+    assert failing.fail(DEATH) is Raise
+
+
+def test_a_checkpoint_that_is_on_its_way_or_was_lost_renews_nothing(tmp_path: Path) -> None:
+    failing = Failing(run_of(tmp_path, Seen()), 1)
+    assert failing.fail(DEATH) is Rebuild
+    landing = failing.run._checkpoints.landing = Landing()
+    assert failing.fail(DEATH) is Raise
+    landing.end()
+    assert failing.fail(DEATH) is Raise
+    failing.land()
+    assert failing.fail(DEATH) is Rebuild
+
+
+def test_an_exception_of_the_function_ends_the_renewal(tmp_path: Path) -> None:
+    failing = Failing(run_of(tmp_path, Seen()), 2)
+    failing.fail(DEATH), failing.fail(DEATH)
+    failing.land()
+    assert failing.fail(EXCEPTION) is Rebuild
+    failing.land()
+    assert failing.fail(DEATH) is Rebuild
+    failing.land()
+    assert failing.fail(EXCEPTION) is Raise
+
+
+def test_a_run_that_may_not_fail_may_not_fail_behind_a_checkpoint(tmp_path: Path) -> None:
+    failing = Failing(run_of(tmp_path, Seen()), 0)
+    failing.land()
+    assert failing.fail(DEATH) is Raise
