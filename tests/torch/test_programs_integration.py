@@ -73,8 +73,7 @@ def test_a_program_that_never_shuts_down_ends_well_and_leaves_nothing(ray_cluste
     ended = run_program(
         """
         import time
-        from raysgd.engine.slots import Slot
-from raysgd.torch import TorchTrainer
+        from raysgd.torch import TorchTrainer
         from tests.torch.operators_for_tests import LinearOperator
 
         trainer = TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, use_tqdm=True)
@@ -97,8 +96,7 @@ def test_an_interrupt_is_raised_again_and_leaves_nothing(ray_cluster: None) -> N
     status, text = run_in_terminal(
         """
         import os, signal, threading, time
-        from raysgd.engine.slots import Slot
-from raysgd.torch import TorchTrainer
+        from raysgd.torch import TorchTrainer
         from tests.torch.operators_for_tests import LinearOperator
 
         class Slow(LinearOperator):
@@ -135,8 +133,7 @@ from raysgd.torch import TorchTrainer
 
 
 LOCAL_PAIR = """
-    from raysgd.engine.slots import Slot
-from raysgd.torch import TorchTrainer
+    from raysgd.torch import TorchTrainer
     from tests.torch.operators_for_tests import LinearOperator
 
     trainer = TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, use_local=True)
