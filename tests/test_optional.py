@@ -81,13 +81,14 @@ def test_the_command_works_without_an_index_that_has_raysgd(tmp_path: Path) -> N
     assert "Requirement already satisfied: raysgd[tune]" in done.stdout
 
 
-def test_sources_that_are_not_installed_are_named_by_their_folder() -> None:
+def test_sources_that_are_not_installed_are_named_by_their_folder(tmp_path: Path) -> None:
     """As with `PYTHONPATH`: without the packages of the environment, in a folder where there is no raysgd."""
     root = Path(__file__).resolve().parents[1]
+    (tmp_path / "raysgd").symlink_to(root / "raysgd")  # beside the sources may be what an installation left
     code = "from raysgd._optional import require; require('no_such_package', extra='tune')"
     done = subprocess.run(
         [sys.executable, "-S", "-c", code],
-        env={**os.environ, "PYTHONPATH": str(root)},
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
         cwd="/",
         capture_output=True,
         text=True,

@@ -44,7 +44,7 @@ class JointPlan:
         >>> [len(list(plan.shares(rank))) for rank in range(7)], plan.consumed_after(1)
         ([2, 2, 2, 2, 2, 2, 2], 18)
         >>> [(share.start, share.stop) for share in plan.shares(rank=5)]
-        [(14, 16), (20, 20)]
+        [(14, 16), (18, 18)]
     """
 
     num_samples: int

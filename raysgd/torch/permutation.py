@@ -41,7 +41,7 @@ class Permutation(Sequence[int]):
         >>> numbers = Permutation(10, seed="7")
         >>> sorted(numbers) == list(range(10)), numbers[4:6] == [numbers[4], numbers[5]]
         (True, True)
-        >>> len(Permutation(10**12, seed="7")[5 * 10**11 :][:3])
+        >>> len(Permutation(10**12, seed="7")[5 * 10**11 : 5 * 10**11 + 3])
         3
     """
 
