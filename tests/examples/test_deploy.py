@@ -67,7 +67,8 @@ def test_rules_and_the_dashboard_ask_for_metrics_that_there_are() -> None:
 
 def test_the_page_lists_every_metric() -> None:
     page = (ROOT / "docs" / "deploy.md").read_text(encoding="utf-8")
-    assert [name for name in sorted(exported()) if f"`{name}`" not in page] == []
+    ends = {True: "", False: "`"}  # a name that ends with an underscore begins those of a family, one for each bin
+    assert [name for name in sorted(exported()) if f"`{name}{ends[name.endswith('_')]}" not in page] == []
 
 
 def test_every_environment_variable_is_on_its_page() -> None:
