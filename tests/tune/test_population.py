@@ -16,7 +16,7 @@ RATES = [1e-5, 1e-3, 0.02, 0.05]
 
 
 def make_local(config: dict[str, Any]) -> TorchTrainer:
-    return TorchTrainer(training_operator_cls=LinearOperator, config=config, use_local=True, use_gpu=False)
+    return TorchTrainer(training_operator_cls=LinearOperator, config=config, use_local=True, use_gpu=False, seed=0)
 
 
 def make_population(space: dict[str, Any], size: int, **options: Any) -> Population:
