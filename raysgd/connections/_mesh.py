@@ -14,7 +14,7 @@ import struct
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 from raysgd.connections._handshake import ConnectFailed, Credentials
 from raysgd.connections._peers import Deadline, PeerListener
@@ -113,14 +113,9 @@ class Mesh:
                 raise MeshBroken(f"the connection to another rank ended: {error}") from error
             raise
 
-    def _move(self, sending: dict[int, _Task], receiving: dict[int, _Task]) -> None:
+    def _move(self, sending: dict[int, _Sending], receiving: dict[int, _Receiving]) -> None:
         while True:
-            has_moved = False
-            for tasks in (sending, receiving):
-                for rank, task in list(tasks.items()):
-                    has_moved |= task.go_on()
-                    if task.is_done:
-                        del tasks[rank]
+            has_moved = _go_on(sending) | _go_on(receiving)
             if not sending and not receiving:
                 return
             if not has_moved:
@@ -175,22 +170,34 @@ class Mesh:
 class _Task(Protocol):
     """One message on its way."""
 
-    has_begun: bool
     is_done: bool
 
     def go_on(self) -> bool:
         """Moves what can be moved now; returns whether that was anything."""
 
 
+_TaskT = TypeVar("_TaskT", bound=_Task)
+
+
+def _go_on(tasks: dict[int, _TaskT]) -> bool:
+    """Moves each as far as it goes now, and drops those that are done; returns whether any moved."""
+    has_moved = False
+    for rank, task in list(tasks.items()):
+        has_moved |= task.go_on()
+        if task.is_done:
+            del tasks[rank]
+    return has_moved
+
+
 class _Sending:
     """A message on its way out: its head, then its bytes."""
 
-    __slots__ = ("_connection", "_parts", "has_begun", "is_done")
+    __slots__ = ("_connection", "_parts", "is_done")
 
     def __init__(self, connection: socket.socket, view: Bytes, kind: int) -> None:
         self._connection = connection
         self._parts: list[Any] = [_HEAD.pack(len(view), kind), view]
-        self.has_begun = self.is_done = False
+        self.is_done = False
 
     def go_on(self) -> bool:
         try:
@@ -205,12 +212,17 @@ class _Sending:
 class _Receiving:
     """A message on its way in."""
 
-    __slots__ = ("_connection", "_head", "_kind", "_rank", "_view", "has_begun", "is_done")
+    __slots__ = ("_connection", "_head", "_kind", "_rank", "_view", "is_done")
 
     def __init__(self, connection: socket.socket, rank: int, view: Bytes, kind: int) -> None:
         self._connection, self._rank, self._view, self._kind = connection, rank, view, kind
         self._head: bytes | None = b""
-        self.has_begun = self.is_done = False
+        self.is_done = False
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the other rank is at the exchange: the head of its message is there."""
+        return self._head is None
 
     def go_on(self) -> bool:
         try:
@@ -229,7 +241,7 @@ class _Receiving:
                     f"rank {self._rank} sends {length} {what} where this rank expects {len(self._view)}: the ranks are "
                     "not at the same exchange. All of them have to average the same gradients in the same order."
                 )
-            self._head, self.has_begun = None, True
+            self._head = None
             self.is_done = not length
         return True
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from raysgd.engine.call import Call
@@ -33,8 +32,8 @@ def load_into_all(
     def arguments(worlds: Sequence[World]) -> list[tuple[Any, Any]]:
         return list(zip(controller.ensure_group().share(state), own_states(rank_states, len(worlds)), strict=True))
 
-    call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True)
-    call = replace(call, is_repeatable=isinstance(state, Stored))
+    is_repeatable = isinstance(state, Stored)
+    call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True, is_repeatable=is_repeatable)
     controller.run(call)
     if is_complete:
         value, reference = (state.value, state.reference) if isinstance(state, Stored) else (state, None)

@@ -178,8 +178,15 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         runner, on_wait = self._runner_cls, self._listeners.on_wait
         requests = partial(self._requests_with_data, "train", asked, dataset)
         resume = runner.resume_epoch if can_resume else None
-        call = Call(runner.train_epoch, requests, changes_state=True, keeps_alike=True, on_wait=on_wait, resume=resume)
-        call = replace(call, is_repeatable=dataset is None)
+        call = Call(
+            runner.train_epoch,
+            requests,
+            changes_state=True,
+            keeps_alike=True,
+            on_wait=on_wait,
+            resume=resume,
+            is_repeatable=dataset is None,
+        )
         try:
             answers = self._throughput.run(call, max_retries)
         except BaseException:
@@ -193,9 +200,13 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
     def _validate(self, asked: EpochRequest, dataset: Any = None) -> list[EpochAnswer]:
         """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all."""
         requests = partial(self._requests_with_data, "validation", asked, dataset)
-        changes_state, on_wait = self._facts.keeps_own_state, self._listeners.on_wait
-        call = Call(self._runner_cls.validate, requests, changes_state=changes_state, on_wait=on_wait)
-        call = replace(call, is_repeatable=dataset is None)
+        call = Call(
+            self._runner_cls.validate,
+            requests,
+            changes_state=self._facts.keeps_own_state,
+            on_wait=self._listeners.on_wait,
+            is_repeatable=dataset is None,
+        )
         try:
             answers: list[EpochAnswer] = self._controller.run(call)
         except BaseException:
@@ -233,8 +244,13 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
 
     def apply_all_workers(self, fn: Callable[[], Any]) -> list[Any]:
         """Runs `fn()` once in each worker process; returns the results in rank order."""
-        call = Call(_execute, lambda worlds: [(fn,)] * len(worlds), changes_state=True)  # it may seed, say
-        return self._controller.run(replace(call, is_repeatable=False))
+        call = Call(
+            _execute,
+            lambda worlds: [(fn,)] * len(worlds),
+            changes_state=True,  # it may seed, say
+            is_repeatable=False,
+        )
+        return self._controller.run(call)
 
     def apply_all_operators(self, fn: Callable[[Any], Any]) -> list[Any]:
         """Runs `fn(operator)` in each worker, all at the same time; returns the results in rank order.
@@ -242,8 +258,14 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         Where it raises on some workers only, or not at the same line, all are replaced: some may have
         changed and others not.
         """
-        call = Call(_apply, lambda worlds: [(fn,)] * len(worlds), changes_state=True, keeps_alike=True)
-        return self._controller.run(replace(call, is_repeatable=False))
+        call = Call(
+            _apply,
+            lambda worlds: [(fn,)] * len(worlds),
+            changes_state=True,
+            keeps_alike=True,
+            is_repeatable=False,
+        )
+        return self._controller.run(call)
 
     def get_local_operator(self) -> Any:
         """The live operator of rank 0, with `use_local=True` only.

@@ -13,6 +13,9 @@ from tests.torch.ledger import Ledger
 
 pytestmark = pytest.mark.integration
 
+LATE_S = 0.3
+"""An answer may lie so long until the driver reads it; where a rank changes hands, that counts as its time."""
+
 
 class Waits(Ledger):
     """Rank 1 takes longer."""
@@ -47,7 +50,7 @@ def test_the_bins_of_every_rank_add_up_across_a_loss(ray_cluster: None) -> None:
     assert timings["slower_rank"] > timings["exchange"] > 0, "rank 0 waits for rank 1"
     for rank in (0, 1):
         spent = total(second, rank) - total(first, rank)
-        assert 0.99 * (second_began - first_ended) <= spent <= 1.01 * (second_ended - first_began)
+        assert second_began - first_ended - LATE_S <= spent <= second_ended - first_began + LATE_S
     survivor, successor = second.of(0), second.of(1)
     assert all(survivor[name] > 0 for name in ("again", "recovery_detect", "recovery_form", "recovery_hand_over"))
     assert all(successor[name] > 0 for name in ("recovery_replace", "recovery_hand_over", "recovery_resume"))

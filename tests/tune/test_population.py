@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,8 +16,12 @@ from tests.torch.operators_for_tests import LinearOperator, equal
 RATES = [1e-5, 1e-3, 0.02, 0.05]
 
 
+ONE_AT_A_TIME = threading.Lock()  # a population makes its trainers in threads, and these share a generator
+
+
 def make_local(config: dict[str, Any]) -> TorchTrainer:
-    return TorchTrainer(training_operator_cls=LinearOperator, config=config, use_local=True, use_gpu=False, seed=0)
+    with ONE_AT_A_TIME:
+        return TorchTrainer(training_operator_cls=LinearOperator, config=config, use_local=True, use_gpu=False, seed=0)
 
 
 def make_population(space: dict[str, Any], size: int, **options: Any) -> Population:

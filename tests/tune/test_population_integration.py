@@ -41,7 +41,9 @@ class WideOperator(LinearOperator):
 
 
 def make(config: dict[str, Any]) -> TorchTrainer:
-    return TorchTrainer(training_operator_cls=WideOperator, config=config, num_workers=2, use_gpu=False)
+    return TorchTrainer(
+        training_operator_cls=WideOperator, config=config, num_workers=2, use_gpu=False, snapshot_every_s=0
+    )
 
 
 def make_two() -> Population:
