@@ -217,9 +217,15 @@ def trainer_trainable(purpose: str) -> type[Any]:
             return checkpoint_dir
 
         def load_checkpoint(self, checkpoint: str) -> None:
-            """Loads what `save_checkpoint` wrote; the path of the file does, too."""
+            """Loads what `save_checkpoint` wrote; the path of the file does, too.
+
+            Of another config than this one, the optimizers keep this one's numbers. Override it if you have state
+            outside of the trainer, as does `save_checkpoint`.
+            """
             path = Path(checkpoint)
             self._trainer.load(str(path / self._checkpoint_name if path.is_dir() else path))
+            if has_changed(path, self.config):
+                self._trainer._follow_config()
 
         def cleanup(self) -> None:
             """Ends the workers."""

@@ -258,7 +258,7 @@ def test_writers_stand_on_the_utilities_and_know_neither_ray_nor_a_framework() -
         words(found for found in found if found.is_of("raysgd") and not found.is_of("raysgd.writers", *UTILITIES)) == []
     )
     assert words(found for found in found if found.is_of("ray", *FRAMEWORKS)) == []
-    assert words(found for found in found if found.is_of("tensorboardX", "mlflow", "wandb")) == []
+    assert words(found for found in found if found.is_of("tensorboardX", "mlflow", "wandb", "comet_ml")) == []
 
 
 def test_the_values_of_a_run_stand_on_storage_and_the_utilities() -> None:

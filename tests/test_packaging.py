@@ -15,6 +15,7 @@ import raysgd
 
 ROOT = Path(__file__).resolve().parent.parent
 USER_EXTRAS = {
+    "comet",
     "data",
     "hf",
     "horovod",

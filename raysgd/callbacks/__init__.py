@@ -20,7 +20,14 @@ if TYPE_CHECKING:
     from raysgd.callbacks.callback import Callback, Run
     from raysgd.callbacks.checkpointing import Checkpointing
     from raysgd.callbacks.early_stopping import EarlyStopping
-    from raysgd.callbacks.loggers import CSVLogger, JSONLogger, MLflowLogger, TensorBoardLogger, WandbLogger
+    from raysgd.callbacks.loggers import (
+        CometLogger,
+        CSVLogger,
+        JSONLogger,
+        MLflowLogger,
+        TensorBoardLogger,
+        WandbLogger,
+    )
     from raysgd.callbacks.monitors import GoodputMonitor, GradientNorms, LearningRateMonitor, ThroughputMonitor
     from raysgd.callbacks.profiling import ProfilerTrace
     from raysgd.callbacks.progress import ProgressBar
@@ -33,6 +40,7 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "Checkpointing",
+    "CometLogger",
     "EarlyStopping",
     "GoodputMonitor",
     "GradientNorms",
@@ -57,6 +65,7 @@ __getattr__, __dir__ = lazy_names(
         "CSVLogger": "raysgd.callbacks.loggers",
         "Callback": "raysgd.callbacks.callback",
         "Checkpointing": "raysgd.callbacks.checkpointing",
+        "CometLogger": "raysgd.callbacks.loggers",
         "EarlyStopping": "raysgd.callbacks.early_stopping",
         "GoodputMonitor": "raysgd.callbacks.monitors",
         "GradientNorms": "raysgd.callbacks.monitors",

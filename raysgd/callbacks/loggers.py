@@ -16,6 +16,7 @@ from raysgd._once import Once
 from raysgd._optional import require_installed
 from raysgd._paths import check_local
 from raysgd.callbacks.callback import Callback, Run
+from raysgd.writers.comet_run import CometRun
 from raysgd.writers.csv_table import CsvTable, keep_rows
 from raysgd.writers.event_file import LateEventFile
 from raysgd.writers.json_files import JsonLines, keep_lines
@@ -276,6 +277,32 @@ class WandbLogger(_ServiceLogger):
         given = {"project": project, "mode": mode}
         options |= {key: value for key, value in given.items() if value is not None}
         super().__init__(WandbRun(purpose="`WandbLogger`", **options), name)
+
+
+class CometLogger(_ServiceLogger):
+    """Keeps an experiment of Comet: the config as its parameters, the metrics with the epoch as their step.
+
+    If an experiment is active already, it writes to that one and leaves it open.
+
+    Args:
+        project: The project. Default: the environment variable COMET_PROJECT_NAME, or what the service chooses.
+        name: Default: the name of the run.
+        online: False writes an archive to the folder of the run when the run ends; `comet upload` sends it later. It
+            needs no network and no key.
+        options: More arguments of `comet_ml.Experiment`, such as `workspace` and `offline_directory`.
+
+    Attributes:
+        run_id: The key of the experiment.
+
+    Raises:
+        ModuleNotFoundError: comet_ml is not installed.
+    """
+
+    def __init__(
+        self, project: str | None = None, *, name: str | None = None, online: bool = True, **options: Any
+    ) -> None:
+        options |= {} if project is None else {"project_name": project}
+        super().__init__(CometRun(online, purpose="`CometLogger`", **options), name)
 
 
 def _is_of_before(epoch: int, row: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Changes of what live workers train with: another config, in part or as a whole, without new processes.
+"""Changes of what live workers train: another config or class, the state of another trainer; without new processes.
 
 Whatever is changed, workers that start later are made with it, and what cannot be changed leaves all as it was.
 """
@@ -6,15 +6,22 @@ Whatever is changed, workers that start later are made with it, and what cannot 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+import sysconfig
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from raysgd import _checks
 from raysgd.engine.call import Call
 from raysgd.engine.renewal import renew, restart
+from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.types import World
 from raysgd.exceptions import UnpicklableError
+from raysgd.replicas.range_test import Loss, LrCurve, RangeTest
 from raysgd.replicas.settings import ReplicaSettings
 from raysgd.replicas.trainer import ClassTrainer, naming_config_entry, show_options
 from raysgd.utils import BATCH_SIZE
@@ -23,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class ChangingTrainer(ClassTrainer):
-    """A trainer whose workers can be told to train with something else."""
+    """A trainer whose workers can be told to train something else."""
 
     def reset_config(self, config: Mapping[str, Any] | None = None) -> None:
         """Begins again with another config, as a new trainer would: new operators, in the same worker processes.
@@ -39,7 +46,11 @@ class ChangingTrainer(ClassTrainer):
             WorkerError: The user's set-up failed; also of the class that it raised. The workers are ended, and the next
                 call starts new ones with the new config.
         """
-        self._settings = replace(self._settings, config=self._checked_config(config))
+        self._begin_again(replace(self._settings, config=self._checked_config(config)))
+
+    def _begin_again(self, settings: ReplicaSettings) -> None:
+        self._settings = settings
+        show_options(self, settings)
         self._sharing = self._new_sharing()
         self._replicas.settings = self._settings_to_send()
         with self._naming_config_entries():
@@ -90,6 +101,143 @@ class ChangingTrainer(ClassTrainer):
                 )
         return self._checked_config({**config, **changes}), {name: config[name] for name in changes}
 
+    def reload(self, training_operator_cls: type[Any]) -> None:
+        """Goes on with another operator class, usually an edited one, in the same workers and with the same state.
+
+        Each worker makes an operator of the new class and gives it the state of the old one. Only when all have done so
+        they drop the old ones. Hyperparameters of optimizers that the new class chooses differently are taken over.
+        Attributes that are not part of the state are as the new `setup` makes them.
+
+        Args:
+            training_operator_cls: The new class.
+
+        Raises:
+            TypeError: It is no operator class.
+            ValueError: The state does not fit what the new class registers, or the trainer is one with FSDP, Horovod or
+                creator functions. The old class is kept on all workers.
+            WorkerError: `setup` of the new class raised; also of the class that it raised. The old class is kept.
+        """
+        self._check_reload(training_operator_cls)
+        revision = self._settings.revision + 1
+        settings = replace(self._settings, training_operator_cls=training_operator_cls, revision=revision)
+        if self._group_settings.is_driver_only:
+            self._controller.ensure_group()
+        else:
+            _send_by_value(training_operator_cls)
+            self._newest_snapshot()  # its way to the driver is waited for below
+        edited = self._prepared(settings)
+        if not self._group_settings.is_driver_only:
+            self._controller.snapshot()  # the calls before this one were of the old class
+        with self._adopted(settings):
+            options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
+            facts = self._on_all(self._runner_cls.finish_reload, revision, edited, **options)
+        self._sharing.forget()
+        if None in facts:  # the group was changed in between
+            self._controller.kill_group()
+            self._controller.ensure_group()
+        else:
+            self._controller.take_facts(facts)
+
+    @abstractmethod
+    def _check_reload(self, training_operator_cls: Any) -> None:
+        """Refuses what is no class of operators, and trainers whose workers cannot make another one beside theirs."""
+
+    def _prepared(self, settings: ReplicaSettings) -> Any:
+        """Lets all workers make an operator of the new class; returns what is edited in its hyperparameters."""
+        try:
+            answers = self._on_all(self._runner_cls.prepare_reload, settings)
+            for name in ("train_data", "validation_data"):
+                found = [getattr(facts, name) for facts, _ in answers]
+                if len(set(found)) > 1:
+                    raise ValueError(
+                        f"`reload({settings.training_operator_cls.__name__})`: the workers registered different "
+                        f"{name.replace('_', ' ')}: {found}. The old class is kept."
+                    )
+        except BaseException:
+            with suppress(Exception):
+                if self._controller.group is not None:
+                    self._on_all(self._runner_cls.drop_reload)
+            raise
+        return answers[0][1]
+
+    def find_lr(
+        self,
+        start: float = 1e-6,
+        end: float = 10.0,
+        num_steps: int = 100,
+        *,
+        metric: str = "train_loss",
+        stop_at: float = 4.0,
+    ) -> LrCurve:
+        """Trains some steps with learning rates that grow, to find a good one; then puts the state back.
+
+        Models, optimizers, schedulers, random numbers, the position in the data and the operator's own state are as
+        before. Attributes of your own that are not part of the state are not put back.
+
+        Args:
+            start: The first learning rate. If there are several parameter groups or optimizers, that of the first; the
+                others keep their ratios to it.
+            end: The last one.
+            num_steps: How many steps.
+            metric: What `train_batch` reports the loss as.
+            stop_at: It ends when the smoothed loss is this many times its minimum, or the loss is not finite.
+
+        Returns:
+            Rates and losses, the rate at which the loss falls fastest (`suggestion`), and `plot(path)`.
+
+        Raises:
+            ValueError: An argument cannot work, there is no such metric, or no rate can be set.
+            WorkerError: The operator raised; also of the class that it raised. The state is put back.
+        """
+        test = RangeTest(start, end, num_steps, metric, stop_at)
+        self._check_takes_steps("find_lr")
+        snapshot = self._snapshot()
+        try:
+            return test.run(partial(self._steps_with, metric))
+        finally:
+            self._load_snapshot(snapshot)
+
+    def _check_takes_steps(self, name: str) -> None:
+        """Refuses a method where no loop of the library takes the steps."""
+
+    def _steps_with(self, metric: str, rates: Sequence[float]) -> list[list[Loss]]:
+        """Takes a step with each of these learning rates; returns the losses of each worker."""
+        asked = self._asked(len(rates), profile=False, reduce_results=True, info=None)
+
+        def requests(worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+            shared = self._requests_with_data("train", asked, None, worlds)
+            return [(rates, metric, *request) for request in shared]
+
+        return self._controller.run(Call(self._runner_cls.take_steps, requests, changes_state=True, keeps_alike=True))
+
+    def take_state_of(self, other: Any) -> None:
+        """Loads the state of another trainer that is alive, past the driver and without a file.
+
+        Where configs differ, optimizers keep the hyperparameters of `setup`; a scheduled learning rate keeps its place.
+
+        Args:
+            other: A trainer of the same class and kind of operators, with any number of workers.
+
+        Raises:
+            TypeError: It is a trainer of another class.
+            ValueError, KeyError: The state does not fit; the workers are as they were.
+        """
+        if not isinstance(other, ChangingTrainer) or other._runner_cls is not self._runner_cls:
+            raise TypeError(
+                f"`take_state_of` got a `{type(other).__name__}`: need a trainer of the same kind, a "
+                f"`{type(self).__name__}`."
+            )
+        self._load_snapshot(other._shared_snapshot())
+        if dict(other.config) != dict(self.config):
+            self._follow_config()
+
+    @abstractmethod
+    def _load_snapshot(self, snapshot: Snapshot) -> None:
+        """Loads what workers had, perhaps another trainer's. It may be shared: nothing of it is changed."""
+
+    def _follow_config(self) -> None:
+        self._on_all(self._runner_cls.follow_config, changes_state=True, keeps_alike=True)
+
     @contextmanager
     def _adopted(self, settings: ReplicaSettings) -> Iterator[None]:
         """Workers that start from now on are made with other settings; no longer so if the body fails."""
@@ -127,3 +275,15 @@ class ChangingTrainer(ClassTrainer):
     def _on_all(self, function: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
         """Runs a method of the replicas on all of them."""
         return self._controller.run(Call(function, lambda worlds: [args] * len(worlds), **options))
+
+
+def _send_by_value(operator_cls: type[Any]) -> None:
+    """Lets a class of a user's module travel as it is now: workers may have imported what the module was before."""
+    module = sys.modules.get(operator_cls.__module__)
+    path = getattr(module, "__file__", None)
+    if module is None or path is None or module.__name__.partition(".")[0] in ("__main__", "raysgd"):
+        return
+    if not path.startswith(tuple(sysconfig.get_paths()[name] for name in ("stdlib", "purelib", "platlib"))):
+        import ray.cloudpickle
+
+        ray.cloudpickle.register_pickle_by_value(module)

@@ -31,3 +31,8 @@ class RunnerFacts:
     epoch_obstacle: str | None = None
     ray_batches: Mapping[str, RayBatches] = field(default_factory=dict)
     has_validation: bool = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many things of each kind a state has to hold."""
+        return {"models": self.num_models, "optimizers": self.num_optimizers}

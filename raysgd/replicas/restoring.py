@@ -38,3 +38,19 @@ def load_into_all(
     if is_complete:
         value, reference = (state.value, state.reference) if isinstance(state, Stored) else (state, None)
         controller.snapshots.adopt(Snapshot(value, rank_states, reference=reference))
+
+
+def load_snapshot_into_all(controller: ElasticController, restore: Callable[..., Any], snapshot: Snapshot) -> None:
+    """Loads what the workers of this or another trainer had. It may be shared: nothing of it is changed.
+
+    Args:
+        controller: Runs the call.
+        restore: The method of a replica that takes it over.
+        snapshot: The state. What lies in the store of a single node already is not stored again.
+    """
+    group = controller.ensure_group()
+    is_stored = snapshot.reference is not None and group.is_on_one_node
+    shared = snapshot.shared_state
+    stored = Stored(shared, snapshot.reference) if is_stored else group.store(shared)
+    is_complete = len(snapshot.rank_states) == controller.num_workers
+    load_into_all(controller, restore, stored, snapshot.rank_states, is_complete)

@@ -18,6 +18,7 @@ from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
 from raysgd.replicas.answering import Answering
+from raysgd.replicas.changeable import Changeable
 from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
 from raysgd.replicas.epoch_run import EpochRun, Gate, HeldAtBoundary, RunState
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, Progress, call_with_accepted
@@ -33,7 +34,7 @@ from raysgd.replicas.running import Running
 from raysgd.replicas.streams import Stream, WatchedBatches, redrawing
 
 
-class ClassRunner(PredictsRounds, ABC):
+class ClassRunner(PredictsRounds, Changeable, ABC):
     """Hosts one operator; a `RegroupingReplica` together with what a subclass adds.
 
     A subclass makes `_operator`, `_loop` and `_state` in `setup`.
@@ -267,6 +268,7 @@ class ClassRunner(PredictsRounds, ABC):
         """Continues in the new group; takes over the state of `handover.source` if it is among the takers."""
         self._loop.break_off()
         self._detach()
+        self.drop_reload()  # what was made for the group before
         self._world = world
         self._take_place(world)
         self._hand_over(handover)

@@ -112,6 +112,7 @@ class ReplicaSettings:
         use_gpu: Whether each worker has GPUs.
         snapshot_every_n_steps: How often to copy the state inside a training call; None: only after it.
         batch_options: How large the joint batch is, and how it is divided.
+        revision: How many times the operator class was replaced by `reload`.
 
     Raises:
         ValueError: A value cannot work.
@@ -123,6 +124,7 @@ class ReplicaSettings:
     use_gpu: bool = False
     snapshot_every_n_steps: int | None = None
     batch_options: BatchOptions = field(default_factory=BatchOptions)
+    revision: int = 0
 
     def config_for(self, num_workers: int) -> dict[str, Any]:
         """The config that the operator is passed, one of so many."""

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.replicas.operator import Internals, required
 from raysgd.replicas.prediction import HAS_TARGET
 from raysgd.replicas.ray_batches import RayLoader
+from raysgd.tf import learning_rates
 from raysgd.tf.datasets import Sharding, num_samples
 from raysgd.tf.fit_run import FitStream
 from raysgd.tf.joint_metrics import variables_of
@@ -50,6 +51,7 @@ class TFInternals(Internals):
         data: The record of datasets.
         train_function: `train_step`, compiled; None before it is needed.
         test_function: `test_step`, compiled.
+        chosen_rates: The learning rates of the optimizers as `setup` chose them; None for one that cannot be set.
         fit: Where a `fit` of Keras is, for operators made of creator functions.
     """
 
@@ -63,6 +65,7 @@ class TFInternals(Internals):
         self.train_function: Any = None
         self.test_function: Any = None
         self._predict_function: Any = None
+        self.chosen_rates: list[float | None] = []
         self._trained: tuple[int, tuple[int, ...]] | None = None  # by what optimizer, and what
 
     def compiled(self, method: Callable[..., Any]) -> Callable[..., Any]:
@@ -70,6 +73,16 @@ class TFInternals(Internals):
         import tensorflow as tf
 
         return method if self._operator.run_eagerly else tf.function(method, reduce_retracing=True)
+
+    @contextmanager
+    def setting_rates(self) -> Iterator[Callable[[float], None]]:
+        """Inside, what gives the first optimizer a learning rate, and all others theirs in proportion to it."""
+        optimizers = self.registered.optimizers
+        before = learning_rates.read(optimizers)
+        try:
+            yield learning_rates.rate_setter(optimizers, self.chosen_rates)
+        finally:
+            learning_rates.apply(before, optimizers)
 
     def forget_stale_steps(self) -> None:
         """Lets the steps be traced again if variables or optimizers have changed since."""

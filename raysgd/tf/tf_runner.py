@@ -22,7 +22,7 @@ from raysgd.replicas.operator import take_place
 from raysgd.replicas.prediction import PredictRequest, Work
 from raysgd.replicas.ray_batches import ray_batches_of
 from raysgd.replicas.runner import ClassRunner
-from raysgd.tf import building, datasets, predicting, registration, rng, serializing, shared_variables
+from raysgd.tf import building, datasets, learning_rates, predicting, registration, rng, serializing, shared_variables
 from raysgd.tf.creator_operator import CreatorOperator
 from raysgd.tf.datasets import DatasetSignature
 from raysgd.tf.feed import Feed
@@ -90,8 +90,21 @@ class TFRunner(ClassRunner):
         for model in operator._models:
             registration.take_weights_in(model)
         rng.part_ways(settings.seed, world.rank, operator._models)
+        operator._raysgd.chosen_rates = learning_rates.read(operator._optimizers)
         self._ledger.enter(DRIVER)
         return self._facts()
+
+    def _edited_by(self, candidate: TFRunner) -> learning_rates.Rates:
+        chosen = self.operator._raysgd.chosen_rates
+        return learning_rates.differing(chosen, candidate.operator._raysgd.chosen_rates)
+
+    def _take_edited(self, edited: learning_rates.Rates) -> None:
+        if edited:
+            learning_rates.apply(edited, self.operator._optimizers)
+
+    def follow_config(self) -> None:
+        """Gives the optimizers the learning rates of `setup` again, after a state of another config was loaded."""
+        learning_rates.apply(self.operator._raysgd.chosen_rates, self.operator._optimizers)
 
     def renew(self, settings: TFSettings) -> RunnerFacts:
         self.shutdown()
@@ -205,13 +218,17 @@ class TFRunner(ClassRunner):
     @contextmanager
     def _predicting(self) -> Iterator[None]:
         """Random states are given back, so that training goes on as if nothing had happened."""
+        with self._synchronizer.exchanges.surfacing_errors(), self._giving_back_random_numbers():
+            yield
+
+    @contextmanager
+    def _giving_back_random_numbers(self) -> Iterator[None]:
         own, drawn = self._state.own(), rng.capture()
-        with self._synchronizer.exchanges.surfacing_errors():
-            try:
-                yield
-            finally:
-                self._state.restore_own(own)
-                rng.restore(drawn)
+        try:
+            yield
+        finally:
+            self._state.restore_own(own)
+            rng.restore(drawn)
 
     def _to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
         return predicting.batches(work)

@@ -24,17 +24,32 @@ class TFTrainable(_trials.trainer_trainable("`TFTrainable`")):  # type: ignore[m
         return _trials.reservation([{}, *[bundle] * config["num_replicas"]])
 
     def _create_trainer(self, tune_config: dict[str, Any]) -> TFTrainer:
+        self._resources = _resources(tune_config)
         return TFTrainer(
             model_creator=tune_config["model_creator"],
             data_creator=tune_config["data_creator"],
             config=tune_config.get("trainer_config", {}),
-            num_replicas=tune_config["num_replicas"],
-            num_cpus_per_worker=tune_config.get("num_cpus_per_worker", 1),
-            use_gpu=tune_config["use_gpu"],
+            **self._resources,
         )
+
+    def _reset_trainer(self, tune_config: dict[str, Any]) -> bool:
+        if _resources(tune_config) != self._resources:
+            return False
+        config = tune_config.get("trainer_config", {})
+        self._trainer._reset_creators(tune_config["model_creator"], tune_config["data_creator"], config)
+        return True
 
     def step(self) -> dict[str, Any]:
         """Trains, then evaluates; the results of both."""
         trained: dict[str, Any] = self._trainer.train()
         validated: dict[str, Any] = self._trainer.validate()
         return {**trained, **validated}
+
+
+def _resources(tune_config: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that say what the workers need."""
+    return {
+        "num_replicas": tune_config["num_replicas"],
+        "num_cpus_per_worker": tune_config.get("num_cpus_per_worker", 1),
+        "use_gpu": tune_config["use_gpu"],
+    }

@@ -29,7 +29,7 @@ from raysgd.replicas.placement import Placement
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
-from raysgd.replicas.restoring import load_into_all
+from raysgd.replicas.restoring import load_into_all, load_snapshot_into_all
 from raysgd.replicas.results import Metrics
 from raysgd.replicas.saves import Content
 from raysgd.replicas.settings import GroupSettings
@@ -323,6 +323,24 @@ class TFTrainer(ChangingTrainer):
         call_data.check(dataset, with_fit=self._trains_with_fit)
         return self._result(self._validate(asked, dataset), reduce_results)
 
+    def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
+        """Does what `reset_config` does, with other creator functions, too."""
+        operator_cls = arguments.resolve_operator(None, model_creator, data_creator)
+        config = self._checked_config(config)
+        self._begin_again(replace(self._settings, training_operator_cls=operator_cls, config=config))
+        self.model_creator, self.data_creator = model_creator, data_creator
+
+    def _check_reload(self, training_operator_cls: Any) -> None:
+        arguments.resolve_operator(training_operator_cls, None, None)
+        self._check_takes_steps("reload")
+
+    def _check_takes_steps(self, name: str) -> None:
+        if self._trains_with_fit:
+            raise ValueError(
+                f"`{name}` needs an operator class, and this trainer has creator functions, whose steps are those of "
+                "Keras's `fit`. Pass `training_operator_cls`; or save, and load into a new trainer."
+            )
+
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
         return call_data.whole(dataset, config, self.seed, travels=not self._group_settings.is_driver_only)
 
@@ -467,9 +485,12 @@ class TFTrainer(ChangingTrainer):
                 obstacle,
             )
 
+    def _load_snapshot(self, snapshot: Snapshot) -> None:
+        check_parts(snapshot.shared_state, self._facts.counts)
+        load_snapshot_into_all(self._controller, TFRunner.restore, snapshot)
+
     def _load(self, state: dict[str, Any], rank_states: tuple[Any, ...]) -> None:
-        facts = self._facts
-        check_parts(state, {"models": facts.num_models, "optimizers": facts.num_optimizers})
+        check_parts(state, self._facts.counts)
         whole = {"operator": None, RESUME: {}, **state}
         # A file of this very group leaves nothing out: afterwards it is what the workers have.
         is_complete = len(rank_states) == self.num_workers

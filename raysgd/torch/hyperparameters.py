@@ -7,7 +7,7 @@ entries of the config change later, the numbers that came from these entries fol
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -107,6 +107,26 @@ def updated(chosen: Sequence[Hyperparameters], new: Sequence[Hyperparameters]) -
         [{**group, **numbers} for group, numbers in zip(groups, others, strict=True)]
         for groups, others in zip(chosen, new, strict=True)
     ]
+
+
+def rate_setter(optimizers: Iterable[Any], chosen: Iterable[Hyperparameters]) -> Callable[[float], None]:
+    """What sets the learning rate of the first group; the others keep the ratios that `setup` chose.
+
+    Args:
+        optimizers: The optimizers.
+        chosen: What `read` returned after `setup`.
+    """
+    groups = [group for optimizer in optimizers for group in getattr(optimizer, "param_groups", ())]
+    rates = [each.get(_FIRST_RATE, each.get(_RATE)) for groups_of_one in chosen for each in groups_of_one]
+    first = next((rate for rate in rates if rate), 1.0)
+    shares = [rate / first if rate else 1.0 for rate in rates]
+
+    def set_rate(rate: float) -> None:
+        for group, share in zip(groups, shares, strict=True):
+            if _RATE in group:
+                group[_RATE] = rate * share
+
+    return set_rate
 
 
 @contextmanager

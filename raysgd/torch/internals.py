@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -92,6 +93,11 @@ class TorchInternals(Internals):
             return
         self.chosen = hyperparameters.updated(self.chosen, new)
         hyperparameters.apply(new, self.registered.optimizers, self.registered.schedulers)
+
+    @contextmanager
+    def setting_rates(self) -> Iterator[Callable[[float], None]]:
+        """What gives the first group of parameters a learning rate, and all others theirs in proportion to it."""
+        yield hyperparameters.rate_setter(self.registered.optimizers, self.chosen)
 
     def trained_parameters(self) -> Iterator[torch.Tensor]:
         """All parameters that are trained."""

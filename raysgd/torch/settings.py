@@ -17,9 +17,6 @@ from raysgd.torch.precision import choose_precision
 class TorchSettings(ReplicaSettings):
     """What every replica is made from. The docstring of `TorchTrainer` says what each field means.
 
-    Attributes:
-        revision: How many times the operator class was replaced by `reload`.
-
     Raises:
         ValueError: A value cannot work.
         ImportError: The precision needs a package that is missing.
@@ -37,7 +34,6 @@ class TorchSettings(ReplicaSettings):
     fsdp_options: FSDPOptions = field(default_factory=FSDPOptions)
     worker_callbacks: tuple[WorkerCallback, ...] = ()
     seed: int | None = None
-    revision: int = 0
 
     def __post_init__(self) -> None:
         if self.scheduler_step_freq and self.scheduler_step_freq not in tuple(VALID_SCHEDULER_STEP):

@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,9 @@ from raysgd._state_codec import EncodedState, lend
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshots import Snapshot, own_states
-from raysgd.engine.transfers import Parts, Stored, Storing
+from raysgd.engine.transfers import Parts, Storing
 from raysgd.replicas.replica_state import RESUME
-from raysgd.replicas.restoring import load_into_all
+from raysgd.replicas.restoring import load_into_all, load_snapshot_into_all
 from raysgd.torch import rng, shared_state
 from raysgd.torch.checkpoint_file import OpenedFile, OtherFileError
 from raysgd.torch.divided_folder import StateInFolder
@@ -99,16 +99,14 @@ class StateLoader:
         """
         controller, shared = self._controller, snapshot.shared_state
         _check_parts(shared_state.outline(shared), controller.facts[0])
-        group, is_complete = controller.ensure_group(), len(snapshot.rank_states) == controller.num_workers
-        if group.is_driver_only:
+        if controller.ensure_group().is_driver_only:
             state = shared_state.whole(shared, copy=False)
             controller.run(Call(TorchRunner.restore, lambda worlds: [(state, *own_states(snapshot.rank_states, 1))]))
             return
         if isinstance(shared, Parts) and not controller.facts[0].is_sharded:
-            shared = lend(shared_state.whole(shared, copy=False))
-        is_stored = snapshot.reference is not None and group.is_on_one_node
-        stored = Stored(shared, snapshot.reference) if is_stored else group.store(shared)
-        load_into_all(controller, TorchRunner.restore, stored, snapshot.rank_states, is_complete)
+            lent = lend(shared_state.whole(shared, copy=False))
+            snapshot = replace(snapshot, shared_state=lent, reference=None)
+        load_snapshot_into_all(controller, TorchRunner.restore, snapshot)
 
     def _checked(self, state: dict[str, Any], is_file: bool) -> CheckedState:
         """What of `state` concerns all ranks, and what each of them."""

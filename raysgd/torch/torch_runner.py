@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from raysgd._checks import is_integer
-from raysgd._fitting import check_parts
 from raysgd.engine.replica import Capture
 from raysgd.engine.time_spent import DRIVER
 from raysgd.engine.types import Handover, World
@@ -68,11 +67,17 @@ class TorchFacts(RunnerFacts):
     is_synchronous: bool
     is_sharded: bool = False
 
+    @property
+    def counts(self) -> dict[str, int]:
+        counts = super().counts
+        return {**counts, "schedulers": self.num_schedulers} if self.num_schedulers else counts
+
 
 class TorchRunner(ClassRunner):
     """Hosts one operator."""
 
     stock_train_epochs = (TrainingOperator.train_epoch,)
+    _kept_by_reload = (*ClassRunner._kept_by_reload, "_has_trained")
     _state: TorchState
     _feed: Feed
 
@@ -88,7 +93,6 @@ class TorchRunner(ClassRunner):
         )
         self._modes = Modes()
         self._prediction = ToPredict()
-        self._candidate: TorchRunner | None = None
         self._has_trained = False
 
     @property
@@ -157,43 +161,14 @@ class TorchRunner(ClassRunner):
         TorchRunner.__init__(self, settings, self._world)
         return self.setup()
 
-    def prepare_reload(self, settings: TorchSettings) -> tuple[TorchFacts, list[Hyperparameters]]:
-        """Makes an operator of another class with the state of this one, which goes on until `finish_reload`.
+    def _edited_by(self, candidate: TorchRunner) -> list[Hyperparameters]:
+        differing = hyperparameters.differing(self._internals.chosen, candidate._internals.chosen)
+        return differing if any(group for groups in differing for group in groups) else []
 
-        Returns:
-            Its facts, and the hyperparameters that its `setup` chooses differently.
-
-        Raises:
-            ValueError: The state does not fit.
-        """
-        self._candidate, own = None, self._state.own()
-        try:
-            candidate = TorchRunner(settings, self._world)
-            facts = candidate.setup()
-            state = self.state()
-            counts = {"models": facts.num_models, "optimizers": facts.num_optimizers}
-            check_parts(state, {**counts, "schedulers": facts.num_schedulers} if facts.num_schedulers else counts)
-            candidate.restore(state, None)
-        finally:
-            self._state.restore_own(own)
-        candidate._has_trained, candidate._copies, candidate._ledger = self._has_trained, self._copies, self._ledger
-        self._candidate = candidate
-        return facts, hyperparameters.differing(self._internals.chosen, candidate._internals.chosen)
-
-    def finish_reload(self, revision: int, edited: list[Hyperparameters]) -> TorchFacts | None:
-        """Goes on as the replica that `prepare_reload` made; None where there is none."""
-        if self._settings.revision != revision:  # else it was made with the new class
-            if self._candidate is None or self._candidate._settings.revision != revision:
-                return None
-            feed, self.__dict__ = self._feed, self._candidate.__dict__  # shared: parts of it know it by its first self
-            feed.close()
-        registered = self._internals.registered
-        hyperparameters.apply(edited, registered.optimizers, registered.schedulers)
-        return self._facts()
-
-    def drop_reload(self) -> None:
-        """Forgets what `prepare_reload` made."""
-        self._candidate = None
+    def _take_edited(self, edited: list[Hyperparameters]) -> None:
+        if edited:
+            registered = self._internals.registered
+            hyperparameters.apply(edited, registered.optimizers, registered.schedulers)
 
     def follow_config(self) -> None:
         """Gives the optimizers the hyperparameters of `setup` again, after a state of another config was loaded."""
@@ -290,7 +265,6 @@ class TorchRunner(ClassRunner):
         before, now = config.get(BATCH_SIZE), self._settings.config_for(world.size).get(BATCH_SIZE)
         if now is not None:
             config[BATCH_SIZE] = now
-        self._candidate = None  # it was made in another group
         self._part_ways()
         take_place(self.operator, world)
         self._feed.take_place(world.rank, world.size, now, before)
@@ -339,13 +313,24 @@ class TorchRunner(ClassRunner):
     @contextmanager
     def _predicting(self) -> Iterator[None]:
         """Modes of models and random states are given back, so that training goes on as if nothing had happened."""
-        registered, modes, drawn = self._internals.registered, Modes(), rng.capture()
+        registered, modes = self._internals.registered, Modes()
         modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
-            with self._parallel.evaluating(registered.wrapped), torch.no_grad():
+            with (
+                self._giving_back_random_numbers(),
+                self._parallel.evaluating(registered.wrapped),
+                torch.no_grad(),
+            ):
                 yield
         finally:
             modes.give_back()
+
+    @contextmanager
+    def _giving_back_random_numbers(self) -> Iterator[None]:
+        drawn = rng.capture()
+        try:
+            yield
+        finally:
             rng.restore(drawn)
 
     def _to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 from raysgd import _trials
@@ -42,15 +41,6 @@ class BaseTorchTrainable(_trials.trainer_trainable("`BaseTorchTrainable`")):  # 
             )
         trained = self.trainer.train(max_retries=0, profile=True)
         return _trials.merged(trained, self.trainer.validate(profile=True))
-
-    def load_checkpoint(self, checkpoint: str) -> None:
-        """Loads what `save_checkpoint` wrote. Of another config than this one, the optimizers keep this one's numbers.
-
-        Override it if you have state outside of the trainer, as does `save_checkpoint`.
-        """
-        super().load_checkpoint(checkpoint)
-        if _trials.has_changed(Path(checkpoint), self.config):
-            self.trainer._follow_config()
 
 
 def make_trainable(

@@ -70,7 +70,7 @@ class Population:
     """Trains several trainers, and lets the worse ones copy the better ones.
 
     Args:
-        trainer_factory: `config` -> a new `TorchTrainer`; called once for each member.
+        trainer_factory: `config` -> a new `TorchTrainer` or `TFTrainer`; called once for each member.
         space: What configs are drawn from and changed within: for each name a list of choices, a function without
             parameters that draws, a domain such as `ray.tune.loguniform(1e-4, 1e-1)`, a dict of these, or a fixed
             value.
@@ -225,7 +225,7 @@ def _made(trainer_factory: Callable[[dict[str, Any]], Any], config: dict[str, An
             trainer.shutdown()
         raise TypeError(
             f"`trainer_factory` returned a `{type(trainer).__name__}`, which has no `{missing[0]}`: return a "
-            "`raysgd.TorchTrainer`."
+            "`raysgd.TorchTrainer` or a `raysgd.TFTrainer`."
         )
     return trainer
 

@@ -4,13 +4,23 @@ import csv
 import json
 import struct
 import time
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from raysgd.callbacks import Callback, CSVLogger, JSONLogger, MLflowLogger, Run, TensorBoardLogger, WandbLogger
+from raysgd.callbacks import (
+    Callback,
+    CometLogger,
+    CSVLogger,
+    JSONLogger,
+    MLflowLogger,
+    Run,
+    TensorBoardLogger,
+    WandbLogger,
+)
 from raysgd.torch import TorchTrainer
 from tests.run_if import RunIf
 from tests.train.fit.notes import events
@@ -179,6 +189,49 @@ class TestWandb:
         assert (later.run_id, found.stem) == (first.run_id, f"run-{first.run_id}")
 
 
+@RunIf(modules=["comet_ml"])
+class TestComet:
+    QUIET: Mapping[str, Any] = {
+        **dict.fromkeys(["log_code", "log_git_metadata", "log_git_patch", "log_env_details"], False),
+        **{"auto_output_logging": False, "display_summary_level": 0},
+    }
+
+    @pytest.fixture(autouse=True)
+    def reports_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COMET_INTERNAL_SENTRY_DSN", "")  # comet_ml would send its own errors to its makers
+
+    def test_experiments_that_are_not_sent_are_archives_and_a_run_that_resumes_goes_on_with_one(
+        self, tmp_path: Path
+    ) -> None:
+        first, later = (CometLogger("digits", online=False, **self.QUIET) for _ in range(2))
+        play(first, tmp_path, {"loss": 2.0, "text": "x"}, {"loss": 1.0})
+        assert logged(tmp_path, "loss") == [(1, 2.0), (2, 1.0)]
+        later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+        play(later, tmp_path / "later", {"loss": 0.5}, epoch=2)
+        assert later.run_id == first.run_id
+        assert logged(tmp_path / "later", "loss") == [(3, 0.5)]
+
+    def test_an_active_experiment_is_used_and_left_open(self, tmp_path: Path) -> None:
+        import comet_ml
+
+        active = comet_ml.OfflineExperiment(offline_directory=str(tmp_path), **self.QUIET)
+        logger = CometLogger()
+        play(logger, tmp_path, {"loss": 2.0})
+        assert logger.run_id == active.get_key()
+        assert comet_ml.get_running_experiment() is active
+        active.end()
+        assert logged(tmp_path, "loss") == [(1, 2.0)]
+
+
+def logged(folder: Path, name: str) -> list[tuple[int, float]]:
+    """Steps and values of a metric in the only archive of a folder."""
+    [archive] = folder.glob("*.zip")
+    with zipfile.ZipFile(archive) as opened:
+        messages = [json.loads(line)["payload"] for line in opened.read("messages.json").splitlines()]
+    metrics = [message["metric"] for message in messages if "metric" in message]
+    return [(each["step"], each["metricValue"]) for each in metrics if each["metricName"] == name]
+
+
 def written(path: Path, name: str) -> list[float]:
     """The values of a metric in the file of a run."""
     from wandb.proto import wandb_internal_pb2
@@ -212,6 +265,7 @@ def records_in(content: bytes) -> Iterator[bytes]:
         (TensorBoardLogger, "tensorboardX", 'pip install "raysgd[tensorboard]"'),
         (MLflowLogger, "mlflow", 'pip install "raysgd[mlflow]"'),
         (WandbLogger, "wandb", 'pip install "raysgd[wandb]"'),
+        (CometLogger, "comet_ml", 'pip install "raysgd[comet]"'),
     ],
 )
 def test_a_missing_package_says_how_to_install_it(

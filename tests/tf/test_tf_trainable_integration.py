@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from raysgd.tf import TFTrainable
-from tests.tf.models import make_data, make_model
+from tests.tf.models import NUM_FEATURES, make_data, make_model
 
 pytestmark = pytest.mark.integration
 
@@ -18,6 +20,14 @@ CONFIG = {
     "use_gpu": False,
     "trainer_config": {"batch_size": 4},
 }
+
+
+def make_smaller_model(config: dict[str, Any]) -> Any:
+    import tensorflow as tf
+
+    model = tf.keras.Sequential([tf.keras.layers.Input([NUM_FEATURES]), tf.keras.layers.Dense(1)])
+    model.compile(optimizer="sgd", loss="mse")
+    return model
 
 
 def test_a_trial_asks_for_its_workers() -> None:
@@ -33,7 +43,7 @@ def test_it_is_found_where_the_old_library_had_it() -> None:
         _ = tf_trainer.TFTrainables
 
 
-def test_a_trial_trains_saves_and_restores(ray_cluster: None, keras: str, tmp_path: Path) -> None:
+def test_a_trial_trains_saves_restores_and_serves_another_config(ray_cluster: None, keras: str, tmp_path: Path) -> None:
     trial = TFTrainable(dict(CONFIG))
     try:
         first = trial.step()
@@ -42,5 +52,11 @@ def test_a_trial_trains_saves_and_restores(ray_cluster: None, keras: str, tmp_pa
         second = trial.step()
         trial.load_checkpoint(str(tmp_path))
         assert trial.step() == pytest.approx(second)
+        processes = trial.trainer.apply_all_workers(os.getpid)
+        assert trial.reset_config({**CONFIG, "model_creator": make_smaller_model})
+        assert len(trial.trainer.get_model().layers) == 1
+        assert trial.reset_config(dict(CONFIG))
+        assert trial.step() == pytest.approx(first), "it begins again, with the first creators"
+        assert trial.trainer.apply_all_workers(os.getpid) == processes
     finally:
         trial.cleanup()

@@ -18,7 +18,8 @@ from raysgd.connections import torch as torch_connection
 from raysgd.engine.status import TrainerStatus
 from raysgd.engine.types import DataLedger
 from raysgd.torch import TorchTrainer
-from tests.torch.ledger import Ledger, parameters_of, uses
+from tests.torch.ledger import NUM_SAMPLES, Ledger, parameters_of, uses
+from tests.torch.operators_for_tests import dataset, equal
 
 pytestmark = pytest.mark.integration
 
@@ -251,3 +252,27 @@ def test_while_a_call_runs_its_own_numbers_are_told_here_and_to_the_metrics_of_r
     assert [name for name, _ in reported].count("raysgd_samples_used") >= 2, "about once a second"
     last = dict(reported)
     assert (last["raysgd_workers"], last["raysgd_straggler"], last["raysgd_samples_due"]) == (2, 1, 480)
+
+
+def test_calls_with_data_of_their_own_are_repeated_whole_after_a_loss(
+    ray_cluster: None, trainers: list[TorchTrainer]
+) -> None:
+    trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=2, config={"batch_size": 3})
+    trainers.append(trainer)
+    data = dataset(NUM_SAMPLES)
+    trainer.train(num_steps=10, dataset=data)
+    testing.kill_worker(trainer, 1, at="step:5")
+    result = trainer.train(num_steps=30, dataset=data)
+    assert (result["num_samples"], result["epoch"]) == (180, 2)
+    assert kinds(trainer) == ["rebuilt"]
+    assert uses(trainer) == {1}, "it went on behind the first call, and what was done before the loss does not count"
+
+    before = trainer.state_dict()
+    expected = trainer.validate(dataset=data)
+    testing.kill_worker(trainer, 0, at="validate")
+    found = trainer.validate(dataset=data)
+    assert (found["num_samples"], found["val_loss"]) == (NUM_SAMPLES, pytest.approx(expected["val_loss"]))
+    assert kinds(trainer)[1:] in (["rejoined"], ["rebuilt"])
+    assert equal(trainer.state_dict()["models"], before["models"])
+    trainer.train()
+    assert uses(trainer) == {2}, "the registered data are where they were"

@@ -260,6 +260,16 @@ def test_a_ready_made_operator_trains_and_validates(two: TorchTrainer) -> None:
     assert found.results[2]["num_samples"] == 50
 
 
+def test_predictions_are_those_of_one_process_and_the_training_goes_on(two: TorchTrainer) -> None:
+    data = dataset(21)
+    two.train()
+    found = two.predict(data, batch_size=4)
+    with torch.no_grad():
+        assert_close(found, two.get_model(to_cpu=True)(data.tensors[0]))
+    assert len(two.predict(torch.utils.data.Subset(data, range(1)))) == 1, "one rank has nothing to do"
+    assert two.train()["num_samples"] == 21
+
+
 class Mortal(LinearOperator):
     """Is killed where the config says so, once."""
 

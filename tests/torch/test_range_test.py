@@ -1,4 +1,7 @@
-"""The learning-rate range test: the arithmetic by itself, and one worker in this process."""
+"""The learning-rate range test: on losses that are made up, and on a worker in this process.
+
+Covers `raysgd.replicas.range_test`: the worker is one of PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,8 @@ import pytest
 import torch
 
 from raysgd.exceptions import InvalidCountError
+from raysgd.replicas.range_test import LrCurve, RangeTest, smooth
 from raysgd.torch import TorchTrainer
-from raysgd.torch.range_test import LrCurve, RangeTest, smooth
 from tests.torch.operators_for_tests import DropoutOperator, equal
 
 Make = Callable[..., TorchTrainer]

@@ -16,7 +16,7 @@ import numpy as np
 
 from raysgd import _checks
 from raysgd._optional import require
-from raysgd.replicas.epochs import EpochRequest
+from raysgd.replicas.loop import Loop
 from raysgd.replicas.results import as_number
 from raysgd.utils import NUM_SAMPLES
 
@@ -158,52 +158,34 @@ def _means(losses: Sequence[Sequence[Loss]]) -> list[float]:
     return means
 
 
-def take_steps(runner: Any, rates: Sequence[float], metric: str, request: EpochRequest, *share: Any) -> list[Loss]:
-    """Runs on each replica: takes a step with each of the rates; returns the losses."""
-    with _watching(runner.operator, rates, metric) as losses:
-        runner.train_epoch(request, *share)
-    return losses
-
-
 @contextmanager
-def _watching(operator: Any, rates: Sequence[float], metric: str) -> Iterator[list[Loss]]:
+def watching(operator: Any, loop: Loop, rates: Sequence[float], metric: str) -> Iterator[list[Loss]]:
     """Inside, each batch is trained on with the next rate, and its loss is noted."""
     losses: list[Loss] = []
-    train_batch, step, shares = operator.train_batch, operator._raysgd.parallel.step, _shares(operator)
-    was_set = "train_batch" in vars(operator)
+    train_batch, was_set = operator.train_batch, "train_batch" in vars(operator)
 
-    @wraps(train_batch)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        for group, share in shares:
-            group["lr"] = rates[min(len(losses), len(rates) - 1)] * share
-        metrics = train_batch(*args, **kwargs)
-        losses.append(_loss(metrics, metric, 0.0 if step.is_padding else None))
-        return metrics
+    with operator._raysgd.setting_rates() as set_rate:
 
-    operator.train_batch = watched
-    try:
-        yield losses
-    finally:
-        if was_set:
-            operator.train_batch = train_batch
-        else:
-            del operator.train_batch
+        @wraps(train_batch)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            set_rate(rates[min(len(losses), len(rates) - 1)])
+            metrics = train_batch(*args, **kwargs)
+            losses.append(_loss(metrics, metric, loop))
+            return metrics
 
-
-def _shares(operator: Any) -> list[tuple[dict[str, Any], float]]:
-    """All groups of parameters, and their rates after `setup` as parts of the first one's."""
-    internals = operator._raysgd
-    groups = [
-        group for optimizer in internals.registered.optimizers for group in getattr(optimizer, "param_groups", ())
-    ]
-    rates = [each.get("initial_lr", each.get("lr")) for chosen in internals.chosen for each in chosen]
-    first = next((rate for rate in rates if rate), 1.0)
-    return [(group, rate / first if rate else 1.0) for group, rate in zip(groups, rates, strict=True) if "lr" in group]
+        operator.train_batch = watched
+        try:
+            yield losses
+        finally:
+            if was_set:
+                operator.train_batch = train_batch
+            else:
+                del operator.train_batch
 
 
-def _loss(metrics: Any, metric: str, weight: float | None) -> Loss:
-    if not isinstance(metrics, Mapping) or as_number(metrics.get(metric)) is None:
+def _loss(metrics: Any, metric: str, loop: Loop) -> Loss:
+    loss = as_number(loop.plain(metrics.get(metric))) if isinstance(metrics, Mapping) else None
+    if loss is None:
         found = ", ".join(f"`{name}`" for name in metrics) if isinstance(metrics, Mapping) else "no dict"
         raise ValueError(f'`find_lr(metric="{metric}")`: `train_batch` reports no such number. It reports {found}.')
-    samples = as_number(metrics.get(NUM_SAMPLES, 1))
-    return float(as_number(metrics[metric])), float(samples if weight is None else weight)
+    return float(loss), 0.0 if loop.step.is_padding else float(as_number(metrics.get(NUM_SAMPLES, 1)))

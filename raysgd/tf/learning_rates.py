@@ -1,0 +1,51 @@
+"""The learning rates of Keras optimizers: read, set, and compared between two set-ups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+Rates = Sequence[float | None]
+"""Of each optimizer; None for one that follows a schedule, or has no rate that can be set."""
+
+
+def read(optimizers: Iterable[Any]) -> list[float | None]:
+    """The rates that optimizers have now."""
+    return [_read(optimizer) for optimizer in optimizers]
+
+
+def _read(optimizer: Any) -> float | None:
+    chosen = getattr(optimizer, "inner_optimizer", optimizer).get_config().get("learning_rate")
+    is_scheduled = isinstance(chosen, Mapping)  # tf_keras would let its present value be set, and forget it
+    rate: Any = getattr(optimizer, "learning_rate", None)
+    return float(rate.numpy()) if hasattr(rate, "assign") and not is_scheduled else None
+
+
+def apply(rates: Rates, optimizers: Iterable[Any]) -> None:
+    """Sets optimizers to rates; None leaves one as it is."""
+    for rate, optimizer in zip(rates, optimizers, strict=True):
+        if rate is not None:
+            optimizer.learning_rate.assign(rate)
+
+
+def differing(before: Rates, after: Rates) -> list[float | None]:
+    """Only the rates of `after` that are other ones than before, for `apply`; an empty list if there are none."""
+    found = [rate if rate != (before[at] if at < len(before) else None) else None for at, rate in enumerate(after)]
+    return found if any(rate is not None for rate in found) else []
+
+
+def rate_setter(optimizers: Sequence[Any], chosen: Rates) -> Callable[[float], None]:
+    """What sets the rate of the first optimizer; the others keep the ratios that `setup` chose.
+
+    Raises:
+        ValueError: The rate of one cannot be set.
+    """
+    for optimizer, rate in zip(optimizers, chosen, strict=True):
+        if rate is None:
+            raise ValueError(
+                f"`find_lr` cannot set the learning rate of `{type(optimizer).__name__}`, which follows a schedule: "
+                "register an optimizer whose learning rate is a number."
+            )
+    first = next((rate for rate in chosen if rate), 1.0)
+    shares = [rate / first if rate else 1.0 for rate in chosen]
+    return lambda rate: apply([rate * share for share in shares], optimizers)

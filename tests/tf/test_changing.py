@@ -1,0 +1,223 @@
+"""Changes of what one worker in this process trains with Keras: entries of its config, its class, its state, its rates.
+
+Covers `raysgd.replicas.changeable` and `raysgd.tf.learning_rates`, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from raysgd.tf import TFTrainer
+from raysgd.tf.learning_rates import differing
+from raysgd.tune.population import Population
+from tests.tf.lab import largest_difference
+from tests.tf.models import Line, make_data, make_model
+
+Make = Callable[..., TFTrainer]
+
+CONFIG = {"lr": 0.04, "optimizer": "adam", "layers": "dropout", "note": "first"}
+
+
+@pytest.fixture
+def make_local(keras_here: Any) -> Iterator[Make]:
+    """Make trainers with one worker in this process, and shut them down behind the test."""
+    trainers = []
+
+    def make(operator_cls: Any = Line, **options: Any) -> TFTrainer:
+        options = {"config": CONFIG, "seed": 3, **options}
+        trainers.append(TFTrainer(training_operator_cls=operator_cls, use_local=True, **options))
+        return trainers[-1]
+
+    yield make
+    for trainer in trainers:
+        trainer.shutdown()
+
+
+def rate(trainer: TFTrainer) -> float:
+    return round(float(trainer.get_local_operator().optimizer.learning_rate.numpy()), 6)
+
+
+def is_same(left: Mapping[str, Any], right: Mapping[str, Any]) -> bool:
+    """Whether two states are equal to the last bit."""
+    return left["epoch"] == right["epoch"] and not any(
+        largest_difference(left, right, part) for part in ("models", "optimizers")
+    )
+
+
+class Counted(Line):
+    """An edited class."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {**super().train_batch(batch, batch_info), "edited": 2}
+
+
+class Raises(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        np.random.rand(3)
+        raise ZeroDivisionError("while it was edited")
+
+
+class Wider(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup({**config, "layers": "batch_norm"})
+
+
+class Faster(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup({**config, "lr": 0.07})
+
+
+class Hooked(Line):
+    def config_changed(self, config: dict[str, Any], changed: Mapping[str, Any]) -> None:
+        if config["lr"] > 1:
+            raise OverflowError("too large")
+        self.optimizer.learning_rate.assign(config["lr"])
+
+
+class Scheduled(Line):
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        super().setup(config)
+        rates = tf.keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.5)
+        loss = tf.keras.losses.MeanSquaredError()
+        self.register(models=self.model, optimizers=tf.keras.optimizers.SGD(rates), loss=loss)
+
+
+@pytest.mark.keras_in_turns("keras3")
+class TestReloading:
+    def test_an_edited_class_goes_on_to_the_last_bit(self, make_local: Make) -> None:
+        results: list[Any] = []
+        for reloads in (True, False):
+            trainer = make_local()
+            trainer.train()
+            trainer.train(num_steps=2)
+            if reloads:
+                trainer.reload(Counted)
+                assert type(trainer.get_local_operator()) is Counted
+            results.append((trainer.train(num_steps=3), trainer.state_dict()))
+        (edited, state), (alone, expected) = results
+        assert edited.pop("edited") == edited.pop("last_edited") == 2
+        assert edited == alone
+        assert is_same(state, expected)
+
+    def test_a_class_that_cannot_go_on_is_refused(self, make_local: Make) -> None:
+        trainer = make_local()
+        trainer.train(num_steps=2)
+        before, operator, drawn = trainer.state_dict(), trainer.get_local_operator(), np.random.get_state()
+        cases: list[tuple[Any, type[Exception], str]] = [
+            (Raises, ZeroDivisionError, "while it was edited"),
+            (Wider, ValueError, "does not fit what is registered|has 4 arrays"),
+            (dict, TypeError, "need a subclass of `raysgd.tf.TrainingOperator`"),
+        ]
+        for operator_cls, error, message in cases:
+            with pytest.raises(error, match=message):
+                trainer.reload(operator_cls)
+        assert np.array_equal(np.random.get_state()[1], drawn[1])  # type: ignore[arg-type]
+        assert trainer.get_local_operator() is operator
+        assert trainer.training_operator_cls is Line
+        assert is_same(trainer.state_dict(), before)
+        assert trainer.train()["epoch"] == 1
+
+    def test_a_learning_rate_that_was_edited_is_taken_and_another_left(self, make_local: Make) -> None:
+        trainer = make_local()
+        trainer.get_local_operator().optimizer.learning_rate.assign(0.02)
+        trainer.reload(Counted)
+        assert rate(trainer) == 0.02
+        trainer.reload(Faster)
+        assert rate(trainer) == 0.07
+
+
+@pytest.mark.keras_in_turns("keras2")
+class TestUpdatingTheConfig:
+    def test_a_hook_gives_the_optimizer_the_new_rate(self, make_local: Make) -> None:
+        trainer = make_local(Hooked)
+        trainer.update_config(lr=0.05)
+        assert (rate(trainer), trainer.config["lr"], trainer.get_local_operator().config["lr"]) == (0.05, 0.05, 0.05)
+        with pytest.raises(OverflowError, match="too large"):
+            trainer.update_config(lr=7.0)
+        assert (rate(trainer), trainer.config["lr"], trainer.get_local_operator().config["lr"]) == (0.05, 0.05, 0.05)
+
+    def test_without_a_hook_the_operator_finds_the_value_and_no_optimizer_follows(self, make_local: Make) -> None:
+        trainer = make_local()
+        trainer.update_config(lr=0.05)
+        assert (rate(trainer), trainer.get_local_operator().config["lr"]) == (0.04, 0.05)
+
+    def test_names_that_the_config_lacks_are_refused_with_a_guess(self, make_local: Make) -> None:
+        with pytest.raises(ValueError, match=r"has no `nota`\. Did you mean `note`\?"):
+            make_local().update_config(nota="second")
+
+
+@pytest.mark.keras_in_turns("keras2")
+class TestFindingARate:
+    def test_it_takes_steps_with_growing_rates_and_puts_all_back(self, make_local: Make, tmp_path: Path) -> None:
+        seen: list[float] = []
+
+        class Watched(Line):
+            def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+                seen.append(float(self.optimizer.learning_rate.numpy()))
+                return super().train_batch(batch, batch_info)
+
+        results = []
+        for finds in (True, False):
+            trainer = make_local(Watched, config={**CONFIG, "layers": "dense"})
+            trainer.train(num_steps=2)
+            if finds:
+                before = trainer.state_dict()
+                seen.clear()
+                curve = trainer.find_lr(1e-4, 10.0, 8)
+                assert seen == pytest.approx(curve.rates)
+                assert len(curve.losses) == 8
+                assert rate(trainer) == 0.04
+                assert is_same(trainer.state_dict(), before)
+            results.append((trainer.train(), trainer.state_dict()))
+        assert results[0][0] == results[1][0]
+        assert is_same(results[0][1], results[1][1])
+
+    def test_what_has_no_rate_to_set_is_refused(self, make_local: Make) -> None:
+        with pytest.raises(ValueError, match="cannot set the learning rate of `SGD`, which follows a schedule"):
+            make_local(Scheduled).find_lr()
+
+
+@pytest.mark.keras_in_turns("keras3")
+def test_a_trainer_of_creators_says_what_it_cannot_do(keras_here: Any) -> None:
+    with TFTrainer(make_model, make_data, {"lr": 0.1}, use_local=True) as trainer:
+        for change in (trainer.find_lr, lambda: trainer.reload(Line)):
+            with pytest.raises(ValueError, match="needs an operator class, and this trainer has creator functions"):
+                change()
+
+
+@pytest.mark.soak
+class TestAPopulation:
+    def test_a_member_copies_another_one_and_keeps_the_rate_of_its_own_config(self, make_local: Make) -> None:
+        def make(config: dict[str, Any]) -> TFTrainer:
+            return make_local(config={**CONFIG, **config})
+
+        with Population(make, {"lr": [0.02, 0.03]}, size=2, seed=0) as population:
+            population.train()
+            worse, better = population.members
+            population.copy(worse, better, {**CONFIG, "lr": 0.01})
+            assert rate(worse.trainer) == 0.01
+            assert is_same_but_for_rates(worse.trainer, better.trainer)
+            assert worse.trainer.train()["epoch"] == 2
+
+    def test_only_trainers_of_one_kind_share_a_state(self, make_local: Make) -> None:
+        with pytest.raises(TypeError, match="got a `dict`: need a trainer of the same kind, a `TFTrainer`"):
+            make_local().take_state_of({})
+
+
+def is_same_but_for_rates(one: TFTrainer, other: TFTrainer) -> bool:
+    states = one.state_dict(), other.state_dict()
+    return not largest_difference(*states) and states[0]["epoch"] == states[1]["epoch"]
+
+
+def test_rates_that_differ() -> None:
+    assert differing([0.1, 0.2, None], [0.1, 0.3, None]) == [None, 0.3, None]
+    assert differing([0.1], [0.1]) == []
+    assert differing([], [0.1]) == [0.1]
