@@ -125,6 +125,7 @@ class TestReloading:
         assert is_same(trainer.state_dict(), before)
         assert trainer.train()["epoch"] == 1
 
+    @pytest.mark.soak
     def test_a_learning_rate_that_was_edited_is_taken_and_another_left(self, make_local: Make) -> None:
         trainer = make_local()
         trainer.get_local_operator().optimizer.learning_rate.assign(0.02)
@@ -134,7 +135,7 @@ class TestReloading:
         assert rate(trainer) == 0.07
 
 
-@pytest.mark.keras_in_turns("keras2")
+@pytest.mark.soak
 class TestUpdatingTheConfig:
     def test_a_hook_gives_the_optimizer_the_new_rate(self, make_local: Make) -> None:
         trainer = make_local(Hooked)
@@ -180,6 +181,7 @@ class TestFindingARate:
         assert results[0][0] == results[1][0]
         assert is_same(results[0][1], results[1][1])
 
+    @pytest.mark.soak
     def test_what_has_no_rate_to_set_is_refused(self, make_local: Make) -> None:
         with pytest.raises(ValueError, match="cannot set the learning rate of `SGD`, which follows a schedule"):
             make_local(Scheduled).find_lr()

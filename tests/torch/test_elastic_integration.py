@@ -254,6 +254,7 @@ def test_while_a_call_runs_its_own_numbers_are_told_here_and_to_the_metrics_of_r
     assert (last["raysgd_workers"], last["raysgd_straggler"], last["raysgd_samples_due"]) == (2, 1, 480)
 
 
+@pytest.mark.soak
 def test_calls_with_data_of_their_own_are_repeated_whole_after_a_loss(
     ray_cluster: None, trainers: list[TorchTrainer]
 ) -> None:
