@@ -102,9 +102,19 @@ def check_info(info: Any) -> dict[str, Any]:
     return dict(info or {})
 
 
-def refuse_unknown(trainer: str, unknown: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuses unknown keywords, with a guess at what was meant."""
+_TRAINERS_OF_OPERATORS = {
+    "joint_batch": "`raysgd.torch.TorchTrainer` or `raysgd.tf.TFTrainer`",
+    **dict.fromkeys(("max_batch_per_worker", "balance", "deterministic"), "`raysgd.torch.TorchTrainer`"),
+}
+"""Options for steps that the library divides, and where they are."""
+
+
+def refuse_unknown(trainer: str, unknown: Iterable[str], known: Iterable[str]) -> None:
+    """Refuses unknown keywords, and says where they belong, or guesses what was meant."""
     for name in unknown:
+        where = _TRAINERS_OF_OPERATORS.get(name)
+        if where is not None:
+            raise TypeError(f"`{trainer}` does not know `{name}`: omit it, or pass it to {where}, with an operator.")
         raise TypeError(f"`{trainer}` does not know `{name}`.{did_you_mean(name, known)}")
 
 

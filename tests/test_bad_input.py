@@ -7,6 +7,7 @@ import re
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,11 @@ from raysgd.engine import resources
 from raysgd.tf import TFTrainer
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.train import CheckpointStrategy, Trainer
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.fit import frameworks
 from raysgd.train.torch import TorchConfig
 from raysgd.utils import BATCH_SIZE
+from raysgd.v2 import Trainer as TrainerV2
 from tests.torch.operators_for_tests import LinearOperator
 
 NAN, INF = math.nan, math.inf
@@ -104,6 +108,10 @@ TORCH: list[Row] = [
     *rows("initialization_hook", "hook", 3),
     *rows("training_operator_cls", None, "LinearOperator", TrainingOperator.__init__, dict),
     *rows("fsdp_args", 3, "x"),
+    *rows("joint_batch", "const", None, 18),
+    *rows("max_batch_per_worker", 0, -1, 1.5, "4", True, 8),
+    *rows("balance", "quick", True, 2),
+    *rows("deterministic", *TEXTS),
 ]
 
 
@@ -264,6 +272,7 @@ TF: list[Row] = [
     *rows("initialization_hook", "hook", 3),
     *rows("model_creator", None, 3, "make"),
     *rows("data_creator", None, 3, "make"),
+    *rows("joint_batch", "const", None, 18),
 ]
 
 
@@ -315,6 +324,51 @@ def test_trainer_of_functions_refuses_an_argument(row: Row, tmp_path: Path) -> N
     options: dict[str, Any] = {"backend": "torch", "logdir": tmp_path / "runs", row[0]: row[1]}
     assert_refused(*row, lambda: Trainer(**options))
     assert not (tmp_path / "runs").exists()
+
+
+DIVIDING: list[Row] = [
+    ("joint_batch", "constant"),
+    ("max_batch_per_worker", 4),
+    ("balance", "speed"),
+    ("deterministic", True),
+]
+"""Options for steps that the library divides."""
+
+OF_FUNCTIONS: list[Callable[..., object]] = [
+    partial(Trainer, "torch"),
+    partial(TrainerV2, "horovod"),
+    partial(frameworks.TorchTrainer, print),
+    partial(frameworks.TensorflowTrainer, print),
+    partial(frameworks.HorovodTrainer, print),
+    partial(DataParallelTrainer, print),
+]
+
+
+@pytest.mark.parametrize("row", DIVIDING, ids=named)
+def test_options_of_operators_are_refused_by_name_elsewhere(row: Row) -> None:
+    where = r"omit it, or pass it to `raysgd.torch.TorchTrainer`.* with an operator"
+    for make in OF_FUNCTIONS:
+        with pytest.raises(TypeError, match=rf"Trainer` does not know `{row[0]}`: {where}"):
+            make(**dict([row]))
+    if row[0] != "joint_batch":
+        with pytest.raises(TypeError, match=rf"`TFTrainer` does not know `{row[0]}`: {where}"):
+            TFTrainer(dict, dict, **dict([row]))
+
+
+def test_a_keyword_of_functions_that_is_misspelt_is_guessed_at() -> None:
+    with pytest.raises(TypeError, match=r"`TorchTrainer` does not know `run_cfg`\. Did you mean `run_config`\?"):
+        frameworks.TorchTrainer(print, run_cfg=None)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"`Trainer` does not know `num_worker`\. Did you mean `num_workers`\?"):
+        Trainer("torch", num_worker=2)
+
+
+@pytest.mark.parametrize("row", DIVIDING, ids=named)
+@pytest.mark.parametrize("place", [{"backend": "horovod"}, {"parallel": "fsdp"}], ids=str)
+def test_they_are_refused_by_name_where_nothing_can_divide_steps(place: dict[str, Any], row: Row) -> None:
+    joint = {} if row[0] == "deterministic" else {"joint_batch": "constant"}
+    [(what, value)] = place.items()
+    with pytest.raises(ValueError, match=rf'cannot work with `{what}="{value}"`.*Use that, or omit it'):
+        TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, **{**joint, **place, row[0]: row[1]})
 
 
 RUNS: list[Row] = [

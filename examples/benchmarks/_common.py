@@ -268,6 +268,27 @@ def take_turns(
     return found
 
 
+def in_pairs(
+    first: Callable[[], float], second: Callable[[], float], *, num_pairs: int, num_warm_up: int
+) -> list[tuple[float, float]]:
+    """What two functions measure in turn; who goes first changes from pair to pair.
+
+    Args:
+        first: One of them.
+        second: The other one.
+        num_pairs: How many pairs to return.
+        num_warm_up: How many to measure before them.
+    """
+    pairs = []
+    for index in range(num_warm_up + num_pairs):
+        if index % 2:
+            of_second, of_first = second(), first()
+        else:
+            of_first, of_second = first(), second()
+        pairs.append((of_first, of_second))
+    return pairs[num_warm_up:]
+
+
 # ------------------------------------------------------------------------------------------------------ statistics
 
 

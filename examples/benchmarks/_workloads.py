@@ -184,7 +184,8 @@ class StockOperator(TrainingOperator):
             models=model, optimizers=sgd(model), criterion=nn.CrossEntropyLoss()
         )
         dataset = workload.dataset(config["world_size"])
-        self.register_data(train_loader=DataLoader(dataset, batch_size=workload.batch_size, shuffle=True))
+        batch_size = config.get("batch_size", workload.batch_size)
+        self.register_data(train_loader=DataLoader(dataset, batch_size=batch_size, shuffle=True))
 
 
 class TimedOperator(StockOperator):

@@ -3,9 +3,11 @@
     python examples/benchmarks/slow_worker.py [--smoke-test] [--repetitions 3] [--peers raw]
 
 Two workers train `mlp_large` with a joint batch of 512. One of them gets half of a CPU, by a control group where one
-can be made, else by stopping it half of the time; the report says which. Ten steps are not counted: by then
-`balance="speed"` must have found its shares. Ideal is 1.5 times the samples per second of even shares. The same without
-a slow worker says what the measuring and telling costs.
+can be made, else by stopping it half of the time; the report says which. The first ten steps are not counted: by then
+`balance="speed"` must have found its shares. Ideal is 1.5 times the samples per second of even shares.
+
+What measuring and telling costs where no worker is slow is found in pairs: two trainers in one cluster, with shares by
+speed and with even ones, take a few steps in turn. It takes about three minutes.
 """
 
 from __future__ import annotations
@@ -13,122 +15,138 @@ from __future__ import annotations
 import contextlib
 import os
 import time
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
-from _common import OWN, Report, Target, choose_peers, dispatch, make_parser, ray_cluster, run_job, take_turns
+from _common import (
+    OWN,
+    Report,
+    Target,
+    choose_peers,
+    dispatch,
+    estimate,
+    in_pairs,
+    make_parser,
+    ray_cluster,
+    run_job,
+    take_turns,
+)
 from _slowed import half_as_fast, way
-from _workloads import WORKLOADS, HandWritten, StockOperator, TimedOperator, Workload, config_of, sgd, workload_of
-from torch import nn
-from torch.utils.data import DataLoader
+from _workloads import WORKLOADS, HandWritten, TimedOperator, config_of
 
 from raysgd import TorchTrainer
 
 PEERS = {"raw": "torch"}
+EVEN = "raysgd_even"
 NUM_WORKERS = 2
 NUM_STEPS_TO_FIND_SHARES = 10
+NUM_STEPS_OF_PAIR = 10
+NUM_PAIRS = 10
+WORKLOAD = WORKLOADS["mlp_large"]
+JOINT_SIZE = WORKLOAD.batch_size * NUM_WORKERS
 
 
-class JointOperator(TimedOperator):
-    """The stock loop over joint batches."""
-
-    def setup(self, config: dict[str, Any]) -> None:
-        StockOperator.setup(self, config)
-        workload = workload_of(config)
-        model = workload.model()
-        self.model, self.optimizer, self.criterion = self.register(
-            models=model, optimizers=sgd(model), criterion=nn.CrossEntropyLoss()
-        )
-        joint_size = workload.batch_size * config["world_size"]
-        data = workload.dataset(config["world_size"])
-        self.register_data(train_loader=DataLoader(data, batch_size=joint_size, shuffle=True))
-        self.train_epoch = self._timed(self.train_epoch)  # type: ignore[method-assign]
+def make_trainer(num_steps: int, balance: str | None) -> TorchTrainer:
+    """A trainer with that joint batch, and passes of so many steps."""
+    workload = WORKLOAD.with_steps(num_steps)
+    return TorchTrainer(
+        training_operator_cls=TimedOperator,
+        config=config_of(workload, NUM_WORKERS, batch_size=JOINT_SIZE),
+        num_workers=NUM_WORKERS,
+        joint_batch="constant",
+        balance=balance,  # type: ignore[arg-type]
+    )
 
 
-def _workload(num_steps: int) -> Workload:
-    return WORKLOADS["mlp_large"].with_steps(num_steps)
+def speed_of(trainer: TorchTrainer, num_steps: int) -> float:
+    """Samples per second in some steps."""
+    trainer.state_dict()  # waits until the snapshot of the last call has left the workers
+    results = trainer.train(num_steps=num_steps, reduce_results=False)
+    return JOINT_SIZE * num_steps / float(max(result["loop_s"] for result in results))
 
 
-def run_raysgd(num_steps: int, balance: str | None) -> dict[str, float]:
-    """Samples per second, with a slow worker and without."""
-    workload = _workload(num_steps + NUM_STEPS_TO_FIND_SHARES)
-    speeds = {}
-    for name, is_slow in (("slow", True), ("even", False)):
-        with (
-            ray_cluster(NUM_WORKERS),
-            TorchTrainer(
-                training_operator_cls=JointOperator,
-                config=config_of(workload, NUM_WORKERS),
-                num_workers=NUM_WORKERS,
-                joint_batch="constant",
-                balance=balance,  # type: ignore[arg-type]
-            ) as trainer,
-        ):
-            pid = trainer.apply_all_workers(os.getpid)[1]
-            with half_as_fast(pid) if is_slow else contextlib.nullcontext():
-                trainer.train(num_steps=NUM_STEPS_TO_FIND_SHARES)
-                results = trainer.train(num_steps=num_steps, reduce_results=False)
-        joint_size = workload.batch_size * NUM_WORKERS
-        speeds[name] = joint_size * num_steps / max(result["loop_s"] for result in results)
-    return speeds
+def slowed_speed_of(trainer: TorchTrainer, num_steps: int) -> float:
+    """The same with one slow worker, after a few steps."""
+    pid = trainer.apply_all_workers(os.getpid)[1]
+    with half_as_fast(pid):
+        trainer.train(num_steps=NUM_STEPS_TO_FIND_SHARES)
+        return speed_of(trainer, num_steps)
 
 
-def run_balanced(num_steps: int) -> dict[str, float]:
-    """With shares by speed."""
-    return run_raysgd(num_steps, "speed")
-
-
-def run_even(num_steps: int) -> dict[str, float]:
-    """With even shares."""
-    return run_raysgd(num_steps, None)
+def run_raysgd(num_steps: int, num_pairs: int) -> dict[str, dict[str, Any]]:
+    """Both trainers, at first with no slow worker."""
+    num_of_pass = num_steps + NUM_STEPS_TO_FIND_SHARES
+    with (
+        ray_cluster(2 * NUM_WORKERS),
+        make_trainer(num_of_pass, "speed") as by_speed,
+        make_trainer(num_of_pass, None) as evenly,
+    ):
+        both = (by_speed, evenly)
+        measures = [partial(speed_of, trainer, min(num_steps, NUM_STEPS_OF_PAIR)) for trainer in both]
+        pairs = in_pairs(*measures, num_pairs=num_pairs, num_warm_up=1)
+        slow = [slowed_speed_of(trainer, num_steps) for trainer in both]
+    return {
+        OWN: {"slow": slow[0], "even": [pair[0] for pair in pairs], "ratio": [one / other for one, other in pairs]},
+        EVEN: {"slow": slow[1], "even": [pair[1] for pair in pairs]},
+    }
 
 
 def run_raw(num_steps: int) -> dict[str, float]:
     """The loop written by hand, under torchrun; rank 1 slows itself down."""
     dist.init_process_group("gloo")
+    training = HandWritten(WORKLOAD.with_steps(num_steps), dist.get_rank(), NUM_WORKERS)
     speeds = {}
-    for name, is_slow in (("even", False), ("slow", True)):
-        workload = _workload(num_steps)
-        training = HandWritten(workload, dist.get_rank(), NUM_WORKERS)
+    for name, is_slow in (("warm_up", False), ("even", False), ("slow", True)):
         with half_as_fast(os.getpid()) if is_slow and dist.get_rank() == 1 else contextlib.nullcontext():
             dist.barrier()
             began = time.perf_counter()
             training.train_epoch_of_all()
-            speeds[name] = workload.num_samples(NUM_WORKERS) / (time.perf_counter() - began)
+            speeds[name] = JOINT_SIZE * num_steps / (time.perf_counter() - began)
     return speeds
 
 
-ROLES = {OWN: run_balanced, "raysgd_even": run_even, "raw": run_raw}
+ROLES = {OWN: run_raysgd, "raw": run_raw}
 
 
 def main() -> None:
     dispatch(ROLES)
     parser = make_parser(__doc__.partition("\n")[0], repetitions=3, peers=PEERS)
-    parser.add_argument("--num-steps", type=int, default=40, help="steps that count")
+    parser.add_argument("--num-steps", type=int, default=30, help="steps that count")
     arguments = parser.parse_args()
     peers = choose_peers(arguments, PEERS)
+    num_pairs = NUM_PAIRS
     if arguments.smoke_test:
-        arguments.repetitions, arguments.num_steps = 1, 3
+        arguments.repetitions, arguments.num_steps, num_pairs = 1, 3, 1
     report = Report("slow_worker", arguments, peers)
+    run = partial(run_job, __file__, num_steps=arguments.num_steps)
     jobs = {
-        name: lambda name=name: run_job(  # type: ignore[misc]
-            __file__, name, processes=NUM_WORKERS if name == "raw" else None, num_steps=arguments.num_steps
-        )
-        for name in (OWN, "raysgd_even", *peers.selected)
+        OWN: partial(run, OWN, num_pairs=num_pairs),
+        **{name: partial(run, name, processes=NUM_WORKERS) for name in peers.selected},
     }
-    runs = take_turns(jobs, arguments.repetitions, report)
+    found = take_turns(jobs, arguments.repetitions, report)
+    own = found.pop(OWN)
+    runs = {**{name: [each[name] for each in own] for name in (OWN, EVEN)}, **found}
+    report_runs(report, runs)
+
+
+def report_runs(report: Report, runs: dict[str, Sequence[dict[str, Any]]]) -> None:
+    """Tables, and what is compared with a target."""
     names = {"slow": "samples/s, one worker at half speed", "even": "samples/s, no slow worker"}
-    found = report.figures(f"One of two workers slowed down by: {way()}", names, runs)
+    medians = report.figures(f"One of two workers slowed down by: {way()}", names, runs)
+    ratio = estimate([each for run in runs[OWN] for each in run["ratio"]])
+    report.result(OWN, "paired_ratio", ratio)
+    report.table("No slow worker, in pairs", ["by speed / evenly", "pairs"], [[ratio.text(4), str(ratio.count)]])
+    raw = medians.get(("raw", "slow"))
     report.finish(
         [
-            Target(f"{name}: raysgd by speed / {peer}", bound, False, _ratio(found, name, peer))
-            for name, peer, bound in (("slow", "raw", 1.4), ("even", "raysgd_even", 0.99))
+            Target(
+                "one slow worker: by speed / DistributedDataParallel", 1.4, False, raw and medians[OWN, "slow"] / raw
+            ),
+            Target("no slow worker: by speed / evenly", 0.99, False, ratio.median),
         ]
     )
-
-
-def _ratio(found: dict[Any, float], figure: str, peer: str) -> float | None:
-    return found[OWN, figure] / found[peer, figure] if (peer, figure) in found else None
 
 
 if __name__ == "__main__":

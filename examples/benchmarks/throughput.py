@@ -37,6 +37,7 @@ from _common import (
     choose_peers,
     dispatch,
     estimate,
+    in_pairs,
     make_parser,
     ray_cluster,
     run_job,
@@ -112,14 +113,8 @@ def measure_pairs(workload: Workload, num_workers: int, num_pairs: int) -> list[
             trainer.state_dict()  # waits until the snapshot of the last call has left the workers
             return measure()
 
-        pairs = []
-        for index in range(NUM_WARM_UP_PAIRS + num_pairs):
-            if index % 2:
-                operator_s, by_hand_s = settled(by_operator), settled(by_hand)
-            else:
-                by_hand_s, operator_s = settled(by_hand), settled(by_operator)
-            pairs.append(Pair(by_hand_s, operator_s))
-    return pairs[NUM_WARM_UP_PAIRS:]
+        measures = functools.partial(settled, by_hand), functools.partial(settled, by_operator)
+        return [Pair(*pair) for pair in in_pairs(*measures, num_pairs=num_pairs, num_warm_up=NUM_WARM_UP_PAIRS)]
 
 
 # ------------------------------------------------------------------------------------------------------ side by side

@@ -83,6 +83,13 @@ class BatchOptions:
         """Whether the joint batch does not depend on the number of workers."""
         return self.joint_batch == CONSTANT
 
+    @property
+    def joint_option(self) -> str:
+        """The option by which the library divides joint batches, as users write it; empty where it does not."""
+        if self.is_constant:
+            return '`joint_batch="constant"`'
+        return "`deterministic=True`" if self.deterministic else ""
+
     def joint_size(self, size: Any, num_workers: int) -> int:
         """How many samples a step has that is to have `size`, on so many workers."""
         if self.is_constant:
@@ -104,10 +111,9 @@ class BatchOptions:
         Raises:
             ValueError: One applies.
         """
-        option = '`joint_batch="constant"`' if self.is_constant else "`deterministic=True`"
         for applies, what, way_out in obstacles:
             if self.is_joint and applies:
-                raise ValueError(f"{option} cannot work with {what}: {way_out}.")
+                raise ValueError(f"{self.joint_option} cannot work with {what}: {way_out}.")
 
     def config_for(self, config: Mapping[str, Any], num_workers: int) -> dict[str, Any]:
         """The config that an operator is passed, one of so many.

@@ -71,19 +71,20 @@ def check_operator_class(operator_cls: Any) -> None:
     raise TypeError(f"`training_operator_cls` is {found}: need a subclass of `TrainingOperator`, the class itself.")
 
 
-def check_dataset(dataset: Any, *, steps_apart: bool = False, is_constant: bool = False) -> None:
+def check_dataset(dataset: Any, *, steps_apart: bool = False, joint_option: str = "") -> None:
     """Refuses what cannot be divided over the workers, which step each by itself if they step apart.
 
     Raises:
         TypeError: It is of an unknown kind.
-        ValueError: It cannot be divided by samples into joint batches that are constant, or by workers that step apart.
+        ValueError: It cannot be divided by samples, though the trainer has this option for joint batches; or not by
+            workers that step apart.
     """
     if dataset is None:
         return
     is_dealt = ray_batches(dataset) is not None or hasattr(dataset, "set_num_shards")
-    if is_constant and is_dealt:
+    if joint_option and is_dealt:
         raise ValueError(
-            f'`train(dataset=...)` got `{type(dataset).__name__}`, which `joint_batch="constant"` cannot divide by '
+            f"`train(dataset=...)` got `{type(dataset).__name__}`, which {joint_option} cannot divide by "
             "samples: pass arrays, a map-style dataset, or a `DataLoader` over one."
         )
     if ray_batches(dataset) is not None:
@@ -284,9 +285,9 @@ def check_combination(settings: TorchSettings) -> None:
     """Refuses what cannot work together, by name."""
     precision, parallel = choose_precision(settings.use_fp16, settings.precision), settings.parallel
     model, fsdp, operator_cls = settings.model_options, settings.fsdp_options, settings.training_operator_cls
+    check_joint_batches(settings)
     if settings.use_horovod:
         check_horovod(precision, parallel, settings.use_gpu)
-    check_joint_batches(settings)
     for applies, what, why in (
         (
             precision == "apex" and parallel == "fsdp",

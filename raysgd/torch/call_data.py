@@ -147,8 +147,9 @@ def divided(loader: Any, world: World, training: bool, joint: JointBatches | Non
     sharded = shard_loader(loader, rank=world.rank, world_size=world.size, training=training, joint=joint)
     if joint is not None and training and not isinstance(sharded, ShardedLoader):
         raise ValueError(
-            '`train(dataset=...)` with `joint_batch="constant"` needs data that the library divides by samples, and '
-            f"these are not divided ({sharded.reason}): pass arrays, a map-style dataset, or a `DataLoader` over one."
+            '`train(dataset=...)` with `joint_batch="constant"` or `deterministic=True` needs data that the library '
+            f"divides by samples, and these are not divided ({sharded.reason}): pass arrays, a map-style dataset, or a "
+            "`DataLoader` over one."
         )
     if isinstance(sharded, ShardedLoader) or sharded.divides_data or not world.is_distributed:
         return sharded if isinstance(sharded, ShardedLoader) else loader

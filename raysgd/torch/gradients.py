@@ -73,6 +73,7 @@ class Gradients:
                 "`self.backward(loss, weight=...)` does not work with `deterministic=True`: shards count by their "
                 "samples there. Omit one of the two."
             )
+        step.end_forward()
         step.use()
         for each in optimizers:
             each.zero_grad()

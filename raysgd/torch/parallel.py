@@ -11,7 +11,6 @@ to do so too where user code says how much a batch counts. `raysgd.torch.step` h
 from __future__ import annotations
 
 import copy
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -125,7 +124,7 @@ class NoParallel:
             RuntimeError: It is unknown which batch it is of.
         """
         step = self.step
-        step.own_s += time.perf_counter() - step.began_at
+        step.end_forward()
         if step.window == 1 and (self.weights_in_hook or not self.synchronizes):
             return loss
         step.use()
@@ -149,7 +148,7 @@ class NoParallel:
             ValueError: This kind of replicas cannot do that.
         """
         step = self.step
-        step.own_s += time.perf_counter() - step.began_at
+        step.end_forward()
         step.use(by_samples=False)
         factor = step.factor_of(optimizers[0], weight)
         with step.weighting(), nullcontext() if weight else _silenced(parameters):

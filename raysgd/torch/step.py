@@ -18,6 +18,7 @@ Why gradients are weighted by samples: ADR 3; over several batches: ADR 20; by w
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -118,8 +119,8 @@ class Step:
         defer: Told before each batch, with accumulation, whether the exchange of gradients can wait for a later one.
         check: Called before a step counts as done; raises if it cannot.
         start_sum: Starts to add a number up over those ranks, and returns what waits for the sum.
-        began_at: When this rank asked for the batch.
-        own_s: Seconds from there to the backward pass, summed up: time that this rank spent without the others.
+        began_at: When this rank asked for the batch; 0 once its first backward pass follows.
+        own_s: Seconds from there to that pass, summed up: time that this rank spent without the others.
         is_used: Whether a backward pass of this call was noted. Code that computes gradients past the library's
             methods cannot accumulate.
         weights: What user code gave to the backward passes of this batch.
@@ -200,6 +201,12 @@ class Step:
         self.fraction, self.seed_of_step = fraction, seed_of_step
         if self.shards is not None:
             self.shards.begin_batch(is_first, seed)
+
+    def end_forward(self) -> None:
+        """Says that a backward pass follows, in which ranks wait for each other. The first one of a batch counts."""
+        if self.began_at:
+            self.own_s += time.perf_counter() - self.began_at
+            self.began_at = 0.0
 
     def end_stream(self) -> None:
         """Says that no batch follows; what user code does from here on is by itself, if it has used all of them."""

@@ -313,9 +313,9 @@ class TorchTrainer(ChangingTorchTrainer):
         """
         _checks.check_max_retries(max_retries)
         asked = self._asked(num_steps, profile, reduce_results, info)
-        is_constant = self._settings.batch_options.is_joint
         steps_apart = self.num_workers > 1 and not self._facts.is_synchronous
-        arguments.check_dataset(dataset, steps_apart=steps_apart, is_constant=is_constant)
+        joint_option = self._settings.batch_options.joint_option
+        arguments.check_dataset(dataset, steps_apart=steps_apart, joint_option=joint_option)
         with self._shown() if self.use_tqdm else nullcontext():
             answers = self._train(asked, max_retries, dataset, can_resume=dataset is None)
         epoch_checks.check_even_steps(answers, self._facts.is_synchronous)

@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from raysgd._checks import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.exceptions import TrainingFailedError
@@ -79,7 +80,9 @@ class BaseTrainer(ABC):
         preprocessor: Any = None,
         metadata: dict[str, Any] | None = None,
         resume_from_checkpoint: Checkpoint | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self).__name__, unknown, BaseTrainer.__init__.__annotations__)
         self.scaling_config = arguments.checked_scaling(scaling_config)
         self.run_config = arguments.checked_run_config(run_config)
         self.datasets = check_datasets(datasets)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from copy import copy
 from typing import Any, ClassVar
 
+from raysgd._checks import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.train.backend import BackendConfig
@@ -81,7 +82,9 @@ class DataParallelTrainer(BaseTrainer):
         metadata: dict[str, Any] | None = None,
         preprocessor: Any = None,
         resume_from_checkpoint: Checkpoint | None = None,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown(type(self).__name__, unknown, DataParallelTrainer.__init__.__annotations__)
         super().__init__(
             scaling_config=scaling_config,
             run_config=run_config,

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd._checks import check_amount, is_integer, refuse_text
+from raysgd._checks import check_amount, is_integer, refuse_text, refuse_unknown
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.history import History
@@ -77,7 +77,9 @@ class Trainer:
         *,
         resize_check_s: float = 60.0,
         heartbeat_s: float = 60.0,
+        **unknown: Any,
     ) -> None:
+        refuse_unknown("Trainer", unknown, Trainer.__init__.__annotations__)
         as_range(num_workers)
         if logdir is not None:
             check_logdir(logdir)

@@ -66,6 +66,7 @@ def test_sums_are_those_in_the_order_of_ranks_to_the_bit_on_all_ranks(
             assert np.array_equal(sums, expected)
 
 
+@pytest.mark.parametrize("groups", [2, 3, 4, 7], indirect=True)
 @pytest.mark.parametrize("width", [5, 100_000])
 def test_rows_are_added_in_their_order_whichever_rank_has_them(groups: list[Group], width: int) -> None:
     rows = terms(4, width, np.float32)
@@ -74,7 +75,7 @@ def test_rows_are_added_in_their_order_whichever_rank_has_them(groups: list[Grou
 
     def add_rows(group: Group) -> Any:
         first = sum(counts[: group.rank])
-        return group.add_rows(np.stack(rows[first : first + counts[group.rank]]), counts).copy()
+        return group.add_rows(np.stack(rows)[first : first + counts[group.rank]], counts).copy()
 
     for _ in range(2):  # memory is used again
         for found in on_all(groups, add_rows):

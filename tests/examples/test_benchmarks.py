@@ -33,7 +33,7 @@ KEYS = {
 FIGURES = {
     "callback_cost": {"none_us", "worker_callback_us", "driver_callback_us", "ledger_us", "step_us"},
     "throughput": {"paired_relative_speed", "added_us_per_step", "step_us"},
-    "determinism": {"steps_per_s", "num_digests"},
+    "determinism": {"steps_per_s", "paired_ratio", "num_digests"},
     "epoch_cost": {"epoch_ms", "loop_ms"},
     "goodput": {"goodput", "kills", "samples_lost", "samples_twice", "again"},
     "gpu_throughput": {"paired_relative_speed", "samples_per_s", "peak_mib", "waits_per_epoch"},
@@ -46,7 +46,7 @@ FIGURES = {
     "recovery": {"recovery_s", "batches_again", "snapshot_cost"},
     "function_api": {"to_callback_s", "cycle_s", "stall_s", "recovery_s"},
     "fit": {"startup_s", "report_s", "to_driver_s", "folder_s", "dict_s", "recovery_s"},
-    "slow_worker": {"slow", "even"},
+    "slow_worker": {"slow", "even", "paired_ratio"},
     "small_sums": {"sum_us"},
     "startup": {"after_init_s", "ray_init_s", "from_process_start_s"},
     "tf_throughput": {"images_per_s", "first_step_s", "recovery_s"},

@@ -43,7 +43,7 @@ def test_a_worker_may_have_nothing_in_the_last_step() -> None:
 
 @pytest.mark.parametrize("sharding", ["global", "worker"])
 @pytest.mark.parametrize("drop_remainder", [True, False])
-@pytest.mark.parametrize("num_workers", [1, 2, 3])
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
 def test_each_sample_is_used_once(sharding: Any, drop_remainder: bool, num_workers: int) -> None:
     dataset = numbers(22, 4, drop_remainder=drop_remainder)
     used = [sample for part in parts(dataset, sharding, num_workers) for batch in part for sample in batch]

@@ -14,10 +14,16 @@ import pytest
 
 from raysgd import testing
 from raysgd.engine.types import DataLedger
-from raysgd.tf import TFTrainer
+from raysgd.tf import TFTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
 from tests.tf.lab import largest_difference
-from tests.tf.loss_models import make_data_of_losses, make_model_of_losses, make_model_that_reports
+from tests.tf.loss_models import (
+    Tokens,
+    Weighted,
+    make_data_of_losses,
+    make_model_of_losses,
+    make_model_that_reports,
+)
 from tests.tf.models import Line, make_data, make_model
 
 pytestmark = pytest.mark.integration
@@ -246,6 +252,37 @@ def test_sums_and_weights_are_those_of_one_worker_across_a_loss(
     alone.train()
     assert largest_difference(together.state_dict(), alone.state_dict()) < 1e-5
     assert_equal_on_all_ranks(together)
+
+
+@pytest.mark.soak
+@pytest.mark.keras_in_turns("keras3", "keras2")
+@pytest.mark.parametrize(
+    ("operator_cls", "config"), [(Weighted, {"loss": "sum"}), (Weighted, {"loss": "weights"}), (Tokens, {})]
+)
+def test_a_constant_joint_batch_is_that_of_one_worker_on_three_and_across_losses(
+    ray_cluster: None, keras: str, trainers: list[TFTrainer], operator_cls: type[TrainingOperator], config: Any
+) -> None:
+    """Each loss is no mean over samples: a sum, a mean by weights, a mean over the steps of sequences."""
+    options: dict[str, Any] = {
+        "training_operator_cls": operator_cls,
+        "config": {**config, BATCH_SIZE: 5, "batch_size": 5},
+        "joint_batch": "constant",
+        "seed": 1,
+        "resize_check_s": 600.0,
+    }
+    trainers += [TFTrainer(**options, num_workers=number) for number in (3, 1)]
+    together, alone = trainers
+    of_passes: list[list[tuple[int, str]]] = [[], [(1, "step:2")], [], [(2, "step:1"), (0, "step:3")]]
+    for index, losses in enumerate(of_passes):
+        for rank, moment in losses:
+            testing.kill_worker(together, rank, at=moment)
+        found, expected = together.train(), alone.train()
+        for name in ("train_loss", "num_samples"):
+            assert found[name] == pytest.approx(expected[name], rel=1e-5), name
+        assert (together.num_workers, together.config[BATCH_SIZE]) == (3 - len(losses), 5)
+        assert together.status().data == DataLedger(index, due=21, used=21)
+        assert largest_difference(together.state_dict(), alone.state_dict()) < 1e-6
+        assert_equal_on_all_ranks(together)
 
 
 def make_model_that_waits(config: dict[str, Any]) -> Any:

@@ -81,6 +81,7 @@ def assert_same(alone: Findings, together: Findings) -> None:
         assert {name: many[name] for name in kept} == expected
 
 
+@pytest.mark.keras_in_turns("keras3")
 def test_a_constant_joint_batch_has_the_steps_of_one_process(lab: TFTrainer) -> None:
     options = {"batch_options": BatchOptions("constant")}
     config = {BATCH_SIZE: 5, "batch_size": 5}  # does not divide by two, and is that of both workers
@@ -257,6 +258,15 @@ def test_ranks_skip_a_step_together_when_half_precision_overflows(lab: TFTrainer
     for part in ("models", "optimizers"):
         assert largest_difference(found.state[0], found.state[1], part) == 0
     assert np.isfinite(found.results[-1]["validation_loss"])
+
+
+@pytest.mark.keras_in_turns("keras2")
+def test_a_constant_joint_batch_of_data_that_are_not_divided_is_refused(lab: TFTrainer) -> None:
+    for error in refusals(lab, Experiment(OwnData, {}, options={"batch_options": BatchOptions("constant")})):
+        with pytest.raises(
+            ValueError, match=r'`joint_batch="constant"` cannot work: .*register a dataset that the lib'
+        ):
+            raise error
 
 
 def make_own_data(config: dict[str, Any]) -> tuple[Any, Any]:

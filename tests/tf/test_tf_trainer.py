@@ -43,6 +43,11 @@ class BackupAndRestore:
         ({"training_operator_cls": dict}, TypeError, "need a subclass of `raysgd.tf.TrainingOperator`"),
         ({**CREATORS, "num_replicas": 0}, ValueError, "`num_replicas=0`: need at least 1"),
         ({**CREATORS, "num_workers": True}, ValueError, "`num_workers=True`"),
+        (
+            {**CREATORS, "num_workers": 2, "joint_batch": "constant", "backend": "mwms"},
+            ValueError,
+            r'`joint_batch="constant"` cannot work with `backend="mwms"`: .* Use `backend="gloo"`',
+        ),
         ({**CREATORS, "num_workers": 2, "num_replicas": 3}, ValueError, "two names for one number"),
         ({**CREATORS, "num_worker": 2}, TypeError, "does not know `num_worker`. Did you mean `num_workers`"),
         ({**CREATORS, "backend": "nccl"}, ValueError, 'allowed are "gloo" and "mwms"'),

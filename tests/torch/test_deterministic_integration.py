@@ -25,12 +25,15 @@ SHARDS: dict[str, Any] = {"batch_options": BatchOptions(deterministic=True, num_
 class Noisy(Dataset[Any]):
     """Numbers with noise of three kinds of generators."""
 
+    def __init__(self, num_samples: int) -> None:
+        self.num_samples = num_samples
+
     def __len__(self) -> int:
-        return 90
+        return self.num_samples
 
     def __getitem__(self, index: int) -> Any:
         noise = torch.rand(4) + np.random.rand() + random.random()
-        return noise + index / 90, torch.tensor([index / 90])
+        return noise + index / self.num_samples, torch.tensor([index / self.num_samples])
 
 
 class Random(TrainingOperator):
@@ -41,8 +44,18 @@ class Random(TrainingOperator):
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=torch.optim.Adam(model.parameters(), lr=0.01), criterion=torch.nn.MSELoss()
         )
-        num_processes = config.get("num_processes", 0)
-        self.register_data(train_loader=DataLoader(Noisy(), batch_size=2, shuffle=True, num_workers=num_processes))
+        data, num_processes = Noisy(config.get("num_samples", 90)), config.get("num_processes", 0)
+        self.register_data(train_loader=DataLoader(data, batch_size=2, shuffle=True, num_workers=num_processes))
+
+
+NUM_STEPS = 90
+OPTIONS: dict[str, Any] = {
+    "training_operator_cls": Random,
+    "deterministic": True,
+    "seed": 4,
+    "use_gpu": False,
+    "num_cpus_per_worker": 0.5,
+}
 
 
 def digest(trainer: TorchTrainer) -> str:
@@ -51,18 +64,43 @@ def digest(trainer: TorchTrainer) -> str:
 
 
 def test_kills_change_no_bit_of_the_weights(ray_cluster: None) -> None:
-    options: dict[str, Any] = {"training_operator_cls": Random, "deterministic": True, "seed": 4, "use_gpu": False}
-    options |= {"num_workers": 4, "num_cpus_per_worker": 0.5, "config": {"num_processes": 1}}
-    with TorchTrainer(**options) as trainer:
+    options = {**OPTIONS, "num_workers": 3, "config": {"num_processes": 1}}
+    with TorchTrainer(**options, resize_check_s=600.0) as trainer:
+        before = trainer.state_dict()
         trainer.train()
         undisturbed = digest(trainer)
-    with TorchTrainer(**options, resize_check_s=600.0) as trainer:
-        testing.kill_worker(trainer, 3, at="step:1")
-        testing.kill_worker(trainer, [1, 2], at="step:5")
+        trainer.load_state_dict(before)
+        testing.kill_worker(trainer, 2, at="step:1")
+        testing.kill_worker(trainer, 0, at="step:4")
         trainer.train(num_steps=6)
         assert trainer.num_workers == 1
         assert trainer.train()["epoch"] == 1
-        assert trainer.num_workers == 4
+        assert trainer.num_workers == 3
+        assert digest(trainer) == undisturbed
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+def test_twenty_kills_change_no_bit_of_the_weights(ray_cluster: None) -> None:
+    draw = random.Random(20)
+    options = {**OPTIONS, "num_workers": 4, "config": {"num_processes": 2, "num_samples": 8 * NUM_STEPS}}
+    with TorchTrainer(**options) as trainer:
+        trainer.train()
+        undisturbed = digest(trainer)
+    num_killed, sizes = 0, []
+    with TorchTrainer(**options, resize_check_s=600.0) as trainer:
+        while num_killed < 20:
+            trainer.train(num_steps=2)  # on 4 workers, as the group grows between calls
+            sizes.append(trainer.num_workers)
+            first, *others = draw.sample(range(4), 3)
+            testing.kill_worker(trainer, first, at=f"step:{draw.randrange(1, 3)}")
+            if num_killed < 18:
+                testing.kill_worker(trainer, others, at=f"step:{draw.randrange(4, 7)}")
+            trainer.train(num_steps=8)
+            sizes.append(trainer.num_workers)
+            num_killed += 4 - trainer.num_workers
+        assert trainer.train()["epoch"] == 1
+        assert (num_killed, sizes) == (20, [4, 1] * 6 + [4, 3] * 2)
         assert digest(trainer) == undisturbed
 
 
@@ -79,9 +117,33 @@ def test_shards_make_the_step_of_one_process() -> None:
     torch.testing.assert_close(by_shards.model[0], whole.model[0], rtol=1e-6, atol=1e-6)
 
 
-def test_gradients_past_the_library_are_refused() -> None:
-    with pytest.raises(ValueError, match="computed its gradients without the library"):
-        run_alone(Experiment(OwnBatchOperator, options=SHARDS))
+class Weighing(LinearOperator):
+    """Says how much a batch counts."""
+
+    def forward(self, features: Any, target: Any) -> tuple[Any, ...]:
+        return *super().forward(features, target), 2.0
+
+
+class OfTwo(LinearOperator):
+    """Two optimizers."""
+
+    def register(self, **parts: Any) -> Any:
+        parameters = parts["models"].parameters()
+        parts["optimizers"] = [torch.optim.SGD([each], lr=0.1) for each in parameters]
+        return super().register(**parts)
+
+
+@pytest.mark.parametrize(
+    ("operator_cls", "message"),
+    [
+        (OwnBatchOperator, "computed its gradients without the library"),
+        (Weighing, r"`self.backward\(loss, weight=...\)` does not work with `deterministic=True`"),
+        (OfTwo, "`deterministic=True` with 2 registered optimizers cannot work"),
+    ],
+)
+def test_steps_that_cannot_be_repeated_are_refused(operator_cls: type[TrainingOperator], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_alone(Experiment(operator_cls, options=SHARDS))
 
 
 @pytest.mark.parametrize(

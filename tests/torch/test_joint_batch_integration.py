@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from raysgd import testing
+from raysgd.data import Dataset
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
@@ -154,9 +155,33 @@ class Streams(LinearOperator):
         return [data[at : at + 4] for at in range(0, len(data), 4)]
 
 
-def test_a_loader_that_is_not_divided_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"needs train data that the library divides.*not a torch DataLoader"):
-        TorchTrainer(training_operator_cls=Streams, joint_batch="constant", use_local=True)
+NEEDS_DIVISION: list[dict[str, Any]] = [{"joint_batch": "constant"}, {"deterministic": True}]
+
+
+@pytest.mark.parametrize("option", NEEDS_DIVISION, ids=str)
+def test_a_loader_that_is_not_divided_is_refused(option: dict[str, Any]) -> None:
+    [name] = option
+    with pytest.raises(ValueError, match=rf"`{name}=.*` needs train data that the library divides.*not a torch DataL"):
+        TorchTrainer(training_operator_cls=Streams, **option, use_local=True)
+
+
+class Streamed(torch.utils.data.IterableDataset[Any]):
+    """Has no positions by which it could be divided."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(dataset(8))
+
+
+@pytest.mark.parametrize("option", NEEDS_DIVISION, ids=str)
+def test_data_of_a_call_that_are_not_divided_are_refused(
+    option: dict[str, Any], make_local: Callable[..., TorchTrainer]
+) -> None:
+    trainer = make_local(**option)
+    with pytest.raises(ValueError, match=r"needs data that the library divides by samples, and these are not divided"):
+        trainer.train(dataset=torch.utils.data.DataLoader(Streamed()))
+    [(name, value)] = option.items()
+    with pytest.raises(ValueError, match=rf"got `Dataset`, which `{name}=.*{value}.*` cannot divide by samples"):
+        trainer.train(dataset=Dataset(list(range(8)), batch_size=2))
 
 
 class OwnCapped(OwnBatchOperator):

@@ -320,11 +320,11 @@ def test_with_accumulation_places_in_the_window_are_told_apart() -> None:
 
 
 class Weighed:
-    """A step of two ranks that takes batches of so much, on this rank and on the other one."""
+    """A step of some ranks that takes batches of so much, on this rank and on the others together."""
 
-    def __init__(self, window: int) -> None:
+    def __init__(self, window: int, num_ranks: int = 2) -> None:
         self.step = joint(window)
-        self.step.count_ranks = lambda: 2
+        self.step.count_ranks = lambda: num_ranks
         self.step.start_sum = self.start_sum
         self.given: list[tuple[float, float]] = []
         self.num_told = self.num_exchanges = self.num_waits = 0
@@ -347,18 +347,22 @@ class Weighed:
         return self.step.factor_of(OPTIMIZER, own)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 7])
 @pytest.mark.parametrize("window", [1, 2, 3])
-def test_batches_count_by_what_user_code_gives_them(window: int) -> None:
-    """The mean of two ranks' weighted gradients is that over all weights; the samples have no say in it."""
+def test_batches_count_by_what_user_code_gives_them(window: int, num_ranks: int) -> None:
+    """The mean of the ranks' weighted gradients is that over all weights; the samples have no say in it."""
     weights = [(5.0, 1.0), (2.0, 0.0), (0.0, 7.0), (3.0, 3.0), (100.0, 1.0)]
-    weighed = Weighed(window)
+    weights = [(own, other * (num_ranks - 1)) for own, other in weights]
+    weighed = Weighed(window, num_ranks)
     for first in range(0, len(weights), window):
         taken = weights[first : first + window]
         factors = [weighed.take(*pair, is_last=pair is weights[-1]) for pair in taken]
         assert weighed.step.is_boundary
         correction = weighed.step.correction(OPTIMIZER)
         whole = sum(map(sum, taken))
-        assert [factor * correction for factor in factors] == pytest.approx([2 * own / whole for own, _ in taken])
+        assert [factor * correction for factor in factors] == pytest.approx(
+            [num_ranks * own / whole if whole else 0.0 for own, _ in taken]
+        )
         weighed.step.stepped(OPTIMIZER)
 
 
