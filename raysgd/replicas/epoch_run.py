@@ -133,7 +133,11 @@ class EpochRun:
         return None if self.num_steps is None else max(0, self.num_steps - self.num_completed)
 
     def detach(self) -> None:
-        """Counts what was completed, and nothing else; the stream will be another one, or at another place."""
+        """Counts what was completed, and nothing else; the stream will be another one, or at another place.
+
+        What the group had agreed on is void: a worker that joins the next one does not know of it, and would go on.
+        """
+        self.gate = Gate()
         self.meters.drop_held()
         self.is_exhausted = self._has_no_step_left
         self.num_steps_before, self._stream = self.num_completed, None

@@ -117,6 +117,14 @@ def test_ranks_that_run_at_their_own_pace_stop_at_one_step_or_none_does(margin: 
         assert [walker.stopped_at for walker in walkers] == [at if agreed else None] * 2
 
 
+def test_a_run_that_goes_on_in_another_group_does_not_stop_where_the_last_group_had_agreed_to() -> None:
+    run = EpochRun(0, 5, AverageMeterCollection())
+    assert run.gate.propose(2, lambda: 1)
+    run.gate.settle(True)
+    run.detach()
+    assert not run.gate.stops(2)
+
+
 def test_the_end_of_an_epoch_passes_by_user_code_that_catches_exceptions() -> None:
     assert not issubclass(HeldAtBoundary, Exception)
 
