@@ -8,6 +8,7 @@ Why survivors go on instead of starting over: ADR 9. When a snapshot is taken: A
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -177,6 +178,14 @@ class ElasticController:
                 raise
             finally:
                 self._monitoring.end()
+
+    def turn(self) -> AbstractContextManager[None]:
+        """A block in which no call of another thread comes between those of this one.
+
+        Raises:
+            TrainerShutdownError: After `stop`, or when another thread calls that meanwhile.
+        """
+        return self._turns.take()
 
     def snapshot(self) -> Snapshot:
         """The state as it is now, held by the driver; copied from the workers if the last call was not covered."""

@@ -34,10 +34,11 @@ def load_into_all(
 
     is_repeatable = isinstance(state, Stored)
     call = Call(restore, arguments, changes_state=not is_complete, keeps_alike=True, is_repeatable=is_repeatable)
-    controller.run(call)
-    if is_complete:
-        value, reference = (state.value, state.reference) if isinstance(state, Stored) else (state, None)
-        controller.snapshots.adopt(Snapshot(value, rank_states, reference=reference))
+    with controller.turn():  # a call of another thread in between would count as covered
+        controller.run(call)
+        if is_complete:
+            value, reference = (state.value, state.reference) if isinstance(state, Stored) else (state, None)
+            controller.snapshots.adopt(Snapshot(value, rank_states, reference=reference))
 
 
 def load_snapshot_into_all(controller: ElasticController, restore: Callable[..., Any], snapshot: Snapshot) -> None:

@@ -132,15 +132,16 @@ class StateLoader:
             lambda worlds: [(file.identity, weights_only, own) for own in own_states(content.rank_states, len(worlds))],
             keeps_alike=True,
         )
-        try:
-            self._controller.run(call)
-        except OtherFileError as error:
-            logger.debug("the workers get the state from the driver: %s", error)
-            return False
-        file.check_unchanged()
-        kept = held.pop_all()
-        storing = Storing(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
-        self._controller.snapshots.expect(storing, content.rank_states, call)
+        with self._controller.turn():  # a call of another thread in between would count as covered
+            try:
+                self._controller.run(call)
+            except OtherFileError as error:
+                logger.debug("the workers get the state from the driver: %s", error)
+                return False
+            file.check_unchanged()
+            kept = held.pop_all()
+            storing = Storing(self._controller.ensure_group().store, partial(_lent, content.shared, kept))
+            self._controller.snapshots.expect(storing, content.rank_states, call)
         return True
 
     def _load(self, content: CheckedState) -> None:
