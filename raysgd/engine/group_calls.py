@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from raysgd.engine.gathering import CallListener, Listener, grace_s
+from raysgd.engine.gathering import Listener, grace_s
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalCall
 from raysgd.engine.members import Members, split
+from raysgd.engine.platform import Event, Platform
 from raysgd.engine.types import GroupReport, Outcome, Rendezvous, hosts_of
 from raysgd.engine.worker import notes_of
 
@@ -22,8 +22,8 @@ class GroupCalls:
         unanswered: Of the calls that were gathered last, those without an answer, by rank.
     """
 
-    def __init__(self, spec: GroupSpec, members: Members, calls: CallListener) -> None:
-        self._spec, self._members, self._listener = spec, members, calls
+    def __init__(self, spec: GroupSpec, members: Members, platform: Platform) -> None:
+        self._spec, self._members, self._platform = spec, members, platform
         self.unanswered: dict[int, Any] = {}
 
     def gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
@@ -32,7 +32,7 @@ class GroupCalls:
         if local:
             outcomes = self._gather_both(local, remote, on_wait)
         else:
-            outcomes = Listener(remote, self._spec.regroups, self._listener).listen(on_wait)
+            outcomes = Listener(remote, self._spec.regroups, self._platform).listen(on_wait)
         self.unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
         self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
         return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
@@ -61,9 +61,9 @@ class GroupCalls:
 
         The local rank may be waiting for a remote one that failed. Only the end of the others frees it.
         """
-        listener = Listener(remote, self._spec.regroups, self._listener)
+        listener = Listener(remote, self._spec.regroups, self._platform)
         answers: dict[int, Outcome] = {}
-        is_local_done = threading.Event()
+        is_local_done = self._platform.make_event()
 
         def listen() -> None:
             answers.update(listener.listen(on_wait))
@@ -71,9 +71,7 @@ class GroupCalls:
                 self._members.kill_remote()  # whatever they answered before, they can no longer be counted on
                 answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
 
-        thread = threading.Thread(target=listen, name="raysgd-listener", daemon=True)
-        if remote:
-            thread.start()
+        join = self._platform.begin_thread(listen) if remote else None
         outcomes = {}
         try:
             for rank, call in local.items():
@@ -83,11 +81,11 @@ class GroupCalls:
             is_local_done.set()
             if not all(rank in outcomes and outcomes[rank].ok for rank in local):
                 listener.stop()
-        if remote:
-            thread.join()
+        if join is not None:
+            join()
         return {**outcomes, **answers}
 
-    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: threading.Event) -> bool:
+    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: Event) -> bool:
         """Whether the remote processes have to end, because after their failure the local call does not come back."""
         if all(found.ok for found in answers.values()):
             return False

@@ -5,18 +5,31 @@ Why the engine reaches Ray through a protocol: ADR 96.
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable
 from typing import Any, Protocol
 
 from raysgd.engine import resources, transfers
 from raysgd.engine.connection import Connection
 from raysgd.engine.gathering import CallListener, RayPoller
+from raysgd.engine.local_worker import LocalWorker
 from raysgd.engine.resources import Reservation
 from raysgd.engine.slots import Slot
 from raysgd.engine.snapshots import Transfer
 from raysgd.engine.transfers import Stored
 from raysgd.engine.types import WorkerInfo
 from raysgd.engine.worker import RemoteWorker
+
+
+class Event(Protocol):
+    """What threads of the driver tell each other by."""
+
+    def set(self) -> None:
+        """Says that it has happened."""
+
+    def wait(self, timeout: float) -> bool:
+        """Waits until it has; False if that took too long."""
 
 
 class Platform(CallListener, Protocol):
@@ -30,6 +43,15 @@ class Platform(CallListener, Protocol):
 
     def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
         """Begins to start a worker process. Does not wait."""
+
+    def new_local_worker(self, connection: Connection) -> LocalWorker:
+        """A worker in this process."""
+
+    def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
+        """Runs `body` in another thread of the driver; returns what waits for its end."""
+
+    def make_event(self) -> Event:
+        """Something that has not happened yet."""
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
         """The process of a worker that has not answered yet; None while there is none."""
@@ -54,6 +76,17 @@ class RayPlatform(RayPoller):
 
     def new_worker(self, slot: Slot, connection: Connection, num_threads: int) -> RemoteWorker:
         return RemoteWorker(slot, connection, num_threads)
+
+    def new_local_worker(self, connection: Connection) -> LocalWorker:
+        return LocalWorker(copy.deepcopy(connection))  # this one is sent to others
+
+    def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
+        thread = threading.Thread(target=body, name="raysgd-listener", daemon=True)
+        thread.start()
+        return thread.join
+
+    def make_event(self) -> Event:
+        return threading.Event()
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
         return resources.find_process(worker.actor)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 from raysgd.engine import ranks, resources
 from raysgd.engine.group_calls import GroupCalls
 from raysgd.engine.group_spec import GroupSpec
-from raysgd.engine.local_worker import LocalWorker
 from raysgd.engine.members import Members
 from raysgd.engine.platform import Platform
 from raysgd.engine.slots import Slots
@@ -60,7 +58,7 @@ class Startup:
     def _create(self, num_workers: int, num_spares: int, timeout_s: float) -> None:
         spec, workers = self._spec, self._members.workers
         if spec.use_local:
-            workers.append(LocalWorker(copy.deepcopy(spec.connection)))  # the one of the spec is sent to others
+            workers.append(self._platform.new_local_worker(spec.connection))
         if num_workers == len(workers):
             return
         packed_bytes("What a worker is made of", (spec.make_replica, spec.initialization_hook))

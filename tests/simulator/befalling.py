@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from tests.simulator.running import Simulation
 
 _REGISTER_S = 60.0
-USER_CODE = {"step", "half", "note", "look", "warm up"}
+FATAL = ("die", "die with another", "freeze", "stall")
+"""What does not happen to the driver's own process: with it, all ends."""
+USER_CODE = {"step", "half", "note", "look", "load", "warm up"}
 
 
 class UserBugError(Exception):
@@ -96,6 +98,8 @@ class Befalling:
         thread.interrupt = KeyboardInterrupt()
 
     def _happen(self, fault: Fault, process: Process) -> None:
+        if process.is_driver and fault.kind in FATAL:
+            return
         name = fault.kind.replace(" ", "_")
         act: Callable[[Fault, Process], None] | None = getattr(self, f"_{name}", None)
         if act is not None:
@@ -123,8 +127,11 @@ class Befalling:
                 self._kill(each)
 
     def _lose_node(self, fault: Fault, process: Process) -> None:
-        if process.node in self._simulation.cluster.nodes:
+        if process.node in self._simulation.cluster.nodes and not self._is_of_driver(process.node):
             self._simulation.cluster.lose_node(process.node)
+
+    def _is_of_driver(self, node: str) -> bool:
+        return self._simulation.schedule.use_local and node == self._simulation.cluster.node_of_driver
 
     def _freeze(self, fault: Fault, process: Process) -> None:
         self.num_incidents += 1
@@ -144,6 +151,9 @@ class Befalling:
             self.num_incidents += 1
             process.connection.interrupt()
 
+    def _repeat(self, fault: Fault, process: Process) -> None:
+        process.num_repeated += 1 + fault.which
+
     def _poison(self, fault: Fault, process: Process) -> None:
         self.num_incidents += 2
         self.is_poisoned = True
@@ -152,9 +162,10 @@ class Befalling:
         cluster = self._simulation.cluster
         if process.node in cluster.nodes:
             cluster.nodes[process.node].is_leaving = True
-            self._simulation.kernel.after(
-                self._simulation.rng.uniform(5.0, 40.0), lambda: cluster.lose_node(process.node)
-            )
+            if not self._is_of_driver(process.node):
+                self._simulation.kernel.after(
+                    self._simulation.rng.uniform(5.0, 40.0), lambda: cluster.lose_node(process.node)
+                )
 
     def _room_goes(self, fault: Fault, process: Process) -> None:
         cluster = self._simulation.cluster

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tests.simulator.running import Simulation
 
 
+MOST_REPLAY_S = 30.0
+
+
 class Hooks(GroupHooks):
     """Counts the rebuilds that a call is charged for."""
 
@@ -130,6 +133,18 @@ class Invariants:
         self.require(is_free, f"{process} got a slot that {before} still uses")
 
     # ------------------------------------------------------------------------------------ after every call, at the end
+
+    def check_covered(self, must_follow: bool) -> None:
+        """After a call in peace: what no snapshot covers is no more than was asked for."""
+        schedule, snapshots = self._simulation.schedule, self._simulation.controller.snapshots
+        every_s, has_others = schedule.snapshot_every_s, schedule.snapshot_every or schedule.resize_check_s
+        if every_s is None or has_others or snapshots.is_coming:  # one that is on its way puts off the next
+            return
+        num_uncovered = snapshots.num_uncovered
+        if must_follow or every_s == 0.0:
+            self.require(not num_uncovered, f"{num_uncovered} calls are not covered by a snapshot")
+        if every_s == "auto":
+            self.require(snapshots.replay_s <= MOST_REPLAY_S, f"{snapshots.replay_s:.0f} s would have to be repeated")
 
     def check_between_calls(self) -> None:
         """Nothing is left over that no one knows of."""

@@ -21,9 +21,14 @@ class Stopped(BaseException):
 
 
 class Future:
-    """A value that is not there yet."""
+    """A value that is not there yet.
+
+    Attributes:
+        num_set: How many there were that have come, of all.
+    """
 
     __slots__ = ("_waiting", "error", "is_done", "value")
+    num_set = 0
 
     def __init__(self) -> None:
         self.is_done = False
@@ -36,6 +41,7 @@ class Future:
         if self.is_done:
             return
         self.is_done, self.value, self.error = True, value, error
+        Future.num_set += 1
         waiting, self._waiting = self._waiting, []
         for go_on in waiting:
             go_on()
@@ -89,17 +95,23 @@ class Running:
         """It never goes on. Its `done` stays open."""
         self.is_over = True
 
+    def close(self) -> None:
+        """Ends it where it waits, as an exception from outside does: what is to be done in any case is done."""
+        self.kill()
+        self._task.close()
+
 
 class DriverThread:
     """A thread of the driver, as the kernel sees it.
 
     Attributes:
+        is_user: Whether it makes calls; else the engine began it.
         interrupt: What is raised where it waits next.
         num_waits: How often it has waited.
     """
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, number: int, is_user: bool = True) -> None:
+        self.number, self.is_user = number, is_user
         self.baton = threading.Semaphore(0)
         self.until: Callable[[], bool] = lambda: True
         self.deadline = 0.0
@@ -124,6 +136,7 @@ class Kernel:
         self._latest, self._most, self._most_waits = self.now + longest_s, most_events, most_waits
         self.threads = [DriverThread(0)]
         self._of_thread = {threading.get_ident(): self.threads[0]}
+        self._handles: list[threading.Thread] = []
         self.at_wait: Callable[[DriverThread], None] = lambda thread: None
         self.stopped_by: str | None = None
 
@@ -185,15 +198,18 @@ class Kernel:
 
     def _next_thread(self) -> DriverThread:
         """Lets events happen until a thread may go on."""
+        earliest, num_set = -_FAR, -1
         while True:
-            earliest = _FAR
-            for thread in self.threads:
-                if thread.is_over:
-                    continue
-                is_due = thread.interrupt is not None or thread.until() or self.now >= thread.deadline
-                if is_due or self.stopped_by is not None:
-                    return thread
-                earliest = min(earliest, thread.deadline)
+            # What a thread waits for only comes with a future, or with time: nothing else need be looked at.
+            if num_set != Future.num_set or self.now >= earliest or self.stopped_by is not None:
+                earliest, num_set = _FAR, Future.num_set
+                for thread in self.threads:
+                    if thread.is_over:
+                        continue
+                    is_due = thread.interrupt is not None or thread.until() or self.now >= thread.deadline
+                    if is_due or self.stopped_by is not None:
+                        return thread
+                    earliest = min(earliest, thread.deadline)
             if self._events and self._events[0][0] <= earliest:
                 at, _, action = heappop(self._events)
                 self.now = max(self.now, at)
@@ -207,9 +223,14 @@ class Kernel:
             elif self._num_events > self._most:
                 self.stop(f"no end after {self._num_events} events, at {self.now - 1000.0:.1f} s")
 
-    def run_thread(self, body: Callable[[], None]) -> None:
+    @property
+    def users(self) -> list[DriverThread]:
+        """The threads that make calls, those that are over included."""
+        return [thread for thread in self.threads if thread.is_user]
+
+    def run_thread(self, body: Callable[[], None], is_user: bool = True) -> DriverThread:
         """Begins another thread of the driver, and returns at once."""
-        thread = DriverThread(len(self.threads))
+        thread = DriverThread(len(self.threads), is_user)
         self.threads.append(thread)
 
         def run() -> None:
@@ -220,12 +241,29 @@ class Kernel:
                 pass
             finally:
                 thread.is_over = True
-                self._next_thread().baton.release()
+                if not is_user:
+                    self.threads.remove(thread)
+                self._pass_on()
 
         handle = threading.Thread(target=run, name=f"driver-{thread.number}", daemon=True)
         handle.start()
         assert handle.ident is not None
         self._of_thread[handle.ident] = thread
+        self._handles.append(handle)
+        return thread
+
+    def end_threads(self) -> None:
+        """When a run is over: lets each thread that still waits raise `Stopped`, and end."""
+        self.stop("the run is over")
+        self.threads[0].is_over = True
+        self._pass_on()
+        for handle in self._handles:
+            handle.join(10.0)
+
+    def _pass_on(self) -> None:
+        """At the end of a thread: lets another one go on, if there is one."""
+        if not all(thread.is_over for thread in self.threads):
+            self._next_thread().baton.release()
 
     def settle(self, seconds: float) -> None:
         """Lets everything happen that is due within this time, after the last thread is done."""
@@ -234,6 +272,19 @@ class Kernel:
             self.now, _, action = heappop(self._events)
             action()
         self.now = until
+
+
+class Event:
+    """What threads of the driver tell each other by."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel, self._is_set = kernel, False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def wait(self, timeout: float) -> bool:
+        return self._is_set or self._kernel.block(lambda: self._is_set, timeout)
 
 
 class Lock:

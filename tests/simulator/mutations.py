@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from raysgd.engine import controller, group_former, in_place, snapshots
+from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.gathering import Listener
 from raysgd.engine.group_former import GroupFormer, NextGroup
 from raysgd.engine.group_starter import GroupStarter
 from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.liveness import LivenessCheck, PollResult
+from raysgd.engine.members import Members
 from raysgd.engine.monitoring import Monitoring
 from raysgd.engine.policies import FailurePolicy, Raise, Rebuild, Resize, RetryBudget, ScalingPolicy
 from raysgd.engine.slots import Slots
+from raysgd.engine.snapshot_pace import SnapshotPace
 from raysgd.engine.snapshots import SnapshotKeeper
+from raysgd.engine.snapshotting import Snapshotting
 from raysgd.engine.standby import StandbyWorkers, StartupCheck
 from raysgd.engine.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.engine.worker_group import WorkerGroup
@@ -256,6 +261,46 @@ def _one_secret(real: Any) -> Any:
     return init
 
 
+def _as_if_repeatable(real: Any) -> Any:
+    def is_due_after(self: Snapshotting, call: Call) -> bool:
+        due: bool = real(self, replace(call, is_repeatable=True))
+        return due
+
+    return is_due_after
+
+
+def _expects_without_the_call(real: Any) -> Any:
+    def expect(self: SnapshotKeeper[Any], transfer: Any, rank_states: Any, call: Any) -> None:
+        real(self, transfer, rank_states, call)
+        del self._calls[-1], self._call_s[-1]
+        self._num_covered -= 1
+
+    return expect
+
+
+def _no_turn(real: Any) -> Any:
+    return lambda self: nullcontext()
+
+
+def _leaves_the_driver(real: Any) -> Any:
+    def leaving_nodes_in_use(self: Lifecycle) -> frozenset[str]:
+        if self.group is None or self.group.is_driver_only:
+            return frozenset()
+        used = {info.node_id for info in self.group.infos}
+        leaving = self.rules.leaving_nodes() & used
+        return leaving if used - leaving else frozenset()
+
+    return leaving_nodes_in_use
+
+
+def _frees_only_others(real: Any) -> Any:
+    def interrupt(self: Members, ranks: Iterable[int]) -> dict[int, Any]:
+        found: dict[int, Any] = real(self, [rank for rank in ranks if not self.workers[rank].is_local])
+        return found
+
+    return interrupt
+
+
 _POISONED = Schedule(
     1, num_workers=3, nodes=(4,), ops=(Op("train"),), faults=(Fault("poison", "step", 2), Fault("die", "step", 4))
 )
@@ -275,57 +320,69 @@ _INSIDE = tuple(
 )
 
 MUTATIONS = (
-    Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (0,)),
+    Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (3,)),
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (5,)),
-    Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (4,)),
-    Mutation("retries are never spent", RetryBudget, "is_spent", always_is(False), (38,)),
-    Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (0,)),
+    Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (7,)),
+    Mutation("retries are never spent", RetryBudget, "is_spent", always_is(False), (19,)),
+    Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (3,)),
     Mutation("a rejoin that led nowhere is tried again", RetryBudget, "rejoin_obstacle", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source", group_former, "choose_source", _source(lambda r: r.progress), (5,)
+        "the least advanced survivor is the source", group_former, "choose_source", _source(lambda r: r.progress), (21,)
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
         group_former,
         "choose_source",
         _source(lambda r: r.is_whole),
-        (48,),
+        (21,),
     ),
-    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (5,)),
-    Mutation("survivors keep their own states", in_place, "takers", always(()), (5,)),
-    Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (5,)),
+    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (306,)),
+    Mutation("survivors keep their own states", in_place, "takers", always(()), (390,)),
+    Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (7,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
     Mutation("what was measured on a left node counts twice", WorkerGroup, "regroup", _drops_orphans, (), (_GROWN,)),
-    Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (5,)),
-    Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (48,)),
-    Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (48,)),
+    Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (3,)),
+    Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (366,)),
+    Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (145,)),
     Mutation("ranks that failed apart are kept", ElasticController, "_has_failed_alike", always(True), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
-    Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (4,)),
-    Mutation("too small a group goes on", GroupFormer, "form", _form_without_minimum, (29,)),
+    Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (3,)),
+    Mutation("too small a group goes on", GroupFormer, "form", _form_without_minimum, (207,)),
     Mutation(
-        "the dead are asked to leave again and again", GroupFormer, "_leave_old_group", _leave_with_the_dead, (4,)
+        "the dead are asked to leave again and again", GroupFormer, "_leave_old_group", _leave_with_the_dead, (16,)
     ),
-    Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (5,)),
-    Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (5,)),
-    Mutation("a snapshot covers no call", SnapshotKeeper, "_land", _land(lambda keeper, covered: 0), (20,)),
-    Mutation("a snapshot covers calls after it", SnapshotKeeper, "_land", _land(lambda keeper, covered: 99), (29,)),
-    Mutation("completed calls are not remembered", SnapshotKeeper, "completed", nothing, (10,)),
-    Mutation("every snapshot counts as the first", SnapshotKeeper, "take", _as_first, (10,)),
-    Mutation("ranks get each other's states", SnapshotKeeper, "take", _take_reversed, (0,)),
-    Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (0,)),
+    Mutation("a slot is given to two workers", Slots, "take_usable", _take_usable_twice, (40,)),
+    Mutation("a slot is given back twice", Slots, "give_back", _give_back_twice, (40,)),
+    Mutation("a snapshot covers no call", SnapshotKeeper, "_land", _land(lambda keeper, covered: 0), (46,)),
+    Mutation("a snapshot covers calls after it", SnapshotKeeper, "_land", _land(lambda keeper, covered: 99), (16,)),
+    Mutation("completed calls are not remembered", SnapshotKeeper, "completed", nothing, (16,)),
+    Mutation("every snapshot counts as the first", SnapshotKeeper, "take", _as_first, (1,)),
+    Mutation("ranks get each other's states", SnapshotKeeper, "take", _take_reversed, (3,)),
+    Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (3,)),
     Mutation("a restored call begins again", ElasticController, "_is_restored_inside", always_is(False), (), _INSIDE),
-    Mutation("a new group is not restored", GroupStarter, "_restore", always(True), (7,)),
-    Mutation("completed calls are not repeated", SnapshotKeeper, "calls_since", always_is(()), (29,)),
-    Mutation("a held call counts as finished", controller, "_is_held", always(False), (19,)),
-    Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (4,)),
-    Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (4,)),
-    Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (4,)),
-    Mutation("workers that freeze while they start are waited for", StartupCheck, "poll", nothing, (87,)),
-    Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (38,)),
+    Mutation("a new group is not restored", GroupStarter, "_restore", always(True), (16,)),
+    Mutation("completed calls are not repeated", SnapshotKeeper, "calls_since", always_is(()), (16,)),
+    Mutation("a held call counts as finished", controller, "_is_held", always(False), (18,)),
+    Mutation("the first answer counts for all", Listener, "listen", _first_answer_for_all, (7,)),
+    Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (46,)),
+    Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (18,)),
+    Mutation("workers that freeze while they start are waited for", StartupCheck, "poll", nothing, (46,)),
+    Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (347,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
     Mutation("reservations are not given back", WorkerGroup, "kill", _kills_only_handles, (0,)),
     Mutation("the monitor outlives its call", Monitoring, "end", nothing, (0,)),
-    Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (8,)),
-    Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (4,)),
+    Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (9,)),
+    Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (9,)),
+    Mutation("a recovery does not start from what was loaded", SnapshotKeeper, "adopt", nothing, (141,)),
+    Mutation(
+        "a load whose state could not be stored is not repeated",
+        SnapshotKeeper,
+        "expect",
+        _expects_without_the_call,
+        (548,),
+    ),
+    Mutation("copies are never due", SnapshotPace, "is_due", always(False), (5,)),
+    Mutation("what cannot be repeated is not copied", Snapshotting, "is_due_after", _as_if_repeatable, (424,)),
+    Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (134,)),
+    Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (531,)),
 )

@@ -8,13 +8,15 @@ from functools import partial
 from typing import Any
 
 from raysgd.engine.connection import Connection
+from raysgd.engine.local_worker import LocalCall, LocalWorker
 from raysgd.engine.resources import Reservation
 from raysgd.engine.slots import Slot
+from raysgd.engine.snapshots import Transfer
 from raysgd.engine.transfers import Stored
 from raysgd.engine.types import ClusterView, NodeView, Outcome, Resources, WorkerInfo
 from raysgd.engine.worker import RemoteWorker
 from raysgd.exceptions import ReservationTimeoutError
-from tests.simulator.kernel import Kernel
+from tests.simulator.kernel import DriverThread, Event, Future, Kernel
 from tests.simulator.processes import Call, Process
 
 
@@ -35,7 +37,7 @@ class Cluster:
 
     kernel: Kernel
     nodes: dict[str, Node]
-    make_process: Callable[[int, str], Process]
+    make_process: Callable[[int, str, bool], Process]
     reservations: list[SimReservation] = field(default_factory=list)
     processes: list[Process] = field(default_factory=list)
 
@@ -58,6 +60,10 @@ class Cluster:
             )
         )
 
+    @property
+    def node_of_driver(self) -> str:
+        return next(iter(self.nodes))
+
     def place(self) -> str | None:
         """The node with the most room; None where there is none."""
         free = {node.name: self.num_free(node) for node in self.nodes.values() if not node.is_leaving}
@@ -68,14 +74,15 @@ class Cluster:
         """Its processes die; Ray moves what was reserved there, if there is room elsewhere."""
         self.nodes[name].is_alive = False
         for process in self.processes:
-            if process.node == name:
+            if process.node == name and not process.is_driver:
                 process.die(3.0, "its node died")
         for reservation in self.reservations:
             reservation.move_from(name)
 
     @property
     def live(self) -> list[Process]:
-        return [process for process in self.processes if not process.is_dead]
+        """Those that can be lost."""
+        return [process for process in self.processes if not process.is_dead and not process.is_driver]
 
 
 class SimReservation(Reservation):
@@ -91,7 +98,7 @@ class SimReservation(Reservation):
         within: Any = None,
         when_not_granted: str = "",
     ) -> None:
-        self._cluster, self._num_workers = cluster, num_workers
+        self._cluster, self._num_workers, self._has_driver = cluster, num_workers, has_driver
         self.bundles: list[str | None] = []
         self.used_by: dict[int, Process] = {}
 
@@ -116,12 +123,20 @@ class SimReservation(Reservation):
         if self._cluster.room < self._num_workers:
             return False
         self._cluster.reservations.append(self)
-        for _ in range(self._num_workers):
-            self.bundles.append(self._cluster.place())
+        for index in range(self._num_workers):
+            is_of_driver = self._has_driver and not index
+            self.bundles.append(self._place_of_driver() if is_of_driver else self._cluster.place())
         if None not in self.bundles:
             return True
         self._give_up()
         return False
+
+    def _place_of_driver(self) -> str | None:
+        node = self._cluster.nodes[self._cluster.node_of_driver]
+        return node.name if self._cluster.num_free(node) else None
+
+    def gpus_of_driver(self) -> list[str]:
+        return []
 
     def _give_up(self) -> None:
         self.bundles = []
@@ -142,8 +157,9 @@ class SimReservation(Reservation):
             return
         for process in self.used_by.values():
             process.kill(reaches_stopped=True)
-        self._cluster.kernel.after(0.05, self._give_up)
-        self._cluster.kernel.block(lambda: not self.bundles, timeout_s)
+        is_given_up = Future()
+        self._cluster.kernel.after(0.05, lambda: is_given_up.set(self._give_up()))
+        self._cluster.kernel.block(lambda: is_given_up.is_done, timeout_s)
 
 
 class SimWorker(RemoteWorker):
@@ -157,6 +173,26 @@ class SimWorker(RemoteWorker):
 
     def kill(self) -> None:
         self.process.kill(reaches_stopped=False)
+
+
+class SimLocalWorker(LocalWorker):
+    """The driver's handle on the worker in its own process."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+
+    def submit(self, method: str, *args: Any) -> LocalCall:
+        return LocalCall(lambda: self.process.run_here(method, args))
+
+    def interrupt(self) -> None:
+        self.process.connection.interrupt()
+
+    @property
+    def replica(self) -> Any:
+        return self.process.replica
+
+    def kill(self) -> None:
+        self.process.close_here()
 
 
 class SimPlatform:
@@ -191,13 +227,29 @@ class SimPlatform:
         reservation = slot.reservation
         assert isinstance(reservation, SimReservation)
         node = reservation.bundles[slot.index] if reservation.bundles else None
-        process = self._cluster.make_process(100 + len(self._cluster.processes), node or "nowhere")
+        process = self._cluster.make_process(100 + len(self._cluster.processes), node or "nowhere", False)
         self._cluster.processes.append(process)
         self._check_new(process, reservation, slot.index)
         reservation.used_by[slot.index] = process
         if node is None or not self._cluster.nodes[node].is_alive:
             process.die(1.0, "its node died")
         return SimWorker(slot, process)
+
+    def new_local_worker(self, connection: Connection) -> LocalWorker:
+        cluster = self._cluster
+        process = cluster.make_process(100 + len(cluster.processes), cluster.node_of_driver, True)
+        cluster.processes.append(process)
+        return SimLocalWorker(process)
+
+    def begin_thread(self, body: Callable[[], None]) -> Callable[[], None]:
+        thread = self._kernel.run_thread(body, is_user=False)
+        return lambda: self._join(thread)
+
+    def _join(self, thread: DriverThread) -> None:
+        self._kernel.block(lambda: thread.is_over)
+
+    def make_event(self) -> Event:
+        return Event(self._kernel)
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
         assert isinstance(worker, SimWorker)
@@ -208,11 +260,21 @@ class SimPlatform:
             if process.pid == info.pid:
                 process.kill(reaches_stopped=True)
 
-    def transfer(self, call: Call) -> SimTransfer:
-        return SimTransfer(self._kernel, call)
+    def transfer(self, call: Call | LocalCall) -> Transfer:
+        return Arrived(call.function()) if isinstance(call, LocalCall) else SimTransfer(self._kernel, call)
 
     def store(self, value: Any) -> Stored:
         return Stored(value, value)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """A value that has no way to go."""
+
+    value: Any
+
+    def result(self, timeout_s: float | None) -> Any:
+        return self.value
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pickle
 from collections import deque
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any, Protocol
 
 from raysgd.engine.types import LOOPBACK, Failure, Handover, Held, Outcome, Rendezvous, WorkerInfo, World
-from raysgd.engine.worker import Answer, StandbyReady
+from raysgd.engine.worker import Answer, StandbyReady, WorkerFailed
 from raysgd.exceptions import WorkerFault
 from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection
@@ -38,6 +39,8 @@ class Host(Protocol):
     """What a process needs of the simulation."""
 
     kernel: Kernel
+    copy_s: float
+    """How long a copy of the state takes."""
 
     def travel_s(self) -> float:
         """How long a message is on its way."""
@@ -75,10 +78,13 @@ class Process:
         is_killed: Whether the driver has asked for its end.
         is_frozen: Whether it is stopped, and may go on later.
         outlives_kill: Whether nothing reaches it while it is frozen, so that it goes on for a while when killed.
+        is_driver: Whether it is the driver itself, whose end is the end of all.
+        num_repeated: So many of the next questions that are asked beside its work arrive twice.
     """
 
-    def __init__(self, host: Host, pid: int, node: str, connection: SimConnection) -> None:
+    def __init__(self, host: Host, pid: int, node: str, connection: SimConnection, is_driver: bool = False) -> None:
         self.host, self.pid, self.node, self.connection = host, pid, node, connection
+        self.is_driver, self.num_repeated = is_driver, 0
         self.world = World(rank=-1, size=0)
         self.replica: SimReplica | None = None
         self.is_dead = self.is_killed = self.is_frozen = self.outlives_kill = self.is_up = False
@@ -86,7 +92,10 @@ class Process:
         self._queues: dict[str, deque[tuple[Call, Task]]] = {}
         self._open: set[Call] = set()
         self._running: dict[str, Running] = {}
-        host.kernel.after(host.start_s(), self._come_up)
+        if is_driver:
+            self.is_up = True
+        else:
+            host.kernel.after(host.start_s(), self._come_up)
 
     def __str__(self) -> str:
         return f"process {self.pid} (rank {self.world.rank} of {self.world.size}, on {self.node})"
@@ -103,9 +112,36 @@ class Process:
             self.host.kernel.after(self.host.travel_s(), lambda: call.set(error=death(-1, "it was dead already")))
             return call
         self._open.add(call)
-        task = getattr(self, f"_{method}")(*args)
-        self.host.kernel.after(self.host.travel_s(), lambda: self._enqueue(call, task))
+        for each in (call, Call(method)) if self._is_repeated(method) else (call,):
+            task = getattr(self, f"_{method}")(*args)
+            self.host.kernel.after(self.host.travel_s(), lambda each=each, task=task: self._enqueue(each, task))
         return call
+
+    def _is_repeated(self, method: str) -> bool:
+        if method not in _LANES or not self.num_repeated:
+            return False
+        self.num_repeated -= 1
+        return True
+
+    def run_here(self, method: str, args: tuple[Any, ...]) -> Any:
+        """Does what is asked in the driver's own thread; raises as the worker in the driver does."""
+        kernel = self.host.kernel
+        running = kernel.begin(getattr(self, f"_{method}")(*args))
+        try:
+            kernel.block(lambda: running.done.is_done)
+        except BaseException:
+            running.close()
+            raise
+        if running.done.error is not None:
+            raise WorkerFailed(self._failure(running.done.error))
+        return running.done.value
+
+    def close_here(self) -> None:
+        """The worker in the driver ends; its process goes on."""
+        replica, self.replica = self.replica, None
+        if replica is not None:
+            replica.shutdown()
+        self.connection.leave()
 
     def _enqueue(self, call: Call, task: Task) -> None:
         lane = _LANES.get(call.method, "work")
@@ -252,6 +288,9 @@ class Process:
 
     def _on_packed(self, packed: bytes, *values: Any) -> Task:
         function, capture, landed, args = pickle.loads(packed)
+        return (yield from self._on_replica(function, capture, landed, *args))
+
+    def _on_replica(self, function: Callable[..., Any], capture: bool, landed: int | None, *args: Any) -> Task:
         yield from self._point("called")
         assert self.replica is not None
         value = function(self.replica, *args)
@@ -260,7 +299,11 @@ class Process:
         else:
             yield self.host.work_s()
         is_over = not isinstance(value, Held)
-        part = self.replica.capture(landed) if capture and is_over else None
+        part = None
+        if capture and is_over:
+            part = replace(self.replica.capture(landed), seconds=self.host.copy_s)
+            if self.host.copy_s:
+                yield self.host.copy_s
         yield from self._point("answer")
         return Answer(value, part)
 
@@ -284,7 +327,4 @@ class Process:
 
     def _close(self) -> Task:
         yield self.host.work_s()
-        replica, self.replica = self.replica, None
-        if replica is not None:
-            replica.shutdown()
-        self.connection.leave()
+        self.close_here()

@@ -2,19 +2,46 @@
 
 from __future__ import annotations
 
+import random
 import traceback
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.call import Call
+from raysgd.engine.snapshots import Snapshot, own_states
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError, WorkerError, WorkersLostError
+from raysgd.replicas.restoring import load_into_all
 from tests.simulator.invariants import WatchedBudget
-from tests.simulator.kernel import Stopped
-from tests.simulator.replica import State, Walked, look, note, walk, walk_on
+from tests.simulator.kernel import Future, Kernel, Stopped
+from tests.simulator.replica import State, Walked, load, look, note, walk, walk_on
 from tests.simulator.schedule import LOSSES, Op
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
+
+
+CHANGING = ("train", "steps", "note", "apply")
+LISTENING_S = 60.0  # longer than any grace: a thread that listens to workers that were ended notices by then
+
+
+class Storing:
+    """A state that the driver puts into the store beside whatever comes next. Now and then there is no room for it."""
+
+    def __init__(self, kernel: Kernel, state: State, rng: random.Random) -> None:
+        self._kernel, self._stored = kernel, Future()
+        error = OSError("no room in the store") if rng.random() < 0.2 else None
+        kernel.after(rng.uniform(0.0, 3.0), lambda: self._stored.set(state, error))
+
+    def result(self, timeout_s: float | None) -> Any:
+        """The state; raises `TimeoutError` while it is not there."""
+        if timeout_s != 0.0:
+            self._kernel.block(lambda: self._stored.is_done, timeout_s)
+        if not self._stored.is_done:
+            raise TimeoutError("still being stored")
+        if self._stored.error is not None:
+            raise self._stored.error
+        return self._stored.value
 
 
 class Program:
@@ -32,6 +59,9 @@ class Program:
         self.committed = State()
         self._is_exact = True
         self._has_stop = False
+        self._file = Snapshot(State(), ((0, 0),))
+        self._num_loads = 0
+        self._possible: list[State] = []
         schedule = simulation.schedule
         sizes = range(1, schedule.num_workers + 1)
         # Else a completed call that is repeated by fewer workers takes other steps, and may use fewer samples.
@@ -44,8 +74,9 @@ class Program:
             if beside:
                 kernel.run_thread(lambda: self._perform_all(beside))
             self._perform_all([op for op in ops if not op.thread])
-        kernel.block(lambda: all(thread.is_over for thread in kernel.threads[1:]))
+        kernel.block(lambda: all(thread.is_over for thread in kernel.users[1:]))
         self._controller.stop()
+        kernel.block(lambda: all(thread.is_over for thread in kernel.threads[1:]), LISTENING_S)
 
     def stop_beside(self, force: bool) -> None:
         """Stops the trainer from another thread."""
@@ -64,6 +95,8 @@ class Program:
         before = dict(simulation.befalling.kinds)
         budget = WatchedBudget(op.max_retries, self._invariants)
         failures_before = self._invariants.hooks.num_failures
+        snapshots = self._controller.snapshots
+        was_coming, must_follow = snapshots.is_coming, snapshots.must_follow
         self.is_in_call = self.is_in_call or is_first
         try:
             value = getattr(self, f"_{op.kind}")(op, budget)
@@ -80,10 +113,12 @@ class Program:
             for event in simulation.controller.history.events[getattr(self, "_num_told", 0) :]:
                 simulation.tell(f"EVENT {event}")
             self._num_told = len(simulation.controller.history.events)
-        if len(simulation.kernel.threads) == 1:
+        if self._is_alone:
             self._invariants.check_spent(budget.num_spent)
             self._check_raised(op, before)
-            if op.kind in ("train", "steps", "note", "look"):  # others bring a budget of their own
+            if op.kind in CHANGING and before == dict(simulation.befalling.kinds) and not was_coming:
+                self._invariants.check_covered(must_follow or op.kind == "apply")
+            if op.kind in (*CHANGING, "look"):  # others bring a budget of their own
                 self._check_paid(budget, self._invariants.hooks.num_failures - failures_before)
             self._invariants.check_between_calls()
         return True
@@ -117,8 +152,7 @@ class Program:
         base, is_exact = self.committed, self._is_exact
         state = self._walked(op.argument, budget)
         assert op.argument is not None
-        alone = len(self._simulation.kernel.threads) == 1
-        if is_exact and alone and self._is_joint_batch_constant:
+        if is_exact and self._is_alone and self._is_joint_batch_constant:
             self._invariants.require(
                 state.steps == base.steps + op.argument, f"{op.argument} steps led from {base} to {state}"
             )
@@ -139,11 +173,23 @@ class Program:
         return state
 
     def _note(self, op: Op, budget: WatchedBudget) -> State:
+        return self._noted(op, budget, is_repeatable=True)
+
+    def _apply(self, op: Op, budget: WatchedBudget) -> State:
+        return self._noted(op, budget, is_repeatable=False)
+
+    def _noted(self, op: Op, budget: WatchedBudget, is_repeatable: bool) -> State:
         assert op.argument is not None
         argument, before = op.argument, self.committed
-        call = Call(note, lambda worlds: [(argument,)] * len(worlds), changes_state=True, keeps_alike=True)
+        call = Call(
+            note,
+            lambda worlds: [(argument,)] * len(worlds),
+            changes_state=True,
+            keeps_alike=True,
+            is_repeatable=is_repeatable,
+        )
         state = self._one(self._controller.run(call, budget=budget))
-        if self._is_exact and len(self._simulation.kernel.threads) == 1:
+        if self._is_exact and self._is_alone:
             wanted = (*before.noted, argument)
             self._invariants.require(state.noted == wanted, f"noted {state.noted}, not {wanted}")
         self._commit(state)
@@ -158,6 +204,44 @@ class Program:
         state: State = self._controller.snapshot().shared_state
         self._commit(state, is_change=False)
         return state
+
+    def _save(self, op: Op, budget: WatchedBudget) -> State:
+        self._file = self._controller.snapshot()
+        state: State = self._file.shared_state
+        self._commit(state, is_change=False)
+        return state
+
+    def _load(self, op: Op, budget: WatchedBudget) -> State:
+        """Brings the state of the last file, marked: so it is another one than any that led to it."""
+        assert op.argument is not None
+        self._num_loads += 1
+        saved, rank_states = self._file.shared_state, self._file.rank_states
+        state = replace(saved, noted=(*saved.noted, -self._num_loads))
+        self._possible.append(state)
+        way = op.argument % 3
+        if way == 2 and len(rank_states) == self._controller.num_workers:
+            self._load_where_it_lies(state, rank_states)
+        else:
+            group = self._controller.ensure_group()
+            load_into_all(
+                self._controller,
+                load,
+                group.store(state) if way else state,
+                rank_states,
+                is_complete=bool(way) and len(rank_states) == self._controller.num_workers,
+            )
+        self.committed, self._is_exact, self._possible = state, True, []
+        return state
+
+    def _load_where_it_lies(self, state: State, rank_states: tuple[Any, ...]) -> None:
+        """As `StateLoader` does with files: the driver gets the state after the workers."""
+        call = Call(
+            load, lambda worlds: [(state, own) for own in own_states(rank_states, len(worlds))], keeps_alike=True
+        )
+        with self._controller.turn():
+            self._controller.run(call)
+            storing = Storing(self._simulation.kernel, state, self._simulation.rng)
+            self._controller.snapshots.expect(storing, rank_states, call)
 
     def _landed(self, op: Op, budget: WatchedBudget) -> State | None:
         snapshot = self._controller.landed_snapshot()
@@ -174,10 +258,15 @@ class Program:
         self._simulation.kernel.sleep((op.argument or 1) / 10)
 
     def _kill(self, op: Op, budget: WatchedBudget) -> None:
-        if len(self._simulation.kernel.threads) == 1:
+        if self._is_alone:
             self._controller.kill_group()
 
     # ------------------------------------------------------------------------------------ what is known
+
+    @property
+    def _is_alone(self) -> bool:
+        """Whether only one thread has made calls so far."""
+        return len(self._simulation.kernel.users) == 1
 
     def _one(self, states: Sequence[State]) -> State:
         self._invariants.require(len(set(states)) == 1, f"replicas differ: {'; '.join(map(str, set(states)))}")
@@ -185,10 +274,14 @@ class Program:
 
     def _commit(self, state: State, is_change: bool = True) -> None:
         self._invariants.check_state(state)
-        before = self.committed if self._is_joint_batch_constant else State(noted=self.committed.noted)
-        self._invariants.require(state.extends(before), f"lost: {self.committed}; there is {state}")
+        is_known = any(state.extends(self._counted(each)) for each in (self.committed, *self._possible))
+        self._invariants.require(is_known, f"lost: {self.committed}; there is {state}")
         if is_change:
-            self.committed, self._is_exact = state, True
+            self.committed, self._is_exact, self._possible = state, True, []
+
+    def _counted(self, state: State) -> State:
+        """What of a state is still there after it."""
+        return state if self._is_joint_batch_constant else State(noted=state.noted)
 
     def _check_measured(self, walked: Sequence[Walked], state: State) -> None:
         """No sample is measured twice, nor one that was not used."""
@@ -212,6 +305,9 @@ class Program:
         elif isinstance(error, TrainerShutdownError):
             require(self._has_stop, why)
         elif isinstance(error, WorkersLostError):
+            if "switches snapshots off" in str(error):
+                require(self._simulation.schedule.snapshot_every_s is None, why)
+                return
             is_spent = budget.num_spent >= budget.num_restarts or "used up" not in str(error)
             require(has_loss or kinds["room goes"] > 0, why)
             self._invariants.check_spent(budget.num_spent)

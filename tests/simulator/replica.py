@@ -182,6 +182,8 @@ class SimReplica:
     def regroup(self, world: World, handover: Handover) -> Task:
         self.inside.clear()
         self.world = world
+        if self.run is not None:
+            self.run.proposed = self.run.agreed = None
         yield from self.around.point("regroup", self)
         if world.rank == handover.source and handover.takers:
             run = self.run
@@ -241,6 +243,7 @@ class SimReplica:
     def walk(self, num_steps: int | None) -> Task:
         """Trains for so many steps; None for the rest of the pass."""
         self.inside.clear()
+        self.is_whole = True
         self.run = Run(num_steps, self.state.steps)
         return (yield from self._go_through(self.run))
 
@@ -293,11 +296,12 @@ class SimReplica:
         own = sum(bits_in_order(plan.num_samples, state.epoch)[share.start : share.stop]) if share.num_samples else 0
         yield from self.around.point("step", self)
         yield self.around.step_s()
-        given: Mapping[int, tuple[State, int]] = yield from self._reduce((state.weights, run.steps), (state, own))
+        name = (state.weights, state.noted, run.steps)
+        given: Mapping[int, tuple[State, int]] = yield from self._reduce(name, (state, own))
         if self.around.has_halves:
             self.is_whole = False
             yield from self.around.point("half", self)
-            yield from self._reduce((state.weights, run.steps, "second half"), (state, own))
+            yield from self._reduce((*name, "second half"), (state, own))
         self.state, self.is_whole = stepped(state, plan, [samples for _, samples in given.values()]), True
         self.around.check_state(self.state)
         run.steps += 1
@@ -348,6 +352,14 @@ def note(replica: SimReplica, number: int) -> Task:
     replica.state = replace(replica.state, noted=(*replica.state.noted, number))
     yield from replica.around.point("noted", replica)
     return replica.state
+
+
+def load(replica: SimReplica, state: State, own_state: Any) -> Task:
+    """A call that brings a state that was saved."""
+    yield from replica.around.point("load", replica)
+    yield 0.01
+    replica.restore(state, own_state)
+    yield from replica.around.point("loaded", replica)
 
 
 def look(replica: SimReplica) -> Task:

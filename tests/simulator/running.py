@@ -71,6 +71,8 @@ class Simulation:
         spec = GroupSpec(
             SimConnection(self.network),
             _not_called,
+            use_local=schedule.use_local,
+            snapshot_every_s=schedule.snapshot_every_s,
             regroups=schedule.regroups,
             num_spares=schedule.num_spares,
             heartbeat_s=schedule.heartbeat_s,
@@ -79,7 +81,9 @@ class Simulation:
         )
         return ElasticController(
             spec,
-            ScalingPolicy(schedule.num_workers, schedule.min_workers, draw=lambda: 0.5),
+            ScalingPolicy(
+                schedule.num_workers, schedule.min_workers, draw=lambda: 0.5, num_local=int(schedule.use_local)
+            ),
             FailurePolicy(schedule.rejoins),
             make_group=partial(WorkerGroup, platform=self.platform),
             view=self.cluster.view,
@@ -103,15 +107,21 @@ class Simulation:
             self.invariants.check_end()
         except Stopped:
             pass
-        return Verdict(self.kernel.stopped_by, tuple(self.log), len(self.befalling.happened), dict(self.counts))
+        verdict = Verdict(self.kernel.stopped_by, tuple(self.log), len(self.befalling.happened), dict(self.counts))
+        self.kernel.end_threads()
+        return verdict
 
     def tell(self, text: str) -> None:
         self.log.append(f"{self.kernel.now - 1000.0:9.3f}  {text}")
 
     # ------------------------------------------------------------------------------------ for processes
 
-    def _make_process(self, pid: int, node: str) -> Process:
-        return Process(self, pid, node, SimConnection(self.network))
+    @property
+    def copy_s(self) -> float:
+        return self.schedule.copy_s
+
+    def _make_process(self, pid: int, node: str, is_driver: bool) -> Process:
+        return Process(self, pid, node, SimConnection(self.network), is_driver)
 
     def make_replica(self, world: World, connection: SimConnection, name: str) -> SimReplica:
         return SimReplica(world, self, connection, name)
@@ -189,17 +199,19 @@ def _not_called(world: World) -> Any:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the lines of the engine, which nobody reads here and which cost more than all else."""
+def quiet() -> Iterator[None]:
+    """Without the lines of the engine, which are not read here and which cost more than all else."""
     before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
+    if before < logging.CRITICAL:
+        logging.disable(logging.CRITICAL)
     try:
         yield
     finally:
-        logging.disable(before)
+        if before < logging.CRITICAL:
+            logging.disable(before)
 
 
 def run(schedule: Schedule) -> Verdict:
-    """Runs a schedule to its end."""
-    with _quiet():
+    """Runs a schedule to its end. Where there are many, all of them `quiet` cost less than each."""
+    with quiet():
         return Simulation(schedule).run()

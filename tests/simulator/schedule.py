@@ -7,6 +7,8 @@ import random
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from raysgd.engine.snapshot_pace import EverySeconds
+
 POINTS = {
     # where: about how often a run comes there
     "prepare": 6,
@@ -32,6 +34,8 @@ POINTS = {
     "note": 6,
     "noted": 6,
     "look": 6,
+    "load": 4,
+    "loaded": 4,
     "wait": 150,
 }
 """The places at which something may happen: most of them in a worker, "wait" wherever the driver waits."""
@@ -39,7 +43,21 @@ POINTS = {
 LOSSES = ("die", "die with another", "die but one", "lose node", "freeze", "stall", "lose connection")
 """What costs workers, or connections between them."""
 
-OTHERS = ("raise", "slow", "drain", "room goes", "room comes", "poison")
+OTHERS = ("raise", "slow", "drain", "room goes", "room comes", "poison", "repeat")
+SIMPLER = (
+    "num_spares",
+    "is_large",
+    "has_halves",
+    "snapshot_every",
+    "resize_check_s",
+    "tells",
+    "min_workers",
+    "use_local",
+    "snapshot_every_s",
+    "copy_s",
+)
+"""What of a schedule is simplest as it is by itself."""
+
 IN_DRIVER = ("interrupt", "stop")
 
 
@@ -72,6 +90,9 @@ class Schedule:
 
     Attributes:
         seed: Decides how long everything takes, and who is first.
+        use_local: Whether rank 0 is the driver.
+        snapshot_every_s: As for `GroupSpec`.
+        copy_s: How long a copy of the state takes.
     """
 
     seed: int
@@ -89,6 +110,9 @@ class Schedule:
     resize_check_s: float | None = None
     tells: bool = True
     heartbeat_s: float = 5.0
+    use_local: bool = False
+    snapshot_every_s: EverySeconds = 0.0
+    copy_s: float = 0.0
     ops: tuple[Op, ...] = ()
     faults: tuple[Fault, ...] = field(default=())
 
@@ -119,6 +143,7 @@ def drawn(seed: int) -> Schedule:
     extra = rng.choice([0, 0, 1, 3])
     regroups = rng.random() < 0.85
     num_samples = rng.choice([8, 16, 23, 40])
+    is_rare = rng.random() < 0.4
     schedule = Schedule(
         seed=seed,
         num_workers=num_workers,
@@ -135,6 +160,9 @@ def drawn(seed: int) -> Schedule:
         resize_check_s=rng.choice([None, None, 0.5, 2.0]),
         tells=rng.random() < 0.75,
         heartbeat_s=rng.choice([3.0, 5.0, 10.0]),
+        use_local=num_workers > 1 and rng.random() < 0.2,
+        snapshot_every_s=rng.choice(["auto", "auto", 1.0, 3.0, 10.0, None]) if is_rare else 0.0,
+        copy_s=rng.choice([0.0005, 0.02, 0.1, 0.5]) if is_rare else 0.0,
     )
     return replace(schedule, ops=_ops(rng), faults=_faults(rng))
 
@@ -155,6 +183,9 @@ def _ops(rng: random.Random) -> tuple[Op, ...]:
         "steps",
         "note",
         "look",
+        "apply",
+        "load",
+        "save",
         "snapshot",
         "landed",
         "status",
@@ -189,4 +220,7 @@ def _fault(rng: random.Random) -> Fault:
 
 def size(schedule: Schedule) -> tuple[Any, ...]:
     """How much there is to a schedule: smaller is easier to understand."""
-    return len(schedule.faults), len(schedule.ops), schedule.num_workers, schedule.num_samples, len(schedule.nodes)
+    plain = Schedule(schedule.seed)
+    num_special = sum(getattr(schedule, name) != getattr(plain, name) for name in SIMPLER)
+    sizes = schedule.num_workers, schedule.num_samples, len(schedule.nodes)
+    return len(schedule.faults), len(schedule.ops), num_special, *sizes

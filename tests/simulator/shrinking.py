@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from tests.simulator.running import Verdict, run
-from tests.simulator.schedule import Schedule, size
+from tests.simulator.schedule import SIMPLER, Schedule, size
 
 _MOST_RUNS = 400
 
@@ -36,7 +36,7 @@ def _smaller(schedule: Schedule) -> Iterator[Schedule]:
         fewer = schedule.num_workers - 1
         yield replace(schedule, num_workers=fewer, min_workers=min(schedule.min_workers, fewer))
     plain = Schedule(schedule.seed)
-    for name in ("num_spares", "is_large", "has_halves", "snapshot_every", "resize_check_s", "tells", "min_workers"):
+    for name in SIMPLER:
         if getattr(schedule, name) != getattr(plain, name):
             yield replace(schedule, **{name: getattr(plain, name)})
     if len(schedule.nodes) > 1:
