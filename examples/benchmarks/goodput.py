@@ -1,43 +1,39 @@
 """Goodput: the share of the time that goes into steps that count, while workers are killed again and again.
 
-    python examples/benchmarks/goodput.py [--smoke-test] [--seconds 300] [--every 15,60] [--peers torchrun,ray_train]
+    python examples/benchmarks/goodput.py [--smoke-test] [--rates 15:150,60:300] [--rows FILE] [--contenders NAME,...]
 
 All contenders train the same model on the same samples with two workers, and lose a random one of them every so many
 seconds, from the first step on. The seed is the same for all. A step also sleeps for 20 ms: that stands for a device
 that computes, so that two cores are enough for the workers and for a spare.
 
 Goodput is what the steps that count take in a run without kills, divided by what they take in the one with kills, both
-from the beginning of the first step to the end of the last one. The model itself keeps the books of the samples, see
-`_counted`. Samples done again are those of steps that a kill broke off, and of steps that were rolled back.
+from the beginning of the first step to the end of the last one. Each run with kills has a run without kills before it
+and behind it, so that a machine that becomes slower or faster shows. The model itself keeps the books of the samples,
+see `_counted`. Samples done again are those of steps that a kill broke off, and of steps that were rolled back.
+
+The whole table takes about an hour. Each row that is finished is written to the file of `--rows`; run the same command
+again and it measures the rows that are missing. `docs/images/make_goodput_chart.py` draws the file.
 """
 
 from __future__ import annotations
 
-import functools
+import argparse
 import json
 import os
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from _common import OWN, Report, Target, choose_peers, dispatch, make_parser, ray_cluster, run_job, take_turns
-from _counted import NUM_SAMPLES, NUM_WORKERS, SAVE_EVERY, STEPS_OF_PASS, CountedOperator, HandWritten, books
-from _counted import write_state as write
-from _kills import Schedule, killing, samples_begun, wall_of
-
-from raysgd import TorchTrainer
+from _common import OWN, JobError, Report, Target, choose_peers, dispatch, machine, make_parser, run_job
+from _contenders import run_ray_train, run_raysgd, run_torchrun
+from _counted import NUM_WORKERS, STEPS_OF_PASS
 
 PEERS = {"torchrun": "torch", "ray_train": "ray.train"}
 GUESSED_STEP_S = 0.025
-PATIENCE = 5  # times the useful seconds; a contender that takes longer has come to no end
-MANY = 10**6  # retries
+START_S = 15.0  # of a run, about: until its first step, and behind its last one
+CALM_S = 30.0
+PATIENCE = 3  # times the useful seconds; a contender that takes longer counts as failed
 
 OWN_WAYS: dict[str, dict[str, Any]] = {
     f"{OWN}, spare": {"spare_workers": 1},
@@ -56,212 +52,188 @@ FIGURES = {
     "samples_lost": "samples lost",
     "samples_twice": "samples used twice",
     "again": "samples done again, of 100",
+    "calm_differ": "runs without kills differ by, of 100",
     "driver_mib_grown": "driver grew by, MiB",
     "driver_fds_grown": "by open files",
+    "store_mib_grown": "its object store by, MiB",
+    "load": "load at the end",
 }
-
-
-# ------------------------------------------------------------------------------------------------------ raysgd
-
-
-def run_raysgd(num_passes: int, kills: dict[str, Any] | None, **options: Any) -> dict[str, float]:
-    """A trainer whose workers are killed."""
-    schedule = _schedule(kills)
-    with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
-        stack.enter_context(ray_cluster(NUM_WORKERS + options.get("spare_workers", 0)))
-        trainer = stack.enter_context(
-            TorchTrainer(
-                training_operator_cls=CountedOperator,
-                num_workers=NUM_WORKERS,
-                config={"folder": folder},
-                snapshot_every_n_steps=SAVE_EVERY,
-                **options,
-            )
-        )
-        looks = []
-        with killing(folder, schedule):
-            for _ in range(num_passes):
-                trainer.train(max_retries=MANY)
-                looks.append((_resident_mib(), len(os.listdir("/proc/self/fd"))))
-            ended = time.monotonic()
-        used = trainer.state_dict()["models"][0]["used"]
-        return {**_told(folder, schedule, num_passes, ended, used), **growth(looks)}
-
-
-def growth(looks: list[tuple[float, int]]) -> dict[str, float]:
-    """Of the driver, from the end of the first quarter on: until then it fills its buffers."""
-    before, after = looks[len(looks) // 4], looks[-1]
-    return {"driver_mib_grown": after[0] - before[0], "driver_fds_grown": float(after[1] - before[1])}
-
-
-def _resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def _schedule(kills: dict[str, Any] | None) -> Schedule | None:
-    return None if kills is None else Schedule(**kills)
-
-
-def _told(folder: str, schedule: Schedule | None, num_passes: int, ended: float, used: torch.Tensor) -> dict[str, Any]:
-    useful = num_passes * NUM_SAMPLES
-    return {
-        "wall_s": wall_of(folder, ended),
-        "kills": 0 if schedule is None else schedule.num_kills,
-        "again": 100 * (samples_begun(folder) - useful) / useful,
-        **books(used, num_passes),
-    }
-
-
-# ------------------------------------------------------------------------------------------------------ peers
-
-
-def run_torchrun(num_passes: int, kills: dict[str, Any] | None) -> dict[str, float]:
-    """Elastic `torchrun`: ends all workers after a death and starts them again from the last file."""
-    schedule = _schedule(kills)
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder, killing(folder, schedule):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS}"]
-        command += ["--max-restarts=1000", "--monitor-interval=0.1", __file__, "--torchrun-worker", folder]
-        # With a store that outlives a generation of workers, PyTorch 2.13 leads the next one to dead addresses.
-        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-        done = subprocess.run([*command, str(num_passes)], env=environment, capture_output=True, text=True, check=False)
-        return _read_end(folder, schedule, num_passes, done.stderr[-2000:])
-
-
-def torchrun_worker(folder: str, num_passes: int) -> None:
-    """One process of `run_torchrun`, of whatever generation."""
-    dist.init_process_group("gloo")
-    rank, path = dist.get_rank(), Path(folder) / "last.pt"
-
-    def save(state: Callable[[], Any]) -> None:
-        if rank == 0:
-            write(path, state())
-
-    training = HandWritten(rank, folder, torch.load(path) if path.exists() else None)
-    training.run(num_passes, save)
-    _note_end(folder, rank, training)
-    dist.barrier()
-    os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
-
-
-def run_ray_train(num_passes: int, kills: dict[str, Any] | None) -> dict[str, float]:
-    """Ray Train with its own failure handling and checkpoints."""
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchTrainer as RayTrainer
-
-    schedule = _schedule(kills)
-    with (
-        tempfile.TemporaryDirectory(prefix="bench-") as folder,
-        ray_cluster(NUM_WORKERS + 1),
-        killing(folder, schedule),
-    ):
-        failures = FailureConfig(max_failures=-1)
-        RayTrainer(
-            _ray_train_loop,
-            train_loop_config={"folder": folder, "num_passes": num_passes},
-            scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
-            run_config=RunConfig(storage_path=f"{folder}/runs", name="goodput", failure_config=failures),
-        ).fit()
-        return _read_end(folder, schedule, num_passes, "")
-
-
-def _ray_train_loop(config: dict[str, Any]) -> None:
-    import ray.train
-
-    rank = ray.train.get_context().get_world_rank()
-    checkpoint, before = ray.train.get_checkpoint(), None
-    if checkpoint is not None:
-        with checkpoint.as_directory() as place:
-            before = torch.load(Path(place) / "last.pt")
-
-    def save(state: Callable[[], Any]) -> None:
-        with tempfile.TemporaryDirectory() as place:
-            if rank == 0:
-                write(Path(place) / "last.pt", state())
-            ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(place) if rank == 0 else None)
-
-    training = HandWritten(rank, config["folder"], before)
-    training.run(config["num_passes"], save)
-    _note_end(config["folder"], rank, training)
-
-
-def _note_end(folder: str, rank: int, training: HandWritten) -> None:
-    if rank == 0:
-        write(Path(folder) / "end.pt", {"at": time.monotonic(), "used": training.state()["model"]["used"]})
-
-
-def _read_end(folder: str, schedule: Schedule | None, num_passes: int, log: str) -> dict[str, Any]:
-    path = Path(folder) / "end.pt"
-    if not path.exists():
-        raise RuntimeError(f"the training did not come to its end: {log}")
-    end = torch.load(path)
-    return _told(folder, schedule, num_passes, end["at"], end["used"])
-
-
-# ------------------------------------------------------------------------------------------------------ report
-
-
 ROLES = {OWN: run_raysgd, "torchrun": run_torchrun, "ray_train": run_ray_train}
 
+Row = dict[str, Any]
 
-def measure(
-    role: str, seconds: float, all_kills: list[dict[str, Any]], options: dict[str, Any]
-) -> dict[float, dict[str, Any]]:
-    """What one contender comes to with each schedule of kills, beside a shorter run in peace, without spares."""
-    num_passes = max(1, round(seconds / (GUESSED_STEP_S * STEPS_OF_PASS)))
-    num_calm = max(1, round(num_passes / 4))
-    calm = run_job(__file__, role, num_passes=num_calm, kills=None)
-    told = {}
-    for kills in all_kills:
-        patience_s = 120 + PATIENCE * seconds
-        run = run_job(__file__, role, timeout_s=patience_s, num_passes=num_passes, kills=kills, **options)
-        run["goodput"] = calm["wall_s"] / num_calm * num_passes / run["wall_s"]
-        told[kills["every_s"]] = run
-        print(json.dumps({"role": role, **options, **kills, **run, "load": os.getloadavg()[0]}), flush=True)
-    return told
+
+@dataclass(frozen=True)
+class Plan:
+    """What one row is measured with.
+
+    Attributes:
+        contender: Its name in the table.
+        every_s: Seconds from one kill to the next.
+        seconds: How long the steps take without kills, about.
+        seed: Of the choice of victims.
+        calm_s: How long a run without kills takes, about.
+        num_calm: How many of them there are: one before, and one behind.
+        max_kills: After so many there are no more; None for no limit.
+    """
+
+    contender: str
+    every_s: float
+    seconds: float
+    seed: int
+    calm_s: float = CALM_S
+    num_calm: int = 2
+    max_kills: int | None = None
+
+    @property
+    def patience_s(self) -> float:
+        """When the run with kills counts as failed."""
+        return 120 + PATIENCE * self.seconds
+
+    @property
+    def expected_s(self) -> float:
+        """How long the row takes, about."""
+        return self.num_calm * (self.calm_s + START_S) + 1.25 * self.seconds + START_S
+
+    def row(self) -> Row:
+        """Measures it.
+
+        Raises:
+            JobError: The contender failed, or did not finish.
+        """
+        calm = [self._calm()]
+        run = self._disturbed()
+        calm += [self._calm() for _ in range(self.num_calm - 1)]
+        mean = sum(calm) / len(calm)
+        run["goodput"] = mean * _num_passes(self.seconds) / run["wall_s"]
+        run["calm_differ"] = 100 * (max(calm) - min(calm)) / mean
+        return {**asdict(self), **run, "load": os.getloadavg()[0], "cpu": machine()["cpu"]}
+
+    def _calm(self) -> float:
+        """Seconds of a pass without kills, and without spares."""
+        num_passes = _num_passes(self.calm_s)
+        run = run_job(__file__, self._role, timeout_s=120 + PATIENCE * self.calm_s, num_passes=num_passes, kills=None)
+        return float(run["wall_s"] / num_passes)
+
+    def _disturbed(self) -> Row:
+        kills = {"every_s": self.every_s, "seed": self.seed, "max_kills": self.max_kills}
+        options = dict(OWN_WAYS.get(self.contender, {}))
+        if self._role == OWN:
+            options["patience_s"] = self.patience_s - 5.0
+        num_passes, limit_s = _num_passes(self.seconds), self.patience_s
+        row: Row = run_job(__file__, self._role, timeout_s=limit_s, num_passes=num_passes, kills=kills, **options)
+        return row
+
+    @property
+    def _role(self) -> str:
+        return OWN if self.contender in OWN_WAYS else self.contender
+
+
+def _num_passes(seconds: float) -> int:
+    return max(1, round(seconds / (GUESSED_STEP_S * STEPS_OF_PASS)))
+
+
+class Rows:
+    """Rows that are finished, in a file if there is one.
+
+    Args:
+        path: The file; None to keep nothing.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._rows: list[Row] = json.loads(path.read_text()) if path is not None and path.exists() else []
+
+    def of(self, plan: Plan) -> Row | None:
+        """The row that was measured with this plan; None if it is missing."""
+        wanted = asdict(plan)
+        return next((row for row in self._rows if all(row[name] == wanted[name] for name in wanted)), None)
+
+    def add(self, row: Row) -> None:
+        """Keeps a row."""
+        self._rows.append(row)
+        if self._path is not None:
+            partial = self._path.with_suffix(".part")
+            partial.write_text(json.dumps(self._rows, indent=1) + "\n")
+            partial.replace(self._path)
+
+
+def measured(plans: Sequence[Plan], rows: Rows, report: Report) -> dict[Plan, Row]:
+    """A row for each plan, as far as the contenders finish. What was measured before is not measured again."""
+    missing = [plan for plan in plans if rows.of(plan) is None]
+    print(
+        f"{len(missing)} of {len(plans)} rows to measure: {sum(p.expected_s for p in missing) / 60:.0f} minutes, about"
+    )
+    for plan in missing:
+        try:
+            rows.add(plan.row())
+        except JobError as error:
+            report.failed(f"{plan.contender}, one kill each {plan.every_s:g} s", error)
+        else:
+            print(json.dumps(rows.of(plan)), flush=True)
+    found = {plan: rows.of(plan) for plan in plans}
+    return {plan: row for plan, row in found.items() if row is not None}
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["--torchrun-worker"]:
-        torchrun_worker(sys.argv[2], int(sys.argv[3]))
     dispatch(ROLES)
-    parser = make_parser(__doc__.partition("\n")[0], repetitions=1, peers=PEERS)
-    parser.add_argument("--seconds", type=float, default=300.0, help="how long the steps take without kills")
-    parser.add_argument("--every", default="15,60", help="seconds from one kill to the next, one run for each")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of victims")
-    arguments = parser.parse_args()
+    arguments = _parser().parse_args()
     peers = choose_peers(arguments, PEERS)
+    plans = _plans(arguments, [*OWN_WAYS, *peers.selected])
     report = Report("goodput", arguments, peers)
-    all_kills = [{"every_s": float(text), "seed": arguments.seed} for text in arguments.every.split(",")]
-    if arguments.smoke_test:
-        arguments.seconds, all_kills = 5.0, [{"every_s": 2.0, "seed": arguments.seed, "max_kills": 1}]
+    found = measured(plans, Rows(arguments.rows), report)
+    goodput = _report(report, found)
+    targets = [
+        Target(f"{name}, one kill each {every_s} s", bar, False, goodput.get((name, every_s)))
+        for (name, every_s), bar in BARS.items()
+    ]
+    report.finish(targets)
+    check(plans, found)
 
-    def job(role: str, options: dict[str, Any]) -> Callable[..., Any]:
-        return functools.partial(measure, role, arguments.seconds, all_kills, options)
 
-    jobs = {name: job(OWN, options) for name, options in OWN_WAYS.items()}
-    jobs.update({name: job(name, {}) for name in peers.selected})
-    found = take_turns(jobs, arguments.repetitions, report)
-    medians: dict[tuple[str, float], float] = {}
-    for every_s in (kills["every_s"] for kills in all_kills):
-        runs = {name: [run[every_s] for run in measured] for name, measured in found.items()}
-        told = report.figures(f"One of {NUM_WORKERS} workers is killed every {every_s:g} s", FIGURES, runs)
-        medians.update({(name, every_s): value for (name, figure), value in told.items() if figure == "goodput"})
-        _check(told)
-    report.finish(
-        [
-            Target(f"{name}, one kill each {every_s} s", bar, False, medians.get((name, every_s)))
-            for (name, every_s), bar in BARS.items()
-        ]
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser(__doc__.partition("\n")[0], repetitions=1, peers=PEERS)
+    parser.add_argument(
+        "--rates", default="15:150,60:300", help="seconds from one kill to the next, and useful seconds of that run"
     )
+    parser.add_argument("--contenders", help=f"only some of: {'; '.join([*OWN_WAYS, *PEERS])} (separated by `;`)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of victims")
+    parser.add_argument("--rows", type=Path, help="file for the rows that are finished, to go on from")
+    return parser
 
 
-def _check(told: dict[tuple[str, str], float]) -> None:
-    """raysgd may lose no sample, and use none twice."""
-    for name in OWN_WAYS:
-        lost, twice = told[name, "samples_lost"], told[name, "samples_twice"]
+def _plans(arguments: argparse.Namespace, names: Sequence[str]) -> list[Plan]:
+    wanted = names if arguments.contenders is None else [each.strip() for each in arguments.contenders.split(";")]
+    unknown = [name for name in wanted if name not in names]
+    if unknown:
+        raise SystemExit(f"`--contenders {'; '.join(unknown)}`: known are {'; '.join(names)}")
+    if arguments.smoke_test:
+        return [Plan(name, 2.0, 5.0, arguments.seed, calm_s=5.0, num_calm=1, max_kills=1) for name in wanted]
+    rates = [[float(each) for each in text.split(":")] for text in arguments.rates.split(",")]
+    return [Plan(name, every_s, seconds, arguments.seed) for every_s, seconds in rates for name in wanted]
+
+
+def _report(report: Report, found: Mapping[Plan, Row]) -> dict[tuple[str, float], float]:
+    """Prints a table for each rate; returns the goodput of each contender at each rate."""
+    goodput: dict[tuple[str, float], float] = {}
+    for every_s in dict.fromkeys(plan.every_s for plan in found):
+        runs = {plan.contender: [row] for plan, row in found.items() if plan.every_s == every_s}
+        told = report.figures(f"One of {NUM_WORKERS} workers is killed every {every_s:g} s", FIGURES, runs)
+        goodput.update({(name, every_s): value for (name, figure), value in told.items() if figure == "goodput"})
+    return goodput
+
+
+def check(plans: Sequence[Plan], found: Mapping[Plan, Row]) -> None:
+    """raysgd may lose no sample, use none twice, and has to finish."""
+    for plan in plans:
+        if plan.contender not in OWN_WAYS:
+            continue
+        what = f"{plan.contender}, one kill each {plan.every_s:g} s"
+        if plan not in found:
+            raise SystemExit(f"{what}: the run failed; see above")
+        lost, twice = found[plan]["samples_lost"], found[plan]["samples_twice"]
         if lost or twice:
-            raise SystemExit(f"{name}: {lost:g} samples were lost and {twice:g} used twice")
+            raise SystemExit(f"{what}: {lost:g} samples were lost and {twice:g} used twice")
 
 
 if __name__ == "__main__":

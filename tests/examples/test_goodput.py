@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch.utils.data import DataLoader
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
-MODULES = ("_common", "_kills", "_counted", "goodput")
+MODULES = ("_common", "_kills", "_counted", "_contenders", "goodput")
 TRAINS = "import sys, time, _kills; _kills.Trail(sys.argv[1]).begin(16); time.sleep(60)"
 
 
@@ -39,6 +40,11 @@ def kills(modules: dict[str, Any]) -> Any:
 @pytest.fixture
 def counted(modules: dict[str, Any]) -> Any:
     return modules["_counted"]
+
+
+@pytest.fixture
+def contenders(modules: dict[str, Any]) -> Any:
+    return modules["_contenders"]
 
 
 @pytest.fixture
@@ -155,13 +161,75 @@ def test_a_step_that_was_broken_off_leaves_no_marks(counted: Any) -> None:
     assert model.used[:4].tolist() == [0, 0, 1, 1]
 
 
-def test_growth_of_the_driver_counts_from_the_end_of_the_first_quarter(goodput: Any) -> None:
-    looks = [(100.0, 10), (150.0, 30), (151.0, 31), (152.5, 29)]
-    assert goodput.growth(looks) == {"driver_mib_grown": 2.5, "driver_fds_grown": -1.0}
+def test_growth_of_the_driver_counts_from_the_end_of_the_first_quarter(contenders: Any) -> None:
+    looks = [(100.0, 10, 1.0), (150.0, 30, 8.0), (151.0, 31, 9.0), (152.5, 29, 8.5)]
+    assert contenders.growth(looks) == {"driver_mib_grown": 2.5, "driver_fds_grown": -1.0, "store_mib_grown": 0.5}
+
+
+def test_a_look_at_the_driver_sees_its_memory_and_its_files(contenders: Any) -> None:
+    before = contenders.look()
+    with Path(__file__).open():
+        after = contenders.look()
+    assert before[0] > 10
+    assert after[1] == before[1] + 1
+
+
+# ------------------------------------------------------------------------------------------------------ rows
+
+
+def plans(goodput: Any, *arguments: str) -> list[Any]:
+    found: list[Any] = goodput._plans(goodput._parser().parse_args(arguments), [*goodput.OWN_WAYS, *goodput.PEERS])
+    return found
+
+
+def row_of(plan: Any, **figures: float) -> dict[str, Any]:
+    return {**asdict(plan), "goodput": 0.9, "samples_lost": 0.0, "samples_twice": 0.0, **figures}
+
+
+def test_each_contender_has_a_row_at_each_rate(goodput: Any) -> None:
+    found = plans(goodput, "--rates", "15:150,60:300")
+    assert len(found) == 10
+    assert {(plan.every_s, plan.seconds) for plan in found} == {(15.0, 150.0), (60.0, 300.0)}
+    assert sum(plan.expected_s for plan in found) < 90 * 60
+
+
+def test_a_smoke_test_is_short_for_all_contenders(goodput: Any) -> None:
+    found = plans(goodput, "--smoke-test")
+    assert [plan.max_kills for plan in found] == [1] * 5
+    assert sum(plan.num_calm * plan.calm_s + plan.seconds for plan in found) <= 50
+
+
+def test_only_some_contenders_are_measured_if_they_are_named(goodput: Any) -> None:
+    assert {plan.contender for plan in plans(goodput, "--contenders", "raysgd, spare; torchrun")} == {
+        "raysgd, spare",
+        "torchrun",
+    }
+    with pytest.raises(SystemExit, match="tarchrun`: known are raysgd, spare;"):
+        plans(goodput, "--contenders", "tarchrun")
+
+
+def test_rows_that_are_in_the_file_are_not_measured_again(goodput: Any, tmp_path: Path) -> None:
+    wanted = plans(goodput)[:3]
+    for plan in wanted:
+        goodput.Rows(tmp_path / "rows.json").add(row_of(plan))
+    rows = goodput.Rows(tmp_path / "rows.json")
+    assert goodput.measured(wanted, rows, report=None) == {plan: row_of(plan) for plan in wanted}
+    assert rows.of(replace(wanted[0], seed=1)) is None
+    assert rows.of(replace(wanted[0], seconds=2.0)) is None
 
 
 def test_a_lost_sample_ends_the_benchmark(goodput: Any) -> None:
-    told = {(name, figure): 0.0 for name in goodput.OWN_WAYS for figure in ("samples_lost", "samples_twice")}
-    goodput._check(told)
-    with pytest.raises(SystemExit, match="going on: 2 samples were lost and 0 used twice"):
-        goodput._check({**told, ("raysgd, going on", "samples_lost"): 2.0})
+    wanted = plans(goodput)
+    found = {plan: row_of(plan) for plan in wanted}
+    goodput.check(wanted, found)
+    going_on = next(plan for plan in wanted if plan.contender == "raysgd, going on")
+    with pytest.raises(SystemExit, match="going on, one kill each 15 s: 2 samples were lost and 0 used twice"):
+        goodput.check(wanted, {**found, going_on: row_of(going_on, samples_lost=2.0)})
+
+
+def test_a_run_of_our_own_that_fails_ends_the_benchmark_and_one_of_others_does_not(goodput: Any) -> None:
+    wanted = plans(goodput)
+    found = {plan: row_of(plan) for plan in wanted if plan.contender in goodput.OWN_WAYS}
+    goodput.check(wanted, found)
+    with pytest.raises(SystemExit, match="raysgd, spare, one kill each 15 s: the run failed"):
+        goodput.check(wanted, dict(list(found.items())[1:]))

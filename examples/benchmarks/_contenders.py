@@ -1,0 +1,188 @@
+"""The contenders of `goodput`: each trains so many passes, with or without kills, and tells what came of it."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from _common import ray_cluster
+from _counted import NUM_SAMPLES, NUM_WORKERS, SAVE_EVERY, CountedOperator, HandWritten, books
+from _counted import write_state as write
+from _kills import Schedule, killing, samples_begun, wall_of
+
+MANY = 10**6  # retries
+
+Kills = dict[str, Any] | None
+"""Arguments of a `Schedule`; None for none."""
+
+
+# ------------------------------------------------------------------------------------------------------ raysgd
+
+
+def run_raysgd(num_passes: int, kills: Kills, patience_s: float = 0.0, **options: Any) -> dict[str, float]:
+    """A trainer whose workers are killed. If that takes longer than `patience_s`, it tells where it stands."""
+    from raysgd import TorchTrainer
+
+    if patience_s:
+        faulthandler.dump_traceback_later(patience_s)
+    schedule = _schedule(kills)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="bench-"))
+        stack.enter_context(ray_cluster(NUM_WORKERS + options.get("spare_workers", 0)))
+        trainer = stack.enter_context(
+            TorchTrainer(
+                training_operator_cls=CountedOperator,
+                num_workers=NUM_WORKERS,
+                config={"folder": folder},
+                snapshot_every_n_steps=SAVE_EVERY,
+                **options,
+            )
+        )
+        looks = []
+        with killing(folder, schedule):
+            for _ in range(num_passes):
+                trainer.train(max_retries=MANY)
+                looks.append(look())
+            ended = time.monotonic()
+        used = trainer.state_dict()["models"][0]["used"]
+        return {**_told(folder, schedule, num_passes, ended, used), **growth(looks)}
+
+
+Look = tuple[float, int, float]
+"""Of the driver: its memory in MiB, its open files, and what has been used of its object store, in MiB."""
+
+
+def look() -> Look:
+    """How large the driver is now."""
+    return _mib_of("self", 1), len(os.listdir("/proc/self/fd")), sum(_mib_of(pid, 2) for pid in _raylets())
+
+
+def growth(looks: list[Look]) -> dict[str, float]:
+    """Of the driver, from the end of the first quarter on: until then it fills its buffers."""
+    before, after = looks[len(looks) // 4], looks[-1]
+    names = ("driver_mib_grown", "driver_fds_grown", "store_mib_grown")
+    return {name: float(last - first) for name, first, last in zip(names, before, after, strict=True)}
+
+
+def _mib_of(pid: str, column: int) -> float:
+    """Of a process: 1 is its memory, 2 the part of it that is shared with others."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[column]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+def _raylets() -> list[str]:
+    """Children of this process that hold an object store."""
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    return [pid for pid in children if Path(f"/proc/{pid}/comm").read_text().startswith("raylet")]
+
+
+def _schedule(kills: Kills) -> Schedule | None:
+    return None if kills is None else Schedule(**kills)
+
+
+def _told(folder: str, schedule: Schedule | None, num_passes: int, ended: float, used: torch.Tensor) -> dict[str, Any]:
+    useful = num_passes * NUM_SAMPLES
+    return {
+        "wall_s": wall_of(folder, ended),
+        "kills": 0 if schedule is None else schedule.num_kills,
+        "again": 100 * (samples_begun(folder) - useful) / useful,
+        **books(used, num_passes),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ peers
+
+
+def run_torchrun(num_passes: int, kills: Kills) -> dict[str, float]:
+    """Elastic `torchrun`: ends all workers after a death and starts them again from the last file."""
+    schedule = _schedule(kills)
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder, killing(folder, schedule):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS}"]
+        command += ["--max-restarts=1000", "--monitor-interval=0.1", __file__, folder, str(num_passes)]
+        # With a store that outlives a generation of workers, PyTorch 2.13 leads the next one to dead addresses.
+        environment = {**os.environ, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        return _read_end(folder, schedule, num_passes, done.stderr[-2000:])
+
+
+def torchrun_worker(folder: str, num_passes: int) -> None:
+    """One process of `run_torchrun`, of whatever generation."""
+    dist.init_process_group("gloo")
+    rank, path = dist.get_rank(), Path(folder) / "last.pt"
+
+    def save(state: Callable[[], Any]) -> None:
+        if rank == 0:
+            write(path, state())
+
+    training = HandWritten(rank, folder, torch.load(path) if path.exists() else None)
+    training.run(num_passes, save)
+    _note_end(folder, rank, training)
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
+
+
+def run_ray_train(num_passes: int, kills: Kills) -> dict[str, float]:
+    """Ray Train with its own failure handling and checkpoints."""
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer as RayTrainer
+
+    schedule = _schedule(kills)
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-") as folder,
+        ray_cluster(NUM_WORKERS + 1),
+        killing(folder, schedule),
+    ):
+        failures = FailureConfig(max_failures=-1)
+        RayTrainer(
+            _ray_train_loop,
+            train_loop_config={"folder": folder, "num_passes": num_passes},
+            scaling_config=ScalingConfig(num_workers=NUM_WORKERS),
+            run_config=RunConfig(storage_path=f"{folder}/runs", name="goodput", failure_config=failures),
+        ).fit()
+        return _read_end(folder, schedule, num_passes, "")
+
+
+def _ray_train_loop(config: dict[str, Any]) -> None:
+    import ray.train
+
+    rank = ray.train.get_context().get_world_rank()
+    checkpoint, before = ray.train.get_checkpoint(), None
+    if checkpoint is not None:
+        with checkpoint.as_directory() as place:
+            before = torch.load(Path(place) / "last.pt")
+
+    def save(state: Callable[[], Any]) -> None:
+        with tempfile.TemporaryDirectory() as place:
+            if rank == 0:
+                write(Path(place) / "last.pt", state())
+            ray.train.report({}, checkpoint=ray.train.Checkpoint.from_directory(place) if rank == 0 else None)
+
+    training = HandWritten(rank, config["folder"], before)
+    training.run(config["num_passes"], save)
+    _note_end(config["folder"], rank, training)
+
+
+def _note_end(folder: str, rank: int, training: HandWritten) -> None:
+    if rank == 0:
+        write(Path(folder) / "end.pt", {"at": time.monotonic(), "used": training.state()["model"]["used"]})
+
+
+def _read_end(folder: str, schedule: Schedule | None, num_passes: int, log: str) -> dict[str, Any]:
+    path = Path(folder) / "end.pt"
+    if not path.exists():
+        raise RuntimeError(f"the training did not come to its end: {log}")
+    end = torch.load(path)
+    return _told(folder, schedule, num_passes, end["at"], end["used"])
+
+
+if __name__ == "__main__":
+    torchrun_worker(sys.argv[1], int(sys.argv[2]))
