@@ -4,15 +4,15 @@
 
 Does the next part and prints where the record is, as a line of JSON. A part goes on from the file of the part before,
 with as many samples in a joint step whatever the number of workers, so the weights have to be those of one process that
-is left in peace: to 1e-5, at the end of each part. `FOLDER/record.json` says how far the record is; a part that breaks
-off is done again.
+is left in peace: to 1e-5, at the end of each part. `FOLDER/record.json` says how far the record is. A part that is
+broken off, by Ctrl-C or by SIGKILL, is done again: the files of the part before stay until the record knows of the next
+one. A part of 100 kills takes about ten minutes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import time
 from contextlib import suppress
@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from ray.cluster_utils import Cluster
 
@@ -34,6 +35,7 @@ NUM_SAMPLES = 600
 JOINT_BATCH = 12  # each number of workers up to four divides it
 SHARE_OF_PAIRS = 0.1
 SEED = 0
+RUNS = ("disturbed", "undisturbed")
 
 
 @dataclass
@@ -50,8 +52,9 @@ class Record:
         largest_difference: Of a weight from that of the undisturbed run, over all parts.
         samples_off: Samples that were not used once in each pass.
         seconds: Time with kills.
-        driver_mib: Memory of the driver at the end of each part.
-        driver_fds: Open files of the driver at the end of each part.
+        mib_grown: By how much the driver's memory grew in each part, from the end of its first quarter on, in MiB.
+        fds_grown: Its open files.
+        store_mib_grown: What was used of the object store beside it, in MiB.
     """
 
     kills: int = 0
@@ -63,8 +66,24 @@ class Record:
     largest_difference: float = 0.0
     samples_off: int = 0
     seconds: float = 0.0
-    driver_mib: list[float] = field(default_factory=list)
-    driver_fds: list[int] = field(default_factory=list)
+    mib_grown: list[float] = field(default_factory=list)
+    fds_grown: list[int] = field(default_factory=list)
+    store_mib_grown: list[float] = field(default_factory=list)
+
+    def note_growth(self, looks: list[tuple[float, int, float]]) -> None:
+        """Notes what the driver grew by, from how it looked after each pass."""
+        before, after = looks[len(looks) // 4], looks[-1]
+        self.mib_grown.append(after[0] - before[0])
+        self.fds_grown.append(after[1] - before[1])
+        self.store_mib_grown.append(after[2] - before[2])
+
+    def file(self, folder: Path, run: str) -> Path:
+        """The state at the end of the last part, of one of `RUNS`."""
+        return folder / f"{run}-{self.parts}.pt"
+
+    def next_file(self, folder: Path, run: str) -> Path:
+        """The same at the end of the part that is being done."""
+        return folder / f"{run}-{self.parts + 1}.pt"
 
     @classmethod
     def read(cls, folder: Path) -> Record:
@@ -136,21 +155,23 @@ def train_disturbed(
         config={"step_s": STEP_S}, num_workers=NUM_WORKERS, resize_check_s=0.5, snapshot_every_n_steps=10
     ) as trainer:
         if record.parts:
-            trainer.load(str(folder / "disturbed.pt"))
+            trainer.load(str(record.file(folder, "disturbed")))
         chaos = Schedule(trainer, cluster, num_kills, 0, 0, num_nodes, seed=record.parts)
         chaos.every_s = every_s
         chaos.start()
-        num_passes, began = 0, time.monotonic()
+        num_passes, began, looks = 0, time.monotonic(), []
         while chaos.is_alive():
             trainer.train(max_retries=MANY)
             chaos.give_back_nodes()
             num_passes += 1
+            looks.append(look(cluster))
         assert not chaos.failure, chaos.failure
         record.seconds += time.monotonic() - began
         trainer.train(max_retries=MANY)  # in peace: the end of the part is that of a pass
         num_passes += 1
+        record.note_growth([*looks, look(cluster)])
         record.samples_off += uses(trainer) != {record.passes + num_passes}
-        trainer.save(str(folder / "disturbed.new.pt"))
+        trainer.save(str(record.next_file(folder, "disturbed")))
         record.kills += len(chaos.killed)
         record.kills_of_rank_0 += chaos.num_of_rank_0
         record.pairs += chaos.num_pairs
@@ -163,39 +184,57 @@ def train_undisturbed(folder: Path, record: Record, num_passes: int) -> None:
     """The same passes in one process."""
     with make_trainer(use_local=True) as trainer:
         if record.parts:
-            trainer.load(str(folder / "undisturbed.pt"))
+            trainer.load(str(record.file(folder, "undisturbed")))
         for _ in range(num_passes):
             trainer.train()
-        trainer.save(str(folder / "undisturbed.new.pt"))
+        trainer.save(str(record.next_file(folder, "undisturbed")))
 
 
-def difference(folder: Path) -> float:
-    """The largest one between the weights of both."""
-    first, second = (
-        torch.load(folder / f"{name}.new.pt", weights_only=False)["models"][0] for name in ("disturbed", "undisturbed")
-    )
+def difference(folder: Path, record: Record) -> float:
+    """The largest one between the weights of both, at the end of the part that is being done."""
+    first, second = (torch.load(record.next_file(folder, name), weights_only=False)["models"][0] for name in RUNS)
     return max(float((first[name] - second[name]).abs().max()) for name in first)
 
 
 def do_part(folder: Path, num_kills: int, num_nodes: int, every_s: float) -> Record:
     """The next part."""
     record = Record.read(folder)
+    end_left_over(folder)
     with cluster_of(NUM_WORKERS) as cluster:
+        note_processes(folder)
         num_passes = train_disturbed(cluster, folder, record, num_kills, num_nodes, every_s)
-        record.driver_mib.append(_resident_mib())
-        record.driver_fds.append(len(os.listdir("/proc/self/fd")))
     train_undisturbed(folder, record, num_passes)
-    record.largest_difference = max(record.largest_difference, difference(folder))
-    for name in ("disturbed", "undisturbed"):
-        (folder / f"{name}.new.pt").replace(folder / f"{name}.pt")
+    record.largest_difference = max(record.largest_difference, difference(folder, record))
+    before = [record.file(folder, name) for name in RUNS]
     record.passes += num_passes
     record.parts += 1
     record.write(folder)
+    for path in before:
+        path.unlink(missing_ok=True)
     return record
 
 
-def _resident_mib() -> float:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def look(cluster: Cluster) -> tuple[float, int, float]:
+    """Memory and open files of the driver, and what was used of the object store beside it; in MiB."""
+    driver, raylet = psutil.Process(), cluster.head_node.all_processes["raylet"][0].process.pid
+    return driver.memory_info().rss / 2**20, driver.num_fds(), psutil.Process(raylet).memory_info().shared / 2**20
+
+
+def note_processes(folder: Path) -> None:
+    """Notes the processes of the cluster: where this one is killed, they stay."""
+    started = {each.pid: each.create_time() for each in psutil.Process().children(recursive=True)}
+    (folder / "processes.json").write_text(json.dumps(started))
+
+
+def end_left_over(folder: Path) -> None:
+    """Ends the processes of a part that was killed, as far as they are still the same ones."""
+    path = folder / "processes.json"
+    for pid, started in json.loads(path.read_text()).items() if path.exists() else ():
+        with suppress(psutil.NoSuchProcess):
+            process = psutil.Process(int(pid))
+            if process.create_time() == started:
+                process.kill()
+    path.unlink(missing_ok=True)
 
 
 def main() -> None:
