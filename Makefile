@@ -19,7 +19,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: demo quick test soak lint typecheck format bench docs clean help
+.PHONY: demo quick test soak lint typecheck format bench docs lock clean help
 
 # What `make quick` leaves out: Ray clusters, hours, GPUs, and Horovod, which takes minutes to build.
 QUICK := not integration and not soak and not gpu
@@ -56,6 +56,9 @@ bench: $(STAMP) ## run the benchmarks against the libraries they compare with
 docs: $(DOCS_STAMP) ## build the site into site/; fails on a broken link, a page in no menu, a public name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
+lock: $(STAMP) ## write constraints-dev.txt again from pyproject.toml; UPGRADE=1 chooses all versions again
+	$(PY) .ci/lock.py $(if $(UPGRADE),--upgrade)
+
 clean: ## remove build results and caches, but not the environment
 	rm -rf build dist site *.egg-info .mypy_cache .pytest_cache .ruff_cache
 	find raysgd operators examples tests -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -76,7 +79,6 @@ $(STAMP): pyproject.toml setup.py constraints-dev.txt
 $(HOROVOD_STAMP): $(STAMP) $(wildcard raysgd/horovod/*.py)
 	$(PY) -m raysgd.horovod.install
 	touch $@
-
 
 $(DOCS_STAMP): $(STAMP)
 	$(PY) -m pip install -c constraints-dev.txt --group docs

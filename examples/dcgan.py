@@ -2,8 +2,8 @@
 
 Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn; all but 360 are trained on. Score: a small
 classifier, trained here on the same digits, judges generated images; the score is the share to which it assigns a digit
-with a confidence above 0.9. What a score means is told by that of the 360 real digits and that of a generator before
-its training. A generator that draws but one digit would score well, too, so the digits are counted.
+with a confidence above 0.9. The scores of the 360 real digits and of an untrained generator show what a score
+means. A generator that draws but one digit would score well, too, so the digits are counted.
 """
 
 from __future__ import annotations

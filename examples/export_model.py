@@ -78,7 +78,7 @@ def converted(model: torch.nn.Module, images: torch.Tensor, path: Path) -> torch
     from onnx.reference import ReferenceEvaluator
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # the exporter warns of its own internals
+        warnings.simplefilter("ignore")  # the exporter warns about its internals
         logging.getLogger("torch.onnx").setLevel(logging.ERROR)
         program = torch.onnx.export(
             model,

@@ -1,7 +1,7 @@
 """Trains one model on data that stay where they are: federated averaging over live workers.
 
 Data: the 1,797 real digits, 8x8 pixels each, that come with scikit-learn; 64 % are divided over four clients and 20 %
-test. Each client has mostly digits of its own, as hospitals or phones have. A worker is a client: it trains for an
+test. Each client mostly has its own digits, as hospitals or phones have. A worker is a client: it trains for an
 epoch on its own data, and only weights leave it. The driver averages them and sends them back. To compare with, one
 process trains on the data of all clients together, for as many epochs.
 """

@@ -75,7 +75,7 @@ def main() -> None:
     num_intervals = 3 if args.smoke_test else 12
     alone = train_alone(num_intervals, args.use_gpu)
     print(f"one process with lr {MIDDLE['lr']}: accuracy {alone:.3f}")
-    print(f"a population of {args.num_workers}, each with a worker of its own", flush=True)
+    print(f"a population of {args.num_workers}, each with its own worker", flush=True)
     with ray_running(args, num_cpus=args.num_workers):
         best, rates, num_copies = train_population(args.num_workers, num_intervals, args.use_gpu)
     print_result(

@@ -17,7 +17,7 @@ class ClassificationOperator(SupervisedOperator):
     `config["data_creator"]`. A sample is `(input, class index)`; the model returns one score for each class, without a
     softmax. `train` reports `train_loss`, `validate` reports `val_loss` and `val_accuracy`.
 
-    Everything else is a rung of its own that may be overridden alone: `build_optimizer`, `build_criterion`,
+    Everything else is a separate rung that may be overridden alone: `build_optimizer`, `build_criterion`,
     `build_scheduler`, and the ladder of `TrainingOperator` (`train_batch`, `forward`, `validate_batch`, ...). `setup`
     calls the `build_...` methods; leave it, or call `super().setup(config)`.
 

@@ -201,7 +201,7 @@ class GANOperator(TrainingOperator):
 
 @contextmanager
 def frozen(model: torch.nn.Module) -> Iterator[None]:
-    """Let gradients pass through a model without computing, or exchanging, those of its own parameters."""
+    """Let gradients pass through a model without computing, or exchanging, those of its parameters."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trained:
         parameter.requires_grad_(False)

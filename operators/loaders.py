@@ -54,7 +54,7 @@ def _pair(data: Any) -> tuple[Any, Any]:
 
 def _loader(data: Any, options: dict[str, Any], *, shuffle: bool) -> Any:
     if isinstance(data, IterableDataset):
-        return DataLoader(data, **options)  # an iterable dataset has an order of its own
+        return DataLoader(data, **options)  # an iterable dataset has its own order
     if data is None or isinstance(data, DataLoader) or not _is_indexed(data):
         return data
     return DataLoader(data, shuffle=shuffle, **options)

@@ -27,7 +27,7 @@ class BackgroundWriter:
     The thread lives only while there is something to write. It is not a daemon: a program that ends still
     finishes its writes. A failed write is logged at once and raised once, by the next call of `submit`,
     `wait` or `close`. When several failed, each of these calls raises one, the oldest first. A state that was lost with
-    its worker stops no later write: it is told by `wait` and `close` alone, unless another file was written since.
+    its worker stops no later write: only `wait` and `close` report it, unless another file was written since.
 
     Args:
         write: Writes a state to a path, whole or not at all.

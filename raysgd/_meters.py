@@ -293,7 +293,7 @@ class _NumberMeter:
         self._count(number, weight)
 
     def add_total(self, total: float, count: float, last: Any) -> None:
-        """Count what was summed up elsewhere, before anything of its own."""
+        """Count what was summed up elsewhere, before it counts anything itself."""
         self.total += total
         self.count += count
         self._last = last

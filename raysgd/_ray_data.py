@@ -14,7 +14,7 @@ def is_of_ray(dataset: Any) -> bool:
 
 
 def with_own_options(dataset: Any) -> Any:
-    """The same dataset with execution options of its own, which can be changed without a change to the user's."""
+    """The same dataset with separate execution options, which can be changed without changing the user's."""
     import ray
 
     return ray.get(ray.put(dataset))

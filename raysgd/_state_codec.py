@@ -115,7 +115,7 @@ def decode(encoded: EncodedState, copy: bool) -> Any:
         encoded: What `StateEncoder.encode` returned, here or in another process.
         copy: True: the tensors own their memory. False: they are views of `encoded.buffer`, made without a
             copy, and keep it alive. Those are for reading only: out of Ray's object store, the memory is
-            shared with other processes. Either way each tensor has a storage of its own, exactly over its
+            shared with other processes. Either way each tensor has its own storage, exactly over its
             bytes.
     """
     tensor_parts, array_parts, structure = pickle.loads(encoded.skeleton)

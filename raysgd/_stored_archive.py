@@ -144,7 +144,7 @@ def _wide_numbers(extra: bytes) -> tuple[int, ...]:
 
 
 def _member(file: IO[bytes], entry: _Entry) -> Member:
-    """Where the content of a member begins: behind a header of its own, which has its name too."""
+    """Where the content of a member begins: behind its own header, which has its name too."""
     fields = _unpacked(_MEMBER, file, entry.start)
     num_name, num_extra = fields[-2:]
     if fields[0] != b"PK\3\4" or _read_at(file, entry.start + _MEMBER.size, num_name) != entry.name.encode():

@@ -1,7 +1,7 @@
 """Timers for the phases of training, cheap enough to leave in the code.
 
 A `TimerStat` keeps the latest durations of one phase in a window; a `TimerCollection` holds one per name and
-can be switched off as a whole. Pure Python, no clock of its own: tests pass one in. All durations are in
+can be switched off as a whole. Pure Python, and the clock is an argument: tests pass one in. All durations are in
 seconds.
 """
 

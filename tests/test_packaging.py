@@ -7,9 +7,12 @@ import sys
 import zipfile
 from email import message_from_string
 from email.message import Message
+from importlib import metadata as installed
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import raysgd
 
@@ -126,13 +129,56 @@ def test_the_supported_versions_of_python_are_stated(metadata: Message) -> None:
     assert set(metadata["Requires-Python"].split(",")) == {">=3.10", "<3.14"}
 
 
-def test_every_requirement_of_the_development_environment_is_pinned(metadata: Message) -> None:
+def pins() -> dict[str, str]:
+    """The versions of the development environment, by the names of the packages."""
     lines = (ROOT / "constraints-dev.txt").read_text(encoding="utf-8").splitlines()
-    pins = dict(line.partition(" ;")[0].split("==") for line in lines if line and not line.startswith("#"))
-    pinned = {name.lower().replace("_", "-") for name in pins}
-    needed = {line for extra in USER_EXTRAS for line in requirements(metadata, extra)} | set(development_groups())
-    names = {re.split(r"[<>=\[]", line)[0].lower().replace("_", "-") for line in needed} - {"raysgd"}
-    assert names - pinned == set()
+    found = [line.partition(" ;")[0].split("==") for line in lines if not line.startswith("#")]
+    return {canonicalize_name(name): version for name, version in found}
+
+
+def needed(requirement: Requirement) -> list[Requirement]:
+    """What a package needs in this environment; nothing if it is not installed here."""
+    try:
+        declared = [Requirement(line) for line in installed.requires(requirement.name) or []]
+    except installed.PackageNotFoundError:
+        return []
+    extras = {"", *requirement.extras}
+    return [each for each in declared if each.marker is None or any(each.marker.evaluate({"extra": e}) for e in extras)]
+
+
+def all_needed(metadata: Message) -> list[Requirement]:
+    """All that the development environment needs, directly or not."""
+    base = [line for line in metadata.get_all("Requires-Dist", []) if "extra ==" not in line]
+    extras = [line for extra in USER_EXTRAS for line in requirements(metadata, extra)]
+    waiting = [Requirement(line) for line in (*base, *extras, *development_groups())]
+    found: dict[str, Requirement] = {}
+    while waiting:
+        requirement = waiting.pop()
+        if requirement.name != "raysgd" and str(requirement) not in found:
+            found[str(requirement)] = requirement
+            waiting += needed(requirement)
+    return list(found.values())
+
+
+def test_every_requirement_of_the_development_environment_is_pinned(metadata: Message) -> None:
+    pinned, stale = pins(), []
+    for requirement in all_needed(metadata):
+        version = pinned.get(canonicalize_name(requirement.name))
+        if version is None or not requirement.specifier.contains(version, prereleases=True):
+            stale.append(f"{requirement} (has {version})")
+    assert stale == [], "run `make lock`"
+    assert len(pinned) > 150
+
+
+def test_every_pin_is_needed(metadata: Message) -> None:
+    names = {canonicalize_name(each.name) for each in all_needed(metadata)}
+    here = {canonicalize_name(each.metadata["Name"]) for each in installed.distributions()}
+    assert sorted((set(pins()) & here) - names) == [], "run `make lock`"
+
+
+def test_pins_name_no_place_and_no_build() -> None:
+    text = (ROOT / "constraints-dev.txt").read_text(encoding="utf-8")
+    assert not re.search(r"://|^-|\+| @ ", text, re.MULTILINE)
 
 
 def development_groups() -> list[str]:

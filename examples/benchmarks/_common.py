@@ -1,6 +1,6 @@
 """What all benchmarks share: arguments, isolated processes, statistics, and the report.
 
-Every contender runs in processes of its own, started for one measurement and gone afterwards, and the
+Every contender runs in its own processes, started for one measurement and gone afterwards, and the
 contenders take turns, so that a slow minute of the machine hits all of them. A script starts itself again for
 that: `--job` says, as JSON, which of its functions to call and with what; the function's value comes back
 through a file.

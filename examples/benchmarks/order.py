@@ -2,7 +2,7 @@
 
     python examples/benchmarks/order.py [--smoke-test] [--repetitions 3] [--samples 100000000] [--batch-sizes 32,1024]
 
-Each contender runs in a process of its own, opens a pass over so many samples at its half, as a worker does that comes
+Each contender runs in its own process, opens a pass over so many samples at its half, as a worker does that comes
 after a loss, and takes batches of indices. raysgd computes the order where it is read. The peer draws a whole
 permutation with `torch.randperm`, as torch's `RandomSampler` does, and raysgd below 2**20 samples. What counts is the
 time until the first batch, and what the peak of the process's memory grows by. The time of one batch says what
@@ -34,7 +34,7 @@ def peak_mib() -> float:
 
 
 def measure(way: str, samples: int, batch_sizes: list[int]) -> dict[str, float]:
-    """One pass, opened at its half, with batches of each size; in a process of its own."""
+    """One pass, opened at its half, with batches of each size; in a separate process."""
     order = ShuffledOrder(samples).of_kind(KINDS[way])
     ShuffledOrder(1000).of_kind(KINDS[way]).indices(1, 0)[:10]  # what a process does once
     before, began = peak_mib(), time.perf_counter()

@@ -2,7 +2,7 @@
 
     python examples/benchmarks/recovery.py [--smoke-test] [--repetitions 5] [--peers torchrun,ray_train]
 
-Every repetition is a program of its own, and the contenders take turns. Each worker notes when each of its steps began
+Every repetition is a separate program, and the contenders take turns. Each worker notes when each of its steps began
 and ended, on the machine's monotonic clock, and with how many workers; the one to die notes when it does. All
 contenders have their state saved after each epoch of 30 batches, where they save any, and lose a worker 15 batches into
 the third one. What counts is the first step that began after the death, and the first of as many workers as before.
@@ -71,7 +71,7 @@ _FIGURES = {
 
 
 class Stamps:
-    """What a worker notes about its steps, in a file of its own that outlives it.
+    """What a worker notes about its steps, in a file that outlives it.
 
     Args:
         folder: Where the files of all workers are.

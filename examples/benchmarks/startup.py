@@ -2,7 +2,7 @@
 
     python examples/benchmarks/startup.py [--smoke-test] [--num-workers 2] [--repetitions 7] [--peers bare]
 
-Every repetition is a program of its own, and the contenders take turns. Each worker notes when its first
+Every repetition is a separate program, and the contenders take turns. Each worker notes when its first
 optimizer step has ended; the last one counts. The programs import all they need before `ray.init`, as scripts do.
 """
 

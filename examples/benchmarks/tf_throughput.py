@@ -5,7 +5,7 @@
 The contenders train the same compiled models on the same data in memory, with the same batch size of all workers
 together: raysgd with Keras 3 and with tf_keras, over gloo, and with tf_keras under a `MultiWorkerMirroredStrategy`; a
 script with that strategy, written by hand; and Ray Train's `TensorflowTrainer`. The last two need tf_keras. Every
-repetition is a program of its own, and the contenders take turns. An epoch of each run is not measured.
+repetition is a separate program, and the contenders take turns. An epoch of each run is not measured.
 """
 
 from __future__ import annotations

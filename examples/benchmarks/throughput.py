@@ -10,7 +10,7 @@ Two measurements:
   inside the workers, from the first instruction of the loop to its last, after a barrier; the slower rank
   counts. Snapshots of the state have left the workers before. `--repetitions` is the number of such pairs.
 * **Side by side.** Samples per second over whole epochs, with everything that a library does between them, for
-  raysgd the snapshots too: each contender in processes of its own, in turn, `--peer-repetitions` times.
+  raysgd the snapshots too: each contender in its own processes, in turn, `--peer-repetitions` times.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 What it guarantees:
 
-* While a bar is drawn, everything else that is printed or logged goes above it, in lines of its own.
+* While a bar is drawn, everything else that is printed or logged goes above it, in separate lines.
 * A bar that is cleared leaves nothing behind. Lines that were written stay.
 * Nothing here ends a training: a terminal that is gone is the end of the drawing only.
 """

@@ -34,7 +34,7 @@ SWITCH = "RAYSGD_EAGER_COMPILER"
 """The environment variable that turns the stand-in off."""
 
 _NAME = "torch._dynamo"
-_KEPT = "__dynamo_disable"  # where PyTorch keeps what `disable` made of one of its own functions
+_KEPT = "__dynamo_disable"  # where PyTorch keeps what `disable` made of one of its functions
 
 
 def defer_compiler() -> None:

@@ -33,7 +33,7 @@ def ordinal_of(gpu_id: str, visible: str | None) -> int:
 
 
 def visible_to_all(own: str, of_node: Sequence[str]) -> tuple[str, int]:
-    """The list with which a worker sees the GPUs of all workers of its node, and the ordinal of its own first one.
+    """The list with which a worker sees the GPUs of all workers of its node, and the ordinal of its first one.
 
     Args:
         own: The worker's list.

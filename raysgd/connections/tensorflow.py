@@ -24,7 +24,7 @@ from raysgd.engine.types import Rendezvous, World
 
 _TF_CONFIG = "TF_CONFIG"
 
-# What TensorFlow's collectives say when a peer is gone. Matched in lower case, in the text of one of its own errors.
+# What TensorFlow's collectives say when a peer is gone. Matched in lower case, in the text of its errors.
 _BROKEN = (
     "collective ops is aborted",
     "connection reset",

@@ -265,7 +265,7 @@ class Reservation:
     def actor_options(self, index: int) -> dict[str, Any]:
         """Options that place the actor number `index` into this reservation.
 
-        Tasks of its own find a place as those of this process do: our bundles are full. In a trial of Tune they go into
+        Its tasks find a place as those of this process do: our bundles are full. In a trial of Tune they go into
         the trial's placement group, which may have a bundle for them.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -45,7 +45,7 @@ class WorkerFailed(Exception):
         super().__init__(failure)
         self.failure = failure
 
-    def __str__(self) -> str:  # brief: Ray puts it into the text of its own exception once more
+    def __str__(self) -> str:  # brief: Ray puts it into the text of its exception once more
         return f"{self.failure.fault.type_name} on rank {self.failure.fault.rank}"
 
 
@@ -167,7 +167,7 @@ class WorkerProcess:
         """Leaves the group that it is in, if any, and listens for the ranks of the next one. Returns the port."""
 
         def body() -> int:
-            if self._replica is not None:  # one that was made ready to step in is in a group of its own
+            if self._replica is not None:  # one that was made ready to step in is in another group
                 self._connection.leave()
             return self._connection.open_endpoint(host, rank)
 
@@ -188,7 +188,7 @@ class WorkerProcess:
     def prepare_standby(
         self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory
     ) -> StandbyReady:
-        """Gets ready to step in: everything that a rank does before it joins, in a group of its own."""
+        """Gets ready to step in: everything that a rank does before it joins, in a separate group."""
 
         def body() -> StandbyReady:
             info = self._prepare(hook)

@@ -98,7 +98,7 @@ def installed_version() -> str | None:
 
 
 def probe() -> str | None:
-    """Starts Horovod in a process of its own; returns what went wrong, or None."""
+    """Starts Horovod in a separate process; returns what went wrong, or None."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HOROVOD_")}
     if os.path.exists("/sys/class/net/lo"):
         environment["HOROVOD_GLOO_IFACE"] = "lo"

@@ -22,7 +22,7 @@ class Arrays:
         batch_size: Rows in a batch of one worker. None: what the config has under `BATCH_SIZE`, or under "batch_size".
         feature_columns: Of a dict or a data frame: what the model gets.
         label_column: What it is to predict. A batch is then a tuple of features and label.
-        shuffle: Whether each pass has an order of its own.
+        shuffle: Whether each pass has a different order.
         drop_last: Whether to leave out a last step that is not full.
         transform: Called with each batch in the worker; returns what `train_batch` gets.
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from raysgd.engine.replica import Capture
 
-_INLINE_BYTES = 65536  # a state up to this size travels with the answer; a call of its own would cost more
+_INLINE_BYTES = 65536  # a state up to this size travels with the answer; a separate call would cost more
 
 
 class PendingCopies:

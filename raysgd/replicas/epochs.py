@@ -37,7 +37,7 @@ class EpochAnswer:
     """What a worker reports: metrics, or whatever else the operator returned, and how many batches were drawn.
 
     `epoch_idx` is the pass that a training call began with, or the one before an evaluation; `heartbeat` what a
-    training call ended with; `place` where it stopped in data of its own.
+    training call ended with; `place` where it stopped in data that only this call had.
     """
 
     metrics: WorkerMetrics | None

@@ -17,7 +17,7 @@ class RunnerFacts:
         num_models: How many models are registered, and so on.
         train_data: What all ranks must agree on; None for data that are not divided.
         validation_data: The same for validation.
-        keeps_own_state: Whether the operator has a state of its own, which evaluation may change.
+        keeps_own_state: Whether the operator has its own state, which evaluation may change.
         epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
         ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
         has_validation: Whether there is something to validate on.

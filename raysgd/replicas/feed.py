@@ -92,7 +92,7 @@ class Feed(ABC):
         return stream is self.train_stream and isinstance(stream.source, self.divided_source)
 
     def place_of_call(self, stream: Any) -> Place | None:
-        """Where a call stopped in data of its own; None at the end of a pass, and where that is not known."""
+        """Where a call stopped in data that only it had; None at the end of a pass, and where that is not known."""
         if stream is self.train_stream or not isinstance(getattr(stream, "source", None), self.divided_source):
             return None
         return Place(stream.pass_index, stream.completed) if stream.is_mid_pass else None

@@ -104,7 +104,7 @@ class History(Sequence[dict[str, Any]]):
             self._rows[-1].update(validation, val_seconds=record.seconds)
 
     def add_row(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Adds an epoch, or a report of a function, as a row of its own; returns the row."""
+        """Adds an epoch, or a report of a function, as a new row; returns the row."""
         self._rows.append(dict(row))
         return self._rows[-1]
 

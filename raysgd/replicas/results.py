@@ -93,7 +93,7 @@ def _merge_one(name: str, workers: Sequence[WorkerMetrics]) -> Any:
 
 
 def _is_last_value(name: str, worker: WorkerMetrics) -> bool:
-    """Whether it stands beside a metric whose last value it is; a metric of its own may have a name like that."""
+    """Whether it stands beside a metric whose last value it is; other metrics may have a name like that."""
     return name.startswith(_LAST) and name.removeprefix(_LAST) in worker.values and name not in worker.totals
 
 

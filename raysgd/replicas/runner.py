@@ -203,7 +203,7 @@ class ClassRunner(PredictsRounds, Changeable, ABC):
         if operator.resumes_epochs is False:
             return f"`{name}` sets `resumes_epochs` to False"
         if operator.resumes_epochs is None and type(operator).train_epoch not in self.stock_train_epochs:
-            return f"`{name}` has a `train_epoch` of its own and does not set `resumes_epochs`"
+            return f"`{name}` overrides `train_epoch` and does not set `resumes_epochs`"
         return self._feed.obstacle("train")
 
     def install_callbacks(self, callbacks: Sequence[WorkerCallback]) -> None:

@@ -104,7 +104,7 @@ class GroupSettings:
 
 @dataclass(frozen=True)
 class ReplicaSettings:
-    """What every replica is made from; a front end adds fields of its own.
+    """What every replica is made from; a front end adds fields.
 
     Attributes:
         training_operator_cls: The operator class.

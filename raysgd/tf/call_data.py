@@ -27,7 +27,7 @@ class OfArrays:
     Attributes:
         batches: In the form of batches already, but for all rows.
         batch_size: Of one worker.
-        shuffle: Whether each pass has an order of its own.
+        shuffle: Whether each pass has a different order.
         drop_last: Whether to leave out a last batch that is not full.
         seed: What the order comes from.
     """

@@ -185,7 +185,7 @@ def evaluation_dataset(name: str, data: Any, batch_size: int) -> Any:
 
 
 def _rename_generators(graph: Any) -> None:
-    """Gives every shuffle in the graph a generator of its own: one that does not exist is made."""
+    """Gives every shuffle in the graph its own generator: one that does not exist is made."""
     nodes = {node.name: node for node in graph.node}
     for node in graph.node:
         if node.op not in ("ShuffleDatasetV3", "ShuffleAndRepeatDatasetV2"):

@@ -1,6 +1,6 @@
 """Keeps the replicas of Keras models equal: gradients are averaged around the optimizer, metrics merged by their state.
 
-Each process has a model of its own and no strategy. An optimizer that is watched averages the gradients of all ranks
+Each process has its own model and no strategy. An optimizer that is watched averages the gradients of all ranks
 before it uses them: one exchange for each step, in one flat buffer. It works for Keras 3 and for tf_keras, for `fit`,
 `train_on_batch` and loops with a `GradientTape`, in graphs and eagerly.
 

@@ -20,7 +20,7 @@ class KerasState(ReplicaState):
     """Reads and replaces the state of models, optimizers and a `fit`.
 
     Args:
-        operator: Has what is registered, and a state of its own.
+        operator: Has what is registered, and its own state.
         feed: Has the position in the data.
         loop: Has the place in a `fit`.
         is_joint: Whether it takes all ranks to read a variable.

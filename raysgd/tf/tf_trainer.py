@@ -70,7 +70,7 @@ class TFTrainer(ChangingTrainer):
             workers with GPUs, so that most of their traffic stays inside a node, and spreads others.
         runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
             apply to a worker in the driver.
-        backend: "gloo": each worker has a model of its own, and gradients are averaged, over sockets. "mwms": one
+        backend: "gloo": each worker has its own model, and gradients are averaged, over sockets. "mwms": one
             `MultiWorkerMirroredStrategy`, for creators with models of tf_keras.
         joint_batch: "per_worker": a batch of an operator's dataset is that of one worker, unless it registers another
             `sharding`. "constant": it is that of all workers together, and so is `config[BATCH_SIZE]`, on any number of

@@ -17,7 +17,7 @@ from raysgd.tf.watched_optimizers import WatchedOptimizers
 
 
 class WatchedModels:
-    """Puts steps and results of its own in the place of those of compiled models."""
+    """Replaces the steps and results of compiled models with watched ones."""
 
     def __init__(
         self,
@@ -67,10 +67,10 @@ class WatchedModels:
             if not self._traced.num_applied and _has_variables_to_train(model):
                 error = IncompatibleModelError(
                     f"`{type(model).__name__}.train_step` uses no optimizer that the library knows of, so each worker "
-                    "would train a model of its own. Keep the optimizers as attributes of the model, like "
+                    "would train a separate model. Keep the optimizers as attributes of the model, like "
                     "`self.optimizer`, and call their `apply_gradients`."
                 )
-                # Of what is raised while a step is traced, Keras makes something of its own.
+                # Keras turns what is raised while a step is traced into another error.
                 self._exchanges.note(error)
                 raise error
             return result

@@ -57,7 +57,7 @@ class WatchedOptimizers:
         if not is_replaced(optimizer, _name_of_apply(optimizer)):
             self._refuse(
                 f"`self.optimizer` is a `{type(optimizer).__name__}` that was not registered, so each worker would "
-                "train a model of its own. Call `register` with it, also when you replace an optimizer later, and use "
+                "train a separate model. Call `register` with it, also when you replace an optimizer later, and use "
                 "what it returns."
             )
 
@@ -74,7 +74,7 @@ class WatchedOptimizers:
             )
 
     def _refuse(self, message: str) -> None:
-        """Raises, and remembers what: of an error in a step that is traced, TensorFlow makes something of its own."""
+        """Raises, and remembers what: TensorFlow turns an error in a step that is traced into another one."""
         error = InvalidRegistrationError(message)
         self._exchanges.note(error)
         raise error

@@ -288,7 +288,7 @@ def _parameter_with_attributes(values: Any, requires_grad: Any, hooks: Any, attr
 
 def _with_attributes(function: Any, kind: Any, arguments: Any, attributes: Any) -> torch.Tensor:
     if kind is not torch.Tensor or not isinstance(function, Function):
-        raise NotPlainError("a tensor of a class of its own")
+        raise NotPlainError("a tensor of a subclass")
     return _hung(function.call(*arguments), attributes)
 
 

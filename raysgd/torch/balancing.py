@@ -38,7 +38,7 @@ class Balancing:
         self._start_sum = start_sum
         self.num_ahead = 0
         self._own_s_before = 0.0
-        self._is_settled = False  # the first step of a group is not measured: it is slow for reasons of its own
+        self._is_settled = False  # the first step of a group is not measured: it is slow for other reasons
         self._waiting: tuple[Callable[[], Any], torch.Tensor] | None = None
         self._forget()
 

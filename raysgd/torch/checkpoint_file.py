@@ -11,7 +11,7 @@ the disk. A process killed in the middle leaves the earlier checkpoint intact, a
 later write into the folder deletes.
 
 The checksum is compared before torch sees the file; 200 MiB take about 10 ms. There are two ways to read it.
-`read` copies it into memory of its own. `mapped` gives out tensors that lie in the file, for as long as it
+`read` copies it into new memory. `mapped` gives out tensors that lie in the file, for as long as it
 takes to copy them to where they belong: fresh memory for a large state costs more than all the rest. Other processes
 of the machine can be told which file it is, and map the same one, which they know is intact. All this relies on
 no one writing into the file meanwhile. raysgd itself never does: it replaces files. A write by another program is

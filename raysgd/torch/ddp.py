@@ -85,7 +85,7 @@ class DDP(NoParallel):
     @property
     def obstacle(self) -> str | None:
         if any("process_group" in each.options for each in self._wrapped):
-            return "`ddp_args` names a process group of its own"
+            return "`ddp_args` names another process group"
         return next(filter(None, (ddp_hooks.obstacle(each.model, each.options) for each in self._wrapped)), None)
 
     def reform(self) -> None:

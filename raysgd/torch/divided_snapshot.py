@@ -66,7 +66,7 @@ class DividedSnapshot:
         return joined(self.first["rest"], list(self.first["shapes"]), shape_of)
 
     def whole(self) -> dict[str, Any]:
-        """The whole state, in memory of its own."""
+        """The whole state, in separate memory."""
         return joined(copy.deepcopy(self.first["rest"]), list(self.first["shapes"]), self._whole_tensor)
 
     def _whole_tensor(self, path: Path_) -> torch.Tensor:

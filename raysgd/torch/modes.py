@@ -1,6 +1,6 @@
 """Training and evaluation mode of models: what user code has set, kept through evaluation.
 
-Each module of a model has a mode of its own: a frozen batch norm, or a teacher inside it, stays in evaluation mode
+Each module of a model has its own mode: a frozen batch norm, or a teacher inside it, stays in evaluation mode
 while the rest trains. So `model.train()` does not undo `model.eval()`: the modes are noted and given back.
 
 Why modes are given back: ADR 48.

@@ -13,7 +13,7 @@ import torch
 def to_device(value: Any, device: torch.device) -> Any:
     """Copies tensors in nested tuples, lists, dicts and dataclasses to `device`; does not wait if memory is pinned.
 
-    What has a method `to` of its own, such as the batches of `transformers`, is moved by that.
+    What has a method `to`, such as the batches of `transformers`, is moved by that.
     """
     if isinstance(value, torch.Tensor):
         return value.to(device, non_blocking=True)

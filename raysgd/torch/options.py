@@ -70,7 +70,7 @@ class FSDPOptions:
     """What `TorchTrainer(fsdp_args=...)` may hold.
 
     Attributes:
-        min_block_parameters: A block of the model with fewer parameters is no group of its own.
+        min_block_parameters: A block of the model with fewer parameters is not a separate group.
         reshard_after_forward: Whether blocks are taken apart between forward and backward pass; False keeps them,
             which saves an exchange and needs memory.
         mp_policy: PyTorch's `MixedPrecisionPolicy`, with `precision="fp32"` only.

@@ -202,7 +202,7 @@ class NoParallel:
 
     def summation(self) -> Summation:
         """A way to add numbers up over the ranks beside the training; all ranks must ask for it at the same time."""
-        # A group of its own: on the default one these calls could overtake those of the backward pass.
+        # A separate group: on the default one these calls could overtake those of the backward pass.
         group = dist.new_group(backend="gloo")
 
         def start(numbers: torch.Tensor) -> Callable[[], Any]:

@@ -71,7 +71,7 @@ def _is_of_tensors(data: Any) -> bool:
 
 
 def as_tensor(array: Any) -> Any:
-    """An array as a tensor of its own; text stays an array."""
+    """An array as a separate tensor; text stays an array."""
     if not isinstance(array, np.ndarray) or array.dtype.kind not in "biufc":
         return array
     return torch.from_numpy(np.ascontiguousarray(trees.own(array)))

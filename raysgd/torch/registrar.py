@@ -1,7 +1,7 @@
 """What `register` and `register_data` do: they check, place, prepare and wrap, and make the record of it all.
 
-The record is what the library trains, saves and restores. Nothing else says what is registered, whatever attributes of
-its own an operator has.
+The record is what the library trains, saves and restores. Nothing else says what is registered, whatever other
+attributes an operator has.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Registered:
         original_models: The models without wrappers.
         models: The same, wrapped, as training calls them.
         optimizers: Wrapped where the backend does that.
-        criterion: The loss, wrapped if it has parameters of its own.
+        criterion: The loss, wrapped if it has parameters.
         original_criterion: A loss with parameters to train, without its wrapper.
-        own_criterion: A loss with parameters of its own, frozen or not, with its wrapper.
+        own_criterion: A loss with parameters, frozen or not, with its wrapper.
         schedulers: The schedulers.
         returned: What `register` returned.
         has_schedulers: Whether schedulers were given, even an empty container.
@@ -202,7 +202,7 @@ class Registrar:
     def _with_criterion(
         self, record: Registered, own: Sequence[torch.nn.Parameter], ddp_args: dict[str, Any]
     ) -> Registered:
-        """Treats a criterion with parameters of its own as a model."""
+        """Treats a criterion with parameters as a model."""
         if not own:
             return record
         assert isinstance(record.criterion, torch.nn.Module), "nothing else has parameters"
@@ -306,8 +306,8 @@ def _of_ray(context: OperatorContext, batches: RayBatches, *, training: bool) ->
     if training and is_shared and not context.parallel.synchronizes:
         raise InvalidRegistrationError(
             "`register_data(train_loader=...)` got a dataset of Ray Data, which several workers share only if they "
-            'step together. With `parallel="none"` pass `add_dist_sampler=False` too, and give each worker a dataset '
-            "of its own."
+            'step together. With `parallel="none"` pass `add_dist_sampler=False` too, and give each worker a '
+            "different dataset."
         )
     sized = batches.sized(settings.config_for(world.size))
     loader = RayLoader(sized, world if is_shared else World(0, 1), as_batch)

@@ -73,7 +73,7 @@ class Source(Protocol):
 class DividedSource:
     """A loader that the library divides over the ranks.
 
-    A loader draws a seed for its processes whenever it is opened. Here it draws that from a generator of its own, so
+    A loader draws a seed for its processes whenever it is opened. Here it draws that from a separate generator, so
     that a pass that was interrupted and resumed leaves the model's random numbers as they would have been.
 
     Args:

@@ -152,7 +152,7 @@ class TorchRunner(ClassRunner):
             )
 
     def _part_ways(self) -> None:
-        """Gives this rank random numbers of its own, unless it has drawn some already."""
+        """Gives this rank its own random numbers, unless it has drawn some already."""
         if self._settings.seed is not None and not self._has_trained:
             rng.part_ways(self._settings.seed, self._world.rank)
 

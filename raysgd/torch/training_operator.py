@@ -73,8 +73,8 @@ class TrainingOperator(BaseOperator):
         train_loader: The registered train loader, as this worker iterates over it.
         validation_loader: The registered validation loader, as this worker iterates over it.
         resumes_epochs: Whether an epoch may continue after workers were lost or added, by calling `train_epoch`
-            again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator with a
-            `train_epoch` of its own may set it to True if that keeps nothing between batches but what the library or
+            again with the batches that are left. None: yes if `train_epoch` is the stock one. An operator that
+            overrides `train_epoch` may set it to True if that keeps nothing between batches but what the library or
             `state_dict` knows; False makes every loss start from the last snapshot.
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
             it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`

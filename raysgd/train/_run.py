@@ -286,7 +286,7 @@ class FunctionRun:
         return lambda: self._unpacked(_arrived(transfer))
 
     def _unpacked(self, data: Any) -> dict[str, Any]:
-        """What a worker encoded, in memory of its own, then read by the backend."""
+        """What a worker encoded, in separate memory, then read by the backend."""
         return self._decode(decode(data, copy=True) if isinstance(data, EncodedState) else data)
 
 

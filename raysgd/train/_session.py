@@ -66,7 +66,7 @@ class Session:
         self.mailbox = Mailbox(self._run, spec.num_ahead)
 
     def _run(self) -> Any:
-        """Runs the function, in a thread of its own."""
+        """Runs the function, in a separate thread."""
         return self._spec.run()
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:

@@ -120,7 +120,7 @@ class WorkerSettings:
         )
 
     def num_ahead_by(self, rules: ExecutorRules) -> int:
-        """How many reports may wait, where a front end may have rules of its own for that."""
+        """How many reports may wait, where a front end may have other rules for that."""
         return self.num_ahead if rules.num_ahead is None else rules.num_ahead
 
     @property

@@ -1,4 +1,4 @@
-"""A function as a trial of Ray Tune: each trial makes a trainer of its own and tells Tune what rank 0 reports."""
+"""A function as a trial of Ray Tune: each trial makes a trainer and tells Tune what rank 0 reports."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class FunctionTrial:
     def _begin(self) -> None:
         self._trainer = self._plan.make_trainer(logdir=self._logdir)
         self._trainer.start()
-        # Tune keeps the checkpoints, by rules of its own.
+        # Tune keeps the checkpoints, by its own rules.
         strategy = CheckpointStrategy(num_to_keep=0)
         self._iterator = self._trainer.run_iterator(
             self._plan.train_func, self._config, self._plan.dataset, self._begin_from, strategy

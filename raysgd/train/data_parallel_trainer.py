@@ -25,8 +25,8 @@ class DataParallelTrainer(BaseTrainer):
     rank 0 are the results. When it fails, or a worker is lost, it is started again from its newest checkpoint, as
     often as `FailureConfig(max_failures=...)` says.
 
-    To make a trainer with a loop of its own, derive from this class and pass the loop to `super().__init__`. To connect
-    the workers in a way of your own, pass your own `BackendConfig`.
+    To make a trainer with another loop, derive from this class and pass the loop to `super().__init__`. To connect
+    the workers in another way, pass your own `BackendConfig`.
 
     Args:
         train_loop_per_worker: The function. It takes nothing, or one argument, `train_loop_config`. What it returns

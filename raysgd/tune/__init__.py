@@ -1,6 +1,6 @@
 """Ray Tune: trainers as trials, and populations of trainers that stay alive.
 
-What it guarantees: a trial starts workers of its own in what Tune reserved for it, reports what rank 0 reports, and
+What it guarantees: a trial starts its workers in what Tune reserved for it, reports what rank 0 reports, and
 gives its checkpoints to Tune.
 What it leaves to others: the search is Tune's. No other package of raysgd imports it.
 """

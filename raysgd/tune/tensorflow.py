@@ -22,7 +22,7 @@ def DistributedTrainableCreator(
     num_workers_per_host: int | None = None,
     timeout_s: float = 15 * 60,
 ) -> type[Any]:
-    """A class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on workers of its own.
+    """A class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on its own workers.
 
     `TF_CONFIG` is set in each of them before `func` runs, so it may make a `MultiWorkerMirroredStrategy`. It reports
     with `raysgd.train.report`; what rank 0 reports counts. It saves with `distributed_checkpoint_dir`, and finds what

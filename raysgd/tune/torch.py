@@ -23,7 +23,7 @@ def DistributedTrainableCreator(
     timeout_s: float = NCCL_TIMEOUT_S,
     use_gpu: bool | None = None,
 ) -> type[Any]:
-    """A class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on workers of its own.
+    """A class for `ray.tune`: each trial runs `func(config, checkpoint_dir=None)` on its own workers.
 
     The process group of `torch.distributed` exists before `func` runs. It reports with `raysgd.train.report`; what
     rank 0 reports counts. It saves with `distributed_checkpoint_dir`, and finds what was saved last in the folder

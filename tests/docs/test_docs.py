@@ -157,6 +157,26 @@ def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_
     assert runner.run(script, environment, output) == 0, output.read_text()
 
 
+@pytest.mark.soak
+@pytest.mark.integration
+def test_the_programs_of_orca_and_raydp_run_on_two_workers_too(
+    runner: PageRunner, ray_cluster: None, tmp_path: Path
+) -> None:
+    import ray
+
+    script = script_of("docs/from-orca-and-raydp.md", tmp_path)
+    text = script.read_text(encoding="utf-8")
+    for alone, together, number in (
+        ("use_local=True", "num_workers=2", 3),
+        ('"num_workers": 1', '"num_workers": 2', 1),
+    ):
+        assert text.count(alone) == number
+        text = text.replace(alone, together)
+    script.write_text(text, encoding="utf-8")
+    output, environment = tmp_path / "output", environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address)
+    assert runner.run(script, environment, output) == 0, output.read_text()
+
+
 @pytest.mark.parametrize("name", pages_to_run(with_workers=False))
 def test_the_python_of_a_page_runs(name: str, runner: PageRunner, tmp_path: Path) -> None:
     output = tmp_path / "output"
@@ -204,11 +224,12 @@ def test_every_public_exception_is_in_the_table_of_errors() -> None:
     assert [name for name in public if f"`{name}`" not in text] == []
 
 
-def test_the_readme_lists_the_extras() -> None:
+def test_the_page_about_installing_lists_the_extras() -> None:
     settings = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     table = settings.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
     extras = set(re.findall(r"^(\w+) = \[", table, flags=re.MULTILINE))
-    rows = re.findall(r"^\| (`[^|]*`) \|", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
+    page = (ROOT / "docs" / "install.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (`[^|]*`) \|", page, flags=re.MULTILINE)
     assert {name for row in rows for name in re.findall(r"`(\w+)`", row)} == extras
     assert len(extras) > 10
 

@@ -18,11 +18,31 @@ def test_the_names_of_the_migration_page_are_those_of_the_table() -> None:
     assert page.count("| `ray.") > 60
 
 
-def test_the_chart_of_recovery_shows_the_figures_of_the_benchmark() -> None:
-    made = runpy.run_path(str(DOCS / "images" / "make_recovery_chart.py"))
-    picture = (DOCS / "images" / "recovery.svg").read_text(encoding="utf-8")
-    assert made["chart"]() == picture, "run `python docs/images/make_recovery_chart.py`"
-    assert len(made["figures"]()) == 5
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("recovery.svg", "raysgd, with a spare worker"),
+        ("startup.svg", "bare Ray actors"),
+        ("steady.svg", "mlp_large (2.6 M parameters)"),
+        ("sums.svg", "gloo, 64 KiB"),
+    ],
+)
+def test_the_charts_show_the_figures_of_the_benchmarks(name: str, label: str) -> None:
+    made = runpy.run_path(str(DOCS / "images" / "make_charts.py"))
+    picture = (DOCS / "images" / name).read_text(encoding="utf-8")
+    assert made["CHARTS"][name]() == picture, "run `python docs/images/make_charts.py`"
+    assert f">{label}</text>" in picture
+    ElementTree.fromstring(picture)
+
+
+def test_a_chart_says_which_cell_it_cannot_read() -> None:
+    made = runpy.run_path(str(DOCS / "images" / "make_charts.py"))
+    assert made["Reading"].of("1.10 [1.08..1.12] s").most == 1.12
+    assert made["Reading"].of("-0.5").least == -0.5
+    with pytest.raises(ValueError, match="'yes' where a chart needs a number"):
+        made["Reading"].of("yes")
+    with pytest.raises(ValueError, match="no table whose first line begins with"):
+        made["table"]("| no such column |")
 
 
 @pytest.mark.parametrize("name", ["parts.svg", "loss.svg", "pass.svg"])

@@ -1,7 +1,7 @@
 """The words that users read are plain, and one thing has one word.
 
 The pages, and the docstrings, comments, messages and names of the code, use the words of the house style. Old entries
-of the changelog, and the decisions in `docs/adr`, keep the words of their time.
+of the changelog, and the decisions in `docs/adr`, keep the names of their time; only the `TRANSLATED` words are gone.
 """
 
 from __future__ import annotations
@@ -17,19 +17,26 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+RECORDS = [ROOT / "CHANGELOG.md", ROOT / "examples" / "README.md", *sorted((ROOT / "docs" / "adr").glob("*.md"))]
 MODULES = [path for folder in ("raysgd", "operators", "examples") for path in sorted((ROOT / folder).rglob("*.py"))]
 
 # What people do not say to a colleague, and what to write instead. A space stands for any white space.
-PHRASES = {
+TRANSLATED = {
     r"anew": "again",
     r"nobody": "no one, no worker, no rank",
     r"whoever": "the user, the worker that",
     r"likewise": "also, the same way",
+    r"thereby|thereupon": "so, then, or a new sentence",
     r"of (?:yours|ours)": "your, our",
+    r"of (?:its|one's) own": "its own ..., a separate ..., another ...",
+    r"is told (?:of|by)": "the log says, ... tells",
     r"comes? again": "is repeated",
+    r"at hand": "available",
+}
+PHRASES = {
+    **TRANSLATED,
     r"(?<!there\s)(?:is|are) (?-i:none)(?! of)": "is not one, is not",
     r"as (?:it is|they are|it was|they were)(?= ?[.,;:)]|$)": "unchanged",
-    r"at hand": "available",
     r"nothing but": "only",
     r"(?:finds|found) out(?! of)": "raises, notices, the log says",
     r"(?:is|are|was|were) asked for": "you need, you request",
@@ -78,16 +85,22 @@ class Found:
         return f"{self.path.relative_to(ROOT)}:{self.line}: {self.word!r}; write: {self.instead}"
 
 
-def as_patterns(words: dict[str, str], flags: int = 0) -> list[tuple[re.Pattern[str], str]]:
+Patterns = list[tuple[re.Pattern[str], str]]
+
+
+def as_patterns(words: dict[str, str], flags: int = 0) -> Patterns:
     return [(re.compile(rf"\b(?:{word})\b".replace(" ", r"\s+"), flags), instead) for word, instead in words.items()]
 
 
+TRANSLATED_PATTERNS = as_patterns(TRANSLATED, re.IGNORECASE)
 PHRASE_PATTERNS = as_patterns(PHRASES, re.IGNORECASE)
 NAME_PATTERNS = as_patterns(NAMES)
 
 
-def found_in(text: str, path: Path, first_line: int = 1, *, names_too: bool = True) -> Iterator[Found]:
-    for pattern, instead in PHRASE_PATTERNS + NAME_PATTERNS * names_too:
+def found_in(
+    text: str, path: Path, first_line: int = 1, patterns: Patterns = PHRASE_PATTERNS + NAME_PATTERNS
+) -> Iterator[Found]:
+    for pattern, instead in patterns:
         for match in pattern.finditer(text):
             line = first_line + text.count("\n", 0, match.start())
             yield Found(path, line, " ".join(match[0].split()), instead)
@@ -99,8 +112,8 @@ def without_code(page: str) -> str:
     return re.sub(r"`[^`\n]*`", "`", page)
 
 
-def words_of_page(path: Path) -> list[Found]:
-    return list(found_in(without_code(path.read_text(encoding="utf-8")), path))
+def words_of_page(path: Path, patterns: Patterns = PHRASE_PATTERNS + NAME_PATTERNS) -> list[Found]:
+    return list(found_in(without_code(path.read_text(encoding="utf-8")), path, patterns=patterns))
 
 
 TEXTS = {tokenize.COMMENT, tokenize.STRING, getattr(tokenize, "FSTRING_MIDDLE", tokenize.STRING)}
@@ -139,6 +152,11 @@ def test_a_page_uses_plain_words(path: Path) -> None:
     assert to_replace(words_of_page(path)) == []
 
 
+@pytest.mark.parametrize("path", RECORDS, ids=name_of)
+def test_a_record_reads_as_written_not_as_translated(path: Path) -> None:
+    assert to_replace(words_of_page(path, TRANSLATED_PATTERNS)) == []
+
+
 @pytest.mark.parametrize("path", MODULES, ids=name_of)
 def test_a_module_uses_plain_words(path: Path) -> None:
     assert to_replace(words_of_module(path.read_text(encoding="utf-8"), path)) == []
@@ -155,6 +173,14 @@ def test_code_of_a_page_is_not_looked_at(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text("# Title\n\n```text\nnobody\n```\n\n`anew` and likewise.\n", encoding="utf-8")
     assert [(each.line, each.word) for each in words_of_page(page)] == [(7, "likewise")]
+
+
+def test_translated_words_are_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "It thereby has a thread\nof its own.\nWhat is told by a rank on its own, or `anew`.\n", encoding="utf-8"
+    )
+    assert [each.word for each in words_of_page(page, TRANSLATED_PATTERNS)] == ["thereby", "of its own", "is told by"]
 
 
 def test_decisions_that_the_code_names_exist() -> None:

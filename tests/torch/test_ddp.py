@@ -123,7 +123,7 @@ def test_what_a_new_group_would_lose_is_an_obstacle() -> None:
     assert plain.obstacle is None, "a hook of the library's own is installed again"
     grouped = DDP()
     grouped.wrap(a_model(), None, {"process_group": dist.group.WORLD})
-    assert grouped.obstacle == "`ddp_args` names a process group of its own"
+    assert grouped.obstacle == "`ddp_args` names another process group"
     hooked = DDP()
     hooked.wrap(a_model(), None, {}).register_comm_hook(None, allreduce_hook)
     assert hooked.obstacle == "a model has a communication hook that was registered by hand"

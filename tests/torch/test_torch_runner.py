@@ -910,7 +910,7 @@ class NotDivided(BreaksOff):
 @pytest.mark.parametrize(
     ("operator_cls", "expected"),
     [
-        (OwnLoop, "`OwnLoop` has a `train_epoch` of its own and does not set `resumes_epochs`"),
+        (OwnLoop, "`OwnLoop` overrides `train_epoch` and does not set `resumes_epochs`"),
         (OwnLoopThatGoesOn, None),
         (NeverGoesOn, "`NeverGoesOn` sets `resumes_epochs` to False"),
         (NotDivided, "the train loader is not divided by the library"),
@@ -1145,7 +1145,7 @@ class OwnData(LinearOperator):
 
 @pytest.mark.parametrize(
     ("operator_cls", "expected"),
-    [(OwnLoop, "a `train_epoch` of its own"), (NotDivided, "the train loader is not divided"), (OwnData, None)],
+    [(OwnLoop, "overrides `train_epoch`"), (NotDivided, "the train loader is not divided"), (OwnData, None)],
 )
 def test_no_snapshot_is_taken_inside_what_could_not_be_gone_on_with(
     operator_cls: type[LinearOperator], expected: str | None

@@ -1,4 +1,4 @@
-"""Trains a DCGAN with a training step of its own: two models and two optimizers.
+"""Trains a DCGAN with a custom training step: two models and two optimizers.
 
 Data: MNIST in its own format, from `data_dir`; nothing is downloaded. In test mode, a few images of noise. The names
 here are imported by programs and tests in the wild; `examples/dcgan.py` has an example to read.

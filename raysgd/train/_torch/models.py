@@ -126,4 +126,4 @@ class InContext:
             return self._forward(*args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return getattr, (self._model, "forward")  # of the other model, which then has none of its own yet
+        return getattr, (self._model, "forward")  # of the other model, which does not have it yet

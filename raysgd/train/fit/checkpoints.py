@@ -46,7 +46,7 @@ class FitCheckpoints:
         folder: The folder of the trial; None to keep the newest checkpoint in memory, and write none.
         next_index: The number of the first one.
         begin_from: What the run starts from.
-        metadata: What each checkpoint says of itself, where it says nothing of its own.
+        metadata: The metadata of each checkpoint that has no other.
         preprocessor: What each dict is to hold as its preprocessor.
         on_attempt: Called before the function is started, for the first time or again.
 
@@ -106,7 +106,7 @@ class FitCheckpoints:
             self._arrivals.begin(index, _telling(landing, receive), lambda content: self._keep(index, landing, content))
 
     def _commit(self, index: int, own_metadata: Mapping[str, Any] | None = None) -> Checkpoint:
-        """Makes what is staged for a number a checkpoint; metadata of its own, if not given, may be staged too."""
+        """Makes what is staged for a number a checkpoint; if no metadata is given, some may be staged too."""
         assert self._folder is not None, "nothing is staged where no files are kept"
         name = checkpoint_name(index)
         staged = self._folder.staged(name)

@@ -114,7 +114,7 @@ class HorovodTrainer(DataParallelTrainer):
 
 
 def _chosen(framework: str, **configs: BackendConfig | None) -> BackendConfig:
-    """The config of a framework out of its names; one of its own if none was given.
+    """The config of a framework out of its names; a new one if none was given.
 
     Raises:
         ValueError: There are two, or it is of another framework.

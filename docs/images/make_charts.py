@@ -1,0 +1,267 @@
+"""Draws the charts of `performance.md` from its tables, which the benchmarks printed.
+
+Run it with `python docs/images/make_charts.py` after a table has changed.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+PAGE = FOLDER.parent / "performance.md"
+WIDTH = 760
+STYLE = """
+  text { font: 14px -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; fill: #24292f; }
+  .title { font-size: 16px; font-weight: 600; } .note { font-size: 12px; fill: #57606a; }
+  .ours { fill: #3f51b5; } .other { fill: #8c959f; } .range { stroke: #24292f; stroke-width: 1.5; }
+  .grid { stroke: #d0d7de; } .curve { fill: none; stroke-width: 2.5; } .few { stroke-dasharray: 7 4; }
+  .curve.ours { stroke: #3f51b5; } .curve.other { stroke: #8c959f; }
+  @media (prefers-color-scheme: dark) {
+    text { fill: #e6edf3; } .note { fill: #9198a1; } .ours { fill: #7f8ff4; } .other { fill: #656c76; }
+    .range { stroke: #e6edf3; } .grid { stroke: #3d444d; }
+    .curve.ours { stroke: #7f8ff4; } .curve.other { stroke: #8c959f; }
+  }
+"""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """A median with its range, as a cell of a table has it."""
+
+    median: float
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, cell: str) -> Reading:
+        """The reading in a cell such as `1.10 [1.08..1.12]`."""
+        number = r"(-?\d+(?:\.\d+)?)"
+        found = re.match(rf"{number}(?: \[{number}\.\.{number}\])?", cell)
+        if found is None:
+            raise ValueError(f"performance.md has {cell!r} where a chart needs a number such as 1.10 [1.08..1.12]")
+        median = float(found[1])
+        return cls(median, float(found[2] or median), float(found[3] or median))
+
+
+def table(header: str) -> dict[str, list[str]]:
+    """The cells of a table of the page by those of its first column; `header` is how its first line begins."""
+    _, _, rest = PAGE.read_text(encoding="utf-8").partition(f"\n{header}")
+    if not rest:
+        raise ValueError(f"performance.md has no table whose first line begins with {header!r}")
+    lines = rest.partition("\n\n")[0].splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
+    return {row[0]: row[1:] for row in rows}
+
+
+def readings(header: str, names: Iterable[str], column: int = 0) -> dict[str, Reading]:
+    """The readings of some rows in one column of a table."""
+    rows = table(header)
+    return {name: Reading.of(rows[name][column]) for name in names}
+
+
+RECOVERIES = {
+    "raysgd, continuing with the survivor (`resize_check_s`)": "raysgd, on the worker that is left",
+    "raysgd, with a spare": "raysgd, with a spare worker",
+    "raysgd, waiting for a new process": "raysgd, with a new process",
+    "torchrun": "torchrun",
+    "Ray Train": "Ray Train",
+}
+
+
+def recovery() -> str:
+    """How long until the next step after a kill."""
+    return _bars(
+        "A worker is killed: seconds until the next training step",
+        "2 workers, 2 cores; medians of 5, lines are ranges; less is better",
+        {RECOVERIES[name]: each for name, each in readings("| contender | next step, s |", RECOVERIES).items()},
+        "Ray Train and torchrun go back to the last checkpoint; raysgd repeats no batch. "
+        "Source: examples/benchmarks/recovery.py",
+    )
+
+
+def startup() -> str:
+    """How long until the first step."""
+    names = ("raysgd", "bare Ray actors", "Ray Train")
+    return _bars(
+        "Start-up: seconds until the first step has ended on both workers",
+        "2 workers, 2 cores; medians of 3, lines are ranges; less is better",
+        readings("| contender | seconds | of Ray Train's |", names),
+        "Source: examples/benchmarks/startup.py",
+    )
+
+
+MODELS = ("mlp_tiny", "cnn_tiny", "mlp_large", "cnn_large")
+
+
+def steady() -> str:
+    """How fast the stock loop is beside a hand-written one."""
+    rows = table("| model | step by hand, us | relative speed |")
+    chosen = [(name, cells[1]) for model in MODELS for name, cells in rows.items() if name.startswith(model)]
+    return _dots(
+        "Steady state: speed of the stock loop beside a loop written by hand",
+        "2 workers, 2 cores; medians of 24 pairs of epochs, lines are 95 % intervals; 1 is as fast as by hand",
+        {re.sub(r", batch \d+", "", name): Reading.of(cell) for name, cell in chosen},
+        "Source: examples/benchmarks/throughput.py",
+    )
+
+
+SIZES = ("400 bytes", "64 KiB")
+
+
+def sums() -> str:
+    """How the time of a sum grows with the number of processes."""
+    columns = table("| processes | 400 bytes | 64 KiB |")
+    curves = []
+    for column, size in enumerate(SIZES):
+        pairs = {
+            int(number): [Reading.of(part.strip()) for part in cells[column].split("/")]
+            for number, cells in columns.items()
+        }
+        for place, name in enumerate(("raysgd", "gloo")):
+            points = {number: pair[place].median for number, pair in pairs.items()}
+            curves.append(Curve(f"{name}, {size}", points, "ours" if name == "raysgd" else "other", column == 0))
+    return _curves(
+        "Scaling: milliseconds of one sum over all processes",
+        "all processes share 2 busy cores, so this is the work of all of them; medians of 9, one run; less is better",
+        curves,
+        "number of processes. Source: examples/benchmarks/small_sums.py",
+    )
+
+
+def _bars(title: str, note: str, found: dict[str, Reading], foot: str) -> str:
+    left, row, top = 232, 36, 58
+    scale = (WIDTH - left - 90) / max(each.most for each in found.values())
+    shapes = []
+    for index, (name, reading) in enumerate(found.items()):
+        y = top + index * row
+        length, least, most = (max(each * scale, 2) for each in (reading.median, reading.least, reading.most))
+        shapes += [
+            f'<text x="0" y="{y + 17}">{escape(name)}</text>',
+            f'<rect x="{left}" y="{y}" width="{length:.1f}" height="24" rx="3" class="{_kind(name)}"/>',
+            f'<line x1="{left + least:.1f}" x2="{left + most:.1f}" y1="{y + 12}" y2="{y + 12}" class="range"/>',
+            f'<text x="{left + max(length, most) + 10:.1f}" y="{y + 17}">{reading.median:.2g} s</text>',
+        ]
+    said = "; ".join(f"{name}: {reading.median:.2g} s" for name, reading in found.items())
+    return _picture(top + row * len(found) + 30, said, title, note, shapes, foot)
+
+
+def _dots(title: str, note: str, found: dict[str, Reading], foot: str) -> str:
+    left, row, top, right = 232, 36, 62, WIDTH - 70
+    most = max(each.most for each in found.values())
+    scale = (right - left) / (most - 0.9)
+    bottom = top + row * len(found)
+
+    def at(speed: float) -> float:
+        return left + (speed - 0.9) * scale
+
+    shapes = []
+    for tenth in range(10, math.floor(most * 10) + 1, 2):
+        x, kind = at(tenth / 10), "range" if tenth == 10 else "grid"
+        shapes.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{top - 4}" y2="{bottom}" class="{kind}"/>')
+        shapes.append(f'<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle" class="note">{tenth / 10:g}</text>')
+    for index, (name, reading) in enumerate(found.items()):
+        y = top + index * row + 14
+        shapes += [
+            f'<text x="0" y="{y + 5}">{escape(name)}</text>',
+            f'<line x1="{at(reading.least):.1f}" x2="{at(reading.most):.1f}" y1="{y}" y2="{y}" class="range"/>',
+            f'<circle cx="{at(reading.median):.1f}" cy="{y}" r="6" class="ours"/>',
+            f'<text x="{at(reading.most) + 10:.1f}" y="{y + 5}">{reading.median:.3g}</text>',
+        ]
+    said = "; ".join(f"{name}: {reading.median:.3g} times as fast as by hand" for name, reading in found.items())
+    return _picture(bottom + 46, said, title, note, shapes, foot)
+
+
+@dataclass(frozen=True)
+class Curve:
+    """One line of a chart, by the number of processes."""
+
+    name: str
+    points: dict[int, float]
+    kind: str
+    is_dashed: bool
+
+
+def _curves(title: str, note: str, curves: list[Curve], foot: str) -> str:
+    left, top, right, bottom = 48, 58, WIDTH - 130, 340
+    numbers = sorted({number for curve in curves for number in curve.points})
+    values = [value for curve in curves for value in curve.points.values()]
+    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+
+    def x_of(number: int) -> float:
+        return left + (right - left) * math.log(number / numbers[0]) / math.log(numbers[-1] / numbers[0])
+
+    def y_of(value: float) -> float:
+        return bottom - (bottom - top) * (math.log10(value) - low) / (high - low)
+
+    shapes = []
+    for power in range(low, high + 1):
+        y = y_of(10.0**power)
+        shapes.append(f'<line x1="{left}" x2="{right}" y1="{y:.1f}" y2="{y:.1f}" class="grid"/>')
+        shapes.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end" class="note">{10.0**power:g}</text>')
+    for number in numbers:
+        shapes.append(
+            f'<text x="{x_of(number):.1f}" y="{bottom + 18}" text-anchor="middle" class="note">{number}</text>'
+        )
+    for curve in curves:
+        kind = f"curve {curve.kind}{' few' * curve.is_dashed}"
+        path = " ".join(f"{x_of(number):.1f},{y_of(value):.1f}" for number, value in curve.points.items())
+        shapes.append(f'<polyline points="{path}" class="{kind}"/>')
+        shapes += [
+            f'<circle cx="{x_of(number):.1f}" cy="{y_of(value):.1f}" r="4" class="{curve.kind}"/>'
+            for number, value in curve.points.items()
+        ]
+    ends = {curve.name: y_of(curve.points[numbers[-1]]) for curve in curves}
+    for name, y in _apart(ends, 16).items():
+        shapes.append(f'<text x="{right + 10}" y="{y + 5:.1f}">{escape(name)}</text>')
+    said = "; ".join(
+        f"{curve.name}: {curve.points[numbers[0]]:g} ms with {numbers[0]} processes, "
+        f"{curve.points[numbers[-1]]:g} ms with {numbers[-1]}"
+        for curve in curves
+    )
+    return _picture(bottom + 50, said, title, note, shapes, foot)
+
+
+def _apart(places: dict[str, float], gap: float) -> dict[str, float]:
+    """The places of labels, top to bottom, moved so that none covers another."""
+    moved: dict[str, float] = {}
+    for name, place in sorted(places.items(), key=lambda item: item[1]):
+        moved[name] = max(place, max(moved.values(), default=-math.inf) + gap)
+    return moved
+
+
+def _kind(name: str) -> str:
+    return "ours" if name.startswith("raysgd") else "other"
+
+
+def _picture(height: int, said: str, title: str, note: str, shapes: list[str], foot: str) -> str:
+    """A picture with a title above and its source below, which follows the reader's choice of light or dark."""
+    box = f'viewBox="0 0 {WIDTH} {height}"'
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" {box} role="img" aria-label="{escape(said)}">',
+            f"<style>{STYLE}</style>",
+            f'<text x="0" y="18" class="title">{escape(title)}</text>',
+            f'<text x="0" y="40" class="note">{escape(note)}</text>',
+            *shapes,
+            f'<text x="0" y="{height - 8}" class="note">{escape(foot)}</text>',
+            "</svg>\n",
+        ]
+    )
+
+
+CHARTS: dict[str, Callable[[], str]] = {
+    "recovery.svg": recovery,
+    "startup.svg": startup,
+    "steady.svg": steady,
+    "sums.svg": sums,
+}
+
+
+if __name__ == "__main__":
+    for name, draw in CHARTS.items():
+        (FOLDER / name).write_text(draw(), encoding="utf-8")
