@@ -73,6 +73,12 @@ CASES = {
 }
 
 
+WITHOUT_HOROVOD = pytest.mark.parametrize(
+    "case", ["gloo", pytest.param("horovod", marks=pytest.mark.soak), "tensorflow"], indirect=True
+)
+"""`tests/torch/test_horovod_integration.py` shows these of Horovod."""
+
+
 @pytest.fixture(params=CASES)
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
@@ -212,6 +218,7 @@ def test_opening_a_meeting_point_that_nobody_comes_to_is_harmless(case: Case) ->
     connection.leave()
 
 
+@WITHOUT_HOROVOD
 def test_survivors_know_a_broken_connection_however_often_they_try(case: Case, ray_cluster: None) -> None:
     rig = Rig()
     try:
@@ -227,6 +234,7 @@ def test_survivors_know_a_broken_connection_however_often_they_try(case: Case, r
         rig.group.kill(10)
 
 
+@WITHOUT_HOROVOD
 def test_a_peer_that_never_comes_counts_as_a_broken_connection(rig: Rig, case: Case) -> None:
     case = impatient(case)
     rig.join(case, 2)

@@ -155,6 +155,7 @@ def test_survivors_of_a_killed_rank_go_on_where_they_were(make: Make, use_local:
     assert not is_alive(before[lost])
 
 
+@pytest.mark.soak
 def test_of_a_rank_that_is_stopped_and_one_that_is_killed_neither_survives(make: Make) -> None:
     rig = make(lambda plan: plan.die(rank=2, step=3))
     pids = rig.pids()

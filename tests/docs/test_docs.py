@@ -19,7 +19,10 @@ from tests.docs.page_runner import PageRunner, page_runner
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FIRST_PAGE = "README.md"
-PAGES_WITH_RAY = {FIRST_PAGE, "docs/tutorial.md", "docs/operator-to-function.md", "docs/fit.md", "docs/tune.md"}
+PAGES_WITH_RAY = {
+    FIRST_PAGE,
+    *(f"docs/{name}.md" for name in ("data", "fit", "operator-to-function", "tune", "tutorial")),
+}
 FENCE = re.compile(r"^```(.*)$")
 LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 TREE_LINE = re.compile(r"^( *)(\S+)")
@@ -197,7 +200,9 @@ def test_python_is_marked_in_a_way_that_this_test_knows(page: Path) -> None:
 
 def test_only_some_pages_start_ray() -> None:
     starting = {
-        name_of(page) for page in PAGES if re.search(r"num_workers=[2-9]", program(python_blocks(page, "python")))
+        name_of(page)
+        for page in PAGES
+        if re.search(r"num_workers=[2-9]|ray\.data\.", program(python_blocks(page, "python")))
     }
     assert starting == PAGES_WITH_RAY
 

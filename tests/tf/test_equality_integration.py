@@ -165,6 +165,7 @@ def test_an_operator_may_say_how_much_a_batch_counts(lab: TFTrainer) -> None:
             raise error
 
 
+@pytest.mark.keras_in_turns("keras3")
 def test_layers_that_are_trained_later_are_those_of_one_process(lab: TFTrainer) -> None:
     alone, together = both(lab, Unfreezes, {"registers": True})
     assert_same(alone, together)
@@ -252,6 +253,7 @@ def test_callbacks_and_validation_see_the_mean_of_the_statistics_of_batch_norm(l
     assert val_loss == (pytest.approx(found.results[1]["validation_loss"]) if validates else None)
 
 
+@pytest.mark.keras_in_turns("keras3")
 def test_ranks_skip_a_step_together_when_half_precision_overflows(lab: TFTrainer) -> None:
     config = {"policy": "mixed_float16", "num_samples": 16}
     found = run_together(lab, Experiment(make_operator(make_model, make_data), config, CALLS))

@@ -292,6 +292,7 @@ def make_model_with_callbacks(config: dict[str, Any]) -> Any:
     return model
 
 
+@pytest.mark.keras_in_turns("keras3")
 def test_callbacks_on_all_ranks_are_told_the_metrics_of_all_ranks(trainer: TFTrainer) -> None:
     """In the workers of the trainer, in its group."""
 
@@ -346,6 +347,7 @@ class TwoModels(TrainingOperator):
         return {"loss": float(loss), "num_samples": len(x)}
 
 
+@pytest.mark.keras_in_turns("keras2")
 def test_loops_with_a_tape_of_their_own_keep_equal_models(trainer: TFTrainer) -> None:
     def trained() -> Any:
         from raysgd.engine.types import World

@@ -42,10 +42,8 @@ PHASES = ("start-up", "between calls", *STEPS, "validate", "save", "get_model", 
 
 CHOSEN = (
     ("start-up", "another"),
-    ("between calls", "another"),
+    ("between calls", "all"),
     ("first step", "rank 0"),
-    ("mid-epoch", "another"),
-    ("mid-epoch", "all"),
     ("mid-epoch", NODE),
     ("last step", "two at once"),
     ("validate", "rank 0"),

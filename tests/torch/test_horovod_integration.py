@@ -286,7 +286,7 @@ class Mortal(LinearOperator):
         return super().train_batch(batch, batch_info)
 
 
-@pytest.mark.parametrize("use_local", [False, True])
+@pytest.mark.parametrize("use_local", [pytest.param(False, marks=pytest.mark.soak), True])
 def test_a_killed_worker_costs_a_call_or_less_and_no_result(
     make_local: Callable[..., TorchTrainer], ray_cluster: None, tmp_path: Path, use_local: bool
 ) -> None:

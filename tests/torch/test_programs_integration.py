@@ -141,7 +141,11 @@ LOCAL_PAIR = """
 """
 
 
-@pytest.mark.parametrize("ending", ["", "    trainer.shutdown()\n"], ids=["left alone", "shut down"])
+@pytest.mark.parametrize(
+    "ending",
+    [pytest.param("", marks=pytest.mark.soak), "    trainer.shutdown()\n"],
+    ids=["left alone", "shut down"],
+)
 def test_a_program_that_is_a_worker_itself_ends_well(ending: str, ray_cluster: None) -> None:
     before = RaySurroundings.now()
     ended = run_program(LOCAL_PAIR + ending)

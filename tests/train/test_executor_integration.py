@@ -342,6 +342,7 @@ def test_too_many_deaths_are_an_error() -> None:
         executor.shutdown()
 
 
+@pytest.mark.soak
 def test_deaths_in_the_hook_are_counted_like_others(tmp_path: Path) -> None:
     def die_at_first(num_times: int) -> None:
         import tempfile

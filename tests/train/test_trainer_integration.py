@@ -501,7 +501,11 @@ class Stuck:
 
 @pytest.mark.parametrize(
     ("ending", "error"),
-    [("exception", KeyError), ("mismatch", StepMismatchError), ("callback", ArithmeticError)],
+    [
+        pytest.param("exception", KeyError, marks=pytest.mark.soak),
+        pytest.param("mismatch", StepMismatchError, marks=pytest.mark.soak),
+        ("callback", ArithmeticError),
+    ],
 )
 def test_a_large_checkpoint_that_was_handed_over_arrives_although_the_run_fails(
     trainer: Trainer, ending: str, error: type[Exception]
