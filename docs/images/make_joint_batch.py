@@ -16,9 +16,9 @@ LEFT, CELL, ROW, TOP, WIDTH = 150, 32, 64, 74, 760
 STYLE = """
   text { font: 14px -apple-system, "Segoe UI", Roboto, Helvetica, Arial, sans-serif; fill: #24292f; }
   .title { font-size: 16px; font-weight: 600; } .note { font-size: 12px; fill: #57606a; }
-  .even { fill: #3f51b5; } .odd { fill: #8c9eff; } .in { fill: #ffffff; font-size: 12px; }
+  .even { fill: #3f51b5; } .odd { fill: #6573d6; } .in { fill: #ffffff; font-size: 12px; }
   @media (prefers-color-scheme: dark) {
-    text { fill: #e6edf3; } .note { fill: #9198a1; } .even { fill: #5c6bc0; } .odd { fill: #7f8ff4; }
+    text { fill: #e6edf3; } .note { fill: #9198a1; } .even { fill: #5c6bc0; } .odd { fill: #7784e0; }
   }
 """
 

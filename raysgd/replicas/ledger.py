@@ -211,6 +211,11 @@ class Ledger:
         self._move(BROKEN, broken)
         self._move(LEFT, left)
 
+    def own_s(self) -> float:
+        """Seconds of training so far that this replica needed no other one for: for data, and for useful steps."""
+        shown = self._shown()
+        return shown[USEFUL] + shown[DATA]
+
     def note_copy(self) -> None:
         """The state was copied: useful steps so far are saved."""
         self._saved_s = self._seconds[USEFUL]

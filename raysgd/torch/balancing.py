@@ -9,7 +9,6 @@ import torch
 
 from raysgd.replicas.balance import SpeedPlan, SpeedRule
 from raysgd.torch.parallel import Summation
-from raysgd.torch.step import Step
 
 
 class Balancing:
@@ -21,7 +20,7 @@ class Balancing:
     Args:
         rank: The place in the group.
         world_size: Its size.
-        step: Knows how long this rank took.
+        own_s: Says for how long this rank has trained so far, without waiting for others.
         start_sum: How the ranks add up.
         rule: When shares change.
 
@@ -30,9 +29,14 @@ class Balancing:
     """
 
     def __init__(
-        self, rank: int, world_size: int, step: Step, start_sum: Summation, rule: SpeedRule | None = None
+        self,
+        rank: int,
+        world_size: int,
+        own_s: Callable[[], float],
+        start_sum: Summation,
+        rule: SpeedRule | None = None,
     ) -> None:
-        self._rank, self._world_size, self._step = rank, world_size, step
+        self._rank, self._world_size, self._own_s = rank, world_size, own_s
         self._rule = rule or SpeedRule()
         self._plan = SpeedPlan()
         self._start_sum = start_sum
@@ -76,14 +80,13 @@ class Balancing:
             self._tell()
 
     def _measure(self) -> None:
-        own_s, before = self._step.own_s, self._own_s_before
-        self._own_s_before = own_s
+        before, self._own_s_before = self._own_s_before, self._own_s()
         if not self._is_settled:
             self._is_settled = True
             self._forget()
             return
         self._num_steps += 1
-        self._seconds += own_s - before if own_s >= before else own_s  # each call counts from 0
+        self._seconds += self._own_s_before - before
 
     def _tell(self) -> None:
         numbers = torch.zeros(3, self._world_size, dtype=torch.float64)

@@ -1,7 +1,7 @@
 """The communication hooks of `DistributedDataParallel`: they weight gradients, send them, and note how that ended.
 
 A model has one hook: the user's, inside a hook of raysgd that weights gradients; or that of raysgd alone, installed
-where it weights gradients or sends them faster than gloo does.
+where it weights gradients, takes the time, or sends them faster than gloo does.
 """
 
 # No postponed annotations here: PyTorch looks at those of a communication hook and takes types only, no strings.
@@ -65,7 +65,7 @@ def register(parallel: NoParallel, model: DistributedDataParallel, options: dict
     elif is_armed:
         # Only this decides, not the number of ranks or what was before: all ranks must do the same.
         goes_at_once = _goes_at_once(model)
-        if parallel.weights_in_hook or goes_at_once:
+        if parallel.weights_in_hook or parallel.times_exchanges or goes_at_once:
             model.register_comm_hook(_HookState(parallel, _group_of_user(model), goes_at_once), _average)
 
 

@@ -55,6 +55,10 @@ class Exchanges:
         # Not a callback beside it, which the backward pass would not wait for.
         return future.then(self._received_last if is_awaited else self._received)
 
+    def own_s(self) -> float:
+        """Seconds of training so far outside of exchanges; 0 where that is not known."""
+        return 0.0 if self.ledger is None else self.ledger.own_s()
+
     def timed(self, group: Group) -> AbstractContextManager[None]:
         """Inside is an exchange that the backward pass waits for."""
         return nullcontext() if self.ledger is None else self.ledger.exchanging(group)

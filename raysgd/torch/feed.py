@@ -89,7 +89,7 @@ class Feed(feed.Feed):
     def _prepare_balance(self, source: DividedSource) -> None:
         """Lets the shares of a source follow the speed of the ranks."""
         if self._balance and self._joint is not None and self._world_size > 1 and source.balancing is None:
-            balancing = Balancing(self._rank, self._world_size, self._parallel.step, self._start_sum())
+            balancing = Balancing(self._rank, self._world_size, self._parallel.exchanges.own_s, self._start_sum())
             source.follow(balancing)
 
     def _stream_of_call(self, request: EpochRequest) -> BatchStream:

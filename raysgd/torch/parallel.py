@@ -46,6 +46,7 @@ class NoParallel:
         is_sharded: Whether a rank holds a part of each model only, so that its whole state takes all ranks to read.
         step: The step that the replica is in.
         exchanges: What became of the exchanges of that step.
+        times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
 
     synchronizes = False
@@ -56,7 +57,7 @@ class NoParallel:
         self._has_others = has_others
         self.step.is_joint = self.synchronizes
         self.exchanges = Exchanges()
-        self.weights_in_hook = False
+        self.weights_in_hook = self.times_exchanges = False
         self._left_out: list[torch.nn.Module] = []
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:

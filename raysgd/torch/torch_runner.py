@@ -85,7 +85,7 @@ class TorchRunner(ClassRunner):
         self._settings = settings
         self._device = _device(settings.use_gpu)
         self._parallel = _make_parallel(settings, world, self._device)
-        is_balanced = settings.batch_options.balance is not None
+        is_balanced = self._parallel.times_exchanges = settings.batch_options.balance is not None
         super().__init__(
             world,
             settings.snapshot_every_n_steps,

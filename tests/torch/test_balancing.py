@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from raysgd.replicas.division import Division
 from raysgd.torch.balancing import Balancing
 from raysgd.torch.joint_plan import JointPlan
-from raysgd.torch.step import Step
 
 JOINT_SIZE = 64
 
@@ -41,8 +41,10 @@ class Ranks:
 
     def __init__(self, seconds: Sequence[float], num_ahead: Sequence[int] = ()) -> None:
         self.seconds, rounds, size = seconds, Rounds(len(seconds)), len(seconds)
-        self._steps = [Step() for _ in seconds]
-        self.all = [Balancing(rank, size, step, rounds.start_of(rank)) for rank, step in enumerate(self._steps)]
+        self._own_s = [0.0] * size
+        self.all = [
+            Balancing(rank, size, partial(self._own_s.__getitem__, rank), rounds.start_of(rank)) for rank in range(size)
+        ]
         for balancing, ahead in zip(self.all, num_ahead, strict=False):
             balancing.num_ahead = ahead
         self.division = Division(JOINT_SIZE, size)
@@ -68,7 +70,7 @@ class Ranks:
             counts.append([len(drawn[rank][step]) for rank in range(len(self.all))])
             used += [position for of_rank in drawn for position in of_rank[step]]
             for rank, balancing in enumerate(self.all):
-                self._steps[rank].own_s += counts[-1][rank] * self.seconds[rank]
+                self._own_s[rank] += counts[-1][rank] * self.seconds[rank]
                 position = plans[rank].consumed_after(step + 1)
                 balancing.after_batch(counts[-1][rank], True, position, JOINT_SIZE)
         return counts, used

@@ -39,6 +39,11 @@ def test_a_hook_is_installed_where_it_is_of_use() -> None:
     parallel.arm(models, weight_in_hook=True)
     assert all(model._comm_hooks for model in models)
     assert parallel.obstacle is None
+    timed = DDP()
+    timed.times_exchanges = True
+    model = timed.wrap(torch.nn.Linear(600, 600), None, {})
+    timed.arm([model], weight_in_hook=False)
+    assert model._comm_hooks, "else nothing would know how long it waits for others"
 
 
 def test_on_one_node_larger_models_are_exchanged_at_once_too_until_the_group_leaves_it(
