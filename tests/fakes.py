@@ -353,7 +353,7 @@ class FakeCluster:
 
     @property
     def num_free(self) -> int:
-        used = sum(group.num_slots for group in self.groups if group.is_alive and not group.is_driver_only)
+        used = sum(group.num_slots for group in self.groups if group.is_alive)
         return max(0, self.num_slots - self.num_taken - used)
 
     def view(self) -> ClusterView:
@@ -362,8 +362,8 @@ class FakeCluster:
 
     @property
     def sizes(self) -> list[int]:
-        """The sizes with which all groups were made, in order."""
-        return [group.first_size for group in self.groups]
+        """The sizes with which all groups were made that were to be started, in order."""
+        return [group.first_size for group in self.groups if group.awaited_s is None]
 
 
 class FakeGroup(WorkerGroup):
@@ -382,6 +382,8 @@ class FakeGroup(WorkerGroup):
     def __init__(self, cluster: FakeCluster, spec: GroupSpec, num_workers: int) -> None:
         self.cluster, self.spec, self.num_workers = cluster, spec, num_workers
         self.first_size = num_workers
+        self.awaited_s: float | None = None
+        self.num_asked = 0
         self.num_spares = 0
         self.num_slots = 0
         self.num_seated = 0
@@ -573,6 +575,17 @@ class FakeGroup(WorkerGroup):
         if self.cluster.num_free < count:
             raise ReservationTimeoutError("not granted")
         self.num_slots += count
+
+    def ask_up_to(self, max_workers: int) -> None:
+        self.num_asked = max(0, max_workers - self.num_slots) if self.num_workers < max_workers else 0
+
+    def take_granted(self) -> None:
+        num_granted = min(self.num_asked, self.cluster.num_free)
+        self.num_asked, self.num_slots = self.num_asked - num_granted, self.num_slots + num_granted
+
+    def await_room(self, timeout_s: float, sleep: Callable[[float], object]) -> None:
+        self.awaited_s, self.ended_by = timeout_s, "it was never started"
+        sleep(timeout_s)
 
     # ------------------------------------------------------------------------------------ the end
 

@@ -47,7 +47,7 @@ from _common import (
 from _workloads import STATES, HandWritten, StockOperator, config_of
 
 PEERS = {"bare": "ray", "torchrun": "torch", "ray_train": "ray.train", "ray_train_fast_poll": "ray.train"}
-NUM_WORKERS = 2
+NUM_WORKERS = int(os.environ.get("BENCH_NUM_WORKERS", "2"))  # `scale.py` has more
 VICTIM = 1
 NUM_BATCHES = 90
 EPOCH = 30  # batches; behind each, those who save do

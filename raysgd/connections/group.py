@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import pickle
 from collections import deque
 from collections.abc import Sequence
@@ -21,8 +22,8 @@ from raysgd.engine.types import World
 Array = np.ndarray[Any, np.dtype[Any]]
 
 _SUM, _ALL, _FIRST, _VALUE = range(4)  # kinds of exchanges
-_QUICK_BYTES = 2**20
-"""Up to this size sums of many ranks are quicker than with gloo, as `examples/benchmarks/small_sums.py` measures."""
+_QUICK_BYTES = {"two": math.inf, "a few": 2 * 2**20, "many": 2**20}
+"""Up to this size sums are quicker than with gloo, as `examples/benchmarks/small_sums.py` measures."""
 
 
 class Group:
@@ -108,7 +109,8 @@ class Group:
 
     def is_quick_for(self, num_bytes: int) -> bool:
         """Whether a sum of so many bytes takes no longer than with gloo. All ranks of the group come to the same."""
-        return self.size <= MOST or num_bytes <= _QUICK_BYTES
+        ranks = "two" if self.size <= 2 else "a few" if self.size <= MOST else "many"
+        return num_bytes <= _QUICK_BYTES[ranks]
 
     def gather(self, numbers: Array) -> list[Array]:
         """Every rank's array, all of one shape, by rank."""

@@ -102,7 +102,8 @@ class GroupStarter:
             attempt += 1
             if isinstance(decision, Wait):
                 logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
-                self._lifecycle.sleep(decision.delay_s)
+                needed = self.make_group(self._spec, self._scaling.min_workers)
+                needed.await_room(decision.delay_s, self._lifecycle.sleep)
                 continue
             num_spares = min(self._spec.num_spares, capacity(view, self._spec.resources) - decision.num_workers)
             try:
@@ -157,6 +158,7 @@ class GroupStarter:
             return False
         self._lifecycle.group = group
         self._lifecycle.facts = [answer.value for answer in report.values]
+        group.ask_up_to(self._scaling.max_workers)
         if not self._snapshots.has_any:
             self._lifecycle.take_snapshot(report, is_first=True)
         if num_spares:

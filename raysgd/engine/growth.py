@@ -27,25 +27,31 @@ class Growth:
         group = self._lifecycle.running
         if len(group) >= self._scaling.max_workers:
             return 0
+        group.take_granted()
         decision = self._scaling.grow(self._view(), self._spec.resources, len(group), group.num_slots)
         return decision.num_workers - len(group) if isinstance(decision, Resize) else 0
 
     def start_standby(self) -> None:
         """Begins to start the workers that the group lacks, as far as there is room; does not wait for them."""
         group, most = self._lifecycle.running, self._scaling.max_workers
+        group.take_granted()
         missing = most - len(group) - group.standby.num_coming - group.standby.num_ready
         if missing <= 0:
             return
         missing -= group.start_standby(missing, most, self._lifecycle.nodes_to_avoid)
         num_free = min(missing, capacity(self._view(), self._spec.resources))
-        if num_free <= 0:
-            return
+        if num_free > 0:
+            self._start_in_free_room(num_free)
+        group.ask_up_to(most)
+
+    def _start_in_free_room(self, count: int) -> None:
+        group = self._lifecycle.running
         try:
-            group.reserve(num_free, _RESERVATION_S)
+            group.reserve(count, _RESERVATION_S)
         except ReservationTimeoutError:
-            logger.info("another program took the resources for %s more workers", num_free)
+            logger.info("another program took the resources for %s more workers", count)
             return
-        group.start_standby(num_free, most, self._lifecycle.nodes_to_avoid)
+        group.start_standby(count, self._scaling.max_workers, self._lifecycle.nodes_to_avoid)
 
     def start_spares(self) -> None:
         """Begins to start as many workers as are to wait as spares, and were used up or lost."""

@@ -208,6 +208,11 @@ class Reservation:
         """Whether it holds resources itself, so that the actors of the workers find their place at once."""
         return self._own is not None
 
+    def is_granted(self) -> bool:
+        """Whether the resources are there, as of now."""
+        group = self._own or self._outer
+        return group is None or bool(group.wait(0))
+
     def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """Blocks until the resources are granted. Nothing stays reserved if this raises, also after Ctrl-C.
 

@@ -9,6 +9,9 @@ from typing import Any
 from raysgd.engine.resources import Reservation
 from raysgd.engine.types import Resources
 
+_LOOK_S = 0.5
+_CLOSE_S = 5.0
+
 
 @dataclass(frozen=True)
 class Slot:
@@ -24,7 +27,7 @@ class Slot:
 
 
 class Slots:
-    """All that is reserved, and what of it is free."""
+    """All that is reserved, what of it is free, and what was requested beside it."""
 
     def __init__(
         self,
@@ -38,6 +41,7 @@ class Slots:
         self._make_reservation = make_reservation
         self._reservations: list[Reservation] = []
         self._free: list[Slot] = []
+        self._asked: list[Reservation] = []
 
     def __len__(self) -> int:
         return sum(len(reservation) for reservation in self._reservations)
@@ -55,12 +59,48 @@ class Slots:
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """
-        reservation = self._make_reservation(
-            self._need, count, has_driver, self._packs, self._within, self._when_not_granted
-        )
+        reservation = self._new(count, has_driver)
         reservation.wait(timeout_s, check)
+        self._add(reservation)
+
+    def ask_for(self, count: int) -> None:
+        """Asks for room for `count` more workers, instead of what was requested before. `take_granted` takes what came.
+
+        Each is requested by itself, because one is of use without the others. Why: ADR 107.
+        """
+        while len(self._asked) > max(0, count):
+            self._asked.pop().close(_CLOSE_S)
+        for _ in range(count - len(self._asked)):
+            reservation = self._new(1)
+            if not reservation.is_own:  # inside a placement group there is no more to get
+                return
+            self._asked.append(reservation)
+
+    def take_granted(self) -> None:
+        """Takes what was requested and is there now."""
+        for reservation in [each for each in self._asked if each.is_granted()]:
+            self._asked.remove(reservation)
+            self._add(reservation)
+
+    def await_room(
+        self, count: int, timeout_s: float, sleep: Callable[[float], object], *, has_driver: bool = False
+    ) -> None:
+        """Asks for room for `count` workers, and waits until it is there or the time is over. Keeps nothing."""
+        reservation, waited_s = self._new(count, has_driver), 0.0
+        try:
+            while waited_s < timeout_s and not (reservation.is_own and reservation.is_granted()):
+                pause_s = min(_LOOK_S, timeout_s - waited_s)
+                sleep(pause_s)
+                waited_s += pause_s
+        finally:
+            reservation.close(_CLOSE_S)
+
+    def _new(self, count: int, has_driver: bool = False) -> Reservation:
+        return self._make_reservation(self._need, count, has_driver, self._packs, self._within, self._when_not_granted)
+
+    def _add(self, reservation: Reservation) -> None:
         self._reservations.append(reservation)
-        self._free += [Slot(reservation, index) for index in range(count)]
+        self._free += [Slot(reservation, index) for index in range(len(reservation))]
 
     def take(self) -> Slot:
         """A free slot, whatever became of its node; for a group that is just starting."""
@@ -84,6 +124,7 @@ class Slots:
 
     def close(self, timeout_s: float) -> None:
         """Gives everything back to the cluster."""
-        reservations, self._reservations, self._free = self._reservations, [], []
+        reservations = [*self._reservations, *self._asked]
+        self._reservations, self._asked, self._free = [], [], []
         for reservation in reservations:
             reservation.close(timeout_s)

@@ -261,6 +261,21 @@ class WorkerGroup:
         """Reserves room for more workers; raises `ReservationTimeoutError` if that is not granted in time."""
         self._slots.reserve(count, timeout_s, check=self._start.check_wanted)
 
+    def ask_up_to(self, max_workers: int) -> None:
+        """Asks the cluster for the room that so many workers lack; does not wait. An autoscaler starts nodes for it."""
+        self._slots.ask_for(max_workers - self.num_slots if self.num_workers < max_workers else 0)
+
+    def take_granted(self) -> None:
+        """Reserves what was requested and is there now."""
+        self._slots.take_granted()
+
+    def await_room(self, timeout_s: float, sleep: Callable[[float], object]) -> None:
+        """Before a start: asks for room for all workers, and waits until it is there or the time is over.
+
+        Nothing stays reserved: how many are started is decided by what is there then.
+        """
+        self._slots.await_room(self.num_workers, timeout_s, sleep, has_driver=self._spec.use_local)
+
     def kill_rank(self, rank: int) -> None:
         """Kills a worker that does not answer any more, in a way that reaches a stopped process too."""
         self._members.workers[rank].kill()

@@ -93,6 +93,11 @@ class Trainer:
         event = self.controller.history.events[-1]
         return event.kind, event.old_size, event.new_size, event.cause
 
+    @property
+    def waited_for(self) -> list[tuple[int, float]]:
+        """For how many workers it waited, and for how long at most, each time."""
+        return [(each.first_size, each.awaited_s) for each in self.cluster.groups if each.awaited_s is not None]
+
     def next_calls(self, *events: Event) -> None:
         self.cluster.calls = deque(events)
 
@@ -537,6 +542,15 @@ def test_without_resources_the_waits_double_until_it_gives_up() -> None:
     assert trainer.clock.sleeps == [1, 2, 4, 8, 16, 32, 60, 60, 60]
 
 
+def test_while_it_waits_it_asks_for_as_many_workers_as_it_needs_and_no_longer() -> None:
+    trainer = starved(started(min_workers=2))
+    trainer.clock.at_sleep = lambda seconds: setattr(trainer.cluster, "num_slots", len(trainer.clock.sleeps))
+    trainer.add(1)
+    assert trainer.waited_for == [(2, 1), (2, 2)]
+    assert trainer.cluster.sizes == [3, 2]
+    assert trainer.group.num_asked == 1, "for the one that is missing still"
+
+
 def test_waits_are_lengthened_by_what_is_drawn() -> None:
     drawn = iter([0.0, 0.5, 1.0])
     trainer = starved(started(num_attempts=4, draw=lambda: next(drawn)))
@@ -670,6 +684,17 @@ def test_a_group_never_grows_beyond_what_was_asked_for() -> None:
     trainer.cluster.num_slots = 10
     trainer.add(1)
     assert trainer.cluster.sizes == [3]
+
+
+def test_a_rebuilt_group_asks_for_those_that_are_missing_until_they_are_there() -> None:
+    trainer = shrunk(started(), num_slots=1)
+    assert trainer.group.num_asked == 2
+    trainer.cluster.num_slots = 2
+    trainer.add(1)
+    assert (trainer.controller.num_workers, trainer.group.num_asked) == (2, 1)
+    trainer.cluster.num_slots = 3
+    trainer.add(1)
+    assert (trainer.controller.num_workers, trainer.group.num_asked) == (3, 0)
 
 
 def test_a_group_that_would_gain_nobody_is_left_alone() -> None:
@@ -902,7 +927,7 @@ def test_nobody_waits_for_room_or_starts_a_group_after_the_trainer_was_shut_down
         trainer.add(1)
     stopper.join()
     assert trainer.clock.sleeps[-2:] == [1, 2]
-    assert len(trainer.cluster.groups) == 1
+    assert trainer.cluster.sizes == [3]
 
 
 def test_a_group_that_started_too_late_for_the_other_thread_is_ended_by_its_own() -> None:

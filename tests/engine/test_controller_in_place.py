@@ -453,6 +453,20 @@ def test_replicas_that_cannot_go_on_elsewhere_grow_from_the_snapshot() -> None:
     assert (trainer.kinds, trainer.cluster.sizes) == (["rebuilt", "grown"], [3, 2, 3])
 
 
+def test_what_was_asked_for_and_came_is_grown_into_in_place() -> None:
+    trainer = Trainer()
+    trainer.group.replicas[0].obstacle = "a hook of its own"
+    trainer.cluster.num_slots = 1
+    trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
+    assert trainer.group.num_asked == 2
+    trainer.cluster.num_slots = 2
+    assert trainer.walk(1) == [6, 6]
+    assert trainer.group.num_asked == 1
+    trainer.cluster.num_slots = 3
+    assert trainer.walk(1) == [7, 7, 7]
+    assert (trainer.group.num_asked, trainer.kinds) == (0, ["rebuilt", "grown", "grown"])
+
+
 def test_growing_that_fails_in_place_goes_on_from_the_snapshot() -> None:
     trainer = Trainer()
     trainer.cluster.num_slots = 2

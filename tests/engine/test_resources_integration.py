@@ -18,6 +18,7 @@ from raysgd.engine import resources
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import capacity
 from raysgd.engine.resources import Reservation, cluster_view, ensure_ray, is_ray_client
+from raysgd.engine.slots import Slots
 from raysgd.engine.types import Resources
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError
@@ -275,3 +276,32 @@ def test_a_group_of_somebody_else_that_is_too_small_is_a_timeout_with_a_table(ra
     assert "of 3 workers were not placed within 1 s" in message
     assert "requested:  3 x {'CPU': 1.0}" in message
     assert "node this reservation:" in message
+
+
+# -------------------------------------------------------------------------------------------- asking
+
+
+def test_what_is_asked_for_is_reserved_as_soon_as_somebody_else_gives_it_back(holder: Any) -> None:
+    slots = Slots(ONE)
+    try:
+        slots.ask_for(2)
+        wait_until(lambda: slots.take_granted() is None and len(slots) == 1)
+        remove_placement_group(holder)
+        wait_until(lambda: slots.take_granted() is None and len(slots) == 2)
+        assert sum(state != "REMOVED" for state in states_of_own_groups()) == 2
+    finally:
+        slots.close(10)
+    assert set(states_of_own_groups()) <= {"REMOVED"}
+
+
+def test_a_wait_for_room_ends_when_it_is_there(holder: Any) -> None:
+    pauses: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        remove_placement_group(holder)
+        time.sleep(seconds)
+
+    Slots(ONE).await_room(2, 60.0, sleep)
+    assert sum(pauses) < 20
+    assert set(states_of_own_groups()) <= {"REMOVED"}

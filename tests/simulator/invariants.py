@@ -11,7 +11,7 @@ from raysgd.engine.policies import RetryBudget
 from raysgd.engine.types import Handover
 from tests.simulator.platform import SimReservation
 from tests.simulator.processes import Process
-from tests.simulator.replica import SimReplica, State, bits_in_order
+from tests.simulator.replica import SimReplica, State, used_in_order
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
@@ -83,8 +83,7 @@ class Invariants:
         """A pass has used its samples in order, each once."""
         num_samples = self._simulation.schedule.num_samples
         for epoch, used in enumerate(state.used):
-            order = bits_in_order(num_samples, epoch)
-            wanted = sum(order if epoch < state.epoch else order[: state.consumed])
+            wanted = used_in_order(num_samples, epoch, num_samples if epoch < state.epoch else state.consumed)
             self.require(used == wanted, f"pass {epoch} has used {used:b} instead of {wanted:b}: {state}")
 
     def check_formed(self, replica: SimReplica, handover: Handover) -> None:
@@ -110,12 +109,12 @@ class Invariants:
         group = replica.connection.group
         if group is None:
             return [replica.name]
-        processes = self._simulation.cluster.processes
-        return [each.replica.name for each in processes if each.replica and each.connection in group.members.values()]
+        processes, members = self._simulation.cluster.processes, set(map(id, group.members.values()))
+        return [each.replica.name for each in processes if each.replica and id(each.connection) in members]
 
     def note_left(self, replica: SimReplica) -> None:
         """A rank says how far it is, before another group is formed."""
-        self._progress = {name: known for name, known in self._progress.items() if name != replica.name}
+        self._progress.pop(replica.name, None)  # it comes last now
         self._progress[replica.name] = replica.state.steps, replica.is_whole
 
     def check_spent(self, num_spent: int) -> None:

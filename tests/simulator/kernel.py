@@ -5,6 +5,7 @@ Nothing here waits in real time. While a thread of the driver blocks, the events
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator
 from heapq import heappop, heappush
@@ -123,17 +124,29 @@ class DriverThread:
 class Kernel:
     """The clock, what is due, and whose turn it is.
 
+    Attributes:
+        num_answered: How many calls of the driver have come to an end.
+
     Args:
         longest_s: When everything has to be over.
         most_events: How many events that may take.
         most_waits: How often the driver may wait.
+        tick_s: Everything happens at multiples of this time, much of it at once. None: it happens when it is due.
     """
 
-    def __init__(self, longest_s: float = 4000.0, most_events: int = 150_000, most_waits: int = 30_000) -> None:
+    def __init__(
+        self,
+        longest_s: float = 4000.0,
+        most_events: int = 150_000,
+        most_waits: int = 30_000,
+        tick_s: float | None = None,
+    ) -> None:
         self.now = 1000.0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._num_events = 0
+        self.num_answered = 0
         self._latest, self._most, self._most_waits = self.now + longest_s, most_events, most_waits
+        self._tick_s = tick_s
         self.threads = [DriverThread(0)]
         self._of_thread = {threading.get_ident(): self.threads[0]}
         self._handles: list[threading.Thread] = []
@@ -142,10 +155,17 @@ class Kernel:
 
     # ------------------------------------------------------------------------------------ events
 
+    def note_answer(self) -> None:
+        """A call of the driver has come to an end."""
+        self.num_answered += 1
+
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Runs `action` then."""
         self._num_events += 1
-        heappush(self._events, (self.now + seconds, self._num_events, action))
+        at = self.now + seconds
+        if self._tick_s is not None:
+            at = math.ceil(at / self._tick_s) * self._tick_s
+        heappush(self._events, (at, self._num_events, action))
 
     def soon(self, action: Callable[[], None]) -> None:
         self.after(0.0, action)

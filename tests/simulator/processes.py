@@ -108,6 +108,7 @@ class Process:
 
     def submit(self, method: str, args: tuple[Any, ...]) -> Call:
         call = Call(method)
+        call.then(self.host.kernel.note_answer)
         if self.is_dead:
             self.host.kernel.after(self.host.travel_s(), lambda: call.set(error=death(-1, "it was dead already")))
             return call

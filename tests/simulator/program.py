@@ -69,7 +69,7 @@ class Program:
 
     def run(self) -> None:
         kernel, ops = self._simulation.kernel, self._simulation.schedule.ops
-        if self._perform(Op("start")):
+        if self.perform(Op("start")):
             beside = [op for op in ops if op.thread]
             if beside:
                 kernel.run_thread(lambda: self._perform_all(beside))
@@ -86,9 +86,9 @@ class Program:
 
     def _perform_all(self, ops: Sequence[Op]) -> None:
         for op in ops:
-            self._perform(op)
+            self.perform(op)
 
-    def _perform(self, op: Op) -> bool:
+    def perform(self, op: Op) -> bool:
         """Makes a call and judges what came of it; returns whether it succeeded."""
         simulation, is_first = self._simulation, self._simulation.kernel.current.number == 0
         simulation.tell(f"CALL  {op.kind} {op.argument} ({op.max_retries} retries, thread {op.thread})")

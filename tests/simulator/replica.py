@@ -113,6 +113,12 @@ def bits_in_order(num_samples: int, epoch: int) -> tuple[int, ...]:
     return tuple(1 << int(index) for index in ShuffledOrder(num_samples).indices(7, epoch))
 
 
+@lru_cache(maxsize=64)
+def used_in_order(num_samples: int, epoch: int, num_used: int) -> int:
+    """The first samples of a pass in the order in which it visits them, as bits."""
+    return sum(bits_in_order(num_samples, epoch)[:num_used])
+
+
 class SimReplica:
     """A `RegroupingReplica` whose calls are tasks."""
 

@@ -53,7 +53,7 @@ class Simulation:
     def __init__(self, schedule: Schedule) -> None:
         self.schedule = schedule
         self.rng = random.Random(schedule.seed * 7919 + 1)
-        self.kernel = Kernel()
+        self.kernel = self._make_kernel()
         self.network = Network(self.kernel, self.rng, schedule.tells)
         nodes = {f"n{index}": Node(f"n{index}", size) for index, size in enumerate(schedule.nodes)}
         self.cluster = Cluster(self.kernel, nodes, self._make_process)
@@ -65,6 +65,9 @@ class Simulation:
         self.platform = SimPlatform(self.cluster, self.invariants.check_new_process)
         self.controller = self._controller()
         self.program = Program(self)
+
+    def _make_kernel(self) -> Kernel:
+        return Kernel()
 
     def _controller(self) -> ElasticController:
         schedule, kernel = self.schedule, self.kernel

@@ -237,19 +237,3 @@ def test_a_saved_position_says_which_of_the_two_it_belongs_to(order: ShuffledOrd
     found = order.of_kind(kind)
     assert (found.kind, found.num_samples) == (kind, 50)
     assert found.of_kind(kind) == found
-
-
-def test_a_billion_samples_are_opened_in_the_middle_and_read_to_the_end() -> None:
-    """By all ranks of a group that shrinks, each of which opens the pass by itself."""
-    half, size = 10**9 // 2, 10**9
-    ranks = [ElasticBatchSampler(ShuffledOrder(size), 64, False, True, rank, world_size=3) for rank in range(3)]
-    for rank in ranks:
-        rank.begin_pass(1, seed=5, consumed=half)
-    used = [next(iter(rank)) for rank in ranks]
-    whole = ShuffledOrder(size).indices(5, 1)
-    assert list(itertools.chain(*used)) == whole[half : half + 192]
-    for index, rank in enumerate(ranks[:2]):
-        rank.reshape(index, world_size=2)
-        assert rank.begin_pass(1, seed=5, consumed=size - 200).num_samples == size
-    rest = [index for rank in ranks[:2] for batch in rank for index in batch]
-    assert sorted(rest) == sorted(whole[size - 200 :])

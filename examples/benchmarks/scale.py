@@ -1,0 +1,131 @@
+"""Many workers: what the driver pays for each call and for signs of life, and how long a loss among 32 takes.
+
+    python examples/benchmarks/scale.py [--smoke-test] [--repetitions 5] [--sizes 100,1000]
+
+For the first two, workers do nothing and live in two processes (`_crowd.py`); the driver and every message are real.
+Bare Ray calls the same workers and waits for all of them, which is the least that a call can cost; for signs of life it
+asks all of them every two seconds, as Ray Train's controller does. The time counts that the driver's process
+computes, in all of its threads.
+
+The last part is that of `recovery.py` with more workers, in real processes. With a spare, the time does not contain the
+start of a new process.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from _common import (
+    OWN,
+    Report,
+    Target,
+    choose_peers,
+    dispatch,
+    make_parser,
+    ray_cluster,
+    run_job,
+    take_turns,
+)
+from _crowd import Crowd, crowd
+
+PEERS = {"bare": "ray", "torchrun": "torch"}
+CALLS_PER_TURN = 5
+RAY_TRAIN_POLL_S = 2.0
+RECOVERY = str(Path(__file__).with_name("recovery.py"))
+
+
+def driver_cost(
+    num_workers: int, repetitions: int, rest_s: float, ways: list[str]
+) -> dict[str, dict[str, list[float]]]:
+    """What one crowd costs the driver, by way: milliseconds for each worker and call, and a share of a core."""
+    found: dict[str, dict[str, list[float]]] = {way: {"call_ms": [], "signs_share": []} for way in ways}
+    with ray_cluster(2), crowd(num_workers) as workers:
+        for _ in range(1 + repetitions):
+            for way in ways:
+                found[way]["call_ms"].append(call_ms(workers, way))
+        for way in ways:
+            found[way]["call_ms"].pop(0)  # connections are opened
+            found[way]["signs_share"] = [signs_share(workers, way, rest_s)]
+    return found
+
+
+def call_ms(workers: Crowd, way: str) -> float:
+    """The driver's milliseconds for each worker and call."""
+    call = workers.call if way == OWN else workers.ask_all
+    seconds = busy_s(lambda: [call() for _ in range(CALLS_PER_TURN)])
+    return 1000 * seconds / CALLS_PER_TURN / workers.num_workers
+
+
+def signs_share(workers: Crowd, way: str, rest_s: float) -> float:
+    """The share of a core that signs of life take while a call runs for long."""
+    if way == OWN:
+        return (busy_s(lambda: workers.call(rest_s)) - busy_s(workers.call)) / rest_s
+    began = time.monotonic()
+
+    def poll() -> None:
+        while time.monotonic() - began < rest_s:
+            workers.ask_all()
+            time.sleep(RAY_TRAIN_POLL_S)
+
+    return busy_s(poll) / (time.monotonic() - began)
+
+
+def busy_s(function: Callable[[], Any]) -> float:
+    """Seconds that this process computes meanwhile."""
+    began = time.process_time()
+    function()
+    return time.process_time() - began
+
+
+def report_driver(report: Report, sizes: list[int], repetitions: int, rest_s: float, ways: list[str]) -> list[Target]:
+    """Measures and prints; returns the targets."""
+    targets = []
+    for size in sizes:
+        options = {"num_workers": size, "repetitions": repetitions, "rest_s": rest_s, "ways": ways}
+        found = run_job(__file__, "driver_cost", **options)
+        names = {"call_ms": "a worker and call, ms", "signs_share": "signs of life, share of a core"}
+        medians = report.figures(f"The driver with {size} workers", names, {way: [found[way]] for way in ways})
+        targets.append(Target(f"{size} workers: a worker and call, ms", 0.4, True, medians[OWN, "call_ms"]))
+        targets.append(Target(f"{size} workers: signs of life", 0.05, True, medians[OWN, "signs_share"]))
+    return targets
+
+
+def report_recovery(report: Report, size: int, repetitions: int, workload: str, peers: list[str]) -> list[Target]:
+    """One of many real workers is killed."""
+    run = functools.partial(run_job, RECOVERY, environment={"BENCH_NUM_WORKERS": str(size)}, workload=workload)
+    jobs: dict[str, Callable[[], Any]] = {
+        f"{OWN}, spare": functools.partial(run, OWN, spare_workers=1),
+        f"{OWN}, new process": functools.partial(run, OWN),
+        **{name: functools.partial(run, name) for name in peers},
+    }
+    runs: Mapping[str, Any] = take_turns(jobs, repetitions, report)
+    names = {"recovery_s": "kill -> end of the next step, s", "full_size_s": "-> of all workers again, s"}
+    medians = report.figures(f"One of {size} workers is killed", names, runs)
+    return [Target(f"{size} workers, spare: next step, s", 0.5, True, medians[f"{OWN}, spare", "recovery_s"])]
+
+
+def main() -> None:
+    """Runs all parts and prints what they took."""
+    parser = make_parser("Many workers", repetitions=5, peers=PEERS)
+    parser.set_defaults(num_workers=32)
+    parser.add_argument("--sizes", default="100,1000", help="how many workers that do nothing")
+    parser.add_argument("--rest-s", type=float, default=40.0, help="how long the call takes that signs of life watch")
+    arguments = parser.parse_args()
+    peers = choose_peers(arguments, PEERS)
+    report = Report("scale", arguments, peers)
+    sizes, size, workload = [int(each) for each in arguments.sizes.split(",")], arguments.num_workers, "recovery"
+    if arguments.smoke_test:
+        sizes, size, workload, arguments.repetitions, arguments.rest_s = [20], 2, "recovery_tiny", 1, 1.0
+    ways = [OWN, *(name for name in peers.selected if name == "bare")]
+    others = [name for name in peers.selected if name != "bare"]
+    targets = report_driver(report, sizes, arguments.repetitions, arguments.rest_s, ways)
+    report.finish([*targets, *report_recovery(report, size, min(3, arguments.repetitions), workload, others)])
+
+
+if __name__ == "__main__":
+    dispatch({"driver_cost": driver_cost})
+    main()

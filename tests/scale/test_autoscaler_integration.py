@@ -1,0 +1,16 @@
+"""A trainer that lacks workers makes Ray's autoscaler start nodes for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.scale.autoscaler_story import MAX_WORKERS, MIN_WORKERS
+from tests.stories import found_by, run_story
+
+pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(400)]
+
+
+def test_nodes_are_started_for_the_workers_that_are_needed_and_then_for_those_that_are_wanted() -> None:
+    sizes = found_by(run_story("tests.scale.autoscaler_story", timeout_s=350))["sizes"]
+    assert sizes == sorted(sizes)
+    assert (sizes[0], sizes[-1]) == (MIN_WORKERS, MAX_WORKERS)
