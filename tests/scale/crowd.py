@@ -139,5 +139,5 @@ class Crowd(Simulation):
     def _make_kernel(self) -> Kernel:
         return Kernel(most_events=10**7, most_waits=10**6, tick_s=TICK_S)
 
-    def _make_process(self, pid: int, node: str) -> Process:
-        return CountedProcess(self, pid, node, SimConnection(self.network))
+    def _make_process(self, pid: int, node: str, is_driver: bool) -> Process:
+        return CountedProcess(self, pid, node, SimConnection(self.network), is_driver)
