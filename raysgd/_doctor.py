@@ -35,6 +35,9 @@ OLDEST = {
 NEEDED = ("ray",)
 FRAMEWORKS = ("torch", "tensorflow")
 PYTHONS = ((3, 10), (3, 13))
+"""The oldest and the newest Python with which the tests run."""
+NEWEST_PYTHON = (3, 14)
+"""The newest one for which Ray and PyTorch have releases."""
 _SMALLEST_SHARED_MEMORY = 256 * 2**20
 _NUM_TEST_WORKERS = 2
 _CONNECT_S = 5.0
@@ -106,8 +109,10 @@ def check_python(version: tuple[int, int]) -> Finding:
     """
     text = f"Python {version[0]}.{version[1]} on {platform.system()} {platform.machine()}"
     first, last = (f"{major}.{minor}" for major, minor in PYTHONS)
-    if version < PYTHONS[0] or version > PYTHONS[1]:
+    if version < PYTHONS[0] or version > NEWEST_PYTHON:
         return Finding("problem", text, f"raysgd supports Python {first} to {last}: create an environment with one.")
+    if version > PYTHONS[1]:
+        return Finding("note", f"{text}; raysgd is tested with Python {first} to {last}")
     return Finding("ok", text)
 
 

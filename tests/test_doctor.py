@@ -15,7 +15,8 @@ GIB = 2**30
 
 
 @pytest.mark.parametrize(
-    ("version", "level"), [((3, 9), "problem"), ((3, 10), "ok"), ((3, 13), "ok"), ((3, 14), "problem")]
+    ("version", "level"),
+    [((3, 9), "problem"), ((3, 10), "ok"), ((3, 13), "ok"), ((3, 14), "note"), ((3, 15), "problem")],
 )
 def test_python_is_one_of_the_supported_ones(version: tuple[int, int], level: str) -> None:
     assert _doctor.check_python(version).level == level
