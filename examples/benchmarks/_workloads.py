@@ -183,9 +183,19 @@ class StockOperator(TrainingOperator):
         self.model, self.optimizer, self.criterion = self.register(
             models=model, optimizers=sgd(model), criterion=nn.CrossEntropyLoss()
         )
-        dataset = workload.dataset(config["world_size"])
+        dataset = self.make_dataset(workload, config["world_size"])
         batch_size = config.get("batch_size", workload.batch_size)
         self.register_data(train_loader=DataLoader(dataset, batch_size=batch_size, shuffle=True))
+
+    def make_dataset(self, workload: Workload, world_size: int) -> TensorDataset:
+        """What to train on."""
+        return workload.dataset(world_size)
+
+
+@functools.cache
+def kept_dataset(name: str, num_steps: int, world_size: int) -> TensorDataset:
+    """The data of one of `STATES`, made once in each process: this module stays as it is when a class is edited."""
+    return STATES[name].with_steps(num_steps).dataset(world_size)
 
 
 class TimedOperator(StockOperator):

@@ -95,8 +95,11 @@ class TFRunner(ClassRunner):
         return self._facts()
 
     def _edited_by(self, candidate: TFRunner) -> learning_rates.Rates:
-        chosen = self.operator._raysgd.chosen_rates
-        return learning_rates.differing(chosen, candidate.operator._raysgd.chosen_rates)
+        mine, other = self.operator, candidate.operator
+        chosen = zip(mine._raysgd.chosen_rates, other._raysgd.chosen_rates, strict=True)
+        present = learning_rates.read(mine._optimizers)  # of tf_keras these are no part of the state
+        wanted = [rate if new == old else new for (old, new), rate in zip(chosen, present, strict=True)]
+        return learning_rates.differing(learning_rates.read(other._optimizers), wanted)
 
     def _take_edited(self, edited: learning_rates.Rates) -> None:
         if edited:

@@ -42,7 +42,7 @@ FIGURES = {
     "population": {"copy_s", "gap_s", "new_trial_s"},
     "predict": {"batch_ms", "paired_share"},
     "ray_data": {"batch_ms"},
-    "reload": {"reload_s", "setup_s", "own_s", "update_s", "step_s"},
+    "reload": {"edit_s", "setup_s", "update_s", "step_s"},
     "scale": {"call_ms", "signs_share", "recovery_s", "full_size_s"},
     "recovery": {"recovery_s", "batches_again", "snapshot_cost"},
     "function_api": {"to_callback_s", "cycle_s", "stall_s", "recovery_s"},
