@@ -24,7 +24,7 @@ class S3Server:
     @classmethod
     def started(cls) -> S3Server:
         """Starts one with an empty bucket."""
-        port = _free_port()
+        port = free_port()
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
         process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         server = cls(port, process)
@@ -53,7 +53,7 @@ class S3Server:
         import boto3
         from botocore.config import Config
 
-        self._wait_until_it_listens()
+        wait_until_it_listens(self.port, self.process)
         client = boto3.client(
             "s3",
             endpoint_url=f"http://127.0.0.1:{self.port}",
@@ -65,19 +65,23 @@ class S3Server:
         client.create_bucket(Bucket=BUCKET)
         client.close()
 
-    def _wait_until_it_listens(self) -> None:
-        deadline = time.monotonic() + _START_S
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                socket.create_connection(("127.0.0.1", self.port), timeout=1).close()
-                return
-            except OSError:
-                time.sleep(0.05)
-        self.kill()
-        raise RuntimeError("the S3 server did not start")
+
+def wait_until_it_listens(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Returns when a server accepts connections; ends it if it does not."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    process.kill()
+    process.wait()
+    raise RuntimeError("the server of the store did not start")
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that no one listens at."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

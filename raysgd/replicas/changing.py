@@ -145,7 +145,7 @@ class ChangingTrainer(ClassTrainer):
     def _prepared(self, settings: ReplicaSettings) -> Any:
         """Lets all workers make an operator of the new class; returns what is edited in its hyperparameters."""
         try:
-            answers = self._on_all(self._runner_cls.prepare_reload, settings)
+            answers = self._on_all(self._runner_cls.prepare_reload, settings, keeps_alike=True)
             for name in ("train_data", "validation_data"):
                 found = [getattr(facts, name) for facts, _ in answers]
                 if len(set(found)) > 1:

@@ -32,6 +32,11 @@ class Opened:
         """Whether a file appears when it is closed, and not before."""
         return self.filesystem.type_name in _WHOLE_AT_CLOSE
 
+    @property
+    def lists_folders(self) -> bool:
+        """Whether a listing of one level names the folders in it; PyArrow finds the files alone on Google's store."""
+        return self.filesystem.type_name != "gcs"
+
 
 def check(argument: str, uri: str) -> None:
     """Makes sure that there is a file system for a URI. Connects to nothing.

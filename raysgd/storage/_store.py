@@ -117,7 +117,8 @@ class StoreFolder(Folder):
         above, _, name = self.path.rpartition("/")
         if above:
             self._delete(self.filesystem.delete_file, f"{above}/{_MARKER}{name}")
-        self._delete(self.filesystem.delete_dir, self.path)
+        if self.exists():  # where it does not, not every file system says so in a way that can be told from failures
+            self._delete(self.filesystem.delete_dir, self.path)
 
     def upload(self, source: Path) -> None:
         tree = _tree_of(source, f"copy `{source}` to `{self}`")
@@ -129,9 +130,7 @@ class StoreFolder(Folder):
             self._put(partial(_transfers.pieces, file), name)
 
     def download(self, target: Path) -> None:
-        infos = self._listed(recursive=True, must_exist=True)
-        prefix = self.path.strip("/") + "/"
-        names = {info.path.strip("/").removeprefix(prefix): info.is_file for info in infos}
+        names = dict(map(self._inside_of, self._listed(recursive=True, must_exist=True)))
         target.mkdir(parents=True, exist_ok=True)
         for name in (name for name, is_file in names.items() if not is_file):
             (target / name).mkdir(parents=True, exist_ok=True)
@@ -252,15 +251,23 @@ class StoreFolder(Folder):
 
     def _children(self) -> list[tuple[str, bool]]:
         """The names directly in it, and whether they are files."""
-        return [(info.base_name, info.is_file) for info in self._listed(recursive=False, must_exist=False)]
+        if self._opened.lists_folders:
+            return [(info.base_name, info.is_file) for info in self._listed(recursive=False, must_exist=False)]
+        inside = [self._inside_of(info) for info in self._listed(recursive=True, must_exist=False)]
+        folders = {name.partition("/")[0] for name, is_file in inside if "/" in name or not is_file}
+        files = {name for name, is_file in inside if "/" not in name and is_file}
+        return [*((name, False) for name in folders), *((name, True) for name in files - folders)]
+
+    def _inside_of(self, info: Any) -> tuple[str, bool]:
+        """The path of something listed from here on, and whether it is a file."""
+        return info.path.strip("/").removeprefix(self.path.strip("/") + "/"), info.is_file
 
     def _listed(self, recursive: bool, must_exist: bool) -> list[Any]:
         fs = self.filesystem
-        chosen = _fs().FileSelector(self.path, recursive=recursive, allow_not_found=not must_exist)
-        try:
-            found: list[Any] = self._ask(f"list `{self}`", partial(fs.get_file_info, chosen), reads=True)
-        except FileNotFoundError as error:
-            raise _missing(self) from error
+        chosen = _fs().FileSelector(self.path, recursive=recursive, allow_not_found=True)
+        found: list[Any] = self._ask(f"list `{self}`", partial(fs.get_file_info, chosen))
+        if must_exist and not found and not self.exists():
+            raise _missing(self)
         return found
 
 

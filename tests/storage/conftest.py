@@ -9,12 +9,22 @@ from pathlib import Path
 import pytest
 
 from raysgd.storage import Folder, open_folder
+from tests.gcs_server import GcsServer
 from tests.s3_server import S3Server
 
-KINDS = ("local", "file-uri", "s3", "memory", "subtree")
+KINDS = ("local", "file-uri", "s3", "gs", "memory", "subtree")
 _numbers = itertools.count()
 
 Places = Callable[[str], Folder]
+
+
+@pytest.fixture(scope="session")
+def gcs_server() -> Iterator[GcsServer]:
+    """A store in the language of Google's."""
+    pytest.importorskip("gcp_storage_emulator")
+    server = GcsServer.started()
+    yield server
+    server.kill()
 
 
 @pytest.fixture
@@ -26,6 +36,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
         if kind == "s3":
             server: S3Server = request.getfixturevalue("s3_server")
             return open_folder(server.uri(f"tests/{name}"))
+        if kind == "gs":
+            google: GcsServer = request.getfixturevalue("gcs_server")
+            return open_folder(google.uri(f"tests/{name}"))
         if kind == "memory":
             return open_folder(f"memory://{name}/folder")
         if kind == "subtree":  # a disk that is not known to be one, with files that are seen while they are written
