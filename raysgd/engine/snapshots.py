@@ -217,7 +217,7 @@ class SnapshotKeeper(Generic[CallT]):
     def leave_call(self) -> None:
         """Notes that the running call was broken off for good: it will not continue from inside."""
         if self._coming is not None and self._coming.progress is not None:
-            self._coming = None
+            self._lose_coming()
         if self.landed is not None and not self._calls:
             self.landed = replace(self.landed, progress=None)
 

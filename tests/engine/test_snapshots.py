@@ -272,6 +272,16 @@ def test_a_part_of_a_call_that_was_broken_off_for_good_is_not_waited_for() -> No
     assert keeper.landed == Snapshot("start", ("own 0",))
 
 
+def test_a_part_of_a_broken_call_that_is_dropped_leaves_no_completed_call_covered() -> None:
+    keeper, wire = keeper_with_landed_state(), Wire()
+    keeper.completed("call")
+    keeper.take([Capture(progress=4, token=1)], wire.fetch)
+    keeper.leave_call()
+    assert not keeper.shares_current, "a file that is written now has to have what the call did"
+    assert keeper.calls_since == ("call",)
+    assert keeper.must_follow
+
+
 def test_a_completed_call_is_finished_from_inside_whatever_becomes_of_the_next_one() -> None:
     keeper, wire = keeper_with_landed_state(), Wire()
     keeper.take(inside("state", 3), never)
