@@ -946,6 +946,20 @@ def test_a_group_that_started_too_late_for_the_other_thread_is_ended_by_its_own(
     assert [group.ended_by for group in trainer.cluster.groups if group.was_started] == ["kill", "kill"]
 
 
+def test_no_call_of_another_thread_comes_between_those_of_a_turn() -> None:
+    trainer = started()
+    other = Thread(target=lambda: trainer.add(10))
+    with trainer.controller.turn():
+        trainer.add(1)
+        other.start()
+        other.join(0.05)
+        trainer.add(2)
+        assert trainer.group.functions == ["add", "add"]
+        assert other.is_alive()
+    other.join(20)
+    assert trainer.group.functions == ["add", "add", "add"]
+
+
 def test_a_call_that_another_thread_waits_to_make_is_not_made() -> None:
     trainer = started()
     stopper = Stopper(trainer.controller, trainer.cluster)

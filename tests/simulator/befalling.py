@@ -49,7 +49,8 @@ class Befalling:
             self.is_poisoned = False
         elif label == "regroup" and process.replica is not None:
             process.replica.is_poisoned = self.is_poisoned
-        for fault in self._due(label):
+        due = self._due(label)
+        for fault in due:
             if fault.kind == "raise":
                 if label in USER_CODE:
                     self._note(fault, str(process))
@@ -62,7 +63,8 @@ class Befalling:
                 yield self._simulation.rng.uniform(0.5, 12.0)
             else:
                 self._happen(fault, process)
-        yield 0.0
+        if due:
+            yield 0.0
 
     def at_moment(self, label: str, process: Process) -> None:
         """All have given their part of a step, and none has heard of the others."""

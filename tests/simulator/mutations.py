@@ -336,7 +336,7 @@ MUTATIONS = (
         _source(lambda r: r.is_whole),
         (21,),
     ),
-    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (306,)),
+    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (48,)),
     Mutation("survivors keep their own states", in_place, "takers", always(()), (390,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (7,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),

@@ -42,7 +42,7 @@ class Group:
         self.is_complete = Future()
         self.gone: set[int] = set()
         self._collectives: dict[Any, Collective] = {}
-        self._waiting: dict[int, set[Future]] = {}
+        self._waiting: dict[int, dict[Future, None]] = {}  # no sets: their order would not be the same in each process
 
     def add(self, rank: int, connection: SimConnection) -> None:
         self.members[rank] = connection
@@ -52,7 +52,7 @@ class Group:
     def lose(self, rank: int) -> None:
         """This rank left, died, or cut its connections; those that wait hear of it, if the network is that kind."""
         self.gone.add(rank)
-        for future in self._waiting.pop(rank, set()):
+        for future in self._waiting.pop(rank, {}):
             future.set(error=LostConnectionError("the connection was cut"))
         if not self._tells:
             return
@@ -67,7 +67,7 @@ class Group:
         """`future`, which fails as soon as this rank hears of a loss; at once if it has by now."""
         if rank in self.gone or (self.gone and self._tells):
             future.set(error=LostConnectionError("Connection closed by peer"))
-        self._waiting.setdefault(rank, set()).add(future)
+        self._waiting.setdefault(rank, {})[future] = None
         limit = COLLECTIVE_TIMEOUT_S
         self._kernel.after(limit, lambda: future.set(error=LostConnectionError("Timed out in a collective")))
         return future
@@ -84,7 +84,7 @@ class Group:
         try:
             value = yield future
         finally:
-            self._waiting.get(rank, set()).discard(future)
+            self._waiting.get(rank, {}).pop(future, None)
         return value
 
     def send(self, name: Any, value: Any) -> None:
@@ -102,7 +102,7 @@ class Group:
         try:
             value = yield future
         finally:
-            self._waiting.get(rank, set()).discard(future)
+            self._waiting.get(rank, {}).pop(future, None)
         return value
 
 

@@ -90,7 +90,7 @@ class Process:
         self.is_dead = self.is_killed = self.is_frozen = self.outlives_kill = self.is_up = False
         self._parked: list[Callable[[], None]] = []
         self._queues: dict[str, deque[tuple[Call, Task]]] = {}
-        self._open: set[Call] = set()
+        self._open: dict[Call, None] = {}
         self._running: dict[str, Running] = {}
         if is_driver:
             self.is_up = True
@@ -112,7 +112,7 @@ class Process:
         if self.is_dead:
             self.host.kernel.after(self.host.travel_s(), lambda: call.set(error=death(-1, "it was dead already")))
             return call
-        self._open.add(call)
+        self._open[call] = None
         for each in (call, Call(method)) if self._is_repeated(method) else (call,):
             task = getattr(self, f"_{method}")(*args)
             self.host.kernel.after(self.host.travel_s(), lambda each=each, task=task: self._enqueue(each, task))
@@ -173,7 +173,7 @@ class Process:
         self._run_next(lane)
 
     def _arrive(self, call: Call, value: Any, failure: Failure | None) -> None:
-        self._open.discard(call)
+        self._open.pop(call, None)
         call.set(value, failure)
 
     def _failure(self, error: Exception) -> Failure:
@@ -207,7 +207,7 @@ class Process:
         self.host.kernel.after(told_after_s, lambda: self._tell_of_death(words))
 
     def _tell_of_death(self, words: str) -> None:
-        open_calls, self._open = self._open, set()
+        open_calls, self._open = self._open, {}
         for call in open_calls:
             call.set(error=death(self.world.rank, words))
 

@@ -218,7 +218,11 @@ class Program:
         saved, rank_states = self._file.shared_state, self._file.rank_states
         state = replace(saved, noted=(*saved.noted, -self._num_loads))
         self._possible.append(state)
-        way = op.argument % 3
+        self._load_file(state, rank_states, op.argument % 3)
+        self.committed, self._is_exact, self._possible = state, True, []
+        return state
+
+    def _load_file(self, state: State, rank_states: tuple[Any, ...], way: int) -> None:
         if way == 2 and len(rank_states) == self._controller.num_workers:
             self._load_where_it_lies(state, rank_states)
         else:
@@ -230,8 +234,6 @@ class Program:
                 rank_states,
                 is_complete=bool(way) and len(rank_states) == self._controller.num_workers,
             )
-        self.committed, self._is_exact, self._possible = state, True, []
-        return state
 
     def _load_where_it_lies(self, state: State, rank_states: tuple[Any, ...]) -> None:
         """As `StateLoader` does with files: the driver gets the state after the workers."""
