@@ -113,7 +113,9 @@ def main() -> None:
     parser = make_parser("Many workers", repetitions=5, peers=PEERS)
     parser.set_defaults(num_workers=32)
     parser.add_argument("--sizes", default="100,1000", help="how many workers that do nothing")
-    parser.add_argument("--rest-s", type=float, default=40.0, help="how long the call takes that signs of life watch")
+    parser.add_argument(
+        "--rest-s", type=float, default=36.0, help="of the call that signs of life watch: five of their rounds"
+    )
     arguments = parser.parse_args()
     peers = choose_peers(arguments, PEERS)
     report = Report("scale", arguments, peers)

@@ -18,6 +18,7 @@ _CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a 
 _SHORT_CONNECTION_GRACE_S = 0.3  # where survivors are asked next: the loss of a node may be reported much later
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that rank in a collective never answer
 _POLL_S = 0.1
+_POLL_S_EACH = 0.0005  # for each call: a look at a thousand of them takes Ray a millisecond
 _LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and polled nothing
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
@@ -54,7 +55,9 @@ class Listener:
         return self._look_closer()
 
     def _wait_for_all_or_first_failure(self, on_wait: Callable[[], None] | None) -> list[Any] | None:
-        pause_s = _POLL_S if on_wait or self._is_beside_local() else None
+        pause_s = None
+        if on_wait or self._is_beside_local():
+            pause_s = max(_POLL_S, _POLL_S_EACH * len(self._references))
         waiting = {reference: rank for rank, reference in self._references.items()}
         values: dict[int, Any] = {}
         while waiting and not self._is_stopped.is_set():

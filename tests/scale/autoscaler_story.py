@@ -50,7 +50,10 @@ def config_of(address: str) -> dict[str, Any]:
         "idle_timeout_minutes": 10,
         "upscaling_speed": 1.0,
         "auth": {},
+        "docker": {},
         "file_mounts": {},
+        "file_mounts_sync_continuously": False,
+        "cluster_synced_files": [],
         **{
             f"{name}_commands": []
             for name in ("initialization", "setup", "head_setup", "worker_setup", "head_start_ray", "worker_start_ray")
@@ -71,7 +74,7 @@ def autoscaling_cluster() -> Iterator[str]:
         command += [f"--autoscaling-config={config}", "--num-cpus=0", "--include-dashboard=false"]
         command += [f"--temp-dir={folder}", f"--object-store-memory={STORE_BYTES}"]
         environment = {**os.environ, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
-        head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         try:
             yield address
         finally:
@@ -120,6 +123,7 @@ def sizes() -> Iterator[int]:
 
 def main() -> None:
     """Tells the story."""
+    os.environ["RAY_AUTH_MODE"] = "disabled"  # head and driver would have to share a token
     with autoscaling_cluster() as address:
         connect(address)
         try:
