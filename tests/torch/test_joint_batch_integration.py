@@ -76,7 +76,8 @@ def test_two_workers_take_the_steps_of_one_process(
     assert together.results[2]["val_loss"] == pytest.approx(alone.results[2]["val_loss"])
 
 
-def test_the_training_is_the_same_whatever_dies(ray_cluster: None) -> None:
+@pytest.mark.parametrize("balance", [None, pytest.param("speed", marks=pytest.mark.soak)])
+def test_the_training_is_the_same_whatever_dies(ray_cluster: None, balance: str | None) -> None:
     options: dict[str, Any] = {
         "training_operator_cls": Scheduled,
         "config": {BATCH_SIZE: 18},
@@ -88,8 +89,8 @@ def test_the_training_is_the_same_whatever_dies(ray_cluster: None) -> None:
     with TorchTrainer(**options, use_local=True) as trainer:
         trainer.train()
         one = trainer.state_dict()
-    several_workers = {"num_workers": 7, "num_cpus_per_worker": 0.25, "max_batch_per_worker": 4}
-    with TorchTrainer(**options, **several_workers, resize_check_s=600.0) as trainer:
+    several_workers: dict[str, Any] = {"num_workers": 7, "num_cpus_per_worker": 0.25, "max_batch_per_worker": 4}
+    with TorchTrainer(**options, **several_workers, balance=balance, resize_check_s=600.0) as trainer:
         testing.kill_worker(trainer, [2, 3, 5, 6], at="step:2")
         testing.kill_worker(trainer, 1, at="step:7")
         trainer.train()
