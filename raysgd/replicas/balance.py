@@ -21,12 +21,18 @@ class SpeedRule:
         tolerance: By which part times may differ before anything is changed: they are never quite the same.
         newest: What the newest measurement counts for, against all before.
         most_ratio: The fastest worker counts as at most so many times as fast as the slowest one.
+        chance: Up to this part, times may differ by chance: it takes two measurements with the same slowest worker.
     """
 
     every: int = 4
     tolerance: float = 0.1
     newest: float = 0.5
     most_ratio: float = 8.0
+    chance: float = 0.3
+
+    def may_be_chance(self, seconds: Sequence[float]) -> bool:
+        """Whether times differ by so little that the next ones may be alike."""
+        return max(seconds) <= min(seconds) * (1 + self.chance)
 
     def corrected(
         self, speeds: Sequence[float], samples: Sequence[float], seconds: Sequence[float]

@@ -42,6 +42,7 @@ class Balancing:
         self._start_sum = start_sum
         self.num_ahead = 0
         self._own_s_before = 0.0
+        self._slowest: int | None = None  # in the last measurement, if times differed
         self._is_settled = False  # the first step of a group is not measured: it is slow for other reasons
         self._waiting: tuple[Callable[[], Any], torch.Tensor] | None = None
         self._forget()
@@ -101,7 +102,8 @@ class Balancing:
         wait()
         samples, seconds, ahead = numbers.tolist()
         speeds = self._rule.corrected(self._plan.now, samples, seconds)
-        if speeds is not None:
+        before, self._slowest = self._slowest, None if speeds is None else seconds.index(max(seconds))
+        if speeds is not None and (before == self._slowest or not self._rule.may_be_chance(seconds)):
             self._plan.change(position + int(max(ahead)) * joint_size, speeds)
             self._plan.reach(position)
             self._forget()

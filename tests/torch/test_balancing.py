@@ -41,6 +41,7 @@ class Ranks:
 
     def __init__(self, seconds: Sequence[float], num_ahead: Sequence[int] = ()) -> None:
         self.seconds, rounds, size = seconds, Rounds(len(seconds)), len(seconds)
+        self.seconds_at: Callable[[int], Sequence[float]] = lambda step: self.seconds
         self._own_s = [0.0] * size
         self.all = [
             Balancing(rank, size, partial(self._own_s.__getitem__, rank), rounds.start_of(rank)) for rank in range(size)
@@ -70,7 +71,7 @@ class Ranks:
             counts.append([len(drawn[rank][step]) for rank in range(len(self.all))])
             used += [position for of_rank in drawn for position in of_rank[step]]
             for rank, balancing in enumerate(self.all):
-                self._own_s[rank] += counts[-1][rank] * self.seconds[rank]
+                self._own_s[rank] += counts[-1][rank] * self.seconds_at(step)[rank]
                 position = plans[rank].consumed_after(step + 1)
                 balancing.after_batch(counts[-1][rank], True, position, JOINT_SIZE)
         return counts, used
@@ -96,6 +97,16 @@ def test_within_ten_steps_all_workers_take_as_long_as_each_other(seconds: list[f
 def test_workers_that_are_alike_keep_even_shares(num_workers: int) -> None:
     counts, _ = Ranks([1.0 + 0.01 * rank for rank in range(num_workers)]).run(30 * JOINT_SIZE)
     assert all(max(of_step) - min(of_step) <= 1 for of_step in counts)
+
+
+def test_a_small_difference_counts_when_it_is_found_twice() -> None:
+    counts, _ = Ranks([1.0, 1.2]).run(30 * JOINT_SIZE)
+    assert counts[8] == [32, 32]
+    assert counts[-1] == [35, 29]
+    by_chance = Ranks([1.0, 1.0])
+    by_chance.seconds_at = lambda step: [1.2, 1.0] if (step - 1) // 4 % 2 else [1.0, 1.2]
+    counts, _ = by_chance.run(60 * JOINT_SIZE)
+    assert all(of_step == [32, 32] for of_step in counts)
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 7])
