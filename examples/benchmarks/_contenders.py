@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from _common import ray_cluster
+from _common import MIB, ray_cluster
 from _counted import NUM_SAMPLES, NUM_WORKERS, SAVE_EVERY, CountedOperator, HandWritten, books
 from _counted import write_state as write
 from _kills import Schedule, killing, samples_begun, wall_of
@@ -64,7 +64,8 @@ Look = tuple[float, int, float]
 
 def look() -> Look:
     """How large the driver is now."""
-    return _mib_of("self", 1), len(os.listdir("/proc/self/fd")), sum(_mib_of(pid, 2) for pid in _raylets())
+    memory = int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return memory / MIB, len(os.listdir("/proc/self/fd")), sum(map(_store_mib, _raylets()))
 
 
 def growth(looks: list[Look]) -> dict[str, float]:
@@ -74,9 +75,10 @@ def growth(looks: list[Look]) -> dict[str, float]:
     return {name: float(last - first) for name, first, last in zip(names, before, after, strict=True)}
 
 
-def _mib_of(pid: str, column: int) -> float:
-    """Of a process: 1 is its memory, 2 the part of it that is shared with others."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[column]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+def _store_mib(raylet: str) -> float:
+    """What has been used of the file that an object store lies in."""
+    opened = [path for path in Path(f"/proc/{raylet}/fd").iterdir() if "/plasma" in os.readlink(path)]
+    return sum(path.stat().st_blocks for path in opened) * 512 / MIB
 
 
 def _raylets() -> list[str]:

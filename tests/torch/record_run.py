@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import time
 from contextlib import suppress
@@ -217,7 +218,9 @@ def do_part(folder: Path, num_kills: int, num_nodes: int, every_s: float) -> Rec
 def look(cluster: Cluster) -> tuple[float, int, float]:
     """Memory and open files of the driver, and what was used of the object store beside it; in MiB."""
     driver, raylet = psutil.Process(), cluster.head_node.all_processes["raylet"][0].process.pid
-    return driver.memory_info().rss / 2**20, driver.num_fds(), psutil.Process(raylet).memory_info().shared / 2**20
+    opened = [path for path in Path(f"/proc/{raylet}/fd").iterdir() if "/plasma" in os.readlink(path)]
+    store_mib = sum(path.stat().st_blocks for path in opened) * 512 / 2**20
+    return driver.memory_info().rss / 2**20, driver.num_fds(), store_mib
 
 
 def note_processes(folder: Path) -> None:
