@@ -1,13 +1,21 @@
-"""Writes the tables of names in `migration.md` from the one table that raysgd has: `python docs/make_tables.py`."""
+"""Writes tables of the pages: `python docs/make_tables.py`.
+
+Those of names in `migration.md` come from the one table that raysgd has, those of goodput and of the record run in
+`performance.md` from what was measured, in `measured/`.
+"""
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
 from raysgd.compat.paths import Group, gone, table
 
-PAGE = Path(__file__).parent / "migration.md"
+DOCS = Path(__file__).parent
+PAGE = DOCS / "migration.md"
+MEASURED_PAGE = DOCS / "performance.md"
 
 
 def names_of(group: Group) -> str:
@@ -22,9 +30,63 @@ def gone_names() -> str:
     return "\n".join(["| gone | why, or what to use instead |", "|---|---|", *rows])
 
 
+def goodput_of(rows: list[dict[str, Any]]) -> str:
+    """The table of goodput: a row for each contender and rate of kills."""
+    head = (
+        "| contender, one kill each | goodput | kills in how many s | samples lost, used twice | done again "
+        "| driver grew by | runs without kills differ by | load at the end |"
+    )
+    lines = [
+        f"| {row['contender'].replace('ray_train', 'Ray Train')}, {row['every_s']:g} s | {row['goodput']:.3f} "
+        f"| {row['kills']} in {row['wall_s']:.0f} | {row['samples_lost']:g}, {row['samples_twice']:g} "
+        f"| {row['again']:.2f} % | {_growth(row)} | {row['calm_differ']:.0f} % | {row['load']:.1f} |"
+        for row in sorted(rows, key=lambda row: row["every_s"])
+    ]
+    return "\n".join([head, "|---|---|---|---|---|---|---|---|", *lines])
+
+
+def _growth(row: dict[str, Any]) -> str:
+    words = {"driver_mib_grown": "{:.1f} MiB", "driver_fds_grown": "{:g} files", "store_mib_grown": "store {:.1f} MiB"}
+    return ", ".join(said.format(row[name]) for name, said in words.items() if name in row)
+
+
+def record_of(record: dict[str, Any]) -> str:
+    """The table of the record run: how far it is."""
+    lines = {
+        "kills": f"{record['kills']} of 2,000",
+        "kills of rank 0": record["kills_of_rank_0"],
+        "two at once": record["pairs"],
+        "nodes lost": f"{record['nodes']} of 50",
+        "hours with kills": f"{record['seconds'] / 3600:.2f}",
+        "parts, passes over the data": f"{record['parts']}, {record['passes']}",
+        "parts in which a sample was not used once in each pass": record["samples_off"],
+        "largest difference of a weight": f"{record['largest_difference']:.1e}",
+        "driver grew within a part by, at most": _growth(_most_grown(record)),
+    }
+    return "\n".join(["| what | how much |", "|---|---|", *(f"| {what} | {told} |" for what, told in lines.items())])
+
+
+def _most_grown(record: dict[str, Any]) -> dict[str, float]:
+    lists = {f"driver_{name}": record[name] for name in ("mib_grown", "fds_grown")}
+    lists["store_mib_grown"] = record["store_mib_grown"]
+    return {name: max(values) for name, values in lists.items() if values}
+
+
+def with_measured(page: str) -> str:
+    """The text of the page with tables of what was measured."""
+    return _replaced(page, {"goodput": goodput_of(_measured("goodput")), "record": record_of(_measured("record"))})
+
+
+def _measured(name: str) -> Any:
+    return json.loads((DOCS / "measured" / f"{name}.json").read_text(encoding="utf-8"))
+
+
 def with_tables(page: str) -> str:
     """The text of the page with today's tables in it."""
-    tables = {"sgd": names_of("sgd"), "train": names_of("train"), "gone": gone_names()}
+    return _replaced(page, {"sgd": names_of("sgd"), "train": names_of("train"), "gone": gone_names()})
+
+
+def _replaced(page: str, tables: dict[str, str]) -> str:
     for name, rows in tables.items():
         begin, end = f"<!-- begin table {name} -->", f"<!-- end table {name} -->"
         page = re.sub(f"{begin}.*?{end}", lambda _, text=f"{begin}\n{rows}\n{end}": text, page, flags=re.DOTALL)
@@ -36,4 +98,5 @@ def _listed(names: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+    for path, with_its_tables in {PAGE: with_tables, MEASURED_PAGE: with_measured}.items():
+        path.write_text(with_its_tables(path.read_text(encoding="utf-8")), encoding="utf-8")

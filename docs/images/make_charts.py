@@ -53,7 +53,7 @@ def table(header: str) -> dict[str, list[str]]:
     _, _, rest = PAGE.read_text(encoding="utf-8").partition(f"\n{header}")
     if not rest:
         raise ValueError(f"performance.md has no table whose first line begins with {header!r}")
-    lines = rest.partition("\n\n")[0].splitlines()[2:]
+    lines = [line for line in rest.partition("\n\n")[0].splitlines()[2:] if line.startswith("|")]
     rows = [[cell.strip() for cell in line.strip().strip("|").split("|")] for line in lines]
     return {row[0]: row[1:] for row in rows}
 
@@ -110,6 +110,18 @@ def steady() -> str:
     )
 
 
+def goodput() -> str:
+    """Which share of the time goes into steps that count."""
+    header = "| contender, one kill each | goodput |"
+    return _bars(
+        "Goodput while one of two workers is killed again and again",
+        "share of the time that goes into steps that count; 2 workers, 2 cores; one run of each; more is better",
+        readings(header, table(header)),
+        "How busy the machine was is in the table. Source: examples/benchmarks/goodput.py",
+        unit="",
+    )
+
+
 SIZES = ("400 bytes", "64 KiB")
 
 
@@ -133,7 +145,7 @@ def sums() -> str:
     )
 
 
-def _bars(title: str, note: str, found: dict[str, Reading], foot: str) -> str:
+def _bars(title: str, note: str, found: dict[str, Reading], foot: str, unit: str = " s") -> str:
     left, row, top = 232, 36, 58
     scale = (WIDTH - left - 90) / max(each.most for each in found.values())
     shapes = []
@@ -144,9 +156,9 @@ def _bars(title: str, note: str, found: dict[str, Reading], foot: str) -> str:
             f'<text x="0" y="{y + 17}">{escape(name)}</text>',
             f'<rect x="{left}" y="{y}" width="{length:.1f}" height="24" rx="3" class="{_kind(name)}"/>',
             f'<line x1="{left + least:.1f}" x2="{left + most:.1f}" y1="{y + 12}" y2="{y + 12}" class="range"/>',
-            f'<text x="{left + max(length, most) + 10:.1f}" y="{y + 17}">{reading.median:.2g} s</text>',
+            f'<text x="{left + max(length, most) + 10:.1f}" y="{y + 17}">{reading.median:.2g}{unit}</text>',
         ]
-    said = "; ".join(f"{name}: {reading.median:.2g} s" for name, reading in found.items())
+    said = "; ".join(f"{name}: {reading.median:.2g}{unit}" for name, reading in found.items())
     return _picture(top + row * len(found) + 30, said, title, note, shapes, foot)
 
 
@@ -255,6 +267,7 @@ def _picture(height: int, said: str, title: str, note: str, shapes: list[str], f
 
 
 CHARTS: dict[str, Callable[[], str]] = {
+    "goodput.svg": goodput,
     "recovery.svg": recovery,
     "startup.svg": startup,
     "steady.svg": steady,
