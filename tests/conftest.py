@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import shutil
@@ -22,6 +23,9 @@ os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; some tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Horovod does not build with Python 3.13. Without it, the files about it are left out; `make test` builds it first.
+collect_ignore_glob = [] if importlib.util.find_spec("horovod") else ["**/test_horovod*.py"]
 
 NUM_CPUS = 4
 OBJECT_STORE_BYTES = 256 * 1024 * 1024

@@ -24,6 +24,7 @@ UTILITIES = {
     "raysgd._background_writer",
     "raysgd._cards",
     "raysgd._checks",
+    "raysgd._example_arguments",
     "raysgd._lazy",
     "raysgd._logging",
     "raysgd._meters",

@@ -19,6 +19,7 @@ from raysgd.train._mailbox import Ended
 from raysgd.train._messages import FunctionSpec
 from raysgd.train.backend import BackendConfig
 from raysgd.train.torch import TorchConfig
+from tests.run_if import RunIf
 
 
 def test_the_first_names_are_the_classes_of_today() -> None:
@@ -85,7 +86,7 @@ def found_at(place: str) -> Any:
     [
         ("TorchConfig", "raysgd.train.torch", "torch"),
         ("TensorflowConfig", "raysgd.train.tensorflow", "tensorflow"),
-        ("HorovodConfig", "raysgd.train.horovod", "horovod.torch"),
+        pytest.param("HorovodConfig", "raysgd.train.horovod", "horovod.torch", marks=RunIf(modules=["horovod"])),
     ],
 )
 def test_a_config_whose_framework_is_missing_says_so_and_the_others_are_there(

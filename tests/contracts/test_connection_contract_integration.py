@@ -27,6 +27,7 @@ from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import Rendezvous, Resources, World
 from raysgd.engine.worker_group import WorkerGroup
 from tests.fakes import CountingReplica, NullConnection, meeting, raise_from_compiled_code
+from tests.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("workers_have_tensorflow")]
 
@@ -73,13 +74,14 @@ CASES = {
 }
 
 
+IS_INSTALLED = RunIf(modules=["horovod"])
 WITHOUT_HOROVOD = pytest.mark.parametrize(
-    "case", ["gloo", pytest.param("horovod", marks=pytest.mark.soak), "tensorflow"], indirect=True
+    "case", ["gloo", pytest.param("horovod", marks=[pytest.mark.soak, IS_INSTALLED]), "tensorflow"], indirect=True
 )
 """`tests/torch/test_horovod_integration.py` shows these of Horovod."""
 
 
-@pytest.fixture(params=CASES)
+@pytest.fixture(params=["gloo", pytest.param("horovod", marks=IS_INSTALLED), "tensorflow"])
 def case(request: pytest.FixtureRequest) -> Case:
     return CASES[request.param]
 
@@ -529,6 +531,7 @@ def horovod_place(replica: Any) -> tuple[int, ...]:
     return hvd.local_rank(), hvd.local_size(), hvd.cross_rank(), hvd.cross_size()
 
 
+@IS_INSTALLED
 def test_horovod_knows_which_ranks_share_a_node(rig: Rig) -> None:
     """One rank on the first of two nodes and two on the second, though all are in fact on the same."""
     case = CASES["horovod"]

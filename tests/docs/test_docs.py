@@ -182,6 +182,8 @@ def test_the_programs_of_orca_and_raydp_run_on_two_workers_too(
 
 @pytest.mark.parametrize("name", pages_to_run(with_workers=False))
 def test_the_python_of_a_page_runs(name: str, runner: PageRunner, tmp_path: Path) -> None:
+    if name == "docs/horovod.md":
+        pytest.importorskip("horovod", reason="Horovod does not build with every Python")
     output = tmp_path / "output"
     assert runner.run(script_of(name, tmp_path), environment_of_pages(), output) == 0, output.read_text()
 

@@ -93,3 +93,10 @@ def _scaled(image: Any, label: Any) -> tuple[Any, Any]:
 def _augmented(image: Any, label: Any) -> tuple[Any, Any]:
     padded = tf.pad(tf.image.random_flip_left_right(image), [[4, 4], [4, 4], [0, 0]])
     return tf.image.random_crop(padded, _SHAPE), label
+
+
+if __name__ == "__main__":
+    from raysgd._example_arguments import parse_arguments
+
+    args = parse_arguments(__doc__)
+    main(args.smoke_test, args.num_workers, args.use_gpu)

@@ -87,3 +87,10 @@ def tune_example(num_replicas: int = 1, use_gpu: bool = False) -> Any:
         run_config=tune.RunConfig(stop={"training_iteration": _NUM_EPOCHS}, verbose=0),
     )
     return tuner.fit().get_best_result().config
+
+
+if __name__ == "__main__":
+    from raysgd._example_arguments import parse_arguments
+
+    args = parse_arguments(__doc__)
+    train_example(args.num_workers, use_gpu=args.use_gpu)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,18 @@ def test_the_network_for_images_trains(ray_cluster: None) -> None:
 
     results = cifar_tf_example.main(smoke_test=True, num_replicas=1, augment_data=True)
     assert set(results) == {"train_loss", "train_accuracy", "validation_loss", "validation_accuracy"}
+
+
+@pytest.mark.soak  # the tests above have the same without new processes
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [("tensorflow_train_example", "half of 0.5 is about 0.2"), ("cifar_tf_example", "'validation_accuracy'")],
+)
+def test_a_module_trains_when_it_is_run(ray_cluster: None, module: str, said: str) -> None:
+    import ray
+
+    address = ray.get_runtime_context().gcs_address
+    command = [sys.executable, "-m", f"raysgd.tf.examples.{module}", "--smoke-test", "--address", address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert said in done.stdout
