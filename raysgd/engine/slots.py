@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,8 +124,9 @@ class Slots:
         self._free.append(slot)
 
     def close(self, timeout_s: float) -> None:
-        """Gives everything back to the cluster."""
+        """Gives everything back to the cluster, also where Ctrl-C ends the wait for a part of it."""
         reservations = [*self._reservations, *self._asked]
         self._reservations, self._asked, self._free = [], [], []
-        for reservation in reservations:
-            reservation.close(timeout_s)
+        with ExitStack() as closing:
+            for reservation in reversed(reservations):
+                closing.callback(reservation.close, timeout_s)

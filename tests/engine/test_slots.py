@@ -98,6 +98,23 @@ def test_what_was_asked_for_is_given_back_at_the_end() -> None:
     assert (cluster.room, cluster.num_waiting, len(slots)) == (1, 0, 0)
 
 
+def test_all_is_given_back_where_ctrl_c_ends_the_wait_for_a_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = Cluster(room=3)
+    slots = cluster.slots()
+    slots.reserve(2, 1.0)
+    slots.reserve(1, 1.0)
+    close = Granted.close
+
+    def interrupted(reservation: Granted, timeout_s: float) -> None:
+        close(reservation, timeout_s)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Granted, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        slots.close(1.0)
+    assert cluster.room == 3
+
+
 def test_inside_another_placement_group_there_is_nothing_to_ask_for() -> None:
     cluster = Cluster(room=5, is_inside_another=True)
     slots = cluster.slots()

@@ -151,7 +151,7 @@ class Invariants:
         if simulation.controller.is_stopped:
             return
         group = simulation.controller.group
-        held = sum(len(each.bundles) for each in simulation.cluster.reservations)
+        held = sum(len(each.bundles) for each in simulation.cluster.reservations if not each.is_closing)
         wanted = group.num_slots if group is not None else 0
         self.require(held == wanted, f"{held} slots are reserved between calls, not {wanted}")
         self.require(simulation.controller.monitor is None, "a monitor is left between calls")

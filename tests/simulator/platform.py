@@ -100,6 +100,7 @@ class SimReservation(Reservation):
     ) -> None:
         self._cluster, self._num_workers, self._has_driver = cluster, num_workers, has_driver
         self.bundles: list[str | None] = []
+        self.is_closing = False
         self.used_by: dict[int, Process] = {}
 
     @property
@@ -157,6 +158,7 @@ class SimReservation(Reservation):
     def close(self, timeout_s: float) -> None:
         if not self.bundles:
             return
+        self.is_closing = True
         for process in self.used_by.values():
             process.kill(reaches_stopped=True)
         is_given_up = Future()
