@@ -209,6 +209,19 @@ def resolve_parallel(parallel: str | None, wrap_ddp: bool) -> str:
     return parallel
 
 
+_OTHER_FSDP = {
+    "state_dict_type": "A whole state is put together only where you ask for it: `save(path, whole=True)`.",
+    "sharding_strategy": 'Models are divided, always: pass `reshard_after_forward`, or `parallel="ddp"` for whole models.',
+    "sync_module_states": "Leave it out: all workers take the weights of rank 0 while `register` divides the model.",
+    "use_orig_params": "Leave it out: parameters keep their names and shapes.",
+    "param_init_fn": "Initialize the model in `setup`, where it is whole.",
+    "auto_wrap_policy": "Pass `min_block_parameters`.",
+    "mixed_precision": "Pass `mp_policy`.",
+    "cpu_offload": "Pass `offload_policy`.",
+}
+"""Arguments of PyTorch's earlier FSDP, which put whole models together: what to do instead."""
+
+
 def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
     """Refuses options that are unknown, of the wrong kind, or not asked for, and a PyTorch that is too old."""
     if parallel == "fsdp" and not _has_fsdp():
@@ -226,7 +239,8 @@ def fsdp_options(fsdp_args: Any, parallel: str) -> FSDPOptions:
     for name in fsdp_args:
         if name not in known:
             close = difflib.get_close_matches(str(name), known, n=1)
-            hint = f" Did you mean {close[0]!r}?" if close else ""
+            instead = f"Did you mean {close[0]!r}?" if close else ""
+            hint = f" {_OTHER_FSDP.get(str(name), instead)}".rstrip()
             raise ValueError(f"`fsdp_args` has {name!r}: allowed are {', '.join(map(repr, known))}.{hint}")
     options = FSDPOptions(**fsdp_args)
     smallest = options.min_block_parameters
