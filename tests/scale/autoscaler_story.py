@@ -32,6 +32,8 @@ from tests.fakes import CountingReplica, NullConnection, add
 
 MIN_WORKERS, MAX_WORKERS = 2, 3
 LONGEST_S = 120.0
+PROVIDER = {"type": "fake_multinode", "launch_multiple": True, "disable_node_updaters": True}
+PATIENT = {"AUTOSCALER_UPDATE_INTERVAL_S": "1", "AUTOSCALER_HEARTBEAT_TIMEOUT_S": "600"}
 STORE_BYTES = 80 * 1024 * 1024
 
 
@@ -41,7 +43,7 @@ def config_of(address: str) -> dict[str, Any]:
     return {
         "cluster_name": "scale",
         "max_workers": MAX_WORKERS,
-        "provider": {"type": "fake_multinode", "gcs_address": address},
+        "provider": {**PROVIDER, "gcs_address": address},
         "available_node_types": {
             "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
             "worker": {**node, "min_workers": 0, "max_workers": MAX_WORKERS},
@@ -73,7 +75,7 @@ def autoscaling_cluster() -> Iterator[str]:
         command = [str(Path(sys.executable).with_name("ray")), "start", "--head", "--block", f"--port={port}"]
         command += [f"--autoscaling-config={config}", "--num-cpus=0", "--include-dashboard=false"]
         command += [f"--temp-dir={folder}", f"--object-store-memory={STORE_BYTES}"]
-        environment = {**os.environ, "RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+        environment = {**os.environ, "RAY_FAKE_CLUSTER": "1", **PATIENT}
         head = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.STDOUT)
         try:
             yield address

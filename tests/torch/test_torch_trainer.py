@@ -248,7 +248,7 @@ ALSO_REFUSED: list[tuple[dict[str, Any], type[BaseException], str]] = [
         for options, message in (
             ({"mp_polici": 1}, "Did you mean 'mp_policy'"),
             ({"state_dict_type": "full"}, r"`save\(path, whole=True\)`"),
-            ({"sharding_strategy": "NO_SHARD"}, "`parallel=\"ddp\"` for whole models"),
+            ({"sharding_strategy": "NO_SHARD"}, '`parallel="ddp"` for whole models'),
             ({"cpu_offload": True}, "Pass `offload_policy`"),
             ({"min_block_parameters": 0}, "'min_block_parameters': 0"),
             ({"reshard_after_forward": 2}, "'reshard_after_forward': 2"),
