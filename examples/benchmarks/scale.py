@@ -114,7 +114,7 @@ def main() -> None:
     parser.set_defaults(num_workers=32)
     parser.add_argument("--sizes", default="100,1000", help="how many workers that do nothing")
     parser.add_argument(
-        "--rest-s", type=float, default=36.0, help="of the call that signs of life watch: five of their rounds"
+        "--rest-s", type=float, default=40.0, help="of the call that signs of life watch: several of their rounds"
     )
     arguments = parser.parse_args()
     peers = choose_peers(arguments, PEERS)

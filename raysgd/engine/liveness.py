@@ -11,8 +11,8 @@ from raysgd.engine.types import Outcome
 KeyT = TypeVar("KeyT")
 
 _ROUND_S = 1.0
-_ROUNDS_PER_HEARTBEAT = 4  # with the default of 30 s, 1,000 ranks still cost no more than the share below
-_QUESTION_S = 0.00036  # of the driver's time, for one question and its answer
+_ROUNDS_PER_HEARTBEAT = 3  # with the default of 30 s, 1,000 ranks still cost no more than the share below
+_QUESTION_S = 0.0005  # of the driver's time, for one question and its answer
 _SHARE = 0.05  # of the driver's time that questions may take
 _LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and polled nothing
 

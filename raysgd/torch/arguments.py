@@ -211,7 +211,7 @@ def resolve_parallel(parallel: str | None, wrap_ddp: bool) -> str:
 
 _OTHER_FSDP = {
     "state_dict_type": "A whole state is put together only where you ask for it: `save(path, whole=True)`.",
-    "sharding_strategy": 'Models are divided, always: pass `reshard_after_forward`, or `parallel="ddp"` for whole models.',
+    "sharding_strategy": 'Models are divided: pass `reshard_after_forward`, or `parallel="ddp"` for whole models.',
     "sync_module_states": "Leave it out: all workers take the weights of rank 0 while `register` divides the model.",
     "use_orig_params": "Leave it out: parameters keep their names and shapes.",
     "param_init_fn": "Initialize the model in `setup`, where it is whole.",

@@ -91,12 +91,12 @@ def test_of_many_ranks_those_are_told_of_that_are_unlike_the_others() -> None:
     ("num_workers", "heartbeat_s", "wanted_s", "expected"),
     [
         (2, 30.0, 1.0, 1.0),
-        (2, 2.0, 1.0, 0.5),
+        (2, 2.1, 1.0, 0.7),
         (2, 30.0, 0.25, 0.25),
-        (1000, 30.0, 1.0, 7.2),
-        (2000, 30.0, 1.0, 7.5),
-        (1000, 60.0, 1.0, 7.2),
-        (1000, 60.0, 0.25, 7.2),
+        (1000, 30.0, 1.0, 10.0),
+        (2000, 30.0, 1.0, 10.0),
+        (1000, 60.0, 1.0, 10.0),
+        (1000, 60.0, 0.25, 10.0),
     ],
 )
 def test_many_ranks_are_asked_less_often_but_several_times_before_they_count_as_lost(
