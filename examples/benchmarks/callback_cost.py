@@ -71,7 +71,9 @@ class NoLedger(Ledger):
 
 
 def _use_ledger(trainer: TorchTrainer, ledger: Ledger) -> None:
-    trainer.worker_group.local_replica._ledger = ledger
+    replica = trainer.worker_group.local_replica
+    for part in (replica, replica._hosted, replica._training, replica._activity):
+        part._ledger = ledger
 
 
 def _take_out(operator: Any) -> None:

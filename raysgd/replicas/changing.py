@@ -21,6 +21,7 @@ from raysgd.engine.renewal import renew, restart
 from raysgd.engine.snapshots import Snapshot
 from raysgd.engine.types import World
 from raysgd.exceptions import UnpicklableError
+from raysgd.replicas.calls import asked
 from raysgd.replicas.range_test import Loss, LrCurve, RangeTest
 from raysgd.replicas.settings import ReplicaSettings
 from raysgd.replicas.trainer import ClassTrainer, naming_config_entry, show_options
@@ -51,7 +52,7 @@ class ChangingTrainer(ClassTrainer):
     def _begin_again(self, settings: ReplicaSettings) -> None:
         self._settings = settings
         show_options(self, settings)
-        self._sharing = self._new_sharing()
+        self._calls.sharing = self._new_sharing()
         self._replicas.settings = self._settings_to_send()
         with self._naming_config_entries():
             self._renew()
@@ -131,7 +132,7 @@ class ChangingTrainer(ClassTrainer):
         with self._adopted(settings):
             options = {"changes_state": bool(edited), "keeps_alike": True, "is_repeatable": False}
             facts = self._on_all(self._runner_cls.finish_reload, revision, edited, **options)
-        self._sharing.forget()
+        self._calls.sharing.forget()
         if None in facts:  # the group was changed in between
             self._controller.kill_group()
             self._controller.ensure_group()
@@ -202,11 +203,11 @@ class ChangingTrainer(ClassTrainer):
 
     def _steps_with(self, metric: str, rates: Sequence[float]) -> list[list[Loss]]:
         """Takes a step with each of these learning rates; returns the losses of each worker."""
-        asked = self._asked(len(rates), profile=False, reduce_results=True, info=None)
+        request = asked(len(rates))
 
         def requests(worlds: Sequence[World]) -> list[tuple[Any, ...]]:
-            shared = self._requests_with_data("train", asked, None, worlds)
-            return [(rates, metric, *request) for request in shared]
+            shared = self._calls.requests("train", request, None, worlds)
+            return [(rates, metric, *each) for each in shared]
 
         return self._controller.run(Call(self._runner_cls.take_steps, requests, changes_state=True, keeps_alike=True))
 

@@ -15,6 +15,7 @@ class RunnerFacts:
 
     Attributes:
         num_models: How many models are registered, and so on.
+        seed: Where this rank would take the order of the data from.
         train_data: What all ranks must agree on; None for data that are not divided.
         validation_data: The same for validation.
         keeps_own_state: Whether the operator has its own state, which evaluation may change.
@@ -25,6 +26,7 @@ class RunnerFacts:
 
     num_models: int
     num_optimizers: int
+    seed: int
     train_data: Any
     validation_data: Any
     keeps_own_state: bool

@@ -1,22 +1,26 @@
-"""What class-based trainers can do beside single calls: `fit`, `test`, and the history of all calls."""
+"""What class-based trainers do with epochs: `train`, `validate`, `test`, `fit`, and the history of all calls."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, overload
 
+from raysgd import _checks
 from raysgd.callbacks.worker_callback import WorkerCallback
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError
+from raysgd.replicas.calls import EpochCalls, asked
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.replicas.fitting import Fit, FitOptions
-from raysgd.replicas.history import History
+from raysgd.replicas.history import History, Kind
 from raysgd.replicas.making import ReplicaMaker
-from raysgd.replicas.recording import CallRecorder, as_test
+from raysgd.replicas.recording import CallRecorder, as_test, recorded
 from raysgd.replicas.results import Metrics
 from raysgd.replicas.settings import GroupSettings
 
@@ -24,6 +28,7 @@ from raysgd.replicas.settings import GroupSettings
 class FitMethods(ABC):
     """What a trainer has that trains in epochs; `ClassTrainer` completes it."""
 
+    _calls: EpochCalls
     _recorder: CallRecorder
     _controller: ElasticController
     _replicas: ReplicaMaker
@@ -34,12 +39,133 @@ class FitMethods(ABC):
     """Whether replicas call callbacks around their steps."""
 
     @abstractmethod
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """Trains for one pass over the data."""
+    def _check_dataset(self, dataset: Any, training: bool) -> None:
+        """Refuses what cannot take the place of the registered data for one call."""
+
+    @property
+    def _goes_on(self) -> bool:
+        """Whether a training call can continue in another group, or from a snapshot inside it."""
+        return True
+
+    def _shown(self) -> AbstractContextManager[Any]:
+        """Shows how far a training call is, until the end of the block."""
+        return nullcontext()
 
     @abstractmethod
-    def validate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluates on the validation data."""
+    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
+        """Makes sure of what has to hold when all workers have answered."""
+
+    def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
+        """The result of a call."""
+        return merged(answers, reduce_results)
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: Literal[True] = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+    ) -> Metrics: ...
+
+    @overload
+    def train(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        max_retries: int = ...,
+        info: Mapping[str, Any] | None = ...,
+        dataset: Any = ...,
+    ) -> Any: ...
+
+    @recorded("train")
+    def train(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        max_retries: int = 3,
+        info: Mapping[str, Any] | None = None,
+        dataset: Any = None,
+    ) -> Any:
+        """Trains for one pass over the data, or for `num_steps` batches per worker.
+
+        With the creators of `TFTrainer`, it is one `fit` of Keras.
+
+        Args:
+            num_steps: Batches per worker. The next call continues where this one stops; passes follow one another. With
+                creators it is the `steps_per_epoch` of this call.
+            profile: Whether to add `profile`, the mean seconds of the phases of a single worker, and `timings`, what it
+                spent its time on, in seconds: see `ledger`.
+            reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
+            max_retries: How many times this call is run again after a loss of workers.
+            info: Handed to the operator.
+            dataset: Trained on instead of the registered data, for this call: a loader or dataset of the framework,
+                arrays, a data frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a loader or
+                dataset, and others; see `docs/data.md`. Not with creators.
+
+        Returns:
+            `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and its last value. With
+            creators `train_<name>` for each entry of the history of Keras, its last value.
+
+        Raises:
+            InvalidCountError: `max_retries` is negative, or `num_steps` is no count.
+            WorkerError: Your code raised; also of the class that it raised. Never retried.
+            WorkersLostError: Workers were lost and the retries are used up.
+        """
+        _checks.check_max_retries(max_retries)
+        request = asked(num_steps, profile, reduce_results, info)
+        self._check_dataset(dataset, training=True)
+        with self._shown():
+            answers = self._calls.train(request, max_retries, dataset, can_resume=self._goes_on and dataset is None)
+        self._check_answers("train", answers, request)
+        return self._merged(answers, reduce_results)
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: Literal[True] = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+    ) -> Metrics: ...
+
+    @overload
+    def validate(
+        self,
+        num_steps: int | None = ...,
+        profile: bool = ...,
+        reduce_results: bool = ...,
+        info: Mapping[str, Any] | None = ...,
+        *,
+        dataset: Any = ...,
+    ) -> Any: ...
+
+    @recorded("validation")
+    def validate(
+        self,
+        num_steps: int | None = None,
+        profile: bool = False,
+        reduce_results: bool = True,
+        info: Mapping[str, Any] | None = None,
+        *,
+        dataset: Any = None,
+    ) -> Any:
+        """Evaluates on the validation data, every sample once.
+
+        Arguments and result are as in `train`, without `epoch`. With the creators of `TFTrainer` the result has
+        `validation_<name>` for each metric of the model.
+        """
+        request = asked(num_steps, profile, reduce_results, info)
+        self._check_dataset(dataset, training=False)
+        answers = self._calls.validate(request, dataset)
+        self._check_answers("validation", answers, request)
+        return self._merged(answers, reduce_results)
 
     @abstractmethod
     def save(self, checkpoint: Any) -> Any:

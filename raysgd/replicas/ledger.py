@@ -14,9 +14,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import wraps
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 from raysgd.engine.time_spent import (
     AGAIN,
@@ -46,8 +45,6 @@ _SHOWN_AS = {STEP: USEFUL, IN_EXCHANGE: EXCHANGE, IN_WAIT: SLOWER_RANK, BROKEN: 
 _COUNTS_AS = ((STEP, USEFUL), (IN_EXCHANGE, EXCHANGE), (IN_WAIT, SLOWER_RANK))
 _UNDONE_AS = {STEP: AGAIN, IN_EXCHANGE: DETECT, IN_WAIT: DETECT}  # an exchange that broke waited for a lost rank
 
-P = ParamSpec("P")
-R = TypeVar("R")
 ItemT = TypeVar("ItemT")
 
 
@@ -191,19 +188,21 @@ class Ledger:
         if self._bin == BROKEN:
             self.enter(LEFT)
 
-    def begin_regroup(self) -> bool:
-        """The replica takes its place in another group; returns whether a call broke off before."""
+    @contextmanager
+    def regrouping(self, goes_on: Callable[[], bool]) -> Iterator[None]:
+        """Inside, the replica takes its place in another group.
+
+        Args:
+            goes_on: Asked afterwards, where no call broke off: whether there is a call that goes on.
+        """
         if self._waits_for_place:
             self._waits_for_place = False
             self._begin()
         was_inside = self._bin in (BROKEN, LEFT)
         self._settle(DETECT, FORM)
         self.enter(HAND_OVER)
-        return was_inside
-
-    def end_regroup(self, goes_on: bool) -> None:
-        """It has its place; the call that broke off goes on, or it waits for the next one."""
-        self.enter(RESUME if goes_on else DRIVER)
+        yield
+        self.enter(RESUME if was_inside or goes_on() else DRIVER)
 
     def _settle(self, broken: str, left: str) -> None:
         if self._bin in (BROKEN, LEFT):
@@ -216,9 +215,22 @@ class Ledger:
         shown = self._shown()
         return shown[USEFUL] + shown[DATA]
 
-    def note_copy(self) -> None:
-        """The state was copied: useful steps so far are saved."""
+    @contextmanager
+    def copying(self) -> Iterator[None]:
+        """Inside, the state is copied: useful steps up to here are saved then."""
+        with self.within(SNAPSHOT):
+            yield
         self._saved_s = self._seconds[USEFUL]
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """Inside is a call that evaluates or predicts."""
+        self.begin_call()
+        self.enter(EVALUATION)
+        try:
+            yield
+        finally:
+            self.enter(DRIVER)
 
     # ------------------------------------------------------------------------------------------------ what it says
 
@@ -259,53 +271,3 @@ class _Exchange(AbstractContextManager[None]):
     ) -> None:
         if self._is_of_step and error is None:
             self._ledger.end_exchange(self._group.waited_s - self._before_s)
-
-
-class KeepsLedger(Protocol):
-    """A replica: it has a ledger, and perhaps a training call."""
-
-    _ledger: Ledger
-    _run: Any
-
-
-def copying(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Books a method that copies the state."""
-
-    @wraps(method)
-    def booked(replica: KeepsLedger, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        with replica._ledger.within(SNAPSHOT):
-            copied = method(replica, *args, **kwargs)
-        replica._ledger.note_copy()
-        return copied
-
-    return booked
-
-
-def evaluating(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Books a call that evaluates or predicts."""
-
-    @wraps(method)
-    def booked(replica: KeepsLedger, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        ledger = replica._ledger
-        ledger.begin_call()
-        ledger.enter(EVALUATION)
-        try:
-            return method(replica, *args, **kwargs)
-        finally:
-            ledger.enter(DRIVER)
-
-    return booked
-
-
-def regrouping(method: Callable[Concatenate[Any, P], R]) -> Callable[Concatenate[Any, P], R]:
-    """Books a method that takes a place in another group."""
-
-    @wraps(method)
-    def booked(replica: KeepsLedger, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        was_inside = replica._ledger.begin_regroup()
-        facts = method(replica, *args, **kwargs)
-        run = replica._run
-        replica._ledger.end_regroup(was_inside or (run is not None and not run.is_finished))
-        return facts
-
-    return booked

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any
 
 from raysgd.replicas import trees
-from raysgd.replicas.answering import Answering
 from raysgd.replicas.epochs import bind_batch_info
-from raysgd.replicas.ledger import Ledger, evaluating
 from raysgd.replicas.ray_batches import BatchForm
-from raysgd.replicas.running import Running
 
 HAS_TARGET = "has_target"
 """In `batch_info` of `predict_batch`: whether the last part of a batch that is a tuple is a target."""
@@ -125,51 +120,8 @@ class PredictionPlace:
         self.num_steps_taken = done if total is None else min(done, total)
 
 
-class PredictsRounds(ABC):
-    """What a replica of an operator adds to predict."""
-
-    _ledger: Ledger
-    _operator: Any
-    _running: Running | None
-    _answering: Answering
-
-    @abstractmethod
-    def _predicting(self) -> AbstractContextManager[Any]:
-        """What has to be around the operator's `predict_batch`: it leaves everything as it was."""
-
-    @abstractmethod
-    def _to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
-        """The batches of this replica, and the rows of each."""
-
-    @abstractmethod
-    def _as_array(self, value: Any) -> Any:
-        """A tensor as an array; other values as they are."""
-
-    @evaluating
-    def predict(self, request: PredictRequest, work: Work, share: Any = None) -> list[Any]:
-        """Takes part in a round.
-
-        Args:
-            request: What is asked.
-            work: This replica's batches.
-            share: What it needs for the whole prediction; None if nothing, or if it has that already.
-
-        Returns:
-            The output for each batch, as arrays.
-        """
-        place = PredictionPlace(request)
-        self._answering.begin(self._operator, profile=False)
-        self._running = Running(place, 0, request.total, request.info, "predict")
-        self._operator._raysgd.latest_metrics = {}
-        try:
-            with self._predicting():
-                batches = (_coming(request, *each) for each in self._to_predict(request, work, share))
-                return outputs_of(self._operator, batches, request, place, self._as_array)
-        finally:
-            self._running = None
-
-
-def _coming(request: PredictRequest, batch: Any, num_rows: int) -> Coming:
+def coming(request: PredictRequest, batch: Any, num_rows: int) -> Coming:
+    """A batch, where it is known whether it ends with a target."""
     has_several = isinstance(batch, tuple | list) and len(batch) > 1
     return Coming(batch, num_rows, has_several if request.has_target is None else request.has_target)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from raysgd._fitting import check_progress
@@ -12,6 +13,21 @@ from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas.feed import Feed
 
 RESUME = "resume"  # key of what only snapshots and files carry: the position in the data and the step counter
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """A copy of the state, or of this rank's part of a divided one.
+
+    Attributes:
+        content: What is copied.
+        num_bytes: Its size.
+        is_part: Whether every rank has a part.
+    """
+
+    content: Any
+    num_bytes: int
+    is_part: bool = False
 
 
 class ReplicaState(ABC):
@@ -42,12 +58,11 @@ class ReplicaState(ABC):
         """Takes that over."""
 
     @abstractmethod
-    def copied(self) -> tuple[Any, int]:
-        """A copy that can wait until the driver fetches it, and its bytes."""
+    def copy_for_driver(self, rank: int) -> StateCopy | None:
+        """What a rank keeps for the driver to fetch when all ranks copy the state: rank 0 the whole, others nothing.
 
-    @abstractmethod
-    def help_copy(self) -> None:
-        """On other ranks: does what rank 0 cannot do alone when it copies the state."""
+        Of a divided state every rank keeps its part.
+        """
 
     @abstractmethod
     def own(self) -> Any:
@@ -65,6 +80,26 @@ class ReplicaState(ABC):
         """A copy as the state that it was made of."""
         decoded: Mapping[str, Any] = state
         return decoded
+
+    def restore(self, shared_state: Any, own_state: Any) -> None:
+        """Takes over a snapshot or a checkpoint; nothing is changed if it does not fit.
+
+        Args:
+            shared_state: A copy of the state, or the state itself where it did not have to travel. Nothing of it is
+                kept.
+            own_state: The random states of this rank; None to keep those that it has.
+
+        Raises:
+            KeyError: A part is missing.
+            ValueError: A part does not fit what is registered.
+        """
+        state = self.decoded(shared_state)
+        self.check(state)
+        if own_state is not None:
+            self.check_own(own_state)
+        self.apply(state)
+        if own_state is not None:
+            self.restore_own(own_state)
 
     def read(self) -> dict[str, Any]:
         """The state.

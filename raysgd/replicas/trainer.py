@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from dataclasses import fields
 from types import TracebackType
 from typing import Any, TypeVar
 from weakref import finalize
@@ -19,11 +18,10 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.snapshot_pace import EverySeconds
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot
 from raysgd.engine.status import TrainerStatus
-from raysgd.engine.types import World
 from raysgd.engine.worker import is_sendable
 from raysgd.exceptions import UnpicklableError
+from raysgd.replicas.calls import EpochCalls
 from raysgd.replicas.controlling import make_controller
-from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.fit_methods import FitMethods
 from raysgd.replicas.making import ReplicaMaker
 from raysgd.replicas.predicting import Predicts
@@ -32,7 +30,7 @@ from raysgd.replicas.read_only_config import ReadOnlyConfig
 from raysgd.replicas.recording import CallRecorder
 from raysgd.replicas.saves import Saves
 from raysgd.replicas.settings import GroupSettings, ReplicaSettings
-from raysgd.replicas.sharing import Placing, Sharing, for_each_rank
+from raysgd.replicas.sharing import Placing, Sharing
 from raysgd.replicas.throughput import Throughput
 from raysgd.replicas.trainer_views import TrainerViews
 from raysgd.utils import BATCH_SIZE
@@ -65,12 +63,10 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
     """The class of the replicas, a `ClassRunner`."""
     _divide_by_hand: str
     """What to do where each worker loads a part of the data by itself."""
-    _validation_starts_over = False
 
     def __init__(self, group: GroupSettings, settings: ReplicaSettings, writer: BackgroundWriter) -> None:
         self._group_settings, self._settings, self._writer = group, settings, writer
         self._place = Placing(group.use_local)
-        self._sharing = self._new_sharing()
         show_options(self, group, settings, settings.batch_options)
         self._replicas = ReplicaMaker(self._runner_cls)
         self._begin(self._make_controller())
@@ -120,6 +116,9 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         self._listeners = ProgressListeners(controller)
         self._recorder = CallRecorder(controller.history.events, lambda: self.num_workers)
         self._throughput = Throughput(f"{type(self).__name__}-{id(self):x}", controller)
+        self._calls = EpochCalls(
+            self._runner_cls, controller, self._throughput, self._listeners, self.use_local, self._new_sharing()
+        )
         self._finalizer = finalize(self, _abandon, controller)
         self._saves = Saves(controller, self._writer)
         try:
@@ -128,94 +127,9 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
             raise naming_config_entry(error, self._settings.config) from error.__cause__
         controller.observe_with(self._throughput.report)
 
-    def _asked(
-        self, num_steps: int | None, profile: bool, reduce_results: bool, info: Mapping[str, Any] | None
-    ) -> EpochRequest:
-        """What a call of `train` or `validate` asks of every replica, checked."""
-        _checks.refuse_text(profile=profile, reduce_results=reduce_results)
-        num_steps, info = _checks.check_num_steps(num_steps), _checks.check_info(info)
-        return EpochRequest(num_steps, info, profile, seed=0, starts_over=self._validation_starts_over)
-
-    def _requests_with_data(
-        self, name: str, asked: EpochRequest, dataset: Any, worlds: Sequence[World]
-    ) -> list[tuple[Any, ...]]:
-        """One request for each rank, with its part of what the driver divides.
-
-        Made again for every attempt, because the workers may have changed.
-
-        Args:
-            name: "train" or "validation".
-            asked: What every replica is asked.
-            dataset: What takes the place of the registered data; None if nothing does.
-            worlds: The group.
-        """
-        redraw = self._listeners.on_wait if self.use_local else None
-        requests = for_each_rank(replace(asked, seed=self._seed_of_order), len(worlds), redraw)
-        if dataset is not None:
-            return self._sharing.with_data_of_call(requests, name, dataset, worlds)
-        return self._sharing.with_registered(requests, name, self._facts.ray_batches.get(name), worlds)
-
-    @property
-    @abstractmethod
-    def _seed_of_order(self) -> int:
-        """What all ranks draw the order of the samples from."""
-
     @abstractmethod
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
         """What all workers are given alike of data of a call; None for data of another kind."""
-
-    def _train(
-        self, asked: EpochRequest, max_retries: int, dataset: Any = None, can_resume: bool = True
-    ) -> list[EpochAnswer]:
-        """Runs a training call.
-
-        Args:
-            asked: What every replica is asked.
-            max_retries: How many times it is repeated after a loss of workers.
-            dataset: What takes the place of the registered data; None if nothing does.
-            can_resume: Whether it can continue with the batches that are left, in another group.
-        """
-        runner, on_wait = self._runner_cls, self._listeners.on_wait
-        requests = partial(self._requests_with_data, "train", asked, dataset)
-        resume = runner.resume_epoch if can_resume else None
-        call = Call(
-            runner.train_epoch,
-            requests,
-            changes_state=True,
-            keeps_alike=True,
-            on_wait=on_wait,
-            resume=resume,
-            is_repeatable=dataset is None,
-        )
-        try:
-            answers = self._throughput.run(call, max_retries)
-        except BaseException:
-            self._sharing.forget()
-            raise
-        if dataset is not None:
-            self._sharing.note_place("train", dataset, answers[0].place)
-        self._listeners.tell_end("train", asked, answers[0])
-        return answers
-
-    def _validate(self, asked: EpochRequest, dataset: Any = None) -> list[EpochAnswer]:
-        """Runs a call of `validate`. If it raises on any rank, the next one begins with the first batch on all."""
-        requests = partial(self._requests_with_data, "validation", asked, dataset)
-        call = Call(
-            self._runner_cls.validate,
-            requests,
-            changes_state=self._facts.keeps_own_state,
-            on_wait=self._listeners.on_wait,
-            is_repeatable=dataset is None,
-        )
-        try:
-            answers: list[EpochAnswer] = self._controller.run(call)
-        except BaseException:
-            self._sharing.forget()
-            self._validation_starts_over = True
-            raise
-        self._validation_starts_over = False
-        self._listeners.tell_end("validation", asked, answers[0])
-        return answers
 
     def load_state_dict(self, state_dict: Mapping[str, Any], blocking: bool = True) -> None:
         """Loads such a state into all workers; returns when they have it.

@@ -7,9 +7,10 @@ import sys
 from typing import Any
 
 from raysgd.storage import _filesystems, _uris
+from raysgd.storage._entries import Store
 from raysgd.storage._local import LocalFolder
 from raysgd.storage._retrying import Patience
-from raysgd.storage._store import Store, StoreFolder
+from raysgd.storage._store import StoreFolder
 from raysgd.storage.folder import Folder
 
 

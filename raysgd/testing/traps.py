@@ -84,7 +84,7 @@ class Trap:
 
         setattr(owner, name, trapped)
 
-    def before_each_step(self, runner: Any) -> None:
+    def before_each_step(self, hosted: Any) -> None:
         """Springs whenever a batch is handed to the user's loop, of whatever generation that is.
 
         Keras's `fit` draws its batches itself: there it springs before the exchange of gradients.
@@ -97,10 +97,10 @@ class Trap:
                 self.before(stream, "_hand_out" if hasattr(stream, "_hand_out") else "before_exchange")
             return stream
 
-        if runner._feed.train_stream is not None:
-            watched(runner._feed.train_stream)
-        original = runner._loop.stream
-        runner._loop.stream = lambda *request: watched(original(*request))
+        if hosted.feed.train_stream is not None:
+            watched(hosted.feed.train_stream)
+        original = hosted.loop.stream
+        hosted.loop.stream = lambda *request: watched(original(*request))
 
 
 _traps: list[Trap] = []  # of this process
@@ -108,18 +108,18 @@ _traps: list[Trap] = []  # of this process
 
 def _set(replica: Any, trap: Trap) -> str | None:
     """In the worker, beside its work: sets the trap. Returns why it cannot."""
-    needed = {"step": "_loop", "validate": "operator", "snapshot": "capture", "rejoin": "regroup"}
+    needed = {"step": "_hosted", "validate": "operator", "snapshot": "capture", "rejoin": "regroup"}
     if not hasattr(replica, needed[trap.place]):
         return f"its `{type(replica).__name__}` has no `{needed[trap.place]}`"
     _traps.append(trap)
     if trap.place == "step":
-        trap.before_each_step(replica)
+        trap.before_each_step(replica._hosted)
     elif trap.place == "validate":
         trap.before(replica.operator, "validate")
     elif trap.place == "snapshot":
         trap.before(replica, "capture")
-        if hasattr(replica, "_capture_inside"):
-            trap.before(replica, "_capture_inside")
+        if hasattr(replica, "_hosted"):
+            trap.before(replica._copies, "inside_call")
     else:
         trap.before(replica, "regroup")
     return None

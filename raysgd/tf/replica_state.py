@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raysgd.replicas.replica_state import RESUME, ReplicaState
+from raysgd.replicas.replica_state import RESUME, ReplicaState, StateCopy
 from raysgd.tf import _former_optimizer, registration, rng
 from raysgd.tf.checkpoint_file import FORMER_OPTIMIZER
 from raysgd.tf.feed import Feed
@@ -54,14 +54,12 @@ class KerasState(ReplicaState):
     def _apply_more_progress(self, resume: Mapping[str, Any]) -> None:
         self._loop.resume_fit(resume.get("fit"))
 
-    def copied(self) -> tuple[dict[str, Any], int]:
+    def copy_for_driver(self, rank: int) -> StateCopy | None:
+        if rank and not self._is_joint:
+            return None
         state = self.read()
         arrays = [array for part in ("models", "optimizers") for arrays in state[part] for array in arrays]
-        return state, sum(array.nbytes for array in arrays)
-
-    def help_copy(self) -> None:
-        if self._is_joint:
-            self.read()
+        return None if rank else StateCopy(state, sum(array.nbytes for array in arrays))
 
     def own(self) -> list[Any]:
         return [_array(variable) for variable in self._seeds()]

@@ -12,7 +12,7 @@ import random
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 from raysgd import _checks
 from raysgd._background_writer import BackgroundWriter
@@ -24,13 +24,12 @@ from raysgd.engine.connection import Connection
 from raysgd.engine.snapshots import Snapshot
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.changing import ChangingTrainer
-from raysgd.replicas.epochs import EpochAnswer, merged
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest, merged
+from raysgd.replicas.history import Kind
 from raysgd.replicas.placement import Placement
 from raysgd.replicas.prediction_data import Asked, Found
-from raysgd.replicas.recording import recorded
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import load_into_all, load_snapshot_into_all
-from raysgd.replicas.results import Metrics
 from raysgd.replicas.saves import Content
 from raysgd.replicas.settings import GroupSettings
 from raysgd.storage import files
@@ -203,7 +202,6 @@ class TFTrainer(ChangingTrainer):
 
     @property
     def _goes_on(self) -> bool:
-        """Whether a call can continue in another group, or from a snapshot inside it."""
         return self.backend == "gloo"
 
     @property
@@ -220,108 +218,10 @@ class TFTrainer(ChangingTrainer):
             return MultiWorkerConnection(variables)
         return TensorFlowConnection(variables, timeout_s=self.timeout_s, form_timeout_s=self.form_timeout_s)
 
-    @overload
-    def train(
-        self,
-        num_steps: int | None = ...,
-        profile: bool = ...,
-        reduce_results: Literal[True] = ...,
-        max_retries: int = ...,
-        info: Mapping[str, Any] | None = ...,
-        dataset: Any = ...,
-    ) -> Metrics: ...
-
-    @overload
-    def train(
-        self,
-        num_steps: int | None = ...,
-        profile: bool = ...,
-        reduce_results: bool = ...,
-        max_retries: int = ...,
-        info: Mapping[str, Any] | None = ...,
-        dataset: Any = ...,
-    ) -> Any: ...
-
-    @recorded("train")
-    def train(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        reduce_results: bool = True,
-        max_retries: int = 3,
-        info: Mapping[str, Any] | None = None,
-        dataset: Any = None,
-    ) -> Any:
-        """Trains for one pass over the data, or for `num_steps` batches per worker; with creators, one `fit`.
-
-        Args:
-            num_steps: Batches per worker. With an operator the next call continues where this one stops; with creators
-                it is the `steps_per_epoch` of this call.
-            profile: Whether to add `profile`, the mean seconds of the phases of a single worker, and `timings`, what it
-                spent its time on, in seconds: see `ledger`.
-            reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
-            max_retries: How many times this call is run again after a loss of workers.
-            info: Handed to the operator.
-            dataset: Trained on instead of the registered dataset, for this call: a `tf.data.Dataset`, arrays, a data
-                frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a dataset, and others; see
-                `docs/data.md`. Not with creators.
-
-        Returns:
-            With creators `train_<name>` for each entry of the history, its last value. With an operator
-            `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and its last value.
-
-        Raises:
-            InvalidCountError: `max_retries` is negative, or `num_steps` is no count.
-            WorkerError: User code raised; also of the class that it raised. Never retried.
-            WorkersLostError: Workers were lost and the retries are used up.
-        """
-        _checks.check_max_retries(max_retries)
-        asked = self._asked(num_steps, profile, reduce_results, info)
-        call_data.check(dataset, with_fit=self._trains_with_fit, training=True)
-        arguments.check_can_be_constant(dataset, self._settings)
-        can_resume = self._goes_on and dataset is None
-        return self._result(self._train(asked, max_retries, dataset, can_resume), reduce_results)
-
-    @overload
-    def validate(
-        self,
-        num_steps: int | None = ...,
-        profile: bool = ...,
-        reduce_results: Literal[True] = ...,
-        info: Mapping[str, Any] | None = ...,
-        *,
-        dataset: Any = ...,
-    ) -> Metrics: ...
-
-    @overload
-    def validate(
-        self,
-        num_steps: int | None = ...,
-        profile: bool = ...,
-        reduce_results: bool = ...,
-        info: Mapping[str, Any] | None = ...,
-        *,
-        dataset: Any = ...,
-    ) -> Any: ...
-
-    @recorded("validation")
-    def validate(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        reduce_results: bool = True,
-        info: Mapping[str, Any] | None = None,
-        *,
-        dataset: Any = None,
-    ) -> Any:
-        """Evaluates on the test dataset, every sample once.
-
-        Arguments as in `train`. With creators the result has `validation_<name>` for each metric of the model; with an
-        operator it is as in `train`, without `epoch`.
-        """
-        asked = self._asked(num_steps, profile, reduce_results, info)
-        call_data.check(dataset, with_fit=self._trains_with_fit)
-        return self._result(self._validate(asked, dataset), reduce_results)
+    def _check_dataset(self, dataset: Any, training: bool) -> None:
+        call_data.check(dataset, with_fit=self._trains_with_fit, training=training)
+        if training:
+            arguments.check_can_be_constant(dataset, self._settings)
 
     def _reset_creators(self, model_creator: Any, data_creator: Any, config: Mapping[str, Any]) -> None:
         """Does what `reset_config` does, with other creator functions, too."""
@@ -347,14 +247,13 @@ class TFTrainer(ChangingTrainer):
     def _to_predict(self, data: Any, asked: Asked) -> Found:
         return predicting.source_of(data, asked)
 
-    @property
-    def _seed_of_order(self) -> int:
-        return self.seed
+    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
+        """Nothing."""
 
-    def _result(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
+    def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
         if self._trains_with_fit and reduce_results:  # Keras has merged the metrics already: all ranks say the same
             return merged(answers[:1], reduce_results=False)[0]
-        return merged(answers, reduce_results)
+        return super()._merged(answers, reduce_results)
 
     @property
     def config(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from raysgd._state_codec import EncodedState, StateEncoder, decode
 from raysgd.engine.transfers import Parts
-from raysgd.replicas.replica_state import RESUME, ReplicaState
+from raysgd.replicas.replica_state import RESUME, ReplicaState, StateCopy
 from raysgd.torch import rng
 from raysgd.torch._fitting import check_model, check_optimizer, check_precision, check_schedulers
 from raysgd.torch.divided_folder import StateInFolder
@@ -51,18 +51,18 @@ class TorchState(ReplicaState):
         if FROZEN in resume:
             self._freeze(resume[FROZEN])
 
-    def copied(self) -> tuple[EncodedState, int]:
-        encoded = self._encoder.encode(self.read())
-        return encoded, encoded.num_bytes
+    def copy_for_driver(self, rank: int) -> StateCopy | None:
+        if self._parallel.is_sharded:
+            from raysgd.torch import (
+                divided_snapshot,  # not everywhere: it loads parts of PyTorch that others do without
+            )
 
-    def copied_part(self, rank: int) -> EncodedState:
-        """A copy of what this rank has of a divided state; all ranks have to ask."""
-        from raysgd.torch import divided_snapshot  # not everywhere: it loads parts of PyTorch that others do without
-
-        return self._encoder.encode(divided_snapshot.content_of(self.read_divided(), rank))
-
-    def help_copy(self) -> None:
-        """Nothing: where models are divided, each rank copies its part; else rank 0 needs no help."""
+            part = self._encoder.encode(divided_snapshot.content_of(self.read_divided(), rank))
+            return StateCopy(part, part.num_bytes, is_part=True)
+        if rank:
+            return None
+        whole = self._encoder.encode(self.read())
+        return StateCopy(whole, whole.num_bytes)
 
     def decoded(self, state: EncodedState | StateInFolder | Parts | Mapping[str, Any]) -> Mapping[str, Any]:
         if isinstance(state, StateInFolder):

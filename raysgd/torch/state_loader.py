@@ -21,8 +21,9 @@ from raysgd.replicas.restoring import load_into_all, load_snapshot_into_all
 from raysgd.torch import rng, shared_state
 from raysgd.torch.checkpoint_file import OpenedFile, OtherFileError
 from raysgd.torch.divided_folder import StateInFolder
+from raysgd.torch.hosted import TorchFacts
 from raysgd.torch.replica_state import as_in_file
-from raysgd.torch.torch_runner import TorchFacts, TorchRunner
+from raysgd.torch.torch_runner import TorchRunner
 
 logger = logging.getLogger(__name__)
 

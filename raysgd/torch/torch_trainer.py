@@ -6,10 +6,10 @@ failures are the engine's business.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 
@@ -21,11 +21,10 @@ from raysgd.connections.torch import TorchConnection
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
 from raysgd.replicas.batch_options import BatchOptions
-from raysgd.replicas.epochs import merged
+from raysgd.replicas.epochs import EpochAnswer, EpochRequest
+from raysgd.replicas.history import Kind
 from raysgd.replicas.placement import Placement
 from raysgd.replicas.prediction_data import Asked, Found
-from raysgd.replicas.recording import recorded
-from raysgd.replicas.results import Metrics
 from raysgd.replicas.settings import GroupSettings
 from raysgd.torch import arguments, call_data, checkpoint_file, constants, epoch_checks, predicting, retired
 from raysgd.torch.changing import ChangingTorchTrainer
@@ -258,120 +257,26 @@ class TorchTrainer(ChangingTorchTrainer):
     def _reservation_timeout_s(self) -> float:
         return constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
 
-    @overload
-    def train(
-        self,
-        num_steps: int | None = ...,
-        profile: bool = ...,
-        reduce_results: Literal[True] = ...,
-        max_retries: int = ...,
-        info: Mapping[str, Any] | None = ...,
-        dataset: Any = ...,
-    ) -> Metrics: ...
-
-    @overload
-    def train(
-        self,
-        num_steps: int | None = ...,
-        profile: bool = ...,
-        reduce_results: bool = ...,
-        max_retries: int = ...,
-        info: Mapping[str, Any] | None = ...,
-        dataset: Any = ...,
-    ) -> Any: ...
-
-    @recorded("train")
-    def train(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        reduce_results: bool = True,
-        max_retries: int = 3,
-        info: Mapping[str, Any] | None = None,
-        dataset: Any = None,
-    ) -> Any:
-        """Trains for one pass over the data, or for `num_steps` batches per worker.
-
-        Args:
-            num_steps: Batches per worker. The next call continues where this one stops; passes follow one another.
-            profile: Whether to add `profile`, the mean seconds of the phases of a single worker, and `timings`, what it
-                spent its time on, in seconds: see `ledger`.
-            reduce_results: Whether to merge the workers' metrics; False returns a list with one dict per worker.
-            max_retries: How many times this call is run again after a loss of workers.
-            info: Handed to the operator.
-            dataset: Trained on instead of the registered loader, for this call: a `DataLoader`, a dataset, arrays, a
-                data frame, a dataset of Ray Data, a function `(config, batch_size)` that returns a loader, and others;
-                see `docs/data.md`.
-
-        Returns:
-            `num_samples`, `epoch`, `batch_count`, and each metric's mean over the samples and its last value.
-
-        Raises:
-            InvalidCountError: `max_retries` is negative, or `num_steps` is no count.
-            WorkerError: The operator raised; also of the class that it raised. Never retried.
-            WorkersLostError: Workers were lost and the retries are used up.
-        """
-        _checks.check_max_retries(max_retries)
-        asked = self._asked(num_steps, profile, reduce_results, info)
-        steps_apart = self.num_workers > 1 and not self._facts.is_synchronous
-        joint_option = self._settings.batch_options.joint_option
+    def _check_dataset(self, dataset: Any, training: bool) -> None:
+        steps_apart = training and self.num_workers > 1 and not self._facts.is_synchronous
+        joint_option = self._settings.batch_options.joint_option if training else ""
         arguments.check_dataset(dataset, steps_apart=steps_apart, joint_option=joint_option)
-        with self._shown() if self.use_tqdm else nullcontext():
-            answers = self._train(asked, max_retries, dataset, can_resume=dataset is None)
-        epoch_checks.check_even_steps(answers, self._facts.is_synchronous)
-        result = merged(answers, reduce_results)
-        epoch_checks.warn_of_nothing("train", answers, asked.num_steps)
-        return result
-
-    @overload
-    def validate(
-        self,
-        num_steps: int | None = ...,
-        profile: bool = ...,
-        reduce_results: Literal[True] = ...,
-        info: Mapping[str, Any] | None = ...,
-        *,
-        dataset: Any = ...,
-    ) -> Metrics: ...
-
-    @overload
-    def validate(
-        self,
-        num_steps: int | None = ...,
-        profile: bool = ...,
-        reduce_results: bool = ...,
-        info: Mapping[str, Any] | None = ...,
-        *,
-        dataset: Any = ...,
-    ) -> Any: ...
-
-    @recorded("validation")
-    def validate(
-        self,
-        num_steps: int | None = None,
-        profile: bool = False,
-        reduce_results: bool = True,
-        info: Mapping[str, Any] | None = None,
-        *,
-        dataset: Any = None,
-    ) -> Any:
-        """Evaluates on the validation loader, every sample once; arguments and result as in `train`, no `epoch`."""
-        asked = self._asked(num_steps, profile, reduce_results, info)
-        arguments.check_dataset(dataset)
-        answers = self._validate(asked, dataset)
-        self._controller.snapshots.touch_ranks()  # it may have drawn random numbers, which `save` keeps
-        epoch_checks.warn_of_nothing("validation", answers, asked.num_steps)
-        return merged(answers, reduce_results)
-
-    @property
-    def _seed_of_order(self) -> int:
-        return int(self._facts.seed)
 
     @contextmanager
     def _shown(self) -> Iterator[None]:
-        """Draws a progress bar until the end of the block."""
+        """Draws a progress bar, with `use_tqdm`."""
+        if not self.use_tqdm:
+            yield
+            return
         with EpochBar() as bar, self._listeners.listening(bar.show):
             yield
+
+    def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
+        if kind == "train":
+            epoch_checks.check_even_steps(answers, self._facts.is_synchronous)
+        else:
+            self._controller.snapshots.touch_ranks()  # it may have drawn random numbers, which `save` keeps
+        epoch_checks.warn_of_nothing(kind, answers, asked.num_steps)
 
     def _whole_data(self, dataset: Any, config: Mapping[str, Any]) -> Any:
         return call_data.whole(dataset, config)

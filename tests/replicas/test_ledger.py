@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from raysgd.engine.time_spent import TimeSpent
-from raysgd.replicas.ledger import Ledger, copying, evaluating, regrouping
+from raysgd.replicas.ledger import Ledger
 
 
 class Clock:
@@ -105,8 +103,8 @@ def test_a_step_that_a_loss_undid_is_done_again(ledger: Ledger, clock: Clock) ->
     clock.sleep(1)
     ledger.leave_group()
     clock.sleep(2)
-    replica = SimpleNamespace(_ledger=ledger, _run=SimpleNamespace(is_finished=False))
-    regrouping(lambda _: clock.sleep(4))(replica)
+    with ledger.regrouping(goes_on=lambda: True):
+        clock.sleep(4)
     clock.sleep(8)
     with ledger.call():
         for _ in ledger.timing(drawing(clock, 1, ledger, 0)):
@@ -135,7 +133,8 @@ def test_a_call_that_failed_for_another_reason_is_no_recovery(ledger: Ledger, cl
 def test_a_regroup_between_calls_ends_between_calls(ledger: Ledger, clock: Clock) -> None:
     ledger.enter("driver")
     clock.sleep(6)
-    regrouping(lambda _: clock.sleep(4))(SimpleNamespace(_ledger=ledger, _run=None))
+    with ledger.regrouping(goes_on=lambda: False):
+        clock.sleep(4)
     clock.sleep(5)
     assert spent(ledger) == {"driver": 11, "recovery_hand_over": 4}
 
@@ -145,8 +144,8 @@ def test_a_replica_that_stood_by_begins_when_it_takes_a_place(ledger: Ledger, cl
     ledger.stand_by()
     clock.sleep(60)
     ledger.enter("driver")
-    replica = SimpleNamespace(_ledger=ledger, _run=SimpleNamespace(is_finished=False))
-    regrouping(lambda _: clock.sleep(2))(replica)
+    with ledger.regrouping(goes_on=lambda: True):
+        clock.sleep(2)
     clock.sleep(1)
     reading = ledger.reading()
     assert spent(ledger) == {"recovery_hand_over": 2, "recovery_resume": 1}
@@ -155,25 +154,24 @@ def test_a_replica_that_stood_by_begins_when_it_takes_a_place(ledger: Ledger, cl
 
 
 def test_copies_are_booked_and_what_came_after_them_is_unsaved(ledger: Ledger, clock: Clock) -> None:
-    replica: Any = SimpleNamespace(_ledger=ledger)
     with ledger.call():
         for number in ledger.timing(drawing(clock, 3, ledger, 0)):
             clock.sleep(10)
             if number == 1:
                 ledger.commit()
-                copying(lambda _: clock.sleep(2))(replica)
+                with ledger.copying():
+                    clock.sleep(2)
     assert spent(ledger) == {"useful": 30, "snapshot": 2}
     assert ledger.reading().unsaved_s == 10
 
 
 def test_evaluation_is_booked_also_where_it_raises(ledger: Ledger, clock: Clock) -> None:
-    @evaluating
-    def validate(replica: Any) -> None:
+    def validate() -> None:
         clock.sleep(3)
         raise KeyError("label")
 
-    with pytest.raises(KeyError, match="label"):
-        validate(SimpleNamespace(_ledger=ledger))
+    with pytest.raises(KeyError, match="label"), ledger.evaluating():
+        validate()
     clock.sleep(1)
     assert spent(ledger) == {"evaluation": 3, "driver": 1}
 

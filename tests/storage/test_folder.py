@@ -1,6 +1,7 @@
 """What every folder does, on a disk and in stores.
 
-Covers `raysgd.storage._local` and `raysgd.storage._store`, which are told apart only by what is below.
+Covers `raysgd.storage._local`, `raysgd.storage._store` and `raysgd.storage._entries`, which are told apart only by what
+is below.
 """
 
 from __future__ import annotations

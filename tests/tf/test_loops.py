@@ -20,7 +20,7 @@ REQUEST = EpochRequest(2, {}, False, seed=0)
 def loop_of(operator_cls: Any) -> tuple[TFRunner, Any]:
     runner = TFRunner(TFSettings(operator_cls, {}, seed=0, num_workers=2), World(0, 1))
     runner.setup()
-    return runner, runner._loop
+    return runner, runner._hosted.loop
 
 
 def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_here: Any) -> None:
@@ -29,7 +29,7 @@ def test_an_operator_is_between_two_steps_when_no_exchange_has_come_since(keras_
     runner.train_epoch(REQUEST)
     loop.note_boundary()
     assert loop.is_whole
-    runner._synchronizer.exchanges.num_completed += 1
+    runner._hosted.synchronizer.exchanges.num_completed += 1
     assert not loop.is_whole
     assert loop.extra_results() == {"epoch": 1}
     assert loop.validation_options(REQUEST) == {}

@@ -34,6 +34,15 @@ def process_group() -> Iterator[None]:
     end_process_group()
 
 
+@pytest.fixture(scope="module")
+def two(ray_cluster: None) -> Iterator[TorchTrainer]:
+    """A trainer with two workers, in which tests run replicas side by side."""
+    with TorchTrainer(
+        training_operator_cls=LinearOperator, num_workers=2, num_cpus_per_worker=0.5, use_gpu=False
+    ) as trainer:
+        yield trainer
+
+
 @pytest.fixture
 def make_local() -> Iterator[Callable[..., TorchTrainer]]:
     """Make trainers with one worker in this process, and shut them down behind the test."""

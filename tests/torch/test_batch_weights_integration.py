@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ UNEVEN = {
     "batch_size": 8,
 }  # on two workers: four joint batches of 16 samples, and one of a single one
 EVEN = {"num_samples": 64, "batch_size": 8}
-
-
-@pytest.fixture(scope="module")
-def two(ray_cluster: None) -> Iterator[TorchTrainer]:
-    with TorchTrainer(
-        training_operator_cls=LinearOperator, num_workers=2, num_cpus_per_worker=0.5, use_gpu=False
-    ) as trainer:
-        yield trainer
 
 
 def assert_close(found: Any, expected: Any, case: str, tolerance: float = 1e-6) -> None:

@@ -38,14 +38,6 @@ class Scheduled(LinearOperator):
         self.register_data(train_loader=self.make_loader(dataset(180), shuffle=True))
 
 
-@pytest.fixture(scope="module")
-def two(ray_cluster: None) -> Iterator[TorchTrainer]:
-    with TorchTrainer(
-        training_operator_cls=LinearOperator, num_workers=2, num_cpus_per_worker=0.5, use_gpu=False
-    ) as trainer:
-        yield trainer
-
-
 def assert_close(found: Any, expected: Any) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 

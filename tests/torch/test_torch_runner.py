@@ -1,6 +1,8 @@
 """The replica that hosts one operator, alone and without workers.
 
-Covers `raysgd.replicas.runner` and `raysgd.torch.replica_state`: a runner is one object for whoever calls it.
+Covers `raysgd.replicas.runner` with what is behind it (`raysgd.replicas.hosted`, `raysgd.replicas.training`,
+`raysgd.replicas.replica_state`, `raysgd.torch.hosted`), and `raysgd.torch.replica_state`: a runner is one object for
+those that call it.
 """
 
 from __future__ import annotations
@@ -885,7 +887,7 @@ def test_a_replica_that_took_over_a_whole_state_has_one(process_group: None) -> 
 
     runner = broken_off(survivor(StepsFirst), in_step=1)
     assert not runner.replica_progress().is_whole
-    runner._take_over(runner.state(), runner._run.state(with_metrics=False))  # type: ignore[union-attr]
+    runner._training.take_over(runner.state(), runner._training.state())
     assert runner.replica_progress().is_whole
 
 

@@ -1,0 +1,336 @@
+"""What PyTorch makes of an operator: its data, its loop, its state, and its place in a group."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from raysgd.engine.types import World
+from raysgd.replicas import hosted
+from raysgd.replicas.epoch_run import EpochRun
+from raysgd.replicas.epochs import bind_batch_info
+from raysgd.replicas.facts import RunnerFacts
+from raysgd.replicas.ledger import Ledger
+from raysgd.replicas.operator import Internals, take_place
+from raysgd.replicas.prediction import PredictRequest, Work
+from raysgd.replicas.putting_back import MOST_BYTES, putting_back
+from raysgd.torch import handover, hyperparameters, metric_objects, predicting, rng
+from raysgd.torch.advice import with_advice
+from raysgd.torch.arming import Arming
+from raysgd.torch.ddp import DDP
+from raysgd.torch.feed import Feed
+from raysgd.torch.hyperparameters import Hyperparameters
+from raysgd.torch.internals import TorchInternals
+from raysgd.torch.modes import Modes
+from raysgd.torch.operator_context import OperatorContext
+from raysgd.torch.parallel import NoParallel
+from raysgd.torch.precision import make_precision
+from raysgd.torch.predicting import ToPredict
+from raysgd.torch.registrar import Registered, joint_batches
+from raysgd.torch.replica_state import TorchState
+from raysgd.torch.sampling import ShardedLoader, Unsharded
+from raysgd.torch.schedulers import IdleSchedulers
+from raysgd.torch.settings import TorchSettings
+from raysgd.torch.step_loop import StepLoop, overrides
+from raysgd.torch.streams import DividedSource
+from raysgd.torch.training_operator import TrainingOperator
+from raysgd.utils import BATCH_SIZE
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchFacts(RunnerFacts):
+    """What is to be known of an operator of PyTorch besides.
+
+    Attributes:
+        num_schedulers: How many schedulers are registered; None when there are none.
+        is_synchronous: Whether every step involves all ranks.
+        is_sharded: Whether it takes all ranks to read a model.
+    """
+
+    num_schedulers: int | None
+    is_synchronous: bool
+    is_sharded: bool = False
+
+    @property
+    def counts(self) -> dict[str, int]:
+        counts = super().counts
+        return {**counts, "schedulers": self.num_schedulers} if self.num_schedulers else counts
+
+
+class TorchHosted(hosted.Hosted):
+    """An operator of PyTorch, and what is made for it.
+
+    Attributes:
+        parallel: How the replicas are kept equal.
+    """
+
+    stock_train_epochs = (TrainingOperator.train_epoch,)
+    settings: TorchSettings
+    operator: TrainingOperator
+    state: TorchState
+    feed: Feed
+
+    def __init__(self, settings: TorchSettings, world: World, ledger: Ledger) -> None:
+        self._device = _device(settings.use_gpu)
+        self.parallel = _make_parallel(settings, world, self._device)
+        is_balanced = self.parallel.times_exchanges = settings.batch_options.balance is not None
+        joint = joint_batches(settings)
+        feed = Feed(self._data, self.parallel, world.size, self._undo, world.rank, joint, is_balanced)
+        super().__init__(settings, world, feed, ledger)
+        self._modes = Modes()
+        self._prediction = ToPredict()
+
+    @property
+    def internals(self) -> TorchInternals:
+        """What the library keeps about the operator."""
+        return self.operator._raysgd
+
+    def build(self) -> TorchFacts:
+        settings, world, device = self.settings, self.world, self._device
+        precision = make_precision(settings.use_fp16, device, settings.precision)
+        context = OperatorContext(settings, world, device, precision, self.parallel)
+        if settings.seed is not None:
+            rng.seed_alike(settings.seed)
+        self.operator = settings.training_operator_cls(settings.config_for(world.size), context)
+        self._check_data()
+        self._warn_of_batch_norms()
+        self._arming = Arming(self.operator, self.parallel)
+        self.state = TorchState(self.operator, self.parallel, self.feed)
+        self.loop = StepLoop(self.operator, self.parallel, self.feed)
+        self.internals.chosen = hyperparameters.read(self.internals.registered.optimizers)
+        self.install_callbacks(settings.worker_callbacks)
+        facts = self.facts()
+        self._part_ways()
+        return facts
+
+    def _check_data(self) -> None:
+        """Refuses train data that cannot be divided by joint batches, if the trainer has to."""
+        train, options = self._data("train"), self.settings.batch_options
+        if options.is_joint and isinstance(train, Unsharded):
+            name = "deterministic" if options.deterministic else "joint_batch"
+            raise ValueError(
+                f"`{name}={getattr(options, name)!r}` needs train data that the library divides, and the train loader "
+                f"is not divided ({train.reason}). Register a `DataLoader` over a map-style dataset, or omit `{name}`."
+            )
+        num_optimizers = len(self.internals.registered.optimizers)
+        if options.deterministic and num_optimizers > 1:
+            raise ValueError(
+                f"`deterministic=True` with {num_optimizers} registered optimizers cannot work: one that steps between "
+                "two shards would change the second one. Register a single optimizer, with parameter groups."
+            )
+
+    def _warn_of_batch_norms(self) -> None:
+        """Says once what shares by speed mean to them."""
+        models = self.internals.registered.original_models
+        kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
+        has_some = any(isinstance(module, kinds) for model in models for module in model.modules())
+        if self.settings.batch_options.balance is not None and has_some and self.world.rank == 0:
+            logger.warning(
+                '`balance="speed"` with batch norms: each worker normalizes over its own share, whose size follows its '
+                "speed. Gradients of other layers are exact. Use another norm, or `sync_batchnorm=True` on GPUs"
+            )
+
+    def _part_ways(self) -> None:
+        """Gives this rank its own random numbers, unless it has drawn some already."""
+        if self.settings.seed is not None and not self.has_trained:
+            rng.part_ways(self.settings.seed, self.world.rank)
+
+    def facts(self) -> TorchFacts:
+        registered = self.internals.registered
+        train, validation = self._data("train"), self._data("validation")
+        return TorchFacts(
+            num_models=len(registered.original_models),
+            num_optimizers=len(registered.optimizers),
+            num_schedulers=len(registered.schedulers) or None,
+            train_data=train.signature if isinstance(train, ShardedLoader) else None,
+            validation_data=validation.signature if isinstance(validation, ShardedLoader) else None,
+            seed=train.seed_hint if isinstance(train, ShardedLoader) else torch.initial_seed(),
+            keeps_own_state=overrides(self.operator, "state_dict"),
+            is_synchronous=self.parallel.synchronizes,
+            is_sharded=self.parallel.is_sharded,
+            epoch_obstacle=self.epoch_obstacle,
+            ray_batches={} if self.world.rank else self.internals.data.ray_batches,
+            has_validation=validation is not None or overrides(self.operator, "validate"),
+        )
+
+    def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
+        internals = self.internals
+        chosen, internals.followed = internals.chosen, set()
+        try:
+            with hyperparameters.put_back_on_errors(internals.registered.optimizers, internals.registered.schedulers):
+                super().change_config(config, changed)
+        except BaseException:
+            internals.chosen = chosen
+            raise
+        return [] if overrides(self.operator, "config_changed") else sorted(changed.keys() - internals.followed)
+
+    def edited_by(self, candidate: TorchHosted) -> list[Hyperparameters]:
+        differing = hyperparameters.differing(self.internals.chosen, candidate.internals.chosen)
+        return differing if any(group for groups in differing for group in groups) else []
+
+    def take_edited(self, edited: list[Hyperparameters]) -> None:
+        if edited:
+            registered = self.internals.registered
+            hyperparameters.apply(edited, registered.optimizers, registered.schedulers)
+
+    def follow_config(self) -> None:
+        self.take_edited(self.internals.chosen)
+
+    def warm_up(self) -> None:
+        operator, data = self.operator, self._data("train")
+        if not operator.warms_up_standby or self.group_obstacle or self.epoch_obstacle:
+            return
+        if not isinstance(data, ShardedLoader):
+            return
+        try:
+            self._arming.begin(0)
+            batch = next(DividedSource(data, data.seed_hint).open(0, 0), None)
+            if batch is not None:
+                with putting_back(operator, self.state.objects(), _undo_of_tensor, _is_open_class):
+                    self._warm_up(batch[0])
+        except Exception as error:  # in a real step the user would get the exception
+            logger.warning("warm-up of a standby worker failed: %r", error)
+        finally:
+            self.parallel.step.close_call()
+
+    def _warm_up(self, batch: Any) -> None:
+        internals = self.internals
+        info = {**internals.info_of_batch(0), "warm_up": True, **internals.info_of_call(None, 0)}
+        bind_batch_info(self.operator.train_batch)(batch, info)
+
+    @property
+    def connection_obstacle(self) -> str | None:
+        return self.parallel.obstacle
+
+    def take_place(self, world: World) -> None:
+        config = self.operator.config
+        before, now = config.get(BATCH_SIZE), self.settings.config_for(world.size).get(BATCH_SIZE)
+        if now is not None:
+            config[BATCH_SIZE] = now
+        self._part_ways()
+        take_place(self.operator, world)
+        self.feed.take_place(world.rank, world.size, now, before)
+        self.parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
+
+    def send(self, state: Any, takers: Sequence[int]) -> None:
+        handover.send(state, takers, self.operator.device)
+
+    def receive(self, source: int, takers: Sequence[int]) -> Any:
+        return handover.receive(source, takers, self.operator.device)
+
+    def settle_in(self) -> None:
+        self.parallel.reform()  # for what is frozen by now, which a new worker has just heard
+
+    @contextmanager
+    def training(self, run: EpochRun, stream: Any) -> Iterator[None]:
+        self.has_trained = True
+        self.parallel.exchanges.ledger = self._ledger
+        self._modes.give_back()
+        self._prediction.close()
+        self._arming.begin(run.epoch_idx, stream.source)
+        internals, registered = self.internals, self.internals.registered
+        stream.prepare = partial(self.parallel.match, registered.wrapped)
+        began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
+        try:
+            with with_advice(registered.wrapped):
+                yield
+            self._arming.finish(stream.num_steps_taken - began_at)
+            if not stream.is_mid_pass:
+                idle.warn(self.operator, internals.once)
+        finally:
+            self.parallel.step.close_call()
+
+    @contextmanager
+    def evaluating(self) -> Iterator[None]:
+        """The models stay in evaluation mode afterwards, until they are trained again."""
+        registered = self.internals.registered
+        self._modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
+        try:
+            with self.parallel.evaluating(registered.wrapped):
+                yield
+        finally:
+            self._modes.note()
+
+    @contextmanager
+    def predicting(self) -> Iterator[None]:
+        """Modes of models and random states are given back, so that training goes on as if nothing had happened."""
+        registered, modes = self.internals.registered, Modes()
+        modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
+        try:
+            with self.giving_back_random_numbers(), self.parallel.evaluating(registered.wrapped), torch.no_grad():
+                yield
+        finally:
+            modes.give_back()
+
+    @contextmanager
+    def giving_back_random_numbers(self) -> Iterator[None]:
+        drawn = rng.capture()
+        try:
+            yield
+        finally:
+            rng.restore(drawn)
+
+    def to_predict(self, request: PredictRequest, work: Work, share: Any) -> Iterator[tuple[Any, int]]:
+        return self._prediction.batches(request, work, share)
+
+    def as_array(self, value: Any) -> Any:
+        return predicting.plain(value)
+
+    def close(self) -> None:
+        super().close()
+        self._prediction.close()
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
+    def _undo(self) -> Callable[[], None]:
+        """Remembers what padding must not change: what metric objects have seen."""
+        return metric_objects.remember(self.operator, self.internals.registered)
+
+    def _data(self, name: str) -> Any:
+        """What is registered under "train" or "validation"."""
+        if self.operator is None:  # it is still being set up
+            return None
+        data = self.internals.data
+        return data.train if name == "train" else data.validation
+
+
+def _make_parallel(settings: TorchSettings, world: World, device: torch.device) -> NoParallel:
+    if settings.use_horovod:  # also for one rank: its optimizers then have what Horovod adds to them
+        from raysgd.torch.horovod_parallel import HorovodByHand, HorovodParallel
+
+        return HorovodByHand() if settings.parallel == "none" else HorovodParallel(world.size)
+    if not world.is_distributed or settings.parallel == "none":
+        return NoParallel(has_others=world.is_distributed)
+    if settings.parallel == "ddp":
+        return DDP()
+    from raysgd.torch.fsdp import FSDP  # not everywhere: it loads parts of PyTorch that others do without
+
+    return FSDP(device, world.size, settings.fsdp_options)
+
+
+def _device(use_gpu: bool) -> torch.device:
+    if use_gpu and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _is_open_class(kind: type) -> bool:
+    """Whether to look into objects of this class: of PyTorch those that hold tensors, of raysgd what leads to them."""
+    if kind in (TorchInternals, Internals, Registered):
+        return True
+    return kind.__module__.startswith("torch.nn.modules.") and kind.__module__ != "torch.nn.modules.lazy"
+
+
+def _undo_of_tensor(value: Any) -> Callable[[], object] | None:
+    """What puts a small tensor back; None for a large one, and for what is no tensor."""
+    if not isinstance(value, torch.Tensor) or value.layout != torch.strided or value.nbytes > MOST_BYTES:
+        return None
+    return partial(value.detach().copy_, value.detach().clone())
