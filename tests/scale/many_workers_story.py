@@ -19,6 +19,7 @@ NUM_WORKERS = 32
 BATCH_SIZE = 2
 NUM_STEPS = 5
 KILLED_RANK = 17
+HEARTBEAT_S = 240.0  # while as many processes load PyTorch on a few cores, each is silent for long
 
 
 def main() -> None:
@@ -26,7 +27,9 @@ def main() -> None:
     ray.init(num_cpus=NUM_WORKERS, include_dashboard=False, logging_level=logging.ERROR)
     config = {"batch_size": BATCH_SIZE, "num_samples": NUM_WORKERS * BATCH_SIZE * NUM_STEPS}
     try:
-        with TorchTrainer(training_operator_cls=Ledger, config=config, num_workers=NUM_WORKERS) as trainer:
+        with TorchTrainer(
+            training_operator_cls=Ledger, config=config, num_workers=NUM_WORKERS, heartbeat_s=HEARTBEAT_S
+        ) as trainer:
             trainer.train()
             testing.kill_worker(trainer, KILLED_RANK, at="step:2")
             trainer.train()
