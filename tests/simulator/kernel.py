@@ -259,6 +259,9 @@ class Kernel:
                 body()
             except Stopped:
                 pass
+            except BaseException as error:
+                self.stop(f"a thread of the driver raised {error!r}")
+                raise
             finally:
                 thread.is_over = True
                 if not is_user:
