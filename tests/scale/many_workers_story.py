@@ -33,7 +33,7 @@ def main() -> None:
             trainer.train()
             testing.kill_worker(trainer, KILLED_RANK, at="step:2")
             trainer.train()
-            used = trainer.apply_all_operators(lambda operator: sorted(set(operator.net.used.tolist())))
+            used = trainer.apply_all_operators(lambda operator: sorted(set((-operator.net.used).tolist())))
             found = {
                 "used": used,
                 "num_workers": trainer.num_workers,
