@@ -55,11 +55,12 @@ class Slots:
     def reserve(
         self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
     ) -> None:
-        """Reserves room for `count` more workers, all or none.
+        """Reserves room for `count` more workers, all or none, instead of what was requested before.
 
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """
+        self.ask_for(0)
         reservation = self._new(count, has_driver)
         reservation.wait(timeout_s, check)
         self._add(reservation)

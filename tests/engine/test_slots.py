@@ -89,6 +89,16 @@ def test_asking_again_replaces_what_was_asked_for(first: int, then: int, waiting
     assert cluster.num_waiting == waiting
 
 
+def test_a_reservation_has_the_room_that_was_asked_for() -> None:
+    cluster = Cluster(room=0)
+    slots = cluster.slots()
+    slots.ask_for(2)
+    cluster.room = 2
+    assert cluster.made[0].is_granted(), "meanwhile"
+    slots.reserve(2, 1.0)
+    assert (len(slots), cluster.room, cluster.num_waiting) == (2, 0, 0)
+
+
 def test_what_was_asked_for_is_given_back_at_the_end() -> None:
     cluster = Cluster(room=1)
     slots = cluster.slots()
