@@ -56,6 +56,9 @@ class Platform(CallListener, Protocol):
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
         """The process of a worker that has not answered yet; None while there is none."""
 
+    def watch_process(self, info: WorkerInfo) -> Any:
+        """Asks whether a process works that does not answer; a call."""
+
     def kill_process(self, info: WorkerInfo) -> None:
         """Ends a process, also one that is stopped and cannot answer. Does not wait."""
 
@@ -90,6 +93,9 @@ class RayPlatform(RayPoller):
 
     def find_process(self, worker: RemoteWorker) -> WorkerInfo | None:
         return resources.find_process(worker.actor)
+
+    def watch_process(self, info: WorkerInfo) -> Any:
+        return resources.watch_process(info)
 
     def kill_process(self, info: WorkerInfo) -> None:
         resources.kill_process(info)

@@ -10,6 +10,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from raysgd.engine.policies import capacity
@@ -19,6 +20,7 @@ from raysgd.exceptions import ReservationTimeoutError
 logger = logging.getLogger(__name__)
 _POLL_S = 0.01
 _SLICE_S = 1.0
+_WATCH_S = 2.0  # on a busy machine, too, a process that has work gets its turn in that time
 _TELL_S = 5.0  # a cluster that is idle grants within a second
 
 
@@ -120,23 +122,54 @@ def find_process(actor: Any) -> WorkerInfo | None:
 
 def kill_process(info: WorkerInfo) -> None:
     """Ends a process on any node that Ray reaches, also one that is stopped and cannot answer. Does not wait."""
-    ray = _ray()
+    if info.node_id == _ray().get_runtime_context().get_node_id():
+        _sigkill(info.pid)
+    else:
+        _run_beside(info, _sigkill)
+
+
+def watch_process(info: WorkerInfo) -> Any:
+    """Asks whether a process works, also one whose interpreter is locked, on any node that Ray reaches.
+
+    Returns:
+        Ray's reference to the answer, which takes some seconds where it is no.
+    """
+    return _run_beside(info, _works)
+
+
+def _run_beside(info: WorkerInfo, function: Callable[[int], Any]) -> Any:
+    """Calls a function with the number of a process on the node of that process, in another one."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    if info.node_id == ray.get_runtime_context().get_node_id():
-        _sigkill(info.pid)
-        return
     options = {
         "num_cpus": 0,
         "max_retries": 0,
         "scheduling_strategy": NodeAffinitySchedulingStrategy(info.node_id, soft=False),  # nowhere else is it that one
     }
-    ray.remote(**options)(_sigkill).remote(info.pid)
+    return _ray().remote(**options)(function).remote(info.pid)
 
 
 def _sigkill(pid: int) -> None:
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
+
+
+def _works(pid: int) -> bool:
+    """Whether a process gets any processor time within some seconds. Where the system does not tell, it does not."""
+    try:
+        before, deadline = _processor_ticks(pid), time.monotonic() + _WATCH_S
+        while time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+            if _processor_ticks(pid) > before:
+                return True
+    except OSError:
+        pass
+    return False
+
+
+def _processor_ticks(pid: int) -> int:
+    after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(after_name[11]) + int(after_name[12])  # in user mode, and in the kernel
 
 
 def explain(need: Resources, num_workers: int, view: ClusterView) -> str:
@@ -161,6 +194,11 @@ def impossibility(need: Resources, num_workers: int, view: ClusterView) -> str |
         return None
     found = "No node is large enough for a worker" if most == 0 else f"The nodes have room for {most} workers at most"
     return f"{found}, even when nothing else runs:\n{explain(need, num_workers, view)}"
+
+
+def _state_of(group: Any) -> str:
+    """What Ray says of a placement group, such as CREATED; `wait(0)` often gives up before Ray has answered."""
+    return str(_ray().util.placement_group_table(group).get("state", "REMOVED"))
 
 
 class Reservation:
@@ -211,7 +249,7 @@ class Reservation:
     def is_granted(self) -> bool:
         """Whether the resources are there, as of now."""
         group = self._own or self._outer
-        return group is None or bool(group.wait(0))
+        return group is None or _state_of(group) == "CREATED"
 
     def wait(self, timeout_s: float, check: Callable[[], None] = lambda: None) -> None:
         """Blocks until the resources are granted. Nothing stays reserved if this raises, also after Ctrl-C.
@@ -324,7 +362,7 @@ class Reservation:
             ray.kill(holder)
         ray.util.remove_placement_group(group)
         deadline = time.monotonic() + timeout_s
-        while ray.util.placement_group_table(group).get("state", "REMOVED") != "REMOVED":
+        while _state_of(group) != "REMOVED":
             if time.monotonic() > deadline:
                 logger.warning(
                     "the reservation of %s workers was not removed within %s s", self._num_workers, timeout_s

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +13,7 @@ from raysgd.engine.gathering import outcome
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.platform import Platform
-from raysgd.engine.resources import find_process, kill_process
+from raysgd.engine.resources import find_process, kill_process, watch_process
 from raysgd.engine.slots import Slot, Slots
 from raysgd.engine.types import Outcome, WorkerInfo, World
 from raysgd.engine.worker import RemoteWorker, StandbyReady, notes_of
@@ -21,6 +22,7 @@ logger = logging.getLogger(__name__)
 _POLL_S = 0.005
 _SILENCE_S = 1.0  # a worker that does nothing answers at once
 _LOADING_S = 10.0  # the interpreter may be locked for as long while a large library is loaded
+_MOST_WATCHES = 20  # of a worker that uses the processor and does not answer; then it hangs in what it does
 
 
 class StartupCheck:
@@ -29,13 +31,16 @@ class StartupCheck:
     It asks them for heartbeats, beside whatever they do.
 
     A worker counts from its first answer on. One that has never answered counts from when Ray knows its process: before
-    that, the process may not exist yet.
+    that, the process may not exist yet. One that is silent but uses the processor is not frozen: on a busy machine a
+    library takes long to load.
 
     Args:
-        heartbeat_s: A worker that does not answer for so long is killed; never less than a library takes to load.
+        heartbeat_s: A worker that does not answer for so long is killed unless it works; never less than a library
+            takes to load.
         poll: What became of a question, as of now.
         kill: Kills a process, also a stopped one.
         find: Finds the process of a worker that has not answered yet; None while there is none.
+        watch: Asks whether a process works; a call.
         now: Time.
     """
 
@@ -45,20 +50,30 @@ class StartupCheck:
         poll: Callable[[int, Any], Outcome] = outcome,
         kill: Callable[[WorkerInfo], None] = kill_process,
         find: Callable[[RemoteWorker], WorkerInfo | None] = lambda worker: find_process(worker.actor),
+        watch: Callable[[WorkerInfo], Any] = watch_process,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._kill, self._find, self._now = kill, find, now
+        self._poll, self._kill, self._find, self._watch, self._now = poll, kill, find, watch, now
         self._liveness: LivenessCheck[RemoteWorker] = LivenessCheck(
             max(heartbeat_s, _LOADING_S), lambda worker, call: poll(-1, call), now
         )
         self._workers: list[RemoteWorker] = []
         self._infos: dict[RemoteWorker, WorkerInfo] = {}
+        self._watches: dict[RemoteWorker, Any] = {}
+        self._num_watches: Counter[RemoteWorker] = Counter()
         self._next_round = now()
 
     @classmethod
     def on(cls, platform: Platform, heartbeat_s: float) -> StartupCheck:
         """A check of workers on `platform`."""
-        return cls(heartbeat_s, platform.outcome, platform.kill_process, platform.find_process, platform.now)
+        return cls(
+            heartbeat_s,
+            platform.outcome,
+            platform.kill_process,
+            platform.find_process,
+            platform.watch_process,
+            platform.now,
+        )
 
     def add(self, worker: RemoteWorker) -> None:
         """Checks `worker` from now on."""
@@ -70,36 +85,58 @@ class StartupCheck:
         if worker in self._workers:
             self._workers.remove(worker)
             self._infos.pop(worker, None)
+            self._forget_silence(worker)
             self._liveness.remove(worker)
 
     def poll(self) -> None:
         """Reads the answers, kills silent workers, and asks again when that is due. Call it now and then."""
         polled = self._liveness.poll()
         for worker, found in polled.answers:
+            self._forget_silence(worker)
             if found.ok:
                 self._infos[worker] = found.value
-        for worker, silent_s in polled.silent:
-            self._judge(worker, silent_s)
+        for worker, _ in polled.silent:
+            self._judge(worker)
+        for worker, watch in list(self._watches.items()):
+            self._look_at(worker, watch)
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))
             self._ask(self._workers)
 
-    def _judge(self, worker: RemoteWorker, silent_s: float) -> None:
+    def _judge(self, worker: RemoteWorker) -> None:
+        """Asks whether a silent worker is frozen, and asks it once more, too."""
         info = self._infos.get(worker)
-        if info is None:  # its process may have been made just now: it is asked once more
+        if info is None:  # its process may have been made just now
             found = self._find(worker)
             if found is not None:
                 self._infos[worker] = found
+        elif worker in self._watches or self._num_watches[worker] >= _MOST_WATCHES:
+            self._end(worker, info)
+        else:
+            self._watches[worker] = self._watch(info)
+            self._num_watches[worker] += 1
+
+    def _look_at(self, worker: RemoteWorker, watch: Any) -> None:
+        found = self._poll(-1, watch)
+        if not found.answered:
             return
+        del self._watches[worker]
+        if found.ok and found.value:
+            logger.debug("a worker (process %s) works and does not respond: it loads", self._infos[worker].pid)
+        else:
+            self._end(worker, self._infos[worker])
+
+    def _end(self, worker: RemoteWorker, info: WorkerInfo) -> None:
         logger.warning(
-            "a worker (process %s on node %s) did not respond for %.0f s while it started; stopping it",
-            info.pid,
-            info.node_ip,
-            silent_s,
+            "a worker (process %s on node %s) did not respond while it started; stopping it", info.pid, info.node_ip
         )
         self.remove(worker)
         worker.kill()
         self._kill(info)
+
+    def _forget_silence(self, worker: RemoteWorker) -> None:
+        self._watches.pop(worker, None)
+        self._num_watches.pop(worker, None)
 
     def _ask(self, workers: list[RemoteWorker]) -> None:
         self._liveness.ask(workers, lambda worker: worker.submit("describe"))

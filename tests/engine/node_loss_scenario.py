@@ -106,7 +106,7 @@ class Story:
 
     def gain_a_node(self) -> None:
         self.nodes.append(add_node(self.cluster))
-        while ray.available_resources().get("CPU") != len(self.nodes) * (CPUS_PER_NODE - NEED.num_cpus):
+        while [holder.state for holder in cluster_view().holders] != ["CREATED"] * len(self.nodes):
             time.sleep(0.05)  # Ray grants what was requested for the worker that is missing
         self.seen["after the gain"] = self.train(100.0)
         self.seen["failures in the end"] = self.controller.history.num_failures

@@ -22,6 +22,7 @@ class Process:
     is_there: bool = True
     is_known: bool = False
     is_stopped: bool = False
+    works: bool = False
     calls: list[str] = field(default_factory=list)
 
     def submit(self, method: str) -> Process:
@@ -32,19 +33,39 @@ class Process:
         self.calls.append("kill")
 
 
+WATCH_S = 2.0
+
+
+@dataclass
+class Watch:
+    """A look at a process from beside."""
+
+    process: Process
+    began: float
+
+
 class StartupScene:
     """Starting workers, checked ten times a second."""
 
     def __init__(self, *processes: Process, heartbeat_s: float = 12.0) -> None:
         self.clock = FakeClock()
         self.ended: list[int] = []
+        self.processes = {process.pid: process for process in processes}
         self.startup = StartupCheck(
-            heartbeat_s, self._poll, lambda info: self.ended.append(info.pid), self._find, self.clock.monotonic
+            heartbeat_s,
+            self._poll,
+            lambda info: self.ended.append(info.pid),
+            self._find,
+            lambda info: Watch(self.processes[info.pid], self.clock.monotonic()),
+            self.clock.monotonic,
         )
         for process in processes:
             self.startup.add(cast(RemoteWorker, process))
 
     def _poll(self, rank: int, process: Any) -> Outcome:
+        if isinstance(process, Watch):
+            works, is_over = process.process.works, self.clock.monotonic() - process.began >= WATCH_S
+            return Outcome(rank, works) if works or is_over else Outcome(rank, answered=False)
         if process.is_stopped or not process.is_there:
             return Outcome(rank, answered=False)
         return Outcome(rank, WorkerInfo("node", "10.0.0.1", process.pid))
@@ -66,7 +87,7 @@ def test_whoever_freezes_is_ended_after_the_time_for_a_heartbeat(caplog: pytest.
     scene.pass_time(11.5)
     assert scene.ended == []
     with caplog.at_level(logging.WARNING, logger="raysgd"):
-        scene.pass_time(2)
+        scene.pass_time(2 + WATCH_S)
     assert scene.ended == [1]
     assert "kill" in frozen.calls, "so that Ray does not wait for it either"
     assert "kill" not in other.calls
@@ -83,6 +104,40 @@ def test_whoever_takes_long_but_answers_is_left_alone() -> None:
     assert len(slow.calls) == pytest.approx(300, abs=30), "about once a second, and never twice at a time"
 
 
+def test_whoever_loads_on_a_busy_machine_is_not_frozen() -> None:
+    loading, frozen = Process(1, works=True), Process(2)
+    scene = StartupScene(loading, frozen)
+    scene.pass_time(1)
+    loading.is_stopped = frozen.is_stopped = True
+    scene.pass_time(60)
+    assert scene.ended == [2]
+    loading.works = False
+    scene.pass_time(16)
+    assert scene.ended == [2, 1], "it loaded, and froze"
+
+
+def test_whoever_works_without_end_and_never_answers_hangs() -> None:
+    hung = Process(1, works=True)
+    scene = StartupScene(hung)
+    scene.pass_time(1)
+    hung.is_stopped = True
+    scene.pass_time(240)
+    assert scene.ended == []
+    scene.pass_time(40)
+    assert scene.ended == [1]
+
+
+def test_whoever_answers_again_has_all_the_time_once_more() -> None:
+    slow = Process(1, works=True)
+    scene = StartupScene(slow)
+    for _ in range(4):
+        slow.is_stopped = True
+        scene.pass_time(200)
+        slow.is_stopped = False
+        scene.pass_time(2)
+    assert scene.ended == []
+
+
 def test_a_process_that_is_not_there_yet_is_not_frozen() -> None:
     late = Process(1, is_there=False)
     scene = StartupScene(late)
@@ -91,7 +146,7 @@ def test_a_process_that_is_not_there_yet_is_not_frozen() -> None:
     late.is_there = True
     scene.pass_time(1)
     late.is_stopped = True
-    scene.pass_time(14)
+    scene.pass_time(14 + WATCH_S)
     assert scene.ended == [1]
 
 
@@ -113,7 +168,7 @@ def test_a_short_heartbeat_leaves_time_to_load_libraries() -> None:
     loading.is_stopped = True
     scene.pass_time(9)
     assert scene.ended == []
-    scene.pass_time(3)
+    scene.pass_time(3 + WATCH_S)
     assert scene.ended == [1]
 
 

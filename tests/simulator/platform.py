@@ -269,6 +269,10 @@ class SimPlatform:
         assert isinstance(worker, SimWorker)
         return worker.process.info if worker.process.is_up else None
 
+    def watch_process(self, info: WorkerInfo) -> Any:
+        works = any(each.pid == info.pid and each.is_up and not each.is_frozen for each in self._cluster.processes)
+        return Seen(works)
+
     def kill_process(self, info: WorkerInfo) -> None:
         for process in self._cluster.processes:
             if process.pid == info.pid:
@@ -279,6 +283,16 @@ class SimPlatform:
 
     def store(self, value: Any) -> Stored:
         return Stored(value, value)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A question that was answered at once."""
+
+    value: Any
+
+    def outcome(self, rank: int) -> Outcome:
+        return Outcome(rank, self.value)
 
 
 @dataclass(frozen=True)

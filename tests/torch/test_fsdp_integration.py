@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.fsdp import _filled, _skeleton_of
 from raysgd.torch.options import FSDPOptions
+from tests.doors import controller_of
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal
 
@@ -37,6 +39,8 @@ class Blocks(LinearOperator):
         mark = Path(self.config.get("marks", "/"), f"{self.global_step}")
         if self.world_rank == 1 and self.global_step in self.config.get("dies_in", ()) and not mark.exists():
             mark.touch()
+            while self.global_step == self.config.get("waits_in") and not mark.with_name("landed").exists():
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(self.config.get("step_s", 0.0))
         return super().train_batch(batch, batch_info)
@@ -201,15 +205,26 @@ def test_a_damaged_folder_leaves_the_workers_as_they_were(divided: TorchTrainer,
         divided.save(tmp_path)
 
 
+def mark_when_inside(trainer: TorchTrainer, mark: Path) -> None:
+    """Makes the file once the driver has a snapshot that was taken inside a call."""
+    deadline = time.monotonic() + 60
+    while not controller_of(trainer).snapshots.is_inside and time.monotonic() < deadline:
+        time.sleep(0.01)
+    mark.touch()
+
+
 def test_a_lost_worker_is_replaced_and_nothing_is_lost(
     ray_cluster: None, tmp_path: Path, make_local: Callable[..., TorchTrainer]
 ) -> None:
     """A rank takes its part of the model along: a new group starts, from a snapshot inside the call or before it."""
     alone = make_local(Blocks, config={"batch_size": 8})
     expected = [alone.train(num_steps=number) for number in (7, 1, 2)]
-    config = {"dies_in": [5, 8], "marks": str(tmp_path), "step_s": 0.2}
+    config = {"dies_in": [5, 8], "waits_in": 5, "marks": str(tmp_path), "step_s": 0.2}
     with start(config=config, snapshot_every_n_steps=1, snapshot_every_s=3600, heartbeat_s=2) as trainer:
+        watcher = threading.Thread(target=mark_when_inside, args=(trainer, tmp_path / "landed"))
+        watcher.start()
         found = [trainer.train(num_steps=number) for number in (7, 1, 2)]
+        watcher.join()
         inside, before = (event.detail for event in trainer.status().events if event.kind == "rebuilt")
         model = trainer.get_model().state_dict()
     assert inside.startswith("from a snapshot inside the call, after ")
