@@ -3,10 +3,13 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,9 +20,9 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from raysgd.engine import resources
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import capacity
-from raysgd.engine.resources import Reservation, cluster_view, ensure_ray, is_ray_client
+from raysgd.engine.resources import Reservation, cluster_view, ensure_ray, is_ray_client, watch_process
 from raysgd.engine.slots import Slots
-from raysgd.engine.types import Resources
+from raysgd.engine.types import Resources, WorkerInfo
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
@@ -44,6 +47,10 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it never became so"
         time.sleep(0.02)
+
+
+def process_state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
 def states_of_own_groups() -> list[str]:
@@ -306,3 +313,21 @@ def test_a_wait_for_room_ends_when_it_is_there(holder: Any) -> None:
     Slots(ONE).await_room(2, 60.0, sleep)
     assert sum(pauses) < 20
     assert set(states_of_own_groups()) <= {"REMOVED"}
+
+
+# -------------------------------------------------------------------------------------------- watching
+
+
+def test_a_process_that_loads_is_told_from_one_that_is_frozen(ray_cluster: None) -> None:
+    node_id = ray.get_runtime_context().get_node_id()
+    busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    try:
+        info = WorkerInfo(node_id, "127.0.0.1", busy.pid)
+        assert ray.get(watch_process(info))
+        busy.send_signal(signal.SIGSTOP)
+        wait_until(lambda: process_state(busy.pid) == "T")
+        assert not ray.get(watch_process(info))
+    finally:
+        busy.kill()
+        busy.wait()
+    assert not ray.get(watch_process(info)), "it is gone"
