@@ -19,7 +19,7 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: demo quick test soak lint typecheck format bench docs lock clean help
+.PHONY: demo quick test soak lint typecheck format bench docs site lock clean help
 
 # What `make quick` leaves out: Ray clusters, hours, GPUs, and Horovod, which takes minutes to build.
 QUICK := not integration and not soak and not gpu
@@ -53,7 +53,11 @@ format: $(STAMP) ## format the code and apply safe fixes
 bench: $(STAMP) ## run the benchmarks against the libraries they compare with
 	set -e; for script in examples/benchmarks/[!_]*.py; do $(PY) $$script; done
 
-docs: $(DOCS_STAMP) ## build the site into site/; fails on a broken link, a page in no menu, a public name without a docstring
+docs: $(DOCS_STAMP) ## run the Python of all pages, then build the site
+	$(PY) -m pytest tests/docs -q --numprocesses 2
+	$(MAKE) site
+
+site: $(DOCS_STAMP) ## build the site into site/; fails on a broken link, a page in no menu, a public name without a docstring
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 lock: $(STAMP) ## write constraints-dev.txt again from pyproject.toml; UPGRADE=1 chooses all versions again

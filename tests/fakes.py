@@ -16,7 +16,7 @@ from threading import Thread
 from typing import Any
 
 from raysgd.engine import ranks
-from raysgd.engine.connection import Connection
+from raysgd.engine.connection import Unconnected
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import Clock
@@ -59,17 +59,8 @@ WORDS = Words(
 """What a front end would tell its users."""
 
 
-class NullConnection(Connection):
-    """Connects nothing."""
-
-    def load(self) -> None: ...
-
-    def open_endpoint(self, host: str, rank: int) -> int:
-        return 1
-
-    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None: ...
-
-    def leave(self) -> None: ...
+class NullConnection(Unconnected):
+    """Connects nothing, but takes connection errors for errors of its group."""
 
     def is_connection_error(self, error: BaseException) -> bool:
         return isinstance(error, ConnectionError)

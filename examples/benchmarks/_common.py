@@ -30,8 +30,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+Measured = TypeVar("Measured")
 ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "GLOO_SOCKET_IFNAME": "lo",
@@ -268,9 +269,15 @@ def take_turns(
     return found
 
 
+def by_contender(found: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
+    """What `take_turns` found, where each run of raysgd measured several contenders: they are told apart."""
+    of_each = {name: [run[name] for run in found[OWN]] for name in found[OWN][0]}
+    return {**of_each, **{name: list(runs) for name, runs in found.items() if name != OWN}}
+
+
 def in_pairs(
-    first: Callable[[], float], second: Callable[[], float], *, num_pairs: int, num_warm_up: int
-) -> list[tuple[float, float]]:
+    first: Callable[[], Measured], second: Callable[[], Measured], *, num_pairs: int, num_warm_up: int
+) -> list[tuple[Measured, Measured]]:
     """What two functions measure in turn; who goes first changes from pair to pair.
 
     Args:
@@ -434,6 +441,19 @@ class Report:
             rows.append([contender, *cells])
         self.table(title, ["contender", *names.values()], rows)
         return medians
+
+    def pairs(self, title: str, name: str, runs: Sequence[Mapping[str, Any]]) -> Estimate:
+        """Prints the ratio of what was measured in pairs, and adds it to the results; returns it.
+
+        Args:
+            title: Of the table.
+            name: What is divided by what.
+            runs: Those of raysgd; `ratio` has that of each pair.
+        """
+        ratio = estimate([each for run in runs for each in run["ratio"]])
+        self.result(OWN, "paired_ratio", ratio)
+        self.table(title, [name, "pairs"], [[ratio.text(4), str(ratio.count)]])
+        return ratio
 
     def finish(self, targets: Sequence[Target]) -> None:
         """Prints the targets and the JSON line. Of a smoke test nothing is compared with a target."""

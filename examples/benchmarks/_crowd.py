@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.engine.call import Call
-from raysgd.engine.connection import Connection
+from raysgd.engine.connection import Connection, Unconnected
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.platform import RayPlatform
@@ -23,27 +23,11 @@ from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.replica import Capture
 from raysgd.engine.resources import Reservation
 from raysgd.engine.slots import Slot
-from raysgd.engine.types import ClusterView, Handover, Heartbeat, NodeView, Rendezvous, ReplicaProgress, World
+from raysgd.engine.types import ClusterView, Handover, Heartbeat, NodeView, ReplicaProgress, World
 from raysgd.engine.worker import Answer, RemoteWorker, WorkerProcess
 from raysgd.engine.worker_group import WorkerGroup
 
 NUM_HOSTS = 2
-
-
-class NoConnection(Connection):
-    """Connects nothing."""
-
-    def load(self) -> None: ...
-
-    def open_endpoint(self, host: str, rank: int) -> int:
-        return 1
-
-    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None: ...
-
-    def leave(self) -> None: ...
-
-    def is_connection_error(self, error: BaseException) -> bool:
-        return isinstance(error, ConnectionError)
 
 
 class Idle:
@@ -94,7 +78,7 @@ class Host:
     async def run(self, index: int, method: str, *args: Any) -> Any:
         """Runs a method of one of them; while it rests, the others go on."""
         if index not in self._workers:
-            self._workers[index] = WorkerProcess(NoConnection(), None)
+            self._workers[index] = WorkerProcess(Unconnected(), None)
         value = getattr(self._workers[index], method)(*args)
         if isinstance(value, Answer) and isinstance(value.value, Rest):
             await asyncio.sleep(value.value.seconds)
@@ -156,7 +140,7 @@ class Crowd:
 
     def __init__(self, num_workers: int, hosts: list[Any]) -> None:
         self.num_workers, self._hosts = num_workers, hosts
-        spec = GroupSpec(NoConnection(), Idle, regroups=True, snapshot_every_s="auto")
+        spec = GroupSpec(Unconnected(), Idle, regroups=True, snapshot_every_s="auto")
         room = {"CPU": float(num_workers)}
         self._controller = ElasticController(
             spec,

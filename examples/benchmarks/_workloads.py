@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from raysgd import TrainingOperator
 from raysgd.engine.replica import Capture
 from raysgd.torch.torch_runner import TorchRunner
+
+if TYPE_CHECKING:  # workers load this module, and need no trainer
+    from raysgd import TorchTrainer
 
 NUM_CLASSES = 10
 LEARNING_RATE = 0.01
@@ -173,6 +176,19 @@ class HandWritten:
         loss_sum, num_samples = totals.tolist()
         return float(loss_sum / num_samples)
 
+    def timed_epoch(self) -> float:
+        """Seconds of an epoch of all ranks, which begin together."""
+        meet()
+        began = time.perf_counter()
+        self.train_epoch_of_all()
+        return time.perf_counter() - began
+
+
+def meet() -> None:
+    """Waits for the other ranks, where there are any."""
+    if dist.is_initialized():
+        dist.barrier()
+
 
 class StockOperator(TrainingOperator):
     """The same training with the loop that raysgd brings."""
@@ -220,6 +236,18 @@ class TimedOperator(StockOperator):
             return result
 
         return timed
+
+
+def await_snapshot(trainer: TorchTrainer) -> None:
+    """Waits until the snapshot of the last call has left the workers, so that it costs the next call nothing."""
+    trainer.state_dict()
+
+
+def step_s(trainer: TorchTrainer, num_steps: int | None = None) -> float:
+    """Seconds of a step in the loop of a `TimedOperator`, on the slowest worker, undisturbed by snapshots."""
+    await_snapshot(trainer)
+    results = trainer.train(num_steps=num_steps, reduce_results=False)
+    return max(result["loop_s"] / result["batch_count"] for result in results)
 
 
 class StampedOperator(StockOperator):

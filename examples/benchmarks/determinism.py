@@ -11,7 +11,6 @@ three minutes.
 from __future__ import annotations
 
 import hashlib
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -21,16 +20,16 @@ from _common import (
     OWN,
     Report,
     Target,
+    by_contender,
     choose_peers,
     dispatch,
-    estimate,
     in_pairs,
     make_parser,
     ray_cluster,
     run_job,
     take_turns,
 )
-from _workloads import WORKLOADS, HandWritten, TimedOperator, config_of
+from _workloads import WORKLOADS, HandWritten, TimedOperator, config_of, step_s
 
 from raysgd import TorchTrainer
 
@@ -50,10 +49,9 @@ def make_trainer(num_workers: int, num_steps: int, deterministic: bool) -> Torch
     )
 
 
-def speed_of(trainer: TorchTrainer, num_steps: int) -> float:
+def speed_of(trainer: TorchTrainer) -> float:
     """Steps per second in an epoch."""
-    trainer.state_dict()  # waits until the snapshot of the last call has left the workers
-    return num_steps / float(max(result["loop_s"] for result in trainer.train(reduce_results=False)))
+    return 1 / step_s(trainer)
 
 
 def run_raysgd(num_workers: int, num_steps: int, num_epochs: int) -> dict[str, dict[str, Any]]:
@@ -63,7 +61,7 @@ def run_raysgd(num_workers: int, num_steps: int, num_epochs: int) -> dict[str, d
         make_trainer(num_workers, num_steps, True) as deterministic,
         make_trainer(num_workers, num_steps, False) as usual,
     ):
-        measures = [partial(speed_of, trainer, num_steps) for trainer in (deterministic, usual)]
+        measures = [partial(speed_of, trainer) for trainer in (deterministic, usual)]
         pairs = in_pairs(*measures, num_pairs=num_epochs, num_warm_up=1)
         weights = deterministic.get_model(to_cpu=True).parameters()
         digest = hashlib.sha256(b"".join(each.detach().numpy().tobytes() for each in weights)).hexdigest()
@@ -76,13 +74,8 @@ def run_raw(num_workers: int, num_steps: int, num_epochs: int) -> dict[str, Any]
     """The loop written by hand, under torchrun."""
     dist.init_process_group("gloo")
     training = HandWritten(WORKLOAD.with_steps(num_steps), dist.get_rank(), num_workers)
-    speeds = []
-    for _ in range(1 + num_epochs):
-        dist.barrier()
-        began = time.perf_counter()
-        training.train_epoch_of_all()
-        speeds.append(num_steps / (time.perf_counter() - began))
-    return {"steps_per_s": speeds[1:]}
+    training.timed_epoch()
+    return {"steps_per_s": [num_steps / training.timed_epoch() for _ in range(num_epochs)]}
 
 
 ROLES = {OWN: run_raysgd, "raw": run_raw}
@@ -103,16 +96,13 @@ def main() -> None:
     run = partial(run_job, __file__, num_workers=num_workers, num_steps=num_steps, num_epochs=arguments.num_epochs)
     jobs = {OWN: partial(run, OWN), **{name: partial(run, name, processes=num_workers) for name in peers.selected}}
     found = take_turns(jobs, arguments.repetitions, report)
-    own = found.pop(OWN)
-    report_runs(report, {**{name: [each[name] for each in own] for name in (OWN, USUAL)}, **found})
+    report_runs(report, by_contender(found))
 
 
 def report_runs(report: Report, runs: dict[str, Sequence[dict[str, Any]]]) -> None:
     """Tables, and what is compared with a target."""
     medians = report.figures("mlp_large, undisturbed", {"steps_per_s": "steps/s"}, runs)
-    ratio = estimate([each for run in runs[OWN] for each in run["ratio"]])
-    report.result(OWN, "paired_ratio", ratio)
-    report.table("In pairs", ["deterministic / usual", "pairs"], [[ratio.text(4), str(ratio.count)]])
+    ratio = report.pairs("In pairs", "deterministic / usual", runs[OWN])
     num_digests = len({run["digest"] for run in runs[OWN]})
     report.result(OWN, "num_digests", num_digests)
     raw = medians.get(("raw", "steps_per_s"))

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from _common import OWN, Estimate, Report, Target, choose_peers, estimate, make_parser, significant
+from _common import OWN, Estimate, Report, Target, choose_peers, estimate, in_pairs, make_parser, significant
 from torch import nn
 
 from raysgd import TorchTrainer, TrainingOperator
@@ -225,12 +225,7 @@ def measure(workload: GPUWorkload, precision: str, num_pairs: int, smoke_test: b
             lambda: measured(lambda: operator.by_hand.train_epoch(operator.batches), workload.num_steps),
             lambda: measured(trainer.train, workload.num_steps),
         )
-        pairs = []
-        for index in range(num_warm_up_pairs + num_pairs):
-            order = (0, 1) if index % 2 else (1, 0)
-            costs = {which: contenders[which]() for which in order}
-            pairs.append((costs[0], costs[1]))
-    return pairs[num_warm_up_pairs:]
+        return in_pairs(*contenders, num_pairs=num_pairs, num_warm_up=num_warm_up_pairs)
 
 
 def report_pairs(

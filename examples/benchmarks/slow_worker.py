@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -24,9 +23,9 @@ from _common import (
     OWN,
     Report,
     Target,
+    by_contender,
     choose_peers,
     dispatch,
-    estimate,
     in_pairs,
     make_parser,
     ray_cluster,
@@ -34,7 +33,7 @@ from _common import (
     take_turns,
 )
 from _slowed import half_as_fast, way
-from _workloads import WORKLOADS, HandWritten, TimedOperator, config_of
+from _workloads import WORKLOADS, HandWritten, TimedOperator, config_of, step_s
 
 from raysgd import TorchTrainer
 
@@ -62,9 +61,7 @@ def make_trainer(num_steps: int, balance: str | None) -> TorchTrainer:
 
 def speed_of(trainer: TorchTrainer, num_steps: int) -> float:
     """Samples per second in some steps."""
-    trainer.state_dict()  # waits until the snapshot of the last call has left the workers
-    results = trainer.train(num_steps=num_steps, reduce_results=False)
-    return JOINT_SIZE * num_steps / float(max(result["loop_s"] for result in results))
+    return JOINT_SIZE / step_s(trainer, num_steps)
 
 
 def slowed_speed_of(trainer: TorchTrainer, num_steps: int) -> float:
@@ -100,10 +97,7 @@ def run_raw(num_steps: int) -> dict[str, float]:
     speeds = {}
     for name, is_slow in (("warm_up", False), ("even", False), ("slow", True)):
         with half_as_fast(os.getpid()) if is_slow and dist.get_rank() == 1 else contextlib.nullcontext():
-            dist.barrier()
-            began = time.perf_counter()
-            training.train_epoch_of_all()
-            speeds[name] = JOINT_SIZE * num_steps / (time.perf_counter() - began)
+            speeds[name] = JOINT_SIZE * num_steps / training.timed_epoch()
     return speeds
 
 
@@ -126,18 +120,14 @@ def main() -> None:
         **{name: partial(run, name, processes=NUM_WORKERS) for name in peers.selected},
     }
     found = take_turns(jobs, arguments.repetitions, report)
-    own = found.pop(OWN)
-    runs = {**{name: [each[name] for each in own] for name in (OWN, EVEN)}, **found}
-    report_runs(report, runs)
+    report_runs(report, by_contender(found))
 
 
 def report_runs(report: Report, runs: dict[str, Sequence[dict[str, Any]]]) -> None:
     """Tables, and what is compared with a target."""
     names = {"slow": "samples/s, one worker at half speed", "even": "samples/s, no slow worker"}
     medians = report.figures(f"One of two workers slowed down by: {way()}", names, runs)
-    ratio = estimate([each for run in runs[OWN] for each in run["ratio"]])
-    report.result(OWN, "paired_ratio", ratio)
-    report.table("No slow worker, in pairs", ["by speed / evenly", "pairs"], [[ratio.text(4), str(ratio.count)]])
+    ratio = report.pairs("No slow worker, in pairs", "by speed / evenly", runs[OWN])
     raw = medians.get(("raw", "slow"))
     report.finish(
         [

@@ -44,7 +44,19 @@ from _common import (
     significant,
     take_turns,
 )
-from _workloads import WORKLOADS, HandWritten, StockOperator, TimedOperator, Workload, config_of, sgd, workload_of
+from _workloads import (
+    WORKLOADS,
+    HandWritten,
+    StockOperator,
+    TimedOperator,
+    Workload,
+    await_snapshot,
+    config_of,
+    meet,
+    sgd,
+    step_s,
+    workload_of,
+)
 
 from raysgd import TorchTrainer, TrainingOperator
 
@@ -71,21 +83,13 @@ class PairedOperator(TimedOperator):
         self.by_hand = HandWritten(workload_of(config), self.world_rank, config["world_size"], model)
 
     def before_loop(self) -> None:
-        _meet()
+        meet()
 
 
 def train_by_hand(operator: TrainingOperator) -> float:
     """One epoch of the loop written by hand; returns its seconds."""
     assert isinstance(operator, PairedOperator)
-    _meet()
-    began = time.perf_counter()
-    operator.by_hand.train_epoch_of_all()
-    return time.perf_counter() - began
-
-
-def _meet() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+    return operator.by_hand.timed_epoch()
 
 
 @dataclass(frozen=True)
@@ -102,19 +106,12 @@ def measure_pairs(workload: Workload, num_workers: int, num_pairs: int) -> list[
     with TorchTrainer(training_operator_cls=PairedOperator, config=config, num_workers=num_workers) as trainer:
 
         def by_hand() -> float:
+            await_snapshot(trainer)
             return max(trainer.apply_all_operators(train_by_hand)) / workload.num_steps
 
-        def by_operator() -> float:
-            results = trainer.train(reduce_results=False)
-            assert all(result["batch_count"] == workload.num_steps for result in results)
-            return float(max(result["loop_s"] for result in results)) / workload.num_steps
-
-        def settled(measure: Callable[[], float]) -> float:
-            trainer.state_dict()  # waits until the snapshot of the last call has left the workers
-            return measure()
-
-        measures = functools.partial(settled, by_hand), functools.partial(settled, by_operator)
-        return [Pair(*pair) for pair in in_pairs(*measures, num_pairs=num_pairs, num_warm_up=NUM_WARM_UP_PAIRS)]
+        by_operator = functools.partial(step_s, trainer)
+        pairs = in_pairs(by_hand, by_operator, num_pairs=num_pairs, num_warm_up=NUM_WARM_UP_PAIRS)
+    return [Pair(*pair) for pair in pairs]
 
 
 # ------------------------------------------------------------------------------------------------------ side by side

@@ -74,3 +74,22 @@ class Connection(ABC):
         It is asked while the exception has its traceback. An error of user code, such as a lost connection to a
         database, must not be taken for one of the group: it is never retried.
         """
+
+
+class Unconnected(Connection):
+    """Connects nothing: the workers run side by side."""
+
+    def load(self) -> None:
+        """There is no framework to import."""
+
+    def open_endpoint(self, host: str, rank: int) -> int:
+        return 0
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        """There is nothing to join."""
+
+    def leave(self) -> None:
+        """There is nothing to leave."""
+
+    def is_connection_error(self, error: BaseException) -> bool:
+        return False

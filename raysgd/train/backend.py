@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from raysgd.compat.names import MOVED, former_names
-from raysgd.engine.connection import Connection
+from raysgd.engine.connection import Connection, Unconnected
 from raysgd.engine.types import Rendezvous, World
 from raysgd.exceptions import InactiveWorkerGroupError, TrainBackendError, TrainingWorkerError
 
@@ -87,25 +87,6 @@ class BackendConfig:
     def connection(self, num_gpus_per_worker: float) -> Connection:
         """What connects the workers from within, as part of their start."""
         return Unconnected()
-
-
-class Unconnected(Connection):
-    """Connects nothing."""
-
-    def load(self) -> None:
-        """There is no framework to import."""
-
-    def open_endpoint(self, host: str, rank: int) -> int:
-        return 0
-
-    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
-        """There is nothing to join."""
-
-    def leave(self) -> None:
-        """There is nothing to leave."""
-
-    def is_connection_error(self, error: BaseException) -> bool:
-        return False
 
 
 @dataclass

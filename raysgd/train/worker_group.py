@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from raysgd._checks import check_amount
+from raysgd.engine.connection import Unconnected
 from raysgd.engine.failures import classify
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import num_fitting
@@ -17,7 +18,6 @@ from raysgd.engine.worker_group import WorkerGroup as EngineGroup
 from raysgd.exceptions import TrainBackendError, WorkersLostError, worker_error
 from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._worker_handles import Worker, WorkerMetadata, WorkerObject, describe, gather, make_objects
-from raysgd.train.backend import Unconnected
 
 __all__ = ["Worker", "WorkerGroup", "WorkerMetadata"]
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 from pathlib import Path
 from textwrap import dedent
 
@@ -50,6 +51,21 @@ def failed(text: str) -> Migrated:
 )
 def test_an_import_leads_to_raysgd(old: str, new: str) -> None:
     assert migrated(old + "\n") == new + "\n"
+
+
+def diffs_of_the_page() -> list[str]:
+    page = Path(__file__).parents[2] / "docs" / "migration.md"
+    return re.findall(r"^```diff\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+
+
+def side(diff: str, mark: str) -> str:
+    return "".join(line[1:] for line in diff.splitlines(keepends=True) if line[0] in (" ", mark))
+
+
+@pytest.mark.parametrize("diff", diffs_of_the_page())
+def test_the_page_shows_what_becomes_of_a_program(diff: str) -> None:
+    before = side(diff, "-")
+    assert migrated(before, ray_train="ray.train" in before) == side(diff, "+")
 
 
 def test_formatting_and_comments_are_kept() -> None:

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from raysgd.engine.connection import Unconnected
 from raysgd.engine.types import Rendezvous, World
-from raysgd.train.backend import Backend, BackendConfig, Placed, Unconnected, backend_of, resolve
+from raysgd.train.backend import Backend, BackendConfig, Placed, backend_of, resolve
 from raysgd.train.torch import TorchBackend, TorchConfig
 from tests.fakes import meeting
 

@@ -4,8 +4,9 @@ from typing import Any
 
 import pytest
 
+from raysgd.engine.connection import Unconnected
 from raysgd.train._settings import WORDS, ExecutorRules, WorkerSettings
-from raysgd.train.backend import Backend, BackendConfig, Placed, Unconnected
+from raysgd.train.backend import Backend, BackendConfig, Placed
 from raysgd.train.torch import TorchConfig
 
 
