@@ -312,7 +312,7 @@ class FakeCluster:
         calls: The same for each call of a function of a test.
         restores: The same for each call that the controller makes on its own.
         stands: The same whenever survivors leave their group.
-        regroups: The same whenever a group is formed anew in place.
+        regroups: The same whenever a group is formed again in place.
         waits: The same whenever survivors waited for somebody to join them.
         transfer_s: How long a state that is fetched is on its way.
         standby_is_slow: Whether workers that are called up are ready only when somebody waits for them.
@@ -538,10 +538,7 @@ class FakeGroup(WorkerGroup):
     ) -> GroupReport:
         event = _next(self.cluster.regroups)
         self.handovers.append(handover)
-        self.replicas = [self.replicas[rank] for rank in survivors] + list(joining)
-        new = [WorkerInfo("node", "10.0.0.1", 100 + index) for index in range(len(joining))]
-        self.infos = [self.infos[rank] for rank in survivors] + new
-        self.worlds, self.num_workers, self.gone = ranks.assign(self.infos), len(self.infos), set()
+        self._give_places(survivors, joining)
         if event is None:
             for taker in handover.takers:
                 self.replicas[taker].take_over(self.replicas[handover.source].hand_over())
@@ -549,6 +546,23 @@ class FakeGroup(WorkerGroup):
             event, lambda replica: replica.regroup(self._world_of(replica), handover), {}, False, None
         )
         return GroupReport(tuple(replace(o, value=o.value.value) if o.ok else o for o in report.outcomes))
+
+    def renew(
+        self,
+        survivors: Sequence[int],
+        joining: Sequence[Any],
+        on_wait: Callable[[], None] | None = None,
+    ) -> GroupReport:
+        event = _next(self.cluster.regroups)
+        self._give_places(survivors, joining)
+        self.replicas = [self.spec.make_replica(world) for world in self.worlds]
+        return self._report(event, lambda replica: replica.setup(), {}, False, None)
+
+    def _give_places(self, survivors: Sequence[int], joining: Sequence[Any]) -> None:
+        self.replicas = [self.replicas[rank] for rank in survivors] + list(joining)
+        new = [WorkerInfo("node", "10.0.0.1", 100 + index) for index in range(len(joining))]
+        self.infos = [self.infos[rank] for rank in survivors] + new
+        self.worlds, self.num_workers, self.gone = ranks.assign(self.infos), len(self.infos), set()
 
     def _world_of(self, replica: Any) -> World:
         return next(world for world, other in zip(self.worlds, self.replicas, strict=True) if other is replica)

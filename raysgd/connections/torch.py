@@ -73,6 +73,7 @@ class TorchConnection(Connection):
     _is_on_one_node: bool = field(default=False, repr=False, compare=False)
     _aborting: threading.Thread | None = field(default=None, repr=False, compare=False)
     _is_cut: bool = field(default=False, repr=False, compare=False)
+    _num_beside: int = field(default=0, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
@@ -123,7 +124,7 @@ class TorchConnection(Connection):
         timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
         dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
-            self._connections = self._between_ranks(sockets_before, world)
+            self._connections = self._between_ranks(sockets_before, world, "raysgd/listens")
             store.longest_wait_s = math.inf  # it is formed, and what follows takes its time
             deadline.check()  # an interrupt that came before there was anything to cut
         global _joined
@@ -192,10 +193,24 @@ class TorchConnection(Connection):
             os.environ[_VISIBLE] = own
             torch.cuda.set_device(0)
 
-    def _between_ranks(self, sockets_before: dict[int, str], world: World) -> list[OpenSocket]:
+    def new_group_beside(self) -> Any:
+        """Another group of all ranks, over gloo; `interrupt` ends what waits in it, too. All ranks have to ask."""
+        import torch.distributed as dist
+
+        sockets_before, world = open_sockets(), World(dist.get_rank(), dist.get_world_size())
+        group = dist.new_group(backend="gloo")
+        if world.is_distributed:
+            self._num_beside += 1
+            topic = f"raysgd/listens/{self._num_beside}"
+            self._connections += self._between_ranks(sockets_before, world, topic)
+        if self._is_cut:  # meanwhile, by another thread
+            self._cut()
+        return group
+
+    def _between_ranks(self, sockets_before: dict[int, str], world: World, topic: str) -> list[OpenSocket]:
         """Gloo's connections to other ranks: those that were opened meanwhile, where it listens itself or others do."""
         own = listening_since(sockets_before)
-        told = [json.loads(word) for word in self._tell(world, "raysgd/listens", json.dumps(own))]
+        told = [json.loads(word) for word in self._tell(world, topic, json.dumps(own))]
         return between_ranks(opened_since(sockets_before), {address for word in told for address in word})
 
     def interrupt(self) -> None:
@@ -234,7 +249,7 @@ class TorchConnection(Connection):
             if part is not None:
                 part.close()
         self._mesh = self._board = self._endpoint = self._group = self._store = None
-        self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
+        self._has_joined, self._gpus_of_driver, self._is_interrupted, self._num_beside = False, (), False, 0
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
 
@@ -264,6 +279,13 @@ _joined: TorchConnection | None = None  # the one whose group is the default gro
 def exchanges_at_once() -> Group | None:
     """What sums in the group of this process may go through: quicker than gloo, where one waits for them. Or None."""
     return None if _joined is None else _joined._group
+
+
+def new_group_beside() -> Any:
+    """Another group of all ranks, over gloo, beside the default group of this process; all ranks have to ask."""
+    import torch.distributed as dist
+
+    return dist.new_group(backend="gloo") if _joined is None else _joined.new_group_beside()
 
 
 def board_of_group() -> Board:

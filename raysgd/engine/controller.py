@@ -315,13 +315,14 @@ class ElasticController:
             if failed is None:
                 return True
             cause = failed.cause
-        if diagnosis.kind == "disconnected" and not self._spec.regroups:
+        if diagnosis.kind == "disconnected" and not self._spec.keeps_processes:
             tell()
         if budget.is_spent:
             self._raise(call, diagnosis, report, Raise(lost=True), budget)
         budget.pay_for_rebuild()
         self._lifecycle.hooks.on_failure(diagnosis)
-        self.starter.rebuild(cause)
+        renew = partial(self._changes.renew, report, tell) if self._spec.renews else None
+        self.starter.rebuild(cause, renew=renew)
         return self._is_restored_inside
 
     def _change_held(self, report: GroupReport) -> bool:

@@ -32,7 +32,7 @@ class GroupCalls:
         if local:
             outcomes = self._gather_both(local, remote, on_wait)
         else:
-            outcomes = Listener(remote, self._spec.regroups, self._platform).listen(on_wait)
+            outcomes = Listener(remote, self._spec.keeps_processes, self._platform).listen(on_wait)
         self.unanswered = {rank: remote[rank] for rank, found in outcomes.items() if not found.answered}
         self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
         return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
@@ -61,7 +61,7 @@ class GroupCalls:
 
         The local rank may be waiting for a remote one that failed. Only the end of the others frees it.
         """
-        listener = Listener(remote, self._spec.regroups, self._platform)
+        listener = Listener(remote, self._spec.keeps_processes, self._platform)
         answers: dict[int, Outcome] = {}
         is_local_done = self._platform.make_event()
 
@@ -92,7 +92,7 @@ class GroupCalls:
         kinds: set[str] = {found.failure.kind for found in answers.values() if found.failure}
         if is_local_done.wait(grace_s(kinds)):
             return False
-        if self._spec.regroups and "user" not in kinds:
+        if self._spec.keeps_processes and "user" not in kinds:
             self._members.interrupt(range(len(self._members)))
             return not is_local_done.wait(self._spec.settle_timeout_s)
         return True

@@ -76,6 +76,7 @@ class GroupFormer:
         suspect: Told, with those who answer, that others of the group have gone silent.
         now: The time.
         on_wait: Called now and then while it waits.
+        goes_on: Whether those who stay go on from the state that they have.
     """
 
     group: WorkerGroup
@@ -86,6 +87,7 @@ class GroupFormer:
     suspect: Callable[[Sequence[int]], None]
     now: Callable[[], float]
     on_wait: Callable[[], None]
+    goes_on: bool = True
 
     def form(self, staying: Sequence[int]) -> NextGroup:
         """Lets those who stay leave the old group, and finds others to fill it up.
@@ -131,10 +133,7 @@ class GroupFormer:
         """
         group, deadline = self.group, self.now() + STANDBY_WAIT_S
         while True:
-            progress = next_group.progress_reports[next_group.source].progress
-            obstacle = self.budget.rejoin_obstacle(progress) if self.budget is not None else None
-            if obstacle is not None:
-                raise CannotForm(obstacle, next_group.staying)
+            self._check_state(next_group)
             group.remove_workers([r for r in range(len(group)) if r not in next_group.staying and r not in group.gone])
             has_waited = self._fill_from_standby(next_group, max(0.0, deadline - self.now()) if self.can_wait else 0.0)
             if not has_waited:
@@ -144,6 +143,15 @@ class GroupFormer:
                 return next_group
             self.suspect(answering)
             next_group = replace(self._leave_old_group(answering), joining=next_group.joining)
+
+    def _check_state(self, next_group: NextGroup) -> None:
+        """Raises `CannotForm` where none of those who stay can go on, or nothing pays for it."""
+        if not self.goes_on:
+            return
+        progress = next_group.progress_reports[next_group.source].progress
+        obstacle = self.budget.rejoin_obstacle(progress) if self.budget is not None else None
+        if obstacle is not None:
+            raise CannotForm(obstacle, next_group.staying)
 
     def _fill_from_standby(self, next_group: NextGroup, wait_s: float) -> bool:
         """Lets those join who are ready; and new ones, if there is room and time to wait. Returns whether it waited."""

@@ -50,6 +50,7 @@ class GroupSpec:
         captures: Whether workers copy their state after calls that change it (pointless when none can be lost).
         snapshot_every_s: After which of these calls; see `SnapshotRule`.
         regroups: Whether replicas are `RegroupingReplica`s, so that survivors of a loss can be kept.
+        renews: Whether survivors of a loss that cannot go on keep their processes, which get new replicas.
         num_spares: How many workers wait, ready, to step in.
         packs: Whether workers go to as few nodes as they can, rather than to as many.
         within: Whose placement group to use: "default" for that of this process, a group for that one, None for none.
@@ -68,6 +69,7 @@ class GroupSpec:
     captures: bool = True
     snapshot_every_s: EverySeconds = 0.0
     regroups: bool = False
+    renews: bool = False
     num_spares: int = 0
     packs: bool = False
     within: Any = "default"
@@ -85,6 +87,11 @@ class GroupSpec:
     def loses_state(self) -> bool:
         """Whether workers have a state that nothing else has, because no copies are made of it."""
         return self.captures and self.snapshot_every_s is None
+
+    @property
+    def keeps_processes(self) -> bool:
+        """Whether survivors of a loss are kept in any way, so that they are asked who is left."""
+        return self.regroups or self.renews
 
     @property
     def num_threads(self) -> int:

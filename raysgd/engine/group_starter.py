@@ -70,8 +70,16 @@ class GroupStarter:
             _pay_for_start(budget)
         self._lifecycle.record("started", 0, began, "a new trainer")
 
-    def rebuild(self, cause: str, kind: EventKind = "rebuilt") -> None:
+    def rebuild(
+        self, cause: str, kind: EventKind = "rebuilt", renew: Callable[[], GroupReport | None] | None = None
+    ) -> None:
         """Kills what is left, sizes a new group by what is free, starts it, and restores the last snapshot.
+
+        Args:
+            cause: Why.
+            kind: What it is called in the history.
+            renew: Is tried first where it is given: keeps the processes that are left, and makes new replicas in them.
+                Returns the set-up answers of these; None where that cannot be done.
 
         Raises:
             WorkersLostError: Too few workers could be had.
@@ -80,7 +88,7 @@ class GroupStarter:
         self._lifecycle.check_active()
         began, old_size = self._lifecycle.now(), self._lifecycle.num_workers
         try:
-            self._try_rebuild(cause, kind, began, old_size)
+            self._try_rebuild(cause, kind, began, old_size, renew)
         except BaseException as error:  # Ctrl-C too
             if kind != "started":
                 is_loss = isinstance(error, WorkersLostError)
@@ -88,9 +96,15 @@ class GroupStarter:
                 self._lifecycle.record_end("lost" if is_loss else "ended", old_size, began, f"{cause}; {why}")
             raise
 
-    def _try_rebuild(self, cause: str, kind: EventKind, began: float, old_size: int) -> None:
+    def _try_rebuild(
+        self, cause: str, kind: EventKind, began: float, old_size: int, renew: Callable[[], GroupReport | None] | None
+    ) -> None:
         self._snapshots.poll(timeout_s=_AWAITED_S if self._snapshots.is_awaited else _SETTLE_S)
         self._snapshots.drop_incoming()
+        num_kept = self._try_renew(renew) if renew is not None else 0
+        if num_kept:
+            self._lifecycle.record(kind, old_size, began, cause, self._lifecycle.restored_from(), num_kept)
+            return
         self._lifecycle.kill_group()
         self._refuse_if_lost(cause)
         attempt = 0
@@ -119,9 +133,31 @@ class GroupStarter:
                 attempt -= 1  # this one was paid for
         raise WorkersLostError(f"No group could be started in {self._scaling.num_attempts} attempts after: {cause}.")
 
+    def _try_renew(self, renew: Callable[[], GroupReport | None]) -> int:
+        """Restores the last snapshot in the processes that are left; returns how many, 0 where all have to be new."""
+        if self._is_state_lost or not self._snapshots.has_any:
+            return 0
+        before = set(self._lifecycle.running.infos)
+        try:
+            report = renew()
+            if report is None:
+                return 0
+            self._lifecycle.facts = [answer.value for answer in report.values]
+            if not self._restore():
+                return 0
+        except BaseException:  # Ctrl-C too
+            self._lifecycle.kill_group()
+            raise
+        return len(before & set(self._lifecycle.running.infos))
+
+    @property
+    def _is_state_lost(self) -> bool:
+        """Whether calls changed the state that no snapshot and no replay brings back."""
+        return self._spec.loses_state and self._snapshots.has_gap
+
     def _refuse_if_lost(self, cause: str) -> None:
         """Raises where no state is left to go on from: new workers would begin from the start, unnoticed."""
-        if not (self._spec.loses_state and self._snapshots.has_gap):
+        if not self._is_state_lost:
             return
         raise WorkersLostError(
             f"{cause}, and with the workers their state is lost, because `snapshot_every_s=None` switches snapshots "

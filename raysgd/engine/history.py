@@ -33,6 +33,7 @@ class Event:
         cause: Why.
         detail: What it means for the work, in the user's terms.
         at: When it was over, in seconds since the epoch.
+        num_kept: Of workers that went back to a snapshot, those that kept their processes.
     """
 
     kind: EventKind
@@ -42,6 +43,7 @@ class Event:
     cause: str
     detail: str = ""
     at: float = 0.0
+    num_kept: int = 0
 
     @property
     def is_loss(self) -> bool:
@@ -54,8 +56,14 @@ class Event:
             size = (
                 f"{self.new_size}" if self.new_size == self.old_size else f"{self.new_size} instead of {self.old_size}"
             )
-            return f"{self.cause}; {_RECOVERED[self.kind]} with {size} workers after {self.seconds:.2f} s{detail}"
+            return f"{self.cause}; {self._recovered} with {size} workers after {self.seconds:.2f} s{detail}"
         return f"{self.kind}: {self.old_size} -> {self.new_size} workers in {self.seconds:.2f} s: {self.cause}{detail}"
+
+    @property
+    def _recovered(self) -> str:
+        if not self.num_kept:
+            return _RECOVERED[self.kind]
+        return f"kept {self.num_kept} {'process' if self.num_kept == 1 else 'processes'} and resumed"
 
 
 class History:
@@ -67,10 +75,17 @@ class History:
         self.last_resize = float("-inf")
 
     def record(
-        self, kind: EventKind, old_size: int, new_size: int, seconds: float, cause: str, detail: str = ""
+        self,
+        kind: EventKind,
+        old_size: int,
+        new_size: int,
+        seconds: float,
+        cause: str,
+        detail: str = "",
+        num_kept: int = 0,
     ) -> None:
         """Notes an event and logs it."""
-        event = Event(kind, old_size, new_size, seconds, cause, detail, self._now())
+        event = Event(kind, old_size, new_size, seconds, cause, detail, self._now(), num_kept)
         self.events.append(event)
         logger.log(_LEVELS.get(kind, logging.WARNING), "%s", event)
 

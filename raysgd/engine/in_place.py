@@ -73,15 +73,42 @@ class InPlaceChanges:
         """
         lifecycle, group = self._lifecycle, self._lifecycle.running
         began = lifecycle.now()
-        survivors = group.settle(report, tell_stuck)
+        survivors = self._settled(report, tell_stuck)
         silent = f"; rank {listed(group.silent)} does not answer any more" if group.silent else ""
-        lifecycle.suspect(survivors)
 
         def cause(gone: Collection[int]) -> str:
             return words(classify(report), gone) + silent
 
-        can_wait = lifecycle.rules.resize_check_s is None
-        return self._change(_Change("rejoined", cause, survivors, began, can_wait, budget))
+        return self._change(_Change("rejoined", cause, survivors, began, self._can_wait, budget))
+
+    def renew(self, report: GroupReport, tell_stuck: Callable[[], None]) -> GroupReport | None:
+        """After a loss that replicas cannot go on from: keeps the survivors' processes, with new replicas in all.
+
+        Returns:
+            The replicas' set-up answers; they have no state yet. None where only new workers are left.
+        """
+        former = self._former(can_wait=self._can_wait, goes_on=False)
+        try:
+            next_group = former.form(self._settled(report, tell_stuck))
+        except CannotForm as failed:
+            logger.warning("no process is kept: %s", failed.reason or "no worker is left")
+            return None
+        renewed = self._lifecycle.running.renew(next_group.staying, next_group.joining, self._on_wait)
+        if not renewed.ok:
+            logger.warning("could not form a new group: %s", words(classify(renewed)))
+            return None
+        return renewed
+
+    @property
+    def _can_wait(self) -> bool:
+        """Whether survivors of a loss wait for new workers: ADR 11."""
+        return self._lifecycle.rules.resize_check_s is None
+
+    def _settled(self, report: GroupReport, tell_stuck: Callable[[], None]) -> list[int]:
+        """The survivors of a loss, freed of what they waited for."""
+        survivors = self._lifecycle.running.settle(report, tell_stuck)
+        self._lifecycle.suspect(survivors)
+        return survivors
 
     def change(self, leaving: frozenset[str], cause: str, parts: Sequence[Capture] = ()) -> CannotForm | None:
         """Between two steps or calls: lets the workers on the nodes `leaving` go, and those that are ready step in.
@@ -152,20 +179,24 @@ class InPlaceChanges:
             raise
         return None
 
-    def _try_change(self, change: _Change, ranks: frozenset[int]) -> None:
-        lifecycle, group = self._lifecycle, self._lifecycle.running
-        old_size = len(group)
-        former = GroupFormer(
-            group,
+    def _former(self, budget: RetryBudget | None = None, can_wait: bool = True, goes_on: bool = True) -> GroupFormer:
+        lifecycle = self._lifecycle
+        return GroupFormer(
+            lifecycle.running,
             lifecycle.scaling,
-            change.budget,
-            can_wait=change.can_wait,
+            budget,
+            can_wait=can_wait,
             nodes_to_avoid=lambda: lifecycle.nodes_to_avoid,
             suspect=lifecycle.suspect,
             now=lifecycle.now,
             on_wait=self._on_wait,
+            goes_on=goes_on,
         )
-        next_group = former.form(change.staying)
+
+    def _try_change(self, change: _Change, ranks: frozenset[int]) -> None:
+        lifecycle, group = self._lifecycle, self._lifecycle.running
+        old_size = len(group)
+        next_group = self._former(change.budget, change.can_wait).form(change.staying)
         staying, joining, source = next_group.staying, next_group.joining, next_group.source
         reports = next_group.progress_reports
         new_ranks = range(len(staying), len(staying) + len(joining))

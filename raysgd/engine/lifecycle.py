@@ -239,12 +239,14 @@ class Lifecycle:
             return self.spec.words.restart_point
         return f"from a snapshot inside the call, {snapshot.progress[0]}"
 
-    def record(self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "") -> None:
+    def record(
+        self, kind: EventKind, old_size: int, began: float, cause: str, detail: str = "", num_kept: int = 0
+    ) -> None:
         """Records what happened to the group, and logs it."""
         now = self.now()
         if kind != "started":
             self.history.last_resize = now
-        self.history.record(kind, old_size, self.num_workers, now - began, cause, detail)
+        self.history.record(kind, old_size, self.num_workers, now - began, cause, detail, num_kept)
 
     def record_end(self, kind: EventKind, old_size: int, began: float, cause: str) -> None:
         """Records that there are no workers any more."""

@@ -174,10 +174,11 @@ class StandbyWorkers:
 
     def start_standby(self, slots: list[Slot], world_size: int) -> None:
         """Begins to make one worker ready on each of `slots`, for a group of `world_size`. Does not wait."""
+        make_replica = None if self._spec.renews else self._spec.make_replica
         for index, slot in enumerate(slots):
             world = World(rank=max(0, world_size - len(slots) + index), size=world_size)
             worker = self._platform.new_worker(slot, self._spec.connection, self._spec.num_threads)
-            call = worker.submit("prepare_standby", self._spec.initialization_hook, world, self._spec.make_replica)
+            call = worker.submit("prepare_standby", self._spec.initialization_hook, world, make_replica)
             self._coming.append((worker, call))
             self._startup.add(worker)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from raysgd.engine import ranks, resources
@@ -44,7 +45,8 @@ class Startup:
         order = ranks.in_order(report.values, first_stays=self._spec.use_local)
         workers = self._members.workers
         self._members.give_ranks([workers[index] for index in order], [report.values[index] for index in order])
-        return self._calls.connect(self._build, self._startup.poll)
+        build = partial(self.build, captures=self._spec.captures_after_calls)
+        return self._calls.connect(build, self._startup.poll)
 
     def cancel(self) -> None:
         """From another thread: the start raises as soon as it can."""
@@ -92,8 +94,9 @@ class Startup:
                 + resources.explain(self._spec.resources, len(references), resources.cluster_view())
             )
 
-    def _build(self, rendezvous: Rendezvous) -> Mapping[int, Any]:
-        make_replica, captures = self._spec.make_replica, self._spec.captures_after_calls
+    def build(self, rendezvous: Rendezvous, *, captures: bool) -> Mapping[int, Any]:
+        """Lets all members join and make their replicas; returns the calls. With `captures` they copy the state."""
+        make_replica = self._spec.make_replica
         return {
             rank: worker.submit("build", self._members.worlds[rank], rendezvous, make_replica, captures)
             for rank, worker in enumerate(self._members.workers)

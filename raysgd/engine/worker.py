@@ -174,10 +174,11 @@ class WorkerProcess:
         return self._guarded(body)
 
     def build(self, world: World, rendezvous: Rendezvous, make_replica: ReplicaFactory, capture: bool) -> Answer:
-        """Joins the group and builds the replica in it."""
+        """Joins the group and builds the replica in it, instead of one that was here before."""
 
         def body() -> Answer:
             self._world = world
+            self._end_replica()
             self._connection.join(rendezvous, world)
             self._replica = make_replica(world)
             facts = self._replica.setup()
@@ -186,12 +187,17 @@ class WorkerProcess:
         return self._guarded(body)
 
     def prepare_standby(
-        self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory
+        self, hook: Callable[[], Any] | None, world: World, make_replica: ReplicaFactory | None
     ) -> StandbyReady:
-        """Gets ready to step in: everything that a rank does before it joins, in a separate group."""
+        """Gets ready to step in: everything that a rank does before it joins, in a separate group.
+
+        Without `make_replica`, the replica is made only in the group that it joins.
+        """
 
         def body() -> StandbyReady:
             info = self._prepare(hook)
+            if make_replica is None:
+                return StandbyReady(info, None, _logging.drain())
             alone = Rendezvous(((LOOPBACK, self._connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
             self._connection.join(alone, World(rank=0, size=1), even_alone=True)
             replica: Any = make_replica(world)
@@ -280,12 +286,19 @@ class WorkerProcess:
 
     def close(self) -> None:
         """Lets the replica and the group go; errors of a broken group do not matter any more."""
-        replica, self._replica = self._replica, None
         try:
-            if replica is not None:
-                replica.shutdown()
+            self._end_replica()
         finally:
             self._connection.leave()
+
+    def _end_replica(self) -> None:
+        """Lets the replica go, with its memory: another one may need that."""
+        if self._replica is None:
+            return
+        replica, self._replica = self._replica, None
+        replica.shutdown()
+        del replica
+        gc.collect()
 
     @property
     def replica(self) -> Replica:

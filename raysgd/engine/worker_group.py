@@ -6,6 +6,7 @@ Faults of remote workers come back as `Outcome`s; they are never raised from her
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from raysgd.engine.group_calls import GroupCalls
@@ -228,12 +229,8 @@ class WorkerGroup:
         Returns:
             The replicas' facts. On anything but success the group cannot be used any more.
         """
+        self._give_places(survivors, joining)
         members = self._members
-        members.give_ranks(
-            [members.workers[rank] for rank in survivors] + [each.worker for each in joining],
-            [members.infos[rank] for rank in survivors] + [each.info for each in joining],
-        )
-        self.num_workers, self.gone = len(members), set()
         handover = handover.by_node(members.worlds)
 
         def join(rendezvous: Rendezvous) -> dict[int, Any]:
@@ -243,6 +240,28 @@ class WorkerGroup:
             }
 
         return self._calls.connect(join, on_wait)
+
+    def renew(
+        self,
+        survivors: Sequence[int],
+        joining: Sequence[StandbyWorker],
+        on_wait: Callable[[], None] | None = None,
+    ) -> GroupReport:
+        """Does what `regroup` does with new replicas in all processes, which have no state yet.
+
+        Returns:
+            Their set-up answers. On anything but success the group cannot be used any more.
+        """
+        self._give_places(survivors, joining)
+        return self._calls.connect(partial(self._start.build, captures=False), on_wait)
+
+    def _give_places(self, survivors: Sequence[int], joining: Sequence[StandbyWorker]) -> None:
+        members = self._members
+        members.give_ranks(
+            [members.workers[rank] for rank in survivors] + [each.worker for each in joining],
+            [members.infos[rank] for rank in survivors] + [each.info for each in joining],
+        )
+        self.num_workers, self.gone = len(members), set()
 
     def start_standby(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
         """Begins to start up to `count` more workers where there is reserved room; returns for how many there is.

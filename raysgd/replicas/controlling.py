@@ -35,6 +35,7 @@ def make_controller(
     reservation_timeout_s: float,
     *,
     keeps_survivors: bool,
+    renews_survivors: bool,
 ) -> ElasticController:
     """What keeps the workers alive, as the trainer's arguments ask for it.
 
@@ -44,8 +45,10 @@ def make_controller(
         connection: What connects the workers.
         reservation_timeout_s: How long to wait for resources.
         keeps_survivors: Whether the survivors of a loss can go on, as far as their framework is concerned.
+        renews_survivors: Whether they can at least go back to a snapshot in their processes.
     """
-    rejoins = settings.recovery == "rejoin" and not settings.is_driver_only and keeps_survivors
+    is_wanted = settings.recovery == "rejoin" and not settings.is_driver_only
+    rejoins = is_wanted and keeps_survivors
     num_gpus = settings.num_gpus_per_worker if make_replica.settings.use_gpu else 0
     group = GroupSpec(
         connection=connection,
@@ -58,6 +61,7 @@ def make_controller(
         captures=not settings.is_driver_only,
         snapshot_every_s=settings.snapshot_pace,
         regroups=rejoins,
+        renews=is_wanted and renews_survivors,
         num_spares=settings.spare_workers,
         heartbeat_s=settings.heartbeat_s,
         settle_timeout_s=settings.settle_timeout_s,

@@ -91,6 +91,11 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
         """Whether the survivors of a loss can go on, as far as their framework is concerned."""
 
     @property
+    def _renews_survivors(self) -> bool:
+        """Whether those that cannot go on can go back to a snapshot in their processes."""
+        return False
+
+    @property
     @abstractmethod
     def _reservation_timeout_s(self) -> float:
         """How long to wait for resources."""
@@ -108,6 +113,7 @@ class ClassTrainer(TrainerViews, Predicts, FitMethods):
             self._make_connection(),
             self._reservation_timeout_s,
             keeps_survivors=self._keeps_survivors,
+            renews_survivors=self._renews_survivors,
         )
 
     def _begin(self, controller: ElasticController) -> None:

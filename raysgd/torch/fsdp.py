@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from raysgd.connections.torch import new_group_beside
 from raysgd.torch.blocks import blocks_of, without_checkpointing
 from raysgd.torch.forward_rounds import Rounds, hook_of
 from raysgd.torch.options import FSDPOptions
@@ -147,7 +148,7 @@ class FSDP(NoParallel):
     @property
     def group_beside(self) -> Any:
         """One over gloo, made at the first time."""
-        self._group_beside = self._group_beside or dist.new_group(backend="gloo")
+        self._group_beside = self._group_beside or new_group_beside()
         return self._group_beside
 
     def load_model(self, model: torch.nn.Module, state: Mapping[str, Any]) -> None:

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parameter import is_lazy
 
+from raysgd.connections.torch import new_group_beside
 from raysgd.torch.blocks import without_checkpointing
 from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.loading import load_model, load_optimizer
@@ -204,7 +205,7 @@ class NoParallel:
     def summation(self) -> Summation:
         """A way to add numbers up over the ranks beside the training; all ranks must ask for it at the same time."""
         # A separate group: on the default one these calls could overtake those of the backward pass.
-        group = dist.new_group(backend="gloo")
+        group = new_group_beside()
 
         def start(numbers: torch.Tensor) -> Callable[[], Any]:
             return dist.all_reduce(numbers, group=group, async_op=True).wait

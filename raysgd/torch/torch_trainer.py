@@ -254,6 +254,10 @@ class TorchTrainer(ChangingTorchTrainer):
         return self.parallel == "ddp" and self.backend != "horovod"
 
     @property
+    def _renews_survivors(self) -> bool:
+        return self.parallel == "fsdp"
+
+    @property
     def _reservation_timeout_s(self) -> float:
         return constants.SGD_PLACEMENT_GROUP_TIMEOUT_S
 

@@ -51,6 +51,12 @@ def test_a_recovery_is_a_sentence(
     assert (line.levelname, line.getMessage()) == ("WARNING", expected)
 
 
+def test_processes_that_were_kept_are_counted_in_the_sentence() -> None:
+    history = History()
+    history.record("rebuilt", 2, 2, 1.239, "lost rank 1", num_kept=1)
+    assert str(history.events[0]) == "lost rank 1; kept 1 process and resumed with 2 workers after 1.24 s"
+
+
 def test_what_there_is_no_more_to_say_of_has_no_detail() -> None:
     history = History()
     history.record("left", 4, 2, 0.0, "a node is going away")

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import weakref
+from typing import Any
 
 import pytest
 
@@ -70,6 +72,31 @@ def test_a_worker_that_gets_ready_to_step_in_does_all_that_a_rank_does_in_a_grou
     replica = worker.replica
     assert isinstance(replica, SteppingReplica)
     assert replica.is_primed
+
+
+def test_a_worker_whose_replica_is_made_in_its_group_only_loads_before() -> None:
+    worker, diary = hosted()
+    ready = worker.prepare_standby(lambda: diary.steps.append("hook"), SECOND, None)
+    assert (diary.steps, ready.facts, ready.info.pid) == (["hook", "load"], None, os.getpid())
+    assert worker.open_endpoint("10.0.0.1", 1) == 7
+    assert worker.build(SECOND, MEETING, SteppingReplica, capture=False).value == "rank 1 of 3"
+
+
+def test_a_replica_is_let_go_with_all_it_holds_before_another_one_is_made_in_its_process() -> None:
+    worker, diary = hosted(SECOND)
+    replica: Any = worker.replica
+    replica.itself = replica  # what holds itself takes a collection
+    gone = weakref.ref(replica)
+    del replica
+    worker.leave_group()
+    worker.open_endpoint("10.0.0.1", 0)
+
+    def make(world: World) -> SteppingReplica:
+        assert gone() is None
+        return SteppingReplica(world)
+
+    assert worker.build(World(rank=0, size=2), MEETING, make, capture=False).value == "rank 0 of 2"
+    assert diary.steps[-1] == "join 10.0.0.1:7 as 0 of 2, False"
 
 
 def test_a_hook_that_fails_there_is_told_like_any_other() -> None:

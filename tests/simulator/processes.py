@@ -251,7 +251,7 @@ class Process:
         return self.connection.open_endpoint(host, rank)
 
     def _build(self, world: World, rendezvous: Rendezvous, make_replica: Any, capture: bool) -> Task:
-        self.world = world
+        self.world, self.replica = world, None
         yield from self._point("join")
         yield from self.connection.joining(rendezvous, world)
         yield from self._point("joined")
@@ -264,6 +264,8 @@ class Process:
     def _prepare_standby(self, hook: Any, world: World, make_replica: Any) -> Task:
         yield from self._point("prepare")
         yield self.host.work_s()
+        if make_replica is None:
+            return StandbyReady(self.info, None)
         alone = Rendezvous(((LOOPBACK, self.connection.open_endpoint(LOOPBACK, 0)),), on_one_node=True)
         yield from self.connection.joining(alone, World(rank=0, size=1), even_alone=True)
         self.replica = self.host.make_replica(world, self.connection, str(self.pid))

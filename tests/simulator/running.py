@@ -77,6 +77,7 @@ class Simulation:
             use_local=schedule.use_local,
             snapshot_every_s=schedule.snapshot_every_s,
             regroups=schedule.regroups,
+            renews=schedule.renews,
             num_spares=schedule.num_spares,
             heartbeat_s=schedule.heartbeat_s,
             settle_timeout_s=8.0,

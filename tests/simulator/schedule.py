@@ -104,6 +104,7 @@ class Schedule:
     batch_size: int = 4
     rejoins: bool = True
     regroups: bool = True
+    renews: bool = False
     is_large: bool = False
     has_halves: bool = False
     snapshot_every: int | None = None
@@ -154,6 +155,7 @@ def drawn(seed: int) -> Schedule:
         batch_size=rng.choice([2, 4, 6]),
         rejoins=regroups and rng.random() < 0.9,
         regroups=regroups,
+        renews=not regroups and seed % 2 == 1,
         is_large=rng.random() < 0.5,
         has_halves=rng.random() < 0.2,
         snapshot_every=rng.choice([None, None, 1, 3]),

@@ -216,22 +216,50 @@ def mark_when_inside(trainer: TorchTrainer, mark: Path) -> None:
 def test_a_lost_worker_is_replaced_and_nothing_is_lost(
     ray_cluster: None, tmp_path: Path, make_local: Callable[..., TorchTrainer]
 ) -> None:
-    """A rank takes its part of the model along: a new group starts, from a snapshot inside the call or before it."""
+    """A rank takes its part of the model along: all go back to a snapshot, inside the call or before it.
+
+    The other worker keeps its process.
+    """
     alone = make_local(Blocks, config={"batch_size": 8})
     expected = [alone.train(num_steps=number) for number in (7, 1, 2)]
     config = {"dies_in": [5, 8], "waits_in": 5, "marks": str(tmp_path), "step_s": 0.2}
     with start(config=config, snapshot_every_n_steps=1, snapshot_every_s=3600, heartbeat_s=2) as trainer:
+        [survivor, lost] = trainer.apply_all_workers(os.getpid)
         watcher = threading.Thread(target=mark_when_inside, args=(trainer, tmp_path / "landed"))
         watcher.start()
         found = [trainer.train(num_steps=number) for number in (7, 1, 2)]
         watcher.join()
         inside, before = (event.detail for event in trainer.status().events if event.kind == "rebuilt")
+        assert [event.num_kept for event in trainer.status().events if event.kind == "rebuilt"] == [1, 1]
+        pids = trainer.apply_all_workers(os.getpid)
+        assert pids[0] == survivor
+        assert pids[1] != lost
         model = trainer.get_model().state_dict()
     assert inside.startswith("from a snapshot inside the call, after ")
     assert re.fullmatch(r"from the last snapshot, with . completed calls? since run again", before)
     for name in ("num_samples", "train_loss"):
         assert [result[name] for result in found] == pytest.approx([result[name] for result in expected], rel=1e-5)
     torch.testing.assert_close(dict(model), dict(alone.get_model().state_dict()), rtol=1e-5, atol=1e-6)
+
+
+class DiesInValidation(Blocks):
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        mark = Path(self.config["marks"], "died")
+        if self.world_rank == 1 and batch_info["batch_idx"] and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().validate_batch(batch, batch_info)
+
+
+def test_ranks_that_wait_for_one_another_in_validation_are_freed_and_kept(ray_cluster: None, tmp_path: Path) -> None:
+    config = {"marks": str(tmp_path), "batch_size": 4}
+    with start(4, training_operator_cls=DiesInValidation, config=config) as trainer:
+        trainer.train()
+        before = trainer.apply_all_workers(os.getpid)
+        assert trainer.validate()["num_samples"] == 13
+        after = trainer.apply_all_workers(os.getpid)
+        [event] = [event for event in trainer.status().events if event.kind == "rebuilt"]
+    assert (event.num_kept, after[:3]) == (3, [before[rank] for rank in (0, 2, 3)])
 
 
 def test_a_state_fits_any_number_of_workers_and_rank_zero_may_live_in_the_driver(

@@ -1,0 +1,109 @@
+"""What a controller does after a loss with replicas that cannot go on: processes are kept, with new replicas in them."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import pytest
+
+from raysgd.exceptions import WorkersLostError
+from tests.engine.stepping_trainer import Trainer
+from tests.fakes import Event, Interrupted, Lost, Raised
+
+
+def test_survivors_keep_their_processes_and_all_go_back_to_the_last_snapshot() -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    before, kept = trainer.group.replicas, [trainer.group.infos[rank] for rank in (0, 2)]
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 3})) == [7, 7, 7]
+    assert (len(trainer.cluster.groups), trainer.group.infos[:2]) == (1, kept)
+    assert not any(replica in before for replica in trainer.group.replicas), "what they were is of no use"
+    assert trainer.group.functions == ["walk", "walk", "_restore", "walk"]
+    assert trainer.controller.facts == ["rank 0 of 3", "rank 1 of 3", "rank 2 of 3"]
+    event = trainer.controller.history.events[-1]
+    assert (event.kind, event.old_size, event.new_size, event.num_kept) == ("rebuilt", 3, 3, 2)
+    assert trainer.walk(1) == [8, 8, 8]
+
+
+def test_without_room_fewer_go_on() -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.cluster.num_slots = 2
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [7, 7]
+    event = trainer.controller.history.events[-1]
+    assert str(event).startswith(
+        "lost rank 1 (RuntimeError: the process is gone); kept 2 processes and resumed with 2 instead of 3 workers"
+    )
+
+
+def test_a_lost_connection_of_all_keeps_all() -> None:
+    trainer = Trainer(renews=True)
+    assert trainer.walk(5, Lost((0, 1, 2), "disconnected")) == [5, 5, 5]
+    assert (len(trainer.cluster.groups), trainer.controller.history.events[-1].num_kept) == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("lost", "then"),
+    [
+        ((0, 1, 2), None),
+        ((1,), Lost((0,))),
+        ((1,), Raised(0, ValueError("`setup` does not run twice in a process"))),
+    ],
+    ids=["no one is left", "another one dies", "set-up fails"],
+)
+def test_where_no_process_can_be_kept_all_are_new(lost: tuple[int, ...], then: Event) -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.cluster.regroups = deque([then])
+    assert trainer.walk(5, Lost(lost)) == [7, 7, 7]
+    first, second = trainer.cluster.groups
+    assert (first.ended_by, second.is_alive, trainer.kinds) == ("kill", True, ["rebuilt"])
+    assert trainer.controller.history.events[-1].num_kept == 0
+
+
+def test_a_worker_that_dies_while_the_state_is_restored_is_replaced_with_all_others() -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.cluster.restores = deque([Lost((0,))])
+    assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
+    assert [group.is_alive for group in trainer.cluster.groups] == [False, True]
+
+
+def test_too_few_survivors_wait_for_room_as_new_workers_do() -> None:
+    trainer = Trainer(renews=True, min_workers=3)
+    trainer.walk(2)
+    trainer.cluster.num_slots = 2
+
+    def make_room(seconds: float) -> None:
+        trainer.cluster.num_slots = 3
+
+    trainer.clock.at_sleep = make_room
+    assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
+    assert trainer.kinds == ["rebuilt"]
+    assert not trainer.cluster.groups[0].is_alive
+
+
+def test_going_back_costs_a_retry() -> None:
+    trainer = Trainer(renews=True)
+    assert trainer.walk(5, Lost((1,)), max_retries=1) == [5, 5, 5]
+    with pytest.raises(WorkersLostError, match="1 allowed retries"):
+        trainer.walk(5, Lost((1,)), Lost((1,)), max_retries=1)
+
+
+def test_a_state_that_no_snapshot_has_is_never_replaced_by_an_older_one() -> None:
+    trainer = Trainer(renews=True, snapshot_every_s=None)
+    trainer.walk(2)
+    trainer.controller.snapshot()
+    trainer.walk(1)
+    with pytest.raises(WorkersLostError, match="snapshot_every_s=None"):
+        trainer.walk(5, Lost((1,)))
+
+
+def test_a_group_that_is_formed_half_way_is_never_used() -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.cluster.regroups = deque([Interrupted()])
+    with pytest.raises(KeyboardInterrupt):
+        trainer.walk(5, Lost((1,)))
+    assert not trainer.group.is_alive
+    assert trainer.walk(1) == [3, 3, 3]
