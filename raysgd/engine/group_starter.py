@@ -142,7 +142,7 @@ class GroupStarter:
             report = renew()
             if report is None:
                 return 0
-            self._lifecycle.facts = [answer.value for answer in report.values]
+            self._take_answers(report)
             if not self._restore():
                 return 0
         except BaseException:  # Ctrl-C too
@@ -193,13 +193,17 @@ class GroupStarter:
             logger.warning("could not start %s workers: %s", num_workers, words(diagnosis))
             return False
         self._lifecycle.group = group
-        self._lifecycle.facts = [answer.value for answer in report.values]
-        group.ask_up_to(self._scaling.max_workers)
+        self._take_answers(report)
         if not self._snapshots.has_any:
             self._lifecycle.take_snapshot(report, is_first=True)
         if num_spares:
             group.start_standby(num_spares, num_workers)
         return True
+
+    def _take_answers(self, report: GroupReport) -> None:
+        """Takes over what new replicas say of themselves; asks for the workers that the group lacks."""
+        self._lifecycle.facts = [answer.value for answer in report.values]
+        self._lifecycle.running.ask_up_to(self._scaling.max_workers)
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
         self._lifecycle.starting = group

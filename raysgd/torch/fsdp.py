@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raysgd.connections.torch import new_group_beside
 from raysgd.torch.blocks import blocks_of, without_checkpointing
+from raysgd.torch.filling import fill, is_empty
 from raysgd.torch.forward_rounds import Rounds, hook_of
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.parallel import NoParallel, no_weights, take_from_first, trainable
@@ -56,14 +57,18 @@ class FSDP(NoParallel):
         """Divides the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""
         if not trainable(model):
             return self._leave_out(model)
-        take_from_first((*model.parameters(), *model.buffers()))
+        comes_empty = is_empty(model)
+        if not comes_empty:
+            take_from_first((*model.parameters(), *model.buffers()))
         self._skeletons[id(model)] = _skeleton_of(model)
         whole = dict(model.named_parameters())
         mesh = self._mesh = self._mesh or init_device_mesh(self._device.type, (self._world_size,))
         policies = self._options.for_pytorch()
-        for block in blocks_of(model, self._options.min_block_parameters):
-            fully_shard(block, mesh=mesh, reshard_after_forward=self._options.reshard_after_forward, **policies)
-        fully_shard(model, mesh=mesh, reshard_after_forward=False, **policies)
+        blocks = blocks_of(model, self._options.min_block_parameters)
+        for part in (*blocks, model):
+            reshards = part is not model and self._options.reshard_after_forward
+            with self._filled_for_a_moment(part) if comes_empty else nullcontext():
+                fully_shard(part, mesh=mesh, reshard_after_forward=reshards, **policies)
         for name, parameter in model.named_parameters():
             self._moved[id(whole[name])] = parameter
             self._whole.append(whole[name])
@@ -72,6 +77,16 @@ class FSDP(NoParallel):
         for part in parts:
             part.module.register_forward_pre_hook(hook_of(self._rounds, part), prepend=True)
         return model
+
+    @contextmanager
+    def _filled_for_a_moment(self, part: torch.nn.Module) -> Iterator[None]:
+        """Gives a part without numbers those of rank 0, until the body has divided it."""
+        fill(part, self._device)
+        whole = [parameter for parameter in part.parameters() if not isinstance(parameter, DTensor)]
+        take_from_first((*whole, *part.buffers()))
+        yield
+        for parameter in whole:  # optimizers have them still
+            parameter.data = parameter.data.new_empty(0)
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Puts the divided parameters into the places of the whole ones, with what optimizers know about these."""

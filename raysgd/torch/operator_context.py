@@ -9,7 +9,8 @@ import torch
 
 from raysgd.engine.types import World
 from raysgd.torch.ddp import DDP
-from raysgd.torch.parallel import NoParallel
+from raysgd.torch.filling import fill, is_empty
+from raysgd.torch.parallel import NoParallel, trainable
 from raysgd.torch.precision import Precision
 from raysgd.torch.settings import TorchSettings
 
@@ -40,5 +41,9 @@ class OperatorContext:
         return [self.device.index or 0] if self.device.type == "cuda" else None
 
     def place(self, part: Any) -> Any:
-        """Brings a model or a criterion to the device."""
+        """Brings a model or a criterion to the device. One without numbers gets them, unless it is divided later."""
+        if isinstance(part, torch.nn.Module) and is_empty(part):
+            if not (self.parallel.is_sharded and trainable(part)):
+                fill(part, self.device)
+            return part
         return part.to(self.device) if self.use_gpu and hasattr(part, "to") else part

@@ -1,4 +1,4 @@
-"""What a controller does after a loss with replicas that cannot go on: processes are kept, with new replicas in them."""
+"""What a controller does after a loss with replicas that cannot go on: it keeps processes, with new replicas."""
 
 from __future__ import annotations
 

@@ -27,16 +27,18 @@ class Peak:
     """The largest size of this process in GiB, without what it shares with Ray's object store."""
 
     def __init__(self) -> None:
-        self.gib = 0.0
+        self.gib = self.began_gib = _own_gib()
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while True:
-            [kib] = [
-                line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line
-            ]
-            self.gib = max(self.gib, int(kib) * 1024 / _GIB)
+            self.gib = max(self.gib, _own_gib())
             time.sleep(0.02)
+
+
+def _own_gib() -> float:
+    [kib] = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line]
+    return int(kib) * 1024 / _GIB
 
 
 def keep_saving(config: dict[str, Any]) -> float:

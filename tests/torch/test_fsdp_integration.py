@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -33,7 +34,8 @@ class Blocks(LinearOperator):
         super().setup({"optimizer": "adam", **config})
 
     def make_model(self) -> torch.nn.Module:
-        return Net()
+        with torch.device(self.config.get("made_on", "cpu")):
+            return Net()
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         mark = Path(self.config.get("marks", "/"), f"{self.global_step}")
@@ -51,7 +53,11 @@ class Net(torch.nn.Module):
         super().__init__()
         self.blocks = torch.nn.ModuleList(torch.nn.Linear(NUM_FEATURES, NUM_FEATURES) for _ in range(3))
         self.head = torch.nn.Linear(NUM_FEATURES, 1)
-        self.register_buffer("shift", torch.full((1,), 0.5), persistent=False)
+        self.register_buffer("shift", torch.empty(1), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.shift.fill_(0.5)
 
     def forward(self, features: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -106,6 +112,30 @@ def test_the_model_comes_whole_and_plain(divided: TorchTrainer) -> None:
     loss = torch.nn.functional.mse_loss
     features, _, target = dataset(13, seed=1).tensors
     assert divided.validate()["val_loss"] == pytest.approx(loss(model(features), target).item(), rel=1e-5)
+
+
+def test_a_model_without_numbers_gets_them_part_by_part(
+    divided: TorchTrainer, make_local: Callable[..., TorchTrainer]
+) -> None:
+    divided.reset_config({"made_on": "meta"})
+    try:
+        assert not any(divided.apply_all_operators(has_whole_parameters))
+        alone = make_local(Blocks, config={"batch_size": 8})
+        alone.load_state_dict(divided.state_dict())
+        model = divided.get_model()
+        assert model.shift.item() == 0.5
+        assert all(parameter.std() > 0 for parameter in model.parameters() if parameter.numel() > 1)
+        assert divided.train()["train_loss"] == pytest.approx(alone.train()["train_loss"], rel=1e-5)
+        torch.testing.assert_close(dict(divided.get_model().state_dict()), dict(alone.get_model().state_dict()))
+    finally:
+        divided.reset_config({})
+
+
+def has_whole_parameters(operator: Any) -> bool:
+    """Whether this rank holds a parameter that is not divided, with memory for it."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if type(each) is torch.nn.Parameter and not each.is_meta]
+    return any(each.untyped_storage().nbytes() for each in found)
 
 
 class CallsDifferentlyOften(Blocks):
@@ -251,8 +281,9 @@ class DiesInValidation(Blocks):
         return super().validate_batch(batch, batch_info)
 
 
+@pytest.mark.soak
 def test_ranks_that_wait_for_one_another_in_validation_are_freed_and_kept(ray_cluster: None, tmp_path: Path) -> None:
-    config = {"marks": str(tmp_path), "batch_size": 4}
+    config = {"marks": str(tmp_path), "batch_size": 1}
     with start(4, training_operator_cls=DiesInValidation, config=config) as trainer:
         trainer.train()
         before = trainer.apply_all_workers(os.getpid)

@@ -1,0 +1,106 @@
+"""Models that are made without memory, on PyTorch's meta device, get memory and numbers: all at once, or part by part.
+
+The numbers are those that the `reset_parameters` of the modules give, as those of PyTorch do. Tensors stay the same
+objects, so optimizers that were made before step the right ones.
+
+Why a model may come without numbers: ADR 106.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+
+from raysgd.exceptions import InvalidRegistrationError
+
+_RESETS = ("reset_parameters", "_reset_parameters")  # the latter in PyTorch's modules for attention
+
+
+def is_empty(model: torch.nn.Module) -> bool:
+    """Whether a model, or a part of it, is on the meta device."""
+    return any(tensor.is_meta for tensor in _tensors(model, recurse=True))
+
+
+def fill(part: torch.nn.Module, device: torch.device) -> None:
+    """Gives the tensors of a model, or of a part of it, that are on the meta device memory on another one, and numbers.
+
+    Args:
+        part: The model or the part. What is not on the meta device is moved, or left alone where it is divided.
+        device: Where they are to be.
+
+    Raises:
+        InvalidRegistrationError: A module does not say which numbers.
+    """
+    empty = [(module, list(_empty(module))) for module in part.modules()]
+    for tensor in chain.from_iterable(tensors for _, tensors in empty):
+        if tensor.is_meta:  # else it is shared, and was met before
+            torch.utils.swap_tensors(tensor, _room_like(tensor, device))
+    for module, tensors in reversed(empty):  # what is inside a module first, as when it is made
+        if tensors:
+            _reset(module, tensors)
+    for tensor in _tensors(part, recurse=True):
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.device.type != device.type:
+            tensor.data = tensor.data.to(device)
+
+
+def refuse_states(optimizers: Iterable[Any]) -> None:
+    """Refuses optimizers that keep something for parameters without numbers, from before their first step.
+
+    Raises:
+        InvalidRegistrationError: There is one.
+    """
+    for optimizer in optimizers:
+        entries = getattr(optimizer, "state", {}).values()
+        if any(isinstance(value, torch.Tensor) and value.is_meta for entry in entries for value in entry.values()):
+            raise InvalidRegistrationError(
+                f"`register(optimizers=...)` got a `{type(optimizer).__name__}`, which has a state before its first "
+                "step, for a model on the meta device. Use an optimizer that makes its state in its first step, such "
+                "as Adam, or make the model outside of `torch.device('meta')`."
+            )
+
+
+def _tensors(module: torch.nn.Module, recurse: bool) -> Sequence[torch.Tensor]:
+    return [*module.parameters(recurse), *module.buffers(recurse)]
+
+
+def _empty(module: torch.nn.Module) -> list[torch.Tensor]:
+    return [tensor for tensor in _tensors(module, recurse=False) if tensor.is_meta]
+
+
+def _room_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Memory for a tensor, in which it shows whether anything was written there."""
+    room = torch.empty_like(tensor, device=device, requires_grad=False)
+    if room.is_floating_point() or room.is_complex():
+        room.fill_(float("nan"))
+    return torch.nn.Parameter(room, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else room
+
+
+def _reset(module: torch.nn.Module, tensors: Sequence[torch.Tensor]) -> None:
+    reset: Callable[[], Any] | None = next(filter(None, (getattr(module, name, None) for name in _RESETS)), None)
+    versions = [tensor._version for tensor in tensors]
+    if reset is not None:
+        reset()
+    named = dict(chain(module.named_parameters(recurse=False), module.named_buffers(recurse=False)))
+    names = {id(tensor): name for name, tensor in named.items()}
+    missed = [
+        names[id(tensor)]
+        for tensor, version in zip(tensors, versions, strict=True)
+        if id(tensor) in names and _is_untouched(tensor, version)
+    ]
+    if missed:
+        kind = type(module).__name__
+        raise InvalidRegistrationError(
+            f"`register(models=...)` got a model on the meta device, and nothing gives numbers to "
+            f"{', '.join(f'`{name}`' for name in missed)} of its `{kind}`: "
+            f"{'it has no' if reset is None else 'that is not done by its'} `reset_parameters`. Give `{kind}` a method "
+            "of this name that sets all its own parameters and buffers, or make it outside of `torch.device('meta')`."
+        )
+
+
+def _is_untouched(tensor: torch.Tensor, version: int) -> bool:
+    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+        return bool(tensor.isnan().all())  # `tensor.data` may have been written, which has no version
+    return bool(tensor.numel()) and tensor._version == version
