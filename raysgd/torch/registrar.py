@@ -21,7 +21,7 @@ from raysgd.torch import registration
 from raysgd.torch.batch_sampler import JointBatches
 from raysgd.torch.blocks import checkpoint_activations
 from raysgd.torch.ddp_hooks import COMM_HOOK
-from raysgd.torch.filling import refuse_states
+from raysgd.torch.filling import is_empty, refuse_states
 from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.parallel import unwrap
 from raysgd.torch.ray_tensors import as_batch
@@ -169,7 +169,8 @@ class Registrar:
             InvalidRegistrationError: An optimizer of several workers has parameters that nothing else has.
         """
         context, parallel = self._context, self._parallel
-        refuse_states(given.optimizers.items)
+        if any(map(is_empty, given.models.items)):
+            refuse_states(given.optimizers.items)
         placed = [self._build(context.place(model)) for model in given.models.items]
         criterion = context.place(given.criterion) if given.criterion is not None else None
         self._check_parameters(given.optimizers.items, [*placed, criterion])
