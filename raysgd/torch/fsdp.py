@@ -65,10 +65,10 @@ class FSDP(NoParallel):
         mesh = self._mesh = self._mesh or init_device_mesh(self._device.type, (self._world_size,))
         policies = self._options.for_pytorch()
         blocks = blocks_of(model, self._options.min_block_parameters)
-        for part in (*blocks, model):
-            reshards = part is not model and self._options.reshard_after_forward
-            with self._filled_for_a_moment(part) if comes_empty else nullcontext():
-                fully_shard(part, mesh=mesh, reshard_after_forward=reshards, **policies)
+        for unit in (*blocks, model):
+            reshards = unit is not model and self._options.reshard_after_forward
+            with self._filled_for_a_moment(unit) if comes_empty else nullcontext():
+                fully_shard(unit, mesh=mesh, reshard_after_forward=reshards, **policies)
         for name, parameter in model.named_parameters():
             self._moved[id(whole[name])] = parameter
             self._whole.append(whole[name])
