@@ -27,18 +27,16 @@ class Peak:
     """The largest size of this process in GiB, without what it shares with Ray's object store."""
 
     def __init__(self) -> None:
-        self.gib = self.began_gib = _own_gib()
+        self.gib = 0.0
         threading.Thread(target=self._watch, daemon=True).start()
 
     def _watch(self) -> None:
         while True:
-            self.gib = max(self.gib, _own_gib())
+            [kib] = [
+                line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line
+            ]
+            self.gib = max(self.gib, int(kib) * 1024 / _GIB)
             time.sleep(0.02)
-
-
-def _own_gib() -> float:
-    [kib] = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line]
-    return int(kib) * 1024 / _GIB
 
 
 def keep_saving(config: dict[str, Any]) -> float:
