@@ -12,7 +12,7 @@ and behind it, so that a machine that becomes slower or faster shows. The model 
 see `_counted`. Samples done again are those of steps that a kill broke off, and of steps that were rolled back.
 
 The whole table takes about an hour. Each row that is finished is written to the file of `--rows`; run the same command
-again and it measures the rows that are missing. `docs/images/make_goodput_chart.py` draws the file.
+again and it measures the rows that are missing. `docs/make_tables.py` and `docs/images/make_charts.py` show the file.
 """
 
 from __future__ import annotations

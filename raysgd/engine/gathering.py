@@ -18,6 +18,7 @@ _CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a 
 _SHORT_CONNECTION_GRACE_S = 0.3  # where survivors are asked next: the loss of a node may be reported much later
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that rank in a collective never answer
 _POLL_S = 0.1
+_LOOK_S = 0.005
 _POLL_S_EACH = 0.0005  # for each call: a look at a thousand of them takes Ray a millisecond
 _LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and polled nothing
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
@@ -40,10 +41,16 @@ class Listener:
         self._asks_survivors = asks_survivors
         self._calls = calls or RayPoller()
         self._is_stopped = threading.Event()
+        self._is_in_on_wait = False
 
     def stop(self) -> None:
-        """The local rank failed: the others get the usual grace, no more."""
+        """From another thread, when the local rank failed: the others get the usual grace, no more.
+
+        When this returns, `on_wait` is over, and is not called again: what it looks at can be ended.
+        """
         self._is_stopped.set()
+        while self._is_in_on_wait:
+            self._calls.sleep(_LOOK_S)
 
     def listen(self, on_wait: Callable[[], None] | None = None) -> dict[int, Outcome]:
         """The outcomes by rank. Blocks until all have answered or a failure has been understood."""
@@ -63,7 +70,7 @@ class Listener:
         while waiting and not self._is_stopped.is_set():
             done = self._calls.any_ready(list(waiting), pause_s)
             if not done and on_wait is not None:
-                on_wait()
+                self._call(on_wait)
             for reference in done:
                 found = self._calls.outcome(waiting[reference], reference)
                 if found.failure is not None:
@@ -72,20 +79,29 @@ class Listener:
                     values[waiting.pop(reference)] = found.value
         return None if waiting else [values[rank] for rank in self._references]
 
+    def _call(self, on_wait: Callable[[], None]) -> None:
+        self._is_in_on_wait = True  # before the look at what `stop` sets before it looks at this
+        try:
+            if not self._is_stopped.is_set():
+                on_wait()
+        finally:
+            self._is_in_on_wait = False
+
     def _is_beside_local(self) -> bool:
         return threading.current_thread() is not threading.main_thread()
 
     def _look_closer(self) -> dict[int, Outcome]:
         """Listens until the kind of failure is plain: see the grace periods above."""
         began = self._calls.now()
-        while True:
-            outcomes = {rank: self._calls.outcome(rank, reference) for rank, reference in self._references.items()}
-            if all(outcome.answered for outcome in outcomes.values()):
-                return outcomes
-            kinds: set[str] = {outcome.failure.kind for outcome in outcomes.values() if outcome.failure}
-            if self._calls.now() - began >= grace_s(kinds, self._asks_survivors):
-                return outcomes
-            self._calls.sleep(0.005)
+        outcomes = {rank: self._calls.outcome(rank, reference) for rank, reference in self._references.items()}
+        while waiting := {self._references[rank]: rank for rank, found in outcomes.items() if not found.answered}:
+            kinds: set[str] = {found.failure.kind for found in outcomes.values() if found.failure}
+            left_s = began + grace_s(kinds, self._asks_survivors) - self._calls.now()
+            if left_s <= 0:
+                break
+            for reference in self._calls.any_ready(list(waiting), left_s):
+                outcomes[waiting[reference]] = self._calls.outcome(waiting[reference], reference)
+        return outcomes
 
 
 def grace_s(kinds: set[str], asks_survivors: bool = False) -> float:

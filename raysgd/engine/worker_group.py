@@ -297,8 +297,6 @@ class WorkerGroup:
 
     def kill_rank(self, rank: int) -> None:
         """Kills a worker that does not answer any more, in a way that reaches a stopped process too."""
-        if self.is_ended:  # by another thread, while this one waited
-            return
         self._members.workers[rank].kill()
         self._platform.kill_process(self.infos[rank])
 

@@ -1,8 +1,14 @@
 from __future__ import annotations
 
+import itertools
+import threading
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
 import pytest
 
-from raysgd.engine.gathering import grace_s
+from raysgd.engine.gathering import Listener, grace_s
+from raysgd.engine.types import Outcome
 
 
 @pytest.mark.parametrize("asks_survivors", [True, False])
@@ -17,3 +23,62 @@ def test_a_death_explains_everything_and_is_not_waited_after_for_long(asks_survi
 def test_a_lost_connection_needs_no_explanation_where_survivors_are_asked_next() -> None:
     assert grace_s({"disconnected"}, asks_survivors=True) < grace_s({"disconnected"}, asks_survivors=False)
     assert grace_s({"user"}, asks_survivors=True) == grace_s({"user"}, asks_survivors=False)
+
+
+class Silent:
+    """Calls that never come to an end.
+
+    Attributes:
+        at_look: What happens whenever somebody waits for them.
+        has_slept: Set once somebody waited for something else.
+    """
+
+    is_running = True
+
+    def __init__(self) -> None:
+        self.at_look: Callable[[], object] = lambda: None
+        self.has_slept = threading.Event()
+        self._seconds = itertools.count(0.0, 10.0)
+
+    def now(self) -> float:
+        return next(self._seconds)
+
+    def sleep(self, seconds: float) -> None:
+        self.has_slept.set()
+
+    def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
+        return []
+
+    def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
+        self.at_look()
+        return []
+
+    def outcome(self, rank: int, reference: Any) -> Outcome:
+        return Outcome(rank, answered=False)
+
+
+def test_what_a_listener_looks_at_may_end_once_the_listener_was_stopped() -> None:
+    calls, is_inside, told = Silent(), threading.Event(), []
+
+    def on_wait() -> None:
+        told.append("looks")
+        is_inside.set()
+        assert calls.has_slept.wait(60), "nobody waits for the look at the group"
+        told.append("has looked")
+
+    listener = Listener({0: "a call"}, calls=calls)
+    thread = threading.Thread(target=listener.listen, args=(on_wait,))
+    thread.start()
+    assert is_inside.wait(60)
+    listener.stop()
+    told.append("stopped")
+    thread.join(60)
+    assert told == ["looks", "has looked", "stopped"]
+
+
+def test_a_stopped_listener_looks_at_nothing_any_more() -> None:
+    calls, told = Silent(), []
+    listener = Listener({0: "a call"}, calls=calls)
+    calls.at_look = listener.stop
+    outcomes = listener.listen(lambda: told.append("looks"))
+    assert (outcomes[0].answered, told) == (False, [])

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from tests.simulator.kernel import DriverThread, Task
+from tests.simulator.kernel import DriverThread
 from tests.simulator.processes import Process
 from tests.simulator.schedule import Fault
 
@@ -14,8 +14,10 @@ if TYPE_CHECKING:
     from tests.simulator.running import Simulation
 
 _REGISTER_S = 60.0
-FATAL = ("die", "die with another", "freeze", "stall")
+FATAL = ("die", "die with another", "freeze", "stall", "load long")
 """What does not happen to the driver's own process: with it, all ends."""
+ENDLESS = 7
+"""As `which` of a fault: it has no end."""
 USER_CODE = {"step", "half", "note", "look", "load", "warm up"}
 
 
@@ -43,13 +45,16 @@ class Befalling:
         self.num_incidents = 0
         self.is_poisoned = False
 
-    def at(self, label: str, process: Process) -> Task:
-        """A worker is at a place."""
+    def at(self, label: str, process: Process) -> Iterable[float]:
+        """A worker is at a place, and waits there as long as what happens takes."""
         if label == "built":
             self.is_poisoned = False
         elif label == "regroup" and process.replica is not None:
             process.replica.is_poisoned = self.is_poisoned
         due = self._due(label)
+        return self._come_about(due, label, process) if due else ()
+
+    def _come_about(self, due: list[Fault], label: str, process: Process) -> Iterator[float]:
         for fault in due:
             if fault.kind == "raise":
                 if label in USER_CODE:
@@ -63,8 +68,7 @@ class Befalling:
                 yield self._simulation.rng.uniform(0.5, 12.0)
             else:
                 self._happen(fault, process)
-        if due:
-            yield 0.0
+        yield 0.0
 
     def at_moment(self, label: str, process: Process) -> None:
         """All have given their part of a step, and none has heard of the others."""
@@ -85,7 +89,8 @@ class Befalling:
 
     def _due(self, label: str) -> list[Fault]:
         self._counts[label] += 1
-        return self._faults[label].pop(self._counts[label], []) if self._faults[label] else []
+        faults = self._faults.get(label)
+        return faults.pop(self._counts[label], []) if faults else []
 
     def _note(self, fault: Fault, whom: str) -> None:
         self.happened.append(fault)
@@ -147,6 +152,13 @@ class Befalling:
         process.freeze()
         process.outlives_kill = True
         self._simulation.kernel.after(self._simulation.rng.uniform(0.5, 25.0), process.thaw)
+
+    def _load_long(self, fault: Fault, process: Process) -> None:
+        """It works and answers nothing, as long as a library loads on a busy machine; now and then without an end."""
+        is_endless = fault.which == ENDLESS
+        process.load(is_endless)
+        if not is_endless:
+            self._simulation.kernel.after(self._simulation.rng.uniform(5.0, 60.0), process.thaw)
 
     def _lose_connection(self, fault: Fault, process: Process) -> None:
         if process.world.is_distributed:

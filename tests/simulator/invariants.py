@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from raysgd.engine.failures import Diagnosis
@@ -11,7 +11,7 @@ from raysgd.engine.policies import RetryBudget
 from raysgd.engine.types import Handover
 from tests.simulator.platform import SimReservation
 from tests.simulator.processes import Process
-from tests.simulator.replica import SimReplica, State, used_in_order
+from tests.simulator.replica import SimReplica, State, used_until
 
 if TYPE_CHECKING:
     from tests.simulator.running import Simulation
@@ -69,22 +69,26 @@ class Invariants:
 
     def require(self, holds: bool, otherwise: str) -> None:
         if not holds:
-            self._simulation.tell(f"BROKEN {otherwise}")
-            self._simulation.kernel.stop(otherwise)
+            self.fail(otherwise)
+
+    def fail(self, why: str) -> None:
+        """An invariant is broken."""
+        self._simulation.tell(f"BROKEN {why}")
+        self._simulation.kernel.stop(why)
 
     # ------------------------------------------------------------------------------------ after every event
 
     def check_step(self, given: Mapping[int, tuple[State, int]]) -> None:
         """All ranks step from one state; no sample is given twice."""
         states = {state for state, _ in given.values()}
-        self.require(len(states) == 1, f"ranks step from different states: {'; '.join(map(str, states))}")
+        if len(states) != 1:
+            self.fail(f"ranks step from different states: {'; '.join(map(str, states))}")
 
     def check_state(self, state: State) -> None:
         """A pass has used its samples in order, each once."""
-        num_samples = self._simulation.schedule.num_samples
-        for epoch, used in enumerate(state.used):
-            wanted = used_in_order(num_samples, epoch, num_samples if epoch < state.epoch else state.consumed)
-            self.require(used == wanted, f"pass {epoch} has used {used:b} instead of {wanted:b}: {state}")
+        wanted = used_until(self._simulation.schedule.num_samples, state.epoch, state.consumed)
+        if state.used != wanted:
+            self.fail(f"the passes have used {_as_bits(state.used)} instead of {_as_bits(wanted)}: {state}")
 
     def check_formed(self, replica: SimReplica, handover: Handover) -> None:
         """A rank is in its new group: it knows no less than the most advanced of those that are there."""
@@ -131,6 +135,11 @@ class Invariants:
         is_free = before is None or before.is_dead or before.is_killed
         self.require(is_free, f"{process} got a slot that {before} still uses")
 
+    def check_ended(self, process: Process) -> None:
+        """The driver ends a process by force: not one that can be seen to load, and will be ready some day."""
+        is_seen = process.watch is None or process.watch.is_done
+        self.require(not process.loads or process.is_endless or not is_seen, f"{process} was ended while it loaded")
+
     # ------------------------------------------------------------------------------------ after every call, at the end
 
     def check_covered(self, must_follow: bool) -> None:
@@ -166,3 +175,7 @@ class Invariants:
         self.require(not cluster.reservations, "reservations are left over at the end")
         left = [thread.number for thread in self._simulation.kernel.threads[1:] if not thread.is_over]
         self.require(not left, f"threads of the driver are left over: {left}")
+
+
+def _as_bits(used: Sequence[int]) -> str:
+    return ", ".join(f"{samples:b}" for samples in used)

@@ -218,7 +218,7 @@ class Kernel:
 
     def _next_thread(self) -> DriverThread:
         """Lets events happen until a thread may go on."""
-        earliest, num_set = -_FAR, -1
+        events, earliest, num_set = self._events, -_FAR, -1
         while True:
             # What a thread waits for only comes with a future, or with time: nothing else need be looked at.
             if num_set != Future.num_set or self.now >= earliest or self.stopped_by is not None:
@@ -230,9 +230,10 @@ class Kernel:
                     if is_due or self.stopped_by is not None:
                         return thread
                     earliest = min(earliest, thread.deadline)
-            if self._events and self._events[0][0] <= earliest:
-                at, _, action = heappop(self._events)
-                self.now = max(self.now, at)
+            if events and events[0][0] <= earliest:
+                at, _, action = heappop(events)
+                if at > self.now:
+                    self.now = at
                 action()
             elif earliest < _FAR:
                 self.now = earliest

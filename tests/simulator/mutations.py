@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from raysgd.engine import controller, group_former, in_place, snapshots
+from raysgd.engine import controller, group_former, in_place, snapshots, standby
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.gathering import Listener
@@ -26,6 +26,7 @@ from raysgd.engine.snapshotting import Snapshotting
 from raysgd.engine.standby import StandbyWorkers, StartupCheck
 from raysgd.engine.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.engine.worker_group import WorkerGroup
+from tests.simulator.befalling import ENDLESS
 from tests.simulator.schedule import Fault, Op, Schedule
 
 
@@ -196,6 +197,37 @@ def _none_is_silent(real: Any) -> Any:
     return poll
 
 
+def _stops_beside(real: Any) -> Any:
+    def stop(self: Listener) -> None:
+        self._is_stopped.set()
+
+    return stop
+
+
+def _takes_any_look(real: Any) -> Any:
+    def look_at(self: StartupCheck, worker: Any, watch: Any) -> None:
+        if self._poll(-1, watch).answered:
+            self._forget_silence(worker)
+
+    return look_at
+
+
+def _ends_at_any_look(real: Any) -> Any:
+    def look_at(self: StartupCheck, worker: Any, watch: Any) -> None:
+        if self._poll(-1, watch).answered:
+            self._end(worker, self._infos[worker])
+
+    return look_at
+
+
+def _waits_for_looks(real: Any) -> Any:
+    def judge(self: StartupCheck, worker: Any) -> None:
+        if worker not in self._watches:
+            real(self, worker)
+
+    return judge
+
+
 def _kill_politely(real: Any) -> Any:
     def kill_rank(self: WorkerGroup, rank: int) -> None:
         self._members.workers[rank].kill()
@@ -318,6 +350,9 @@ _INSIDE = tuple(
     Schedule(seed, snapshot_every=1, rejoins=False, ops=(Op("steps", 8),), faults=(Fault("die", "merge", 6),))
     for seed in range(5)
 )
+_FROZEN = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("freeze", "prepare", 1),)) for seed in range(20))
+_LOADING = Schedule(1, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1),))
+_ENDLESS = Schedule(1, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1, ENDLESS),))
 
 MUTATIONS = (
     Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (3,)),
@@ -367,6 +402,20 @@ MUTATIONS = (
     Mutation("no worker is ever silent", LivenessCheck, "poll", _none_is_silent, (46,)),
     Mutation("frozen workers are not killed by force", WorkerGroup, "kill_rank", _kill_politely, (18,)),
     Mutation("workers that freeze while they start are waited for", StartupCheck, "poll", nothing, (46,)),
+    Mutation(
+        "workers that do not work while they start are waited for",
+        StartupCheck,
+        "_look_at",
+        _takes_any_look,
+        (),
+        _FROZEN,
+    ),
+    Mutation("workers that load long are killed", StartupCheck, "_look_at", _ends_at_any_look, (), (_LOADING,)),
+    Mutation(
+        "an answer is waited for of a node that gives none", StartupCheck, "_judge", _waits_for_looks, (), _FROZEN
+    ),
+    Mutation("workers may load without an end", standby, "_MOST_WATCHES", lambda real: 10**9, (), (_ENDLESS,)),
+    Mutation("the end of a group does not wait for who looks at it", Listener, "stop", _stops_beside),
     Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (347,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
     Mutation("reservations are not given back", WorkerGroup, "kill", _kills_only_handles, (0,)),

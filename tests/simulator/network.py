@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,7 @@ class Group:
         self.gone: set[int] = set()
         self._collectives: dict[Any, Collective] = {}
         self._waiting: dict[int, dict[Future, None]] = {}  # no sets: their order would not be the same in each process
+        self._limits: deque[tuple[float, Future]] = deque()  # in their order, because all have the same time
 
     def add(self, rank: int, connection: SimConnection) -> None:
         self.members[rank] = connection
@@ -68,9 +70,18 @@ class Group:
         if rank in self.gone or (self.gone and self._tells):
             future.set(error=LostConnectionError("Connection closed by peer"))
         self._waiting.setdefault(rank, {})[future] = None
-        limit = COLLECTIVE_TIMEOUT_S
-        self._kernel.after(limit, lambda: future.set(error=LostConnectionError("Timed out in a collective")))
+        self._limits.append((self._kernel.now + COLLECTIVE_TIMEOUT_S, future))
+        if len(self._limits) == 1:
+            self._end_late()
         return future
+
+    def _end_late(self) -> None:
+        """Ends what is waited for too long. One event for many waits: most of them are over by then."""
+        limits, now = self._limits, self._kernel.now
+        while limits and (limits[0][1].is_done or limits[0][0] <= now):
+            limits.popleft()[1].set(error=LostConnectionError("Timed out in a collective"))
+        if limits:
+            self._kernel.after(limits[0][0] - now, self._end_late)
 
     def exchange(self, rank: int, name: Any, given: Any, merge: Callable[[Mapping[int, Any]], Any]) -> Task:
         """Gives something to all, and returns what `merge` makes of what all gave; they hear it one by one."""

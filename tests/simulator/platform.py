@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.connection import Connection
 from raysgd.engine.local_worker import LocalCall, LocalWorker
@@ -18,6 +18,9 @@ from raysgd.engine.worker import RemoteWorker
 from raysgd.exceptions import ReservationTimeoutError
 from tests.simulator.kernel import DriverThread, Event, Future, Kernel
 from tests.simulator.processes import Call, Process
+
+if TYPE_CHECKING:
+    from tests.simulator.invariants import Invariants
 
 
 @dataclass
@@ -204,8 +207,8 @@ class SimPlatform:
 
     is_running = True
 
-    def __init__(self, cluster: Cluster, check_new: Callable[[Process, SimReservation, int], None]) -> None:
-        self._cluster, self._kernel, self._check_new = cluster, cluster.kernel, check_new
+    def __init__(self, cluster: Cluster, invariants: Invariants) -> None:
+        self._cluster, self._kernel, self._invariants = cluster, cluster.kernel, invariants
         self.make_reservation: Callable[..., Reservation] = partial(SimReservation, cluster)
 
     def ensure_running(self) -> None: ...
@@ -243,7 +246,7 @@ class SimPlatform:
         node = reservation.bundles[slot.index] if reservation.bundles else None
         process = self._cluster.make_process(100 + len(self._cluster.processes), node or "nowhere", False)
         self._cluster.processes.append(process)
-        self._check_new(process, reservation, slot.index)
+        self._invariants.check_new_process(process, reservation, slot.index)
         reservation.used_by[slot.index] = process
         if node is None or not self._cluster.nodes[node].is_alive:
             process.die(1.0, "its node died")
@@ -269,30 +272,22 @@ class SimPlatform:
         assert isinstance(worker, SimWorker)
         return worker.process.info if worker.process.is_up else None
 
-    def watch_process(self, info: WorkerInfo) -> Any:
-        works = any(each.pid == info.pid and each.is_up and not each.is_frozen for each in self._cluster.processes)
-        return Seen(works)
+    def watch_process(self, info: WorkerInfo) -> Call:
+        return self._process_of(info).look()
 
     def kill_process(self, info: WorkerInfo) -> None:
-        for process in self._cluster.processes:
-            if process.pid == info.pid:
-                process.kill(reaches_stopped=True)
+        process = self._process_of(info)
+        self._invariants.check_ended(process)
+        process.kill(reaches_stopped=True)
+
+    def _process_of(self, info: WorkerInfo) -> Process:
+        return next(process for process in self._cluster.processes if process.pid == info.pid)
 
     def transfer(self, call: Call | LocalCall) -> Transfer:
         return Arrived(call.function()) if isinstance(call, LocalCall) else SimTransfer(self._kernel, call)
 
     def store(self, value: Any) -> Stored:
         return Stored(value, value)
-
-
-@dataclass(frozen=True)
-class Seen:
-    """A question that was answered at once."""
-
-    value: Any
-
-    def outcome(self, rank: int) -> Outcome:
-        return Outcome(rank, self.value)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -15,6 +15,7 @@ from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection
 from tests.simulator.replica import SimReplica
 
+LOOK_S = 2.0
 _LANES = {"describe": "signs", "interrupt": "signs", "beside": "beside", "stack": "beside", "send": "sending"}
 
 
@@ -51,7 +52,10 @@ class Host(Protocol):
     def start_s(self) -> float:
         """How long a process takes to start."""
 
-    def point_of(self, label: str, process: Process) -> Task:
+    def is_looked_at(self) -> bool:
+        """Whether another process gets to look at one; not on a machine that is too busy."""
+
+    def point_of(self, label: str, process: Process) -> Iterable[float]:
         """A place where something may happen."""
 
     def check_built(self, replica: SimReplica) -> None:
@@ -76,7 +80,10 @@ class Process:
     Attributes:
         is_dead: Whether it does nothing any more.
         is_killed: Whether the driver has asked for its end.
-        is_frozen: Whether it is stopped, and may go on later.
+        is_frozen: Whether it answers nothing, and may go on later.
+        loads: Whether it works while it is frozen.
+        is_endless: Whether it does so without an end.
+        watch: The last look of another process at it.
         outlives_kill: Whether nothing reaches it while it is frozen, so that it goes on for a while when killed.
         is_driver: Whether it is the driver itself, whose end is the end of all.
         num_repeated: So many of the next questions that are asked beside its work arrive twice.
@@ -88,6 +95,8 @@ class Process:
         self.world = World(rank=-1, size=0)
         self.replica: SimReplica | None = None
         self.is_dead = self.is_killed = self.is_frozen = self.outlives_kill = self.is_up = False
+        self.loads = self.is_endless = False
+        self.watch: Call | None = None
         self._parked: list[Callable[[], None]] = []
         self._queues: dict[str, deque[tuple[Call, Task]]] = {}
         self._open: dict[Call, None] = {}
@@ -214,27 +223,52 @@ class Process:
     def kill(self, reaches_stopped: bool) -> None:
         """The driver ends it."""
         self.is_killed = True
-        if self.is_frozen and (self.outlives_kill or not reaches_stopped):
+        if self.is_frozen and not self.loads and (self.outlives_kill or not reaches_stopped):
             return
         self.host.kernel.after(self.host.travel_s(), lambda: self.die(self.host.travel_s(), "it was killed"))
 
     def freeze(self) -> None:
-        self.is_frozen = True
+        self.is_frozen, self.loads = True, False
+
+    def load(self, is_endless: bool) -> None:
+        """It works, and answers nothing."""
+        self.is_frozen, self.loads, self.is_endless = True, True, is_endless
 
     def thaw(self) -> None:
         """It goes on; where it was killed meanwhile, not for long."""
         if not self.is_frozen or self.is_dead:
             return
-        self.is_frozen = False
+        self.is_frozen = self.loads = False
         parked, self._parked = self._parked, []
         for go_on in parked:
             self.host.kernel.soon(go_on)
         if self.is_killed:
             self.host.kernel.after(0.5, lambda: self.die(0.01, "it was killed"))
 
+    # ------------------------------------------------------------------------------------ who looks at it
+
+    def look(self) -> Call:
+        """Another process on its node looks whether this one works; the answer comes after a while, if it comes."""
+        call = self.watch = Call("look")
+        call.then(self.host.kernel.note_answer)
+        if self.host.is_looked_at():
+            self.host.kernel.begin(self._looked_at(call))
+        return call
+
+    def _looked_at(self, call: Call) -> Task:
+        yield self.host.start_s()
+        until = self.host.kernel.now + LOOK_S
+        while not self._works and self.host.kernel.now < until:
+            yield 0.25
+        call.set(self._works)
+
+    @property
+    def _works(self) -> bool:
+        return not self.is_dead and (self.loads or not self.is_frozen)
+
     # ------------------------------------------------------------------------------------ what it does when called
 
-    def _point(self, label: str) -> Task:
+    def _point(self, label: str) -> Iterable[float]:
         return self.host.point_of(label, self)
 
     def _describe(self) -> Task:

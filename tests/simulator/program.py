@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from raysgd.engine.call import Call
@@ -216,7 +215,7 @@ class Program:
         assert op.argument is not None
         self._num_loads += 1
         saved, rank_states = self._file.shared_state, self._file.rank_states
-        state = replace(saved, noted=(*saved.noted, -self._num_loads))
+        state = saved._replace(noted=(*saved.noted, -self._num_loads))
         self._possible.append(state)
         self._load_file(state, rank_states, op.argument % 3)
         self.committed, self._is_exact, self._possible = state, True, []
@@ -301,7 +300,8 @@ class Program:
         kinds = self._simulation.befalling.kinds
         since = {kind for kind in kinds if kinds[kind] > before.get(kind, 0)}
         why = f"{op.kind} raised {type(error).__name__}: {str(error)[:300]}"
-        require, has_loss = self._invariants.require, any(kinds[kind] for kind in (*LOSSES, "drain", "poison", "slow"))
+        require = self._invariants.require
+        has_loss = any(kinds[kind] for kind in (*LOSSES, "drain", "poison", "slow", "load long"))
         if isinstance(error, KeyboardInterrupt):
             require("interrupt" in since, why)
         elif isinstance(error, TrainerShutdownError):

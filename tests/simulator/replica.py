@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
@@ -16,8 +16,7 @@ from tests.simulator.kernel import Future, Task
 from tests.simulator.network import SimConnection
 
 
-@dataclass(frozen=True)
-class State:
+class State(NamedTuple):
     """What all ranks share.
 
     Attributes:
@@ -89,7 +88,7 @@ class Surroundings(Protocol):
     is_large: bool
     has_halves: bool
 
-    def point(self, label: str, replica: SimReplica) -> Task:
+    def point(self, label: str, replica: SimReplica) -> Iterable[float]:
         """A place where something may happen."""
 
     def now(self) -> float: ...
@@ -113,10 +112,22 @@ def bits_in_order(num_samples: int, epoch: int) -> tuple[int, ...]:
     return tuple(1 << int(index) for index in ShuffledOrder(num_samples).indices(7, epoch))
 
 
-@lru_cache(maxsize=64)
-def used_in_order(num_samples: int, epoch: int, num_used: int) -> int:
-    """The first samples of a pass in the order in which it visits them, as bits."""
-    return sum(bits_in_order(num_samples, epoch)[:num_used])
+@lru_cache(maxsize=2**12)
+def used_until(num_samples: int, epoch: int, consumed: int) -> tuple[int, ...]:
+    """The samples that each pass has used, as bits, where the pass `epoch` is so far."""
+    before = (sum(bits_in_order(num_samples, each)) for each in range(epoch))
+    return *before, sum(bits_in_order(num_samples, epoch)[:consumed])
+
+
+@lru_cache(maxsize=2**12)
+def next_part(
+    num_samples: int, consumed: int, batch_size: int, world_size: int, rank: int, epoch: int
+) -> tuple[int, int]:
+    """A rank's next step, as the library divides it: its samples as bits, and how far the pass is then."""
+    plan = PassPlan(num_samples, consumed, batch_size, world_size, drop_last=False, pad=True)
+    share = plan.share(0, rank)
+    own = sum(bits_in_order(num_samples, epoch)[share.start : share.stop]) if share.num_samples else 0
+    return own, plan.consumed_after(1)
 
 
 class SimReplica:
@@ -297,9 +308,7 @@ class SimReplica:
 
     def _step(self, run: Run) -> Task:
         state = self.state
-        plan = self._plan(state)
-        share = plan.share(0, self.world.rank)
-        own = sum(bits_in_order(plan.num_samples, state.epoch)[share.start : share.stop]) if share.num_samples else 0
+        own, consumed = self._next_part(state)
         yield from self.around.point("step", self)
         yield self.around.step_s()
         name = (state.weights, state.noted, run.steps)
@@ -308,16 +317,17 @@ class SimReplica:
             self.is_whole = False
             yield from self.around.point("half", self)
             yield from self._reduce((*name, "second half"), (state, own))
-        self.state, self.is_whole = stepped(state, plan, [samples for _, samples in given.values()]), True
+        samples = [each for _, each in given.values()]
+        self.state, self.is_whole = stepped(state, consumed, self.around.num_samples, samples), True
         self.around.check_state(self.state)
         run.steps += 1
         run.measure(state.epoch, own)
         yield from self.around.point("stepped", self)
 
-    def _plan(self, state: State) -> PassPlan:
-        around = self.around
-        batch_size = max(1, around.batch_size // self.world.size)
-        return PassPlan(around.num_samples, state.consumed, batch_size, self.world.size, drop_last=False, pad=True)
+    def _next_part(self, state: State) -> tuple[int, int]:
+        size, num_samples = self.world.size, self.around.num_samples
+        batch_size = max(1, self.around.batch_size // size)
+        return next_part(num_samples, state.consumed, batch_size, size, self.world.rank, state.epoch)
 
     def _reduce(self, name: Any, given: tuple[State, int]) -> Task:
         if self.is_poisoned and not self.connection.is_alone:
@@ -330,17 +340,15 @@ class SimReplica:
         return (yield from self.connection.exchange(("step", name), given, merge))
 
 
-def stepped(state: State, plan: PassPlan, samples: Sequence[int]) -> State:
+def stepped(state: State, consumed: int, num_samples: int, samples: Sequence[int]) -> State:
     """The state after a step in which the ranks used these samples."""
     used = list(state.used)
-    for mask in samples:
-        used[state.epoch] += mask  # a sum, not a union: a sample that is used twice shows
-    consumed = plan.consumed_after(1)
-    state = replace(state, consumed=consumed, steps=state.steps + 1, used=tuple(used))
-    state = replace(state, weights=hash((state.weights, tuple(samples), state.steps)))
-    if consumed < plan.num_samples:
-        return state
-    return replace(state, epoch=state.epoch + 1, consumed=0, used=(*state.used, 0))
+    used[state.epoch] += sum(samples)  # a sum, not a union: a sample that is used twice shows
+    steps = state.steps + 1
+    weights = hash((state.weights, tuple(samples), steps))
+    if consumed < num_samples:
+        return State(state.epoch, consumed, steps, weights, tuple(used), state.noted)
+    return State(state.epoch + 1, 0, steps, weights, (*used, 0), state.noted)
 
 
 def walk(replica: SimReplica, num_steps: int | None) -> Task:
@@ -355,7 +363,7 @@ def note(replica: SimReplica, number: int) -> Task:
     """A call that changes the state, and that can only be begun again."""
     yield from replica.around.point("note", replica)
     yield 0.01
-    replica.state = replace(replica.state, noted=(*replica.state.noted, number))
+    replica.state = replica.state._replace(noted=(*replica.state.noted, number))
     yield from replica.around.point("noted", replica)
     return replica.state
 
@@ -373,6 +381,3 @@ def look(replica: SimReplica) -> Task:
     yield from replica.around.point("look", replica)
     yield 0.01
     return replica.state
-
-
-Point = Callable[[str], Task]

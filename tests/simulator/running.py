@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,7 +19,7 @@ from raysgd.engine.types import Handover, World
 from raysgd.engine.worker_group import WorkerGroup
 from tests.simulator.befalling import Befalling
 from tests.simulator.invariants import Invariants
-from tests.simulator.kernel import Kernel, Lock, Stopped, Task
+from tests.simulator.kernel import Kernel, Lock, Stopped
 from tests.simulator.network import Network, SimConnection
 from tests.simulator.platform import Cluster, Node, SimPlatform
 from tests.simulator.processes import Process
@@ -27,6 +27,7 @@ from tests.simulator.program import Program
 from tests.simulator.replica import SimReplica, State
 from tests.simulator.schedule import Schedule
 
+SELDOM = 20_000  # new objects between two searches of Python for what is not used any more
 SETTLE_S = 60.0  # longer than any process is frozen that goes on later
 
 
@@ -38,13 +39,11 @@ class Verdict:
         broken: The first invariant that was broken; None if all held.
         log: What happened, for people.
         num_happened: How many of its faults came about.
-        counts: How often the run came to each place.
     """
 
     broken: str | None
     log: tuple[str, ...]
     num_happened: int
-    counts: Mapping[str, int] = field(default_factory=dict)
 
 
 class Simulation:
@@ -58,11 +57,10 @@ class Simulation:
         nodes = {f"n{index}": Node(f"n{index}", size) for index, size in enumerate(schedule.nodes)}
         self.cluster = Cluster(self.kernel, nodes, self._make_process)
         self.log: list[str] = []
-        self.counts: Counter[str] = Counter()
         self.invariants = Invariants(self)
         self.befalling = Befalling(self)
         self.kernel.at_wait = self.befalling.at_wait
-        self.platform = SimPlatform(self.cluster, self.invariants.check_new_process)
+        self.platform = SimPlatform(self.cluster, self.invariants)
         self.controller = self._controller()
         self.program = Program(self)
 
@@ -111,7 +109,7 @@ class Simulation:
             self.invariants.check_end()
         except Stopped:
             pass
-        verdict = Verdict(self.kernel.stopped_by, tuple(self.log), len(self.befalling.happened), dict(self.counts))
+        verdict = Verdict(self.kernel.stopped_by, tuple(self.log), len(self.befalling.happened))
         self.kernel.end_threads()
         return verdict
 
@@ -148,9 +146,11 @@ class Simulation:
     def start_s(self) -> float:
         return self.rng.uniform(0.05, 0.4)
 
-    def point_of(self, label: str, process: Process) -> Task:
-        self.counts[label] += 1
-        yield from self.befalling.at(label, process)
+    def is_looked_at(self) -> bool:
+        return self.rng.random() < 0.9
+
+    def point_of(self, label: str, process: Process) -> Iterable[float]:
+        return self.befalling.at(label, process)
 
     # ------------------------------------------------------------------------------------ for replicas
 
@@ -174,7 +174,7 @@ class Simulation:
     def has_halves(self) -> bool:
         return self.schedule.has_halves
 
-    def point(self, label: str, replica: SimReplica) -> Task:
+    def point(self, label: str, replica: SimReplica) -> Iterable[float]:
         return self.point_of(label, self.process_of(replica))
 
     def process_of(self, replica: SimReplica) -> Process:
@@ -188,7 +188,6 @@ class Simulation:
 
     def check_step(self, replica: SimReplica, given: Mapping[int, tuple[State, int]]) -> None:
         self.invariants.check_step(given)
-        self.counts["merge"] += 1
         self.befalling.at_moment("merge", self.process_of(replica))
 
     def check_state(self, state: State) -> None:
@@ -204,15 +203,21 @@ def _not_called(world: World) -> Any:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Without the lines of the engine, which are not read here and which cost more than all else."""
-    before = logging.root.manager.disable
-    if before < logging.CRITICAL:
-        logging.disable(logging.CRITICAL)
+    """Without the lines of the engine, which are not read here and cost more than all else, and with less searching.
+
+    What a run leaves refers to itself, so Python has to search for it. It does so seldom: a run leaves little.
+    """
+    before, threshold = logging.root.manager.disable, gc.get_threshold()
+    if before >= logging.CRITICAL:
+        yield
+        return
+    logging.disable(logging.CRITICAL)
+    gc.set_threshold(SELDOM, *threshold[1:])
     try:
         yield
     finally:
-        if before < logging.CRITICAL:
-            logging.disable(before)
+        logging.disable(before)
+        gc.set_threshold(*threshold)
 
 
 def run(schedule: Schedule) -> Verdict:

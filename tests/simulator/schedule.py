@@ -43,7 +43,10 @@ POINTS = {
 LOSSES = ("die", "die with another", "die but one", "lose node", "freeze", "stall", "lose connection")
 """What costs workers, or connections between them."""
 
-OTHERS = ("raise", "slow", "drain", "room goes", "room comes", "poison", "repeat")
+OTHERS = ("raise", "slow", "drain", "room goes", "room comes", "poison", "repeat", "load long")
+LOADING = ("prepare", "warm up")
+"""Where a library may be loaded."""
+
 SIMPLER = (
     "num_spares",
     "is_large",
@@ -215,7 +218,7 @@ def _fault(rng: random.Random) -> Fault:
         kind = rng.choice(OTHERS)
     else:
         return Fault(rng.choice(IN_DRIVER), "wait", rng.randint(1, 2 * POINTS["wait"]), rng.randrange(4))
-    point = rng.choice([*POINTS, "merge", "merge", "step"])
+    point = rng.choice(LOADING if kind == "load long" else [*POINTS, "merge", "merge", "step"])
     nth = 1 + int(rng.random() ** 1.5 * POINTS[point])  # early ones more often: not every run comes far
     return Fault(kind, point, nth, rng.randrange(8))
 

@@ -17,8 +17,8 @@ from tests.simulator.schedule import Fault, Op, Schedule, drawn
 from tests.simulator.shrinking import shrunk, told
 from tests.stories import ROOT
 
-QUICK = 1600
-BLOCK = 80
+QUICK = 2000
+BLOCK = 100
 LOGS = """
 import json, sys
 from tests.simulator.running import run

@@ -218,9 +218,16 @@ def do_part(folder: Path, num_kills: int, num_nodes: int, every_s: float) -> Rec
 def look(cluster: Cluster) -> tuple[float, int, float]:
     """Memory and open files of the driver, and what was used of the object store beside it; in MiB."""
     driver, raylet = psutil.Process(), cluster.head_node.all_processes["raylet"][0].process.pid
-    opened = [path for path in Path(f"/proc/{raylet}/fd").iterdir() if "/plasma" in os.readlink(path)]
-    store_mib = sum(path.stat().st_blocks for path in opened) * 512 / 2**20
+    store_mib = sum(map(_blocks_of_store, Path(f"/proc/{raylet}/fd").iterdir())) * 512 / 2**20
     return driver.memory_info().rss / 2**20, driver.num_fds(), store_mib
+
+
+def _blocks_of_store(path: Path) -> int:
+    """What an open file takes, if it belongs to the object store and was not closed just now."""
+    try:
+        return path.stat().st_blocks if "/plasma" in os.readlink(path) else 0
+    except FileNotFoundError:
+        return 0
 
 
 def note_processes(folder: Path) -> None:
