@@ -351,34 +351,58 @@ _INSIDE = tuple(
     for seed in range(5)
 )
 _FROZEN = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("freeze", "prepare", 1),)) for seed in range(20))
-_LOADING = Schedule(1, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1),))
+_LOADING = tuple(Schedule(seed, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1),)) for seed in range(10))
 _ENDLESS = Schedule(1, ops=(Op("train"),), faults=(Fault("load long", "prepare", 1, ENDLESS),))
+_LEFT = Schedule(
+    1,
+    num_workers=3,
+    nodes=(2, 2),
+    num_samples=40,
+    use_local=True,
+    ops=(Op("train"), Op("train")),
+    faults=(Fault("drain", "step", 1),),
+)
+_LOOKED_AT = tuple(
+    Schedule(
+        1,
+        num_samples=40,
+        heartbeat_s=3.0,
+        use_local=True,
+        ops=(Op("train"),),
+        faults=(Fault("freeze", "step", 3), Fault("interrupt", "wait", nth)),
+    )
+    for nth in range(50, 66)
+)
 
 MUTATIONS = (
     Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (3,)),
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (5,)),
     Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (7,)),
-    Mutation("retries are never spent", RetryBudget, "is_spent", always_is(False), (19,)),
+    Mutation("retries are never spent", RetryBudget, "is_spent", always_is(False), (35,)),
     Mutation("retries are always spent", RetryBudget, "is_spent", always_is(True), (3,)),
     Mutation("a rejoin that led nowhere is tried again", RetryBudget, "rejoin_obstacle", nothing, (), (_POISONED,)),
     Mutation(
-        "the least advanced survivor is the source", group_former, "choose_source", _source(lambda r: r.progress), (21,)
+        "the least advanced survivor is the source",
+        group_former,
+        "choose_source",
+        _source(lambda r: r.progress),
+        (340,),
     ),
     Mutation(
         "a survivor in the middle of a step is the source",
         group_former,
         "choose_source",
         _source(lambda r: r.is_whole),
-        (21,),
+        (340,),
     ),
-    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (48,)),
+    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (390,)),
     Mutation("survivors keep their own states", in_place, "takers", always(()), (390,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (7,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
     Mutation("what was measured on a left node counts twice", WorkerGroup, "regroup", _drops_orphans, (), (_GROWN,)),
     Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (3,)),
-    Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (366,)),
-    Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (145,)),
+    Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (551,)),
+    Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (406,)),
     Mutation("ranks that failed apart are kept", ElasticController, "_has_failed_alike", always(True), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
     Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (3,)),
@@ -391,7 +415,7 @@ MUTATIONS = (
     Mutation("a snapshot covers no call", SnapshotKeeper, "_land", _land(lambda keeper, covered: 0), (46,)),
     Mutation("a snapshot covers calls after it", SnapshotKeeper, "_land", _land(lambda keeper, covered: 99), (16,)),
     Mutation("completed calls are not remembered", SnapshotKeeper, "completed", nothing, (16,)),
-    Mutation("every snapshot counts as the first", SnapshotKeeper, "take", _as_first, (1,)),
+    Mutation("every snapshot counts as the first", SnapshotKeeper, "take", _as_first, (12,)),
     Mutation("ranks get each other's states", SnapshotKeeper, "take", _take_reversed, (3,)),
     Mutation("ranks are given the state of the next one", snapshots, "own_states", _shifted, (3,)),
     Mutation("a restored call begins again", ElasticController, "_is_restored_inside", always_is(False), (), _INSIDE),
@@ -410,28 +434,28 @@ MUTATIONS = (
         (),
         _FROZEN,
     ),
-    Mutation("workers that load long are killed", StartupCheck, "_look_at", _ends_at_any_look, (), (_LOADING,)),
+    Mutation("workers that load long are killed", StartupCheck, "_look_at", _ends_at_any_look, (), _LOADING),
     Mutation(
         "an answer is waited for of a node that gives none", StartupCheck, "_judge", _waits_for_looks, (), _FROZEN
     ),
     Mutation("workers may load without an end", standby, "_MOST_WATCHES", lambda real: 10**9, (), (_ENDLESS,)),
-    Mutation("the end of a group does not wait for who looks at it", Listener, "stop", _stops_beside),
+    Mutation("the end of a group does not wait for who looks at it", Listener, "stop", _stops_beside, (), _LOOKED_AT),
     Mutation("a group is kept that Ctrl-C left half-way", Lifecycle, "end_call", nothing, (347,)),
     Mutation("a stopped group stays", Lifecycle, "stop_group", nothing, (0,)),
     Mutation("reservations are not given back", WorkerGroup, "kill", _kills_only_handles, (0,)),
     Mutation("the monitor outlives its call", Monitoring, "end", nothing, (0,)),
     Mutation("all groups share a secret", Rendezvous, "__init__", _one_secret, (9,)),
     Mutation("standby workers are never ready", StandbyWorkers, "num_ready", always_is(0), (9,)),
-    Mutation("a recovery does not start from what was loaded", SnapshotKeeper, "adopt", nothing, (141,)),
+    Mutation("a recovery does not start from what was loaded", SnapshotKeeper, "adopt", nothing, (176,)),
     Mutation(
         "a load whose state could not be stored is not repeated",
         SnapshotKeeper,
         "expect",
         _expects_without_the_call,
-        (548,),
+        (224,),
     ),
     Mutation("copies are never due", SnapshotPace, "is_due", always(False), (5,)),
     Mutation("what cannot be repeated is not copied", Snapshotting, "is_due_after", _as_if_repeatable, (424,)),
     Mutation("a state of which there is no copy is lost unnoticed", GroupStarter, "_refuse_if_lost", nothing, (134,)),
-    Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (531,)),
+    Mutation("the driver leaves its node", Lifecycle, "leaving_nodes_in_use", _leaves_the_driver, (), (_LEFT,)),
 )

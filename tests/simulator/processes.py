@@ -52,8 +52,8 @@ class Host(Protocol):
     def start_s(self) -> float:
         """How long a process takes to start."""
 
-    def is_looked_at(self) -> bool:
-        """Whether another process gets to look at one; not on a machine that is too busy."""
+    def is_seen(self) -> bool:
+        """Whether other processes get to look at one; not on a machine that is too busy."""
 
     def point_of(self, label: str, process: Process) -> Iterable[float]:
         """A place where something may happen."""
@@ -97,6 +97,7 @@ class Process:
         self.is_dead = self.is_killed = self.is_frozen = self.outlives_kill = self.is_up = False
         self.loads = self.is_endless = False
         self.watch: Call | None = None
+        self._is_seen = True
         self._parked: list[Callable[[], None]] = []
         self._queues: dict[str, deque[tuple[Call, Task]]] = {}
         self._open: dict[Call, None] = {}
@@ -249,9 +250,11 @@ class Process:
 
     def look(self) -> Call:
         """Another process on its node looks whether this one works; the answer comes after a while, if it comes."""
+        if self.watch is None:
+            self._is_seen = self.host.is_seen()
         call = self.watch = Call("look")
         call.then(self.host.kernel.note_answer)
-        if self.host.is_looked_at():
+        if self._is_seen:
             self.host.kernel.begin(self._looked_at(call))
         return call
 

@@ -20,6 +20,11 @@ def test_a_fault_of_the_engine_is_found(mutation: Mutation, monkeypatch: pytest.
     assert any(run(schedule).broken for schedule in schedules(mutation)), f"not found: {mutation.words}"
 
 
+def test_the_schedules_of_the_table_break_nothing_without_its_faults() -> None:
+    schedules = {schedule for mutation in MUTATIONS for schedule in mutation.schedules}
+    assert not [schedule for schedule in schedules if run(schedule).broken]
+
+
 def schedules(mutation: Mutation) -> Iterator[Schedule]:
     yield from mutation.schedules
     yield from map(drawn, (*mutation.seeds, *range(MOST_SEEDS)))
