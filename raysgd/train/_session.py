@@ -160,13 +160,19 @@ class Session:
         self._last_report = now
         metrics[TIMESTAMP] = int(time.time())
         metrics[TRAINING_ITERATION] = self.iteration
-        if self._spec.is_detailed:
-            metrics[DATE] = time.strftime("%Y-%m-%d_%H-%M-%S")
-            metrics[HOSTNAME] = socket.gethostname()
-            metrics[NODE_IP] = _node_ip()
-            metrics[PID] = os.getpid()
-            metrics[TIME_TOTAL_S] = now - self._began
-        return metrics
+        return {**metrics, **self._details()}
+
+    def _details(self) -> dict[str, Any]:
+        """Where and when a report is made, if reports are to say so."""
+        if not self._spec.is_detailed:
+            return {}
+        return {
+            DATE: time.strftime("%Y-%m-%d_%H-%M-%S"),
+            HOSTNAME: socket.gethostname(),
+            NODE_IP: _node_ip(),
+            PID: os.getpid(),
+            TIME_TOTAL_S: time.monotonic() - self._began,
+        }
 
 
 def content_of(checkpoint: Any) -> dict[str, Any]:

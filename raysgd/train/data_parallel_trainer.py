@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from copy import copy
+from pathlib import Path
 from typing import Any, ClassVar
 
 from raysgd._checks import refuse_unknown
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.train.backend import BackendConfig
-from raysgd.train.base_trainer import BaseTrainer
+from raysgd.train.base_trainer import BaseTrainer, TrainerType
 from raysgd.train.fit import arguments
 from raysgd.train.fit.data import merged_config, prepared
 from raysgd.train.utils import without_arguments
@@ -113,6 +114,34 @@ class DataParallelTrainer(BaseTrainer):
         self._running_job.drive(
             function, self._backend_config, self.scaling_config, self.datasets, self._data_config, self.preprocessor
         )
+
+    @classmethod
+    def restore(  # type: ignore[override]  # its second argument is the function, as in Ray
+        cls: type[TrainerType],
+        path: str | Path,
+        train_loop_per_worker: Callable[..., Any] | None = None,
+        train_loop_config: Mapping[str, Any] | None = None,
+        *,
+        storage_filesystem: Any = None,
+        **replaced: Any,
+    ) -> TrainerType:
+        """The trainer of a run that was interrupted or failed; its `fit` continues the run from its last checkpoint.
+
+        Loading it runs code that it names: restore only runs that you trust.
+
+        Args:
+            path: The folder with the run's name, or its URI.
+            train_loop_per_worker: Another function; None for that of the run.
+            train_loop_config: Another argument of the function; None for that of the run.
+            storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
+            **replaced: Other arguments of the trainer that are to be other ones. Datasets are not saved with a run:
+                pass them again, under the same names.
+
+        Raises:
+            ValueError: There is no run, or datasets are missing or others than it had.
+        """
+        replaced |= {"train_loop_per_worker": train_loop_per_worker, "train_loop_config": train_loop_config}
+        return super().restore(path, storage_filesystem, **replaced)
 
     def _check(self) -> None:
         super()._check()

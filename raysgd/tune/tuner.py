@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +15,7 @@ from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.result import Result
 from raysgd.storage import open_folder
 from raysgd.train.base_trainer import BaseTrainer
+from raysgd.train.fit.restore import at_place
 from raysgd.tune._callbacks import for_tune
 
 if TYPE_CHECKING:
@@ -62,9 +64,9 @@ class Tuner:
             raise TypeError(f"`param_space={param_space!r}`: need a dict, or None.")
         if run_config is not None and not isinstance(run_config, RunConfig):
             raise TypeError(f"`run_config={run_config!r}`: need a `raysgd.train.RunConfig`, or None.")
-        run_config = _chosen(trainable, run_config)
+        run_config = chosen(trainable, run_config)
         self._tuner = tune.Tuner(
-            as_trainable(trainable),
+            as_trainable(trainable, run_config),
             param_space=_as_space(trainable, param_space or {}),
             tune_config=tune_config,
             run_config=as_ray_config(run_config),
@@ -104,10 +106,10 @@ class Tuner:
             ValueError: There is no sweep that can be restored.
         """
         tune = _trials.require_tune(_NEEDED_BY)
-        tuner = cls.__new__(cls)
+        tuner, place = cls.__new__(cls), _as_place(path)
         tuner._tuner = tune.Tuner.restore(
-            _as_place(path),
-            as_trainable(trainable),
+            place,
+            as_trainable(trainable, _at_place(trainable, place, storage_filesystem)),
             resume_unfinished=resume_unfinished,
             resume_errored=resume_errored,
             restart_errored=restart_errored,
@@ -200,9 +202,11 @@ class ResultGrid:
         return f"ResultGrid({list(self)!r})"
 
 
-def as_trainable(trainable: Any) -> Any:
-    """What Ray's own `Tuner` takes."""
+def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
+    """What Ray's own `Tuner` takes. Trials of a trainer are in the storage of `run_config`, and keep what that says."""
     if isinstance(trainable, BaseTrainer):
+        trainable = copy(trainable)
+        trainable.run_config = run_config or trainable.run_config
         return trainable.as_trainable()
     if hasattr(trainable, "as_trainable") and not isinstance(trainable, type):
         raise TypeError(
@@ -212,12 +216,19 @@ def as_trainable(trainable: Any) -> Any:
     return trainable
 
 
-def _chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
+def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
     """The run config that counts: that of the tuner, else that of the trainer."""
     own = trainable.run_config if isinstance(trainable, BaseTrainer) else None
     if run_config is not None and own is not None and own != RunConfig():
         logger.info("`Tuner(run_config=...)` counts, and that of the trainer does not")
     return run_config or own or RunConfig()
+
+
+def _at_place(trainable: Any, path: str, filesystem: Any) -> RunConfig | None:
+    """The run config of a trainer, in the storage of a sweep that is restored."""
+    if not isinstance(trainable, BaseTrainer):
+        return None
+    return at_place(trainable.run_config, open_folder(path, filesystem), path, filesystem)
 
 
 def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:

@@ -682,6 +682,27 @@ def test_a_batch_that_returns_no_dict_is_an_error_that_says_so(returned: Any, ma
         make_local(Forgets).train()
 
 
+def test_an_epoch_may_measure_something_and_a_validation_return_any_object(make_local: MakeTrainer) -> None:
+    class Measures(TrainingOperator):
+        def setup(self, config: dict[str, Any]) -> None:
+            model = torch.nn.Linear(4, 1)
+            self.model, self.optimizer = self.register(
+                models=model, optimizers=torch.optim.SGD(model.parameters(), lr=0.1)
+            )
+            self.register_data(train_loader=dataset(8), validation_loader=dataset(8))
+
+        def train_epoch(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+            return {"img_sec": 7.0}
+
+        def validate(self, *args: Any, **kwargs: Any) -> Any:
+            return {"a": {1, 2}}.items()
+
+    trainer = make_local(Measures)
+    assert trainer.train()["img_sec"] == 7.0
+    [found] = trainer.validate(reduce_results=False)
+    assert list(found) == [("a", {1, 2})]
+
+
 def test_data_without_a_batch_are_told_of(make_local: MakeTrainer, caplog: pytest.LogCaptureFixture) -> None:
     class UsedUp(LinearOperator):
         def make_loader(self, data: Any, shuffle: bool = False) -> Any:

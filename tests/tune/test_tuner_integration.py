@@ -19,7 +19,7 @@ from raysgd.callbacks import CSVLogger
 from raysgd.train import Checkpoint, CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.tuned import merged_arguments
-from raysgd.tune.tuner import as_ray_config
+from raysgd.tune.tuner import as_ray_config, chosen
 from tests.run_if import RunIf
 
 pytestmark = [pytest.mark.integration, RunIf(modules=["ray.tune", "pandas", "pyarrow"])]
@@ -60,7 +60,9 @@ def test_trials_have_the_arguments_of_the_trainer_but_for_those_that_the_space_n
 ) -> None:
     from ray.tune import grid_search
 
-    trainer = make_trainer(tmp_path)
+    trainer = DataParallelTrainer(
+        count, train_loop_config={"num_steps": 3, "factor": 1}, scaling_config=ScalingConfig(num_workers=1)
+    )
     tuner = tune.Tuner(
         trainer,
         param_space={
@@ -180,3 +182,31 @@ def test_the_configs_of_a_run_are_those_of_ray() -> None:
     assert (made.name, made.storage_path, made.stop) == ("run", str(Path("relative").absolute()), {"step": 2})
     assert made.failure_config.max_failures == 3
     assert (made.checkpoint_config.num_to_keep, made.checkpoint_config.checkpoint_score_attribute) == (None, "loss")
+
+
+def test_the_run_config_of_the_tuner_counts_and_the_log_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    trainer, other = make_trainer(tmp_path), RunConfig(name="other")
+    with caplog.at_level("INFO", "raysgd.tune"):
+        assert chosen(trainer, other) is other
+        assert "that of the trainer does not" in caplog.text
+        assert chosen(trainer, None) is trainer.run_config
+        assert len(caplog.records) == 1
+
+
+def test_a_trial_may_bring_what_the_trainer_lacks() -> None:
+    trainable_cls = DataParallelTrainer(count).as_trainable()
+    assert trainable_cls.default_resource_request({"scaling_config": {"num_workers": 2}}).bundles == [{"CPU": 1}] * 3
+    given = {"datasets": {"train": "small", "valid": "all"}}
+    assert merged_arguments(given, {"datasets": {"train": "large"}})["datasets"] == {"train": "large", "valid": "all"}
+
+
+def test_memory_that_workers_do_not_see_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"`storage_path='memory://sweeps'`: only this process sees"):
+        tune.Tuner(make_trainer(tmp_path), run_config=RunConfig(storage_path="memory://sweeps"))
+
+
+def test_callbacks_of_the_trainer_need_not_travel_to_its_trials() -> None:
+    trainer = DataParallelTrainer(count, run_config=RunConfig(callbacks=[threading.Lock()]))
+    ray.cloudpickle.dumps(trainer.as_trainable())

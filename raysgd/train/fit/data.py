@@ -164,7 +164,7 @@ def check_datasets(datasets: Any) -> dict[str, Any]:
     if not isinstance(datasets, Mapping):
         raise ValueError(f"`datasets` is a `{type(datasets).__name__}`: need a dict of datasets by name.")
     for name, dataset in datasets.items():
-        if not isinstance(name, str) or isinstance(dataset, str | bytes | type):
+        if not isinstance(name, str) or isinstance(dataset, str | bytes | int | float | type):
             raise ValueError(f"`datasets[{name!r}]={dataset!r}`: need a dataset under a name.")
     return {name: dataset for name, dataset in datasets.items() if dataset is not None}
 

@@ -13,6 +13,7 @@ from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.exceptions import training_failed_error
 from raysgd.train.backend import BackendConfig
+from raysgd.train.fit.kept_checkpoints import number_of
 from raysgd.train.fit.layout import TrialFolder, new_trial_folder
 from raysgd.train.fit.recorder import Recorder
 from raysgd.train.fit.restore import save_trainer
@@ -21,6 +22,7 @@ from raysgd.train.fit.session import TrialFacts, checkpoint_at
 
 if TYPE_CHECKING:
     from raysgd.air.result import Result
+    from raysgd.storage import Folder
     from raysgd.train.base_trainer import BaseTrainer
 
 logger = logging.getLogger(__name__)
@@ -62,7 +64,7 @@ class FitJob:
         name, run_config = type(trainer).__name__, trainer.run_config
         goes_on = folder is not None
         folder = folder or new_trial_folder(run_config, name)
-        _check_is_shared(folder)
+        check_is_shared(folder.experiment)
         save_trainer(folder.experiment, type(trainer), trainer._arguments)
         resources = trainer.scaling_config.as_placement_group_factory() if run_config.callbacks else None
         info = SimpleNamespace(resources=resources)
@@ -106,11 +108,16 @@ class FitJob:
             dataset_config,
             preprocessor,
             self.begin_from,
-            self.folder.next_index,
+            self._next_index,
         )
         run = self._make_run(plan)
         self.recorder.watch(lambda: run.events)
         run.run()
+
+    @property
+    def _next_index(self) -> int:
+        """The number of the first checkpoint: behind those in the folder, or that of the one of another run again."""
+        return max(self.folder.next_index, number_of(self.begin_from) if self.begin_from is not None else 0)
 
     def _make_run(self, plan: FitPlan) -> FitRun:
         return FitRun(plan, self.recorder.take, self.recorder.begin, self.recorder.fail)
@@ -156,14 +163,14 @@ def facts_of(folder: TrialFolder, trainer: BaseTrainer) -> TrialFacts:
     )
 
 
-def _check_is_shared(folder: TrialFolder) -> None:
+def check_is_shared(folder: Folder) -> None:
     """Checks that workers can write where the run writes.
 
     Raises:
         ValueError: Only this process sees that storage.
     """
-    if folder.experiment.is_in_memory:
+    if folder.is_in_memory:
         raise ValueError(
-            f"`storage_path={folder.experiment.uri!r}`: only this process sees its memory, and the workers of `fit` "
+            f"`storage_path={folder.uri!r}`: only this process sees its memory, and the workers of `fit` "
             "write checkpoints themselves. Pass a folder, or a URI such as `s3://bucket/folder`."
         )

@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
 from typing import Any
 
+from raysgd._checks import is_integer
 from raysgd._once import Once
 from raysgd._ranking import Ranking
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig
 from raysgd.air.result import by_checkpoint, value_at
+from raysgd.train.constants import TUNE_CHECKPOINT_ID
 from raysgd.train.fit.chores import Chores
 from raysgd.train.fit.layout import TrialFolder, checkpoint_index
 from raysgd.train.fit.metrics import Progress, as_score
@@ -98,6 +100,13 @@ class KeptCheckpoints:
 def name_of(checkpoint: Checkpoint) -> str | None:
     """The name of a checkpoint's folder; None for one in memory."""
     return PurePosixPath(checkpoint.path).name if checkpoint.uri is not None else None
+
+
+def number_of(checkpoint: Checkpoint) -> int:
+    """The number that a checkpoint has in its run, by the name of its folder or its content; 0 for any other one."""
+    name = name_of(checkpoint)
+    number: Any = checkpoint.to_dict().get(TUNE_CHECKPOINT_ID) if name is None else checkpoint_index(name)
+    return number if is_integer(number) and number >= 0 else 0
 
 
 def _progress_at(report: Mapping[str, Any] | None, reports: Sequence[Mapping[str, Any]]) -> Progress:

@@ -147,7 +147,7 @@ def restore(
     experiment = open_folder(path, storage_filesystem)
     saved_class, arguments = _load(experiment, path)
     arguments = _complete(arguments, {name: value for name, value in replaced.items() if value is not None})
-    arguments["run_config"] = _at_place(arguments.get("run_config"), experiment, path, storage_filesystem)
+    arguments["run_config"] = at_place(arguments.get("run_config"), experiment, path, storage_filesystem)
     return _made(trainer_class, saved_class, arguments), _run_in(experiment)
 
 
@@ -205,7 +205,7 @@ def _is_there(checkpoint: _CheckpointAt) -> bool:
     return Path(checkpoint.path).is_dir()
 
 
-def _at_place(run_config: RunConfig | None, experiment: Folder, path: str | Path, filesystem: Any) -> RunConfig:
+def at_place(run_config: RunConfig | None, experiment: Folder, path: str | Path, filesystem: Any) -> RunConfig:
     """The run's config with the place where the run is now: its folder may have been moved."""
     above = _above(str(path))
     return replace(run_config or RunConfig(), name=experiment.name, storage_path=above, storage_filesystem=filesystem)

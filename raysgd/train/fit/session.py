@@ -112,7 +112,7 @@ class FitSession(Session):
         check_checkpoint(checkpoint)
         self.iteration += 1
         # Only what rank 0 reports is written down.
-        data = self._packed(self._spec.encode(dict(metrics))) if self.world.rank == 0 else None
+        data = self._packed(self._spec.encode({**metrics, **self._details()})) if self.world.rank == 0 else None
         if checkpoint is None:
             self._send_metrics(data)
             return

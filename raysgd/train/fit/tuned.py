@@ -12,6 +12,7 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,13 +20,14 @@ from raysgd import _trials
 from raysgd._trials import Reported, TrialInfo
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig, ScalingConfig
-from raysgd.train.fit.job import FitJob, facts_of
+from raysgd.train.fit.job import FitJob, check_is_shared, facts_of
 from raysgd.train.fit.layout import TrialFolder, new_trial, storage_of
 from raysgd.train.fit.run import FitPlan, FitRun
 from raysgd.train.fit.session import TrialFacts
 
 if TYPE_CHECKING:
     from raysgd.engine.history import Event
+    from raysgd.storage import Folder
     from raysgd.train.base_trainer import BaseTrainer
 
 _FOLDER = ".raysgd"
@@ -38,14 +40,24 @@ def make_trainable(trainer: BaseTrainer) -> type[Any]:
 
     Raises:
         MissingTuneError: Ray Tune is not installed.
+        ValueError: The workers cannot write to the storage.
     """
-    trainer_cls, given = type(trainer), trainer._arguments
+    trainer_cls, storage = type(trainer), storage_of(trainer.run_config)
+    check_is_shared(storage)
+    # What Ray Tune calls stays in the driver: it may hold what cannot travel.
+    run_config = replace(trainer.run_config, callbacks=None, progress_reporter=None, stop=None)
+    given = {name: run_config if name == "run_config" else value for name, value in trainer._arguments.items()}
+
+    def make_trainer(config: dict[str, Any]) -> BaseTrainer:
+        made: BaseTrainer = trainer_cls(**merged_arguments(given, config))
+        made.run_config = run_config
+        return made
 
     def make(config: dict[str, Any], info: TrialInfo) -> FitTrial:
-        return FitTrial(lambda: trainer_cls(**merged_arguments(given, config)), config, info)
+        return FitTrial(partial(make_trainer, config), storage, info)
 
     def bundles(config: dict[str, Any]) -> list[dict[str, float]]:
-        scaling = trainer_cls(**merged_arguments(given, config)).scaling_config
+        scaling = make_trainer(config).scaling_config
         num_workers = scaling.worker_range[1] if scaling.num_workers is not None else 0
         return [scaling.trainer_bundle, *[scaling.worker_bundle] * num_workers]
 
@@ -143,12 +155,12 @@ class FitTrial:
 
     Args:
         make_trainer: Makes the trainer, with the config of the trial merged in.
-        config: That config.
+        storage: Where the workers put checkpoints until Tune has them: all of them see it.
         info: What the trial knows of itself.
     """
 
-    def __init__(self, make_trainer: Callable[[], BaseTrainer], config: dict[str, Any], info: TrialInfo) -> None:
-        self._make_trainer, self._config, self._info = make_trainer, config, info
+    def __init__(self, make_trainer: Callable[[], BaseTrainer], storage: Folder, info: TrialInfo) -> None:
+        self._make_trainer, self._storage, self._info = make_trainer, storage, info
         self._begin_from: Checkpoint | None = None
         self._newest: Checkpoint | None = None
         self._reports: Reports | None = None
@@ -178,7 +190,7 @@ class FitTrial:
     def _begin(self) -> None:
         trainer = self._make_trainer()
         trainer._check()
-        self._folder = _folder_of(trainer, self._info)
+        self._folder = self._new_folder(type(trainer).__name__)
         self._reports = Reports()
         run_config = replace(trainer.run_config, failure_config=FailureConfig())  # Tune begins a trial again
         begin_from = self._begin_from or trainer.resume_from_checkpoint
@@ -190,6 +202,12 @@ class FitTrial:
         self._keeps_files = facts.keeps_files
         self._thread = threading.Thread(target=_run, args=(trainer, self._reports), name="raysgd-fit", daemon=True)
         self._thread.start()
+
+    def _new_folder(self, trainer_name: str) -> TrialFolder:
+        experiment = self._storage / _FOLDER / (self._info.identity or secrets.token_hex(4))
+        folder = new_trial(experiment, trainer_name)
+        folder.make()
+        return folder
 
     def _facts(self, trainer: BaseTrainer) -> TrialFacts:
         assert self._folder is not None
@@ -246,11 +264,3 @@ def _run(trainer: BaseTrainer, reports: Reports) -> None:
         reports.end(error)
     else:
         reports.end()
-
-
-def _folder_of(trainer: BaseTrainer, info: TrialInfo) -> TrialFolder:
-    """Where the workers put checkpoints until Tune has them: in the storage of the run, which all of them see."""
-    experiment = storage_of(trainer.run_config) / _FOLDER / (info.identity or secrets.token_hex(4))
-    folder = new_trial(experiment, type(trainer).__name__)
-    folder.make()
-    return folder

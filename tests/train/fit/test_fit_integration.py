@@ -92,9 +92,10 @@ class TestARun:
                 assert any(Path(folder).iterdir())
 
     def test_fetches_a_large_dict_and_starts_from_what_it_is_given(self, tmp_path: Path) -> None:
-        resume = Checkpoint.from_dict({"epoch": 0})
+        resume = Checkpoint.from_dict({"epoch": 0, "_current_checkpoint_id": 4})
         result = trainer(tmp_path, payload=bytes(3 << 20), resume=resume).fit()
         assert [result.metrics["training_iteration"], result.metrics["epoch"]] == [2, 2]
+        assert checkpoints_in(result) == ["checkpoint_000004", "checkpoint_000005"], "its number is used once more"
         assert len(result.checkpoint.to_dict()["payload"]) == 3 << 20
 
     def test_connects_the_workers_and_works_in_the_folder_of_the_trial(self, tmp_path: Path) -> None:

@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig, RunConfig
 from raysgd.air.result import Result
 from raysgd.exceptions import CallbackError
+from raysgd.train.fit.kept_checkpoints import number_of
 from raysgd.train.fit.layout import TrialFolder, new_trial_folder
 from tests.train.fit.notes import CONFIG, Noting, lines, make_folder, make_recorder, save
 
@@ -199,6 +201,15 @@ class TestRetention:
         assert result.best_checkpoints == []
         assert result.checkpoint is not None
         assert "fs_checkpoint" in result.checkpoint.to_dict()
+
+    def test_a_checkpoint_has_the_number_of_its_folder_or_of_its_content(self, tmp_path: Path) -> None:
+        folder, other = make_folder(tmp_path), tmp_path / "other"
+        other.mkdir()
+        saved = save(folder, 3)
+        assert number_of(saved) == 3
+        assert number_of(Checkpoint.from_directory(other)) == 0
+        numbered = [Checkpoint.from_dict({"_current_checkpoint_id": value}) for value in (2, -1, "2", None)]
+        assert [number_of(each) for each in numbered] == [2, 0, 0, 0]
 
     def test_a_checkpoint_that_cannot_be_deleted_is_logged(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch

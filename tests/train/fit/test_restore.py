@@ -10,6 +10,7 @@ import pytest
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
 from raysgd.storage import open_folder
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.restore import RestoredRun, can_restore, restore, save_trainer
 from tests.train.fit.notes import Noting, make_folder, make_recorder
 
@@ -191,3 +192,22 @@ class TestOtherClasses:
             pytest.raises(ValueError, match="`Other` cannot be made with the arguments of `Trainer`"),
         ):
             restore(Other, run)
+
+
+class TestATrainerOfFunctions:
+    def test_takes_another_function_and_its_argument_behind_the_folder(self, tmp_path: Path) -> None:
+        saved = {"train_loop_per_worker": loop, "train_loop_config": {"lr": 0.1}, "metadata": {"by": "me"}}
+        save_trainer(open_folder(tmp_path / "run"), DataParallelTrainer, saved)
+
+        def other(config: dict[str, Any]) -> None:
+            """Does nothing either."""
+
+        restored = DataParallelTrainer.restore(tmp_path / "run", other, {"lr": 1})
+        assert restored._arguments["train_loop_per_worker"] is other
+        assert (restored._trial_config, restored.metadata) == ({"train_loop_config": {"lr": 1}}, {"by": "me"})
+        assert DataParallelTrainer.restore(tmp_path / "run")._trial_config == {"train_loop_config": {"lr": 0.1}}
+
+    def test_refuses_names_that_it_does_not_know(self, tmp_path: Path) -> None:
+        save_trainer(open_folder(tmp_path / "run"), DataParallelTrainer, {"train_loop_per_worker": loop})
+        with pytest.raises(TypeError, match=r"train_loop_confg.*`train_loop_config`"):
+            DataParallelTrainer.restore(tmp_path / "run", train_loop_confg={"lr": 1})

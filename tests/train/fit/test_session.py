@@ -20,7 +20,11 @@ from raysgd.train import session
 from raysgd.train._function_replica import FunctionReplica
 from raysgd.train._mailbox import Ended
 from raysgd.train._messages import FunctionSpec, Message
+from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
+from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.fit.job import facts_of
 from raysgd.train.fit.session import FitSession, TrialFacts, refuse_tensors
+from tests.train.fit.notes import make_folder
 
 
 @pytest.fixture
@@ -34,10 +38,15 @@ def start(folder: Folder) -> Iterator[Callable[..., FunctionReplica]]:
     started: list[FunctionReplica] = []
 
     def start(
-        function: Callable[[], Any], rank: int = 0, checkpoint: Any = None, shard: Any = None, **facts: Any
+        function: Callable[[], Any],
+        rank: int = 0,
+        checkpoint: Any = None,
+        shard: Any = None,
+        is_detailed: bool = False,
+        **facts: Any,
     ) -> FunctionReplica:
         about = TrialFacts(folder, "run", "trial_1", "1", ScalingConfig(num_workers=2), **facts)
-        spec = FunctionSpec(function, dict, "_timestamp", make_session=partial(FitSession, facts=about))
+        spec = FunctionSpec(function, dict, "_timestamp", is_detailed, make_session=partial(FitSession, facts=about))
         replica = FunctionReplica(World(rank, size=2, local_rank=rank, local_size=2))
         started.append(replica)
         replica.begin(spec, checkpoint, shard)
@@ -57,6 +66,11 @@ Start = Callable[..., FunctionReplica]
 
 
 class TestReports:
+    def test_say_where_they_come_from_if_asked(self, start: Start) -> None:
+        answer = message(start(lambda: session.report({"loss": 1}), is_detailed=True).next(0))
+        assert answer.data["loss"] == 1
+        assert set(answer.data) - {"loss"} == DETAILED_AUTOFILLED_KEYS
+
     def test_carry_the_metrics_of_rank_0_as_they_are(self, start: Start) -> None:
         for rank, expected in ((0, {"loss": 1}), (1, None)):
             replica = start(lambda: session.report({"loss": 1}), rank)
@@ -212,6 +226,15 @@ class TestData:
 
 
 class TestSurroundings:
+    def test_the_environment_may_say_where_the_function_works(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        trial = make_folder(tmp_path)
+        trainer = DataParallelTrainer(lambda: None, scaling_config=ScalingConfig(num_workers=1))
+        assert facts_of(trial, trainer).workdir == str(trial.local_path)
+        monkeypatch.setenv("RAY_CHDIR_TO_TRIAL_DIR", "0")
+        assert facts_of(trial, trainer).workdir is None
+
     def test_the_function_works_in_the_folder_of_the_trial(self, start: Start, tmp_path: Path) -> None:
         before, seen = os.getcwd(), []
         workdir = tmp_path / "there" / "work"
