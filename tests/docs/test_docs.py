@@ -156,8 +156,7 @@ def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_
     import ray
 
     script = script_of(name, tmp_path, "python", "python soak")
-    output = tmp_path / "output"
-    environment = environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address, HOME=str(tmp_path))
+    output, environment = tmp_path / "output", environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address)
     assert runner.run(script, environment, output) == 0, output.read_text()
 
 

@@ -1,5 +1,6 @@
 """Ray 1.x: creator functions as an operator, and an operator with the first signature of `train_batch`."""
 
+import ray
 import torch
 from ray.util.sgd.torch import TorchTrainer
 from ray.util.sgd.torch.examples.train_example import LinearDataset
@@ -45,6 +46,7 @@ Created = TrainingOperator.from_creators(
     data_creator=data_creator,
     loss_creator=torch.nn.MSELoss,
 )
+ray.init(num_cpus=2, include_dashboard=False)
 trainer = TorchTrainer(
     training_operator_cls=Created, scheduler_step_freq="epoch", num_workers=2, config={"lr": 0.01}, use_tqdm=False
 )
