@@ -19,11 +19,13 @@ class Survivors:
 
     Attributes:
         silent: Ranks that neither answered nor are known to be dead.
+        stuck: Ranks that answered and did not finish what they do. They may have been stopped since.
     """
 
     def __init__(self, spec: GroupSpec, members: Members, poller: CallPoller) -> None:
         self._spec, self._members, self._poller = spec, members, poller
         self.silent: set[int] = set()
+        self.stuck: set[int] = set()
 
     def settle(
         self, report: GroupReport, unanswered: Mapping[int, Any], tell_stuck: Callable[[], None] = lambda: None
@@ -62,7 +64,8 @@ class Survivors:
                 tell_stuck()
                 has_told = True
         outcomes = [self._poller.outcome(rank, call) for rank, call in calls.items()]
-        return {found.rank for found in outcomes if not found.answered or _has_died(found)}
+        self.stuck = {found.rank for found in outcomes if not found.answered}
+        return self.stuck | {found.rank for found in outcomes if _has_died(found)}
 
     def _free(self, waiting: Collection[int], num_others: int) -> dict[int, Outcome]:
         """Ends what these ranks wait for; returns what the remote ones answer, while so many others are alive."""

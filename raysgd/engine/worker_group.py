@@ -203,12 +203,13 @@ class WorkerGroup:
         """Kills the workers of these ranks, dead or alive; their slots are free for others."""
         for rank in ranks:
             worker = self._members.remote(rank)
-            if rank in self.silent:
+            if rank in self.silent or rank in self._survivors.stuck:
                 self.kill_rank(rank)
             else:
                 worker.kill()
             self._slots.give_back(worker.slot)
         self.silent.clear()
+        self._survivors.stuck.clear()
         self.gone |= set(ranks)
 
     def regroup(

@@ -171,3 +171,4 @@ def test_a_survivor_may_finish_its_step_for_as_long_as_it_is_allowed_to() -> Non
     assert len(scene.told_stuck_at) == 1
     assert 5 <= scene.told_stuck_at[0] < 6
     assert scene.survivors.silent == set(), "it lives, and answers"
+    assert scene.survivors.stuck == {3}, "it may have been stopped since, so it is ended like one that was"

@@ -24,6 +24,7 @@ from raysgd.engine.snapshot_pace import SnapshotPace
 from raysgd.engine.snapshots import SnapshotKeeper
 from raysgd.engine.snapshotting import Snapshotting
 from raysgd.engine.standby import StandbyWorkers, StartupCheck
+from raysgd.engine.survivors import Survivors
 from raysgd.engine.types import GroupReport, Outcome, Rendezvous, ReplicaProgress
 from raysgd.engine.worker_group import WorkerGroup
 from tests.simulator.befalling import ENDLESS
@@ -374,7 +375,18 @@ _LOOKED_AT = tuple(
     for nth in range(50, 66)
 )
 
+
+def _forget_stuck(real: Any) -> Any:
+    def let_finish(self: Survivors, *args: Any) -> set[int]:
+        lost: set[int] = real(self, *args)
+        self.stuck.clear()
+        return lost
+
+    return let_finish
+
+
 MUTATIONS = (
+    Mutation("a stuck rank that froze is asked to end", Survivors, "_let_finish", _forget_stuck, (17113,)),
     Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (3,)),
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (5,)),
     Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (7,)),
