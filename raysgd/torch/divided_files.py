@@ -182,6 +182,7 @@ class _Reader(FileSystemReader):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """A class that such a file may name."""
+        module = "pathlib" if module == "pathlib._local" else module  # so Python 3.13 calls it
         is_type = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype | torch.layout)
         if is_type or name in _PLAIN_GLOBALS.get(module, ()):
             return super().find_class(module, name)

@@ -64,6 +64,6 @@ def _summary(found: Sequence[MigratedFile], write: bool) -> str:
     to_look_at = sum(not finding.is_error for file in found for finding in file.after.findings)
     done = "rewritten" if write else "would change (nothing is written without --write)"
     parts = [f"{changed} of {len(found)} files {done}"]
-    parts += [f"{failed} could not be migrated and are as they were"] if failed else []
+    parts += [f"{failed} could not be migrated and are unchanged"] if failed else []
     parts += [f"{to_look_at} lines to look at"] if to_look_at else []
     return "; ".join(parts) + "."
