@@ -178,7 +178,9 @@ class WorkerProcess:
 
         def body() -> Answer:
             self._world = world
-            self._end_replica()
+            if self._replica is not None:
+                self._end_replica()
+                gc.collect()  # the next one may need its memory
             self._connection.join(rendezvous, world)
             self._replica = make_replica(world)
             facts = self._replica.setup()
@@ -292,13 +294,9 @@ class WorkerProcess:
             self._connection.leave()
 
     def _end_replica(self) -> None:
-        """Lets the replica go, with its memory: another one may need that."""
-        if self._replica is None:
-            return
         replica, self._replica = self._replica, None
-        replica.shutdown()
-        del replica
-        gc.collect()
+        if replica is not None:
+            replica.shutdown()
 
     @property
     def replica(self) -> Replica:
