@@ -104,7 +104,7 @@ class StartupCheck:
             self._ask(self._workers)
 
     def _judge(self, worker: RemoteWorker) -> None:
-        """Asks whether a silent worker is frozen, and asks it once more, too."""
+        """Has a silent worker looked at from beside. The worker itself is asked again in the next round."""
         info = self._infos.get(worker)
         if info is None:  # its process may have been made just now
             found = self._find(worker)

@@ -14,6 +14,7 @@ MOST_SEEDS = 400
 """Where a change of the engine or of the simulator made another schedule out of the seeds of the table."""
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # what a fault may well do
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.words)
 def test_a_fault_of_the_engine_is_found(mutation: Mutation, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutation.owner, mutation.name, mutation.replacement)
