@@ -41,14 +41,13 @@ class Balancing:
         self._plan = SpeedPlan()
         self._start_sum = start_sum
         self.num_ahead = 0
-        self._own_s_before = 0.0
         self._slowest: int | None = None  # in the last measurement, if times differed
         self._is_settled = False  # the first step of a group is not measured: it is slow for other reasons
         self._waiting: tuple[Callable[[], Any], torch.Tensor] | None = None
         self._forget()
 
     def _forget(self) -> None:
-        self._num_steps, self._num_samples, self._seconds = 0, 0, 0.0
+        self._num_steps, self._num_samples, self._since_s = 0, 0, self._own_s()
 
     def speeds_at(self, position: int) -> Sequence[float]:
         """See `JointPlan`."""
@@ -72,26 +71,19 @@ class Balancing:
             self._after_step(position, joint_size)
 
     def _after_step(self, position: int, joint_size: int) -> None:
-        self._measure()
-        if self._plan.reach(position):
-            self._forget()  # measured with other shares
+        self._num_steps += 1
+        if self._plan.reach(position) or not self._is_settled:
+            self._is_settled = True
+            self._forget()  # measured with other shares, or in the first step
         if self._waiting is not None:
             self._hear(position, joint_size)
         if self._num_steps >= self._rule.every and not self._plan.is_changing:
             self._tell()
 
-    def _measure(self) -> None:
-        before, self._own_s_before = self._own_s_before, self._own_s()
-        if not self._is_settled:
-            self._is_settled = True
-            self._forget()
-            return
-        self._num_steps += 1
-        self._seconds += self._own_s_before - before
-
     def _tell(self) -> None:
+        own_s = self._own_s() - self._since_s
         numbers = torch.zeros(3, self._world_size, dtype=torch.float64)
-        numbers[:, self._rank] = torch.tensor([self._num_samples, self._seconds, self.num_ahead], dtype=torch.float64)
+        numbers[:, self._rank] = torch.tensor([self._num_samples, own_s, self.num_ahead], dtype=torch.float64)
         self._waiting = self._start_sum(numbers), numbers
         self._forget()
 

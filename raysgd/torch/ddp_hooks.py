@@ -159,7 +159,8 @@ def _weight_and_call(state: _HookState, bucket: dist.GradBucket) -> torch.future
     """Does what a user's hook does."""
     function, parallel = state.function, state.parallel
     assert function is not None
-    if not parallel.weights_in_hook:
+    if parallel.weights_in_hook:
+        _weight(parallel.step, bucket.buffer())
+    elif not parallel.times_exchanges:
         return function(state.state, bucket)
-    _weight(parallel.step, bucket.buffer())
     return parallel.exchanges.track(function(state.state, bucket), bucket.is_last())

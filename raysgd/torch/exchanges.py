@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 from torch.distributed import DistNetworkError
@@ -19,6 +20,7 @@ from torch.distributed import DistNetworkError
 from raysgd.connections.group import Group
 from raysgd.connections.torch import is_connection_error, is_group_broken
 from raysgd.replicas.ledger import Ledger
+from raysgd.torch.stream_clock import StreamClock
 
 
 class Exchanges:
@@ -30,6 +32,7 @@ class Exchanges:
 
     Attributes:
         ledger: Is told when exchanges begin and end.
+        clock: The same, where it is needed how long a GPU computes in between.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Exchanges:
         self._is_lost = is_lost
         self._is_broken = is_broken
         self.ledger: Ledger | None = None
+        self.clock: StreamClock | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -47,16 +51,27 @@ class Exchanges:
         self._error: BaseException | None = None
         self._num_made = 0
         self._num_usual = 1
+        if self.clock is not None:
+            self.clock.forget()
+
+    def open_call(self) -> None:
+        """A call begins whose steps exchange gradients."""
+        if self.clock is not None:
+            self.clock.begin()
 
     def track(self, future: Any, is_last: bool) -> Any:
         """Stands for an exchange that was begun; `is_last` says that the gradients of a model are complete with it."""
         self.count(is_last)
+        if is_last and self.clock is not None:
+            self.clock.end()
         is_awaited = is_last and self.ledger is not None and self.ledger.begin_exchange()  # the pass is over but for it
-        # Not a callback beside it, which the backward pass would not wait for.
-        return future.then(self._received_last if is_awaited else self._received)
+        received = partial(self._received_last, is_awaited) if is_last else self._received
+        return future.then(received)  # not a callback beside it, which the backward pass would not wait for
 
     def own_s(self) -> float:
         """Seconds of training so far outside of exchanges; 0 where that is not known."""
+        if self.clock is not None:
+            return self.clock.seconds()
         return 0.0 if self.ledger is None else self.ledger.own_s()
 
     def timed(self, group: Group) -> AbstractContextManager[None]:
@@ -67,10 +82,13 @@ class Exchanges:
         """Counts an exchange; one that raises by itself is not one, and what it raises is to be given to `note`."""
         self._num_made += is_last
 
-    def _received_last(self, future: Any) -> Any:
+    def _received_last(self, is_awaited: bool, future: Any) -> Any:
         received = self._received(future)
-        assert self.ledger is not None
-        self.ledger.end_exchange()
+        if is_awaited:
+            assert self.ledger is not None
+            self.ledger.end_exchange()
+        if self.clock is not None:
+            self.clock.begin()
         return received
 
     def _received(self, future: Any) -> Any:

@@ -81,7 +81,9 @@ class TorchHosted(hosted.Hosted):
     def __init__(self, settings: TorchSettings, world: World, ledger: Ledger) -> None:
         self._device = _device(settings.use_gpu)
         self.parallel = _make_parallel(settings, world, self._device)
-        is_balanced = self.parallel.times_exchanges = settings.batch_options.balance is not None
+        is_balanced = settings.batch_options.balance is not None
+        if is_balanced:
+            self.parallel.take_time(self._device)
         joint = joint_batches(settings)
         feed = Feed(self._data, self.parallel, world.size, self._undo, world.rank, joint, is_balanced)
         super().__init__(settings, world, feed, ledger)

@@ -25,6 +25,7 @@ from raysgd.torch.blocks import without_checkpointing
 from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.loading import load_model, load_optimizer
 from raysgd.torch.step import Step, accept
+from raysgd.torch.stream_clock import StreamClock
 
 # Starts to add a tensor of integers up over the ranks, in place, and returns what waits for it.
 Summation = Callable[[torch.Tensor], Callable[[], Any]]
@@ -61,6 +62,12 @@ class NoParallel:
         self.weights_in_hook = self.times_exchanges = False
         self._left_out: list[torch.nn.Module] = []
 
+    def take_time(self, device: torch.device) -> None:
+        """Lets `exchanges.own_s` say for how long this rank computes by itself. Called before any model is wrapped."""
+        self.times_exchanges = True
+        if device.type == "cuda":
+            self.exchanges.clock = StreamClock()
+
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """The model to call in training. `options` are those for `DistributedDataParallel`."""
         return model
@@ -91,6 +98,7 @@ class NoParallel:
             may_defer: Whether the exchange of gradients may wait for the last of them.
         """
         self.step.open_call(window)
+        self.exchanges.open_call()
         self.step.check = self.exchanges.check if weight_in_hook and self._has_others else accept
 
     def match(self, models: Sequence[torch.nn.Module]) -> None:

@@ -64,7 +64,7 @@ class Tuner:
             raise TypeError(f"`param_space={param_space!r}`: need a dict, or None.")
         if run_config is not None and not isinstance(run_config, RunConfig):
             raise TypeError(f"`run_config={run_config!r}`: need a `raysgd.train.RunConfig`, or None.")
-        run_config = _chosen(trainable, run_config)
+        run_config = chosen(trainable, run_config)
         self._tuner = tune.Tuner(
             as_trainable(trainable, run_config),
             param_space=_as_space(trainable, param_space or {}),
@@ -216,7 +216,7 @@ def as_trainable(trainable: Any, run_config: RunConfig | None = None) -> Any:
     return trainable
 
 
-def _chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
+def chosen(trainable: Any, run_config: RunConfig | None) -> RunConfig:
     """The run config that counts: that of the tuner, else that of the trainer."""
     own = trainable.run_config if isinstance(trainable, BaseTrainer) else None
     if run_config is not None and own is not None and own != RunConfig():

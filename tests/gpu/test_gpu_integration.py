@@ -22,6 +22,7 @@ from raysgd.torch.ddp import DDP
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.resnet import ResNet18
 from raysgd.torch.settings import TorchSettings
+from raysgd.torch.stream_clock import StreamClock
 from raysgd.torch.torch_runner import TorchRunner
 from tests.run_if import RunIf
 from tests.torch import operators_for_tests
@@ -246,6 +247,51 @@ def test_two_workers_share_a_gpu_over_gloo(ray_cluster: None) -> None:
     assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
     for name, tensor in other.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], tensor, rtol=1e-5, atol=1e-6)
+
+
+def test_kernels_count_as_own_time_unless_they_belong_to_an_exchange() -> None:
+    numbers = torch.randn(2048, 2048, device="cuda")
+
+    def compute(num_times: int) -> None:
+        for _ in range(num_times):
+            torch.mm(numbers, numbers)
+
+    clock = StreamClock()
+    compute(3)  # what is only done once
+    clock.begin()
+    compute(10)
+    clock.end()
+    own_s = clock.seconds()
+    compute(1000)
+    clock.begin()
+    compute(10)
+    clock.end()
+    assert own_s > 0
+    assert clock.seconds() < 20 * own_s
+
+
+class Uneven(LinearOperator):
+    """Rank 1 runs eight times as many kernels for a sample as rank 0; the program waits for none of them."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.numbers = torch.randn(1024, 1024, device=self.device)
+
+    def forward(self, features: Any, target: Any) -> tuple[Any, ...]:
+        for _ in range(len(target) * (8 if self.world_rank else 1)):
+            torch.mm(self.numbers, self.numbers)
+        return super().forward(features, target)
+
+
+def test_shares_follow_how_long_kernels_run(ray_cluster: None) -> None:
+    options = {"use_gpu": True, "num_workers": 2, "num_cpus_per_worker": 0.5, "num_gpus_per_worker": 0.5}
+    config = {"num_samples": 640, "batch_size": 32}
+    options |= {"joint_batch": "constant", "balance": "speed", "config": config}
+    with TorchTrainer(training_operator_cls=Uneven, **options) as trainer:
+        trainer.train()
+        first, second = trainer.apply_all_operators(lambda operator: list(map(len, operator.seen)))
+    assert first[0] == second[0] == 16
+    assert first[-1] > 16 > second[-1]
 
 
 @RunIf(min_gpus=2)

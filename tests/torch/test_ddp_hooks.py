@@ -17,7 +17,9 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import (
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
 from raysgd.connections.group import Group
+from raysgd.engine.time_spent import EXCHANGE
 from raysgd.engine.types import World
+from raysgd.replicas.ledger import STEP, Ledger
 from raysgd.torch.ddp import DDP
 from raysgd.torch.ddp_hooks import COMM_HOOK
 from raysgd.torch.exchanges import Exchanges
@@ -40,7 +42,7 @@ def test_a_hook_is_installed_where_it_is_of_use() -> None:
     assert all(model._comm_hooks for model in models)
     assert parallel.obstacle is None
     timed = DDP()
-    timed.times_exchanges = True
+    timed.take_time(torch.device("cpu"))
     model = timed.wrap(torch.nn.Linear(600, 600), None, {})
     timed.arm([model], weight_in_hook=False)
     assert model._comm_hooks, "else nothing would know how long it waits for others"
@@ -89,6 +91,19 @@ def test_a_hook_of_the_users_own_stays_the_only_one() -> None:
     model.register_comm_hook(None, doubles)
     parallel.arm([model], weight_in_hook=True)
     assert gradient(parallel, model) == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("is_timed", [False, True])
+def test_an_exchange_of_the_users_hook_is_timed_where_that_matters(is_timed: bool) -> None:
+    parallel = DDP()
+    if is_timed:
+        parallel.take_time(torch.device("cpu"))
+    parallel.exchanges.ledger = Ledger()
+    model = parallel.wrap(a_model(), None, {"comm_hook": allreduce_hook})
+    parallel.arm([model], weight_in_hook=False)
+    parallel.exchanges.ledger.enter(STEP)
+    model(torch.ones(1, 2)).sum().backward()
+    assert bool(parallel.exchanges.ledger.of_call().get(EXCHANGE)) == is_timed
 
 
 def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
