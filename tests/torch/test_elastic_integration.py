@@ -29,7 +29,7 @@ class WaitsForOthers(Ledger):
 
     def optimizer_step(self) -> None:
         super().optimizer_step()
-        time.sleep(0.1 if self.world_size == 1 else 0.0)
+        time.sleep(0.3 if self.world_size == 1 else 0.0)  # long enough for a slow machine to start another one
 
 
 class GoesOn(Ledger):
