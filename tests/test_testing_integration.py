@@ -23,7 +23,7 @@ from tests.doors import controller_of
 from tests.torch import ledger, operators_for_tests
 from tests.torch.ledger import Ledger
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module", autouse=True)

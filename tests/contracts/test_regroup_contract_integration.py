@@ -24,7 +24,7 @@ from tests.failure_plan import FailurePlan
 from tests.fakes import NullConnection, SteppingReplica
 from tests.processes import is_alive
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 PATIENCE_S = 30.0
 NUM_STEPS = 6
 

@@ -26,7 +26,7 @@ from tests.torch import lab, operators_for_tests
 from tests.torch.lab import SEED, Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator, equal
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 PRECISIONS = ("fp32", "fp16", "bf16")
 PARALLEL = ("ddp", "fsdp", "none")

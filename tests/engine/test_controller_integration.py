@@ -27,7 +27,7 @@ from tests.conftest import NUM_CPUS
 from tests.failure_plan import FailurePlan, InjectedError
 from tests.fakes import CountingReplica, NullConnection
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 FOR_EVER_S = 60.0
 
 

@@ -28,7 +28,7 @@ from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
 from tests.fakes import CountingReplica, NullConnection, add
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 ONE = Resources()
 

@@ -30,7 +30,7 @@ from tests.failure_plan import FailurePlan
 from tests.fakes import CountingReplica, NullConnection, add, read
 from tests.processes import is_alive
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 FOR_EVER_S = 60.0  # an answer that must not be waited for comes so late; that it came is what a test sees then
 
 

@@ -28,7 +28,7 @@ from tests.run_if import RunIf
 from tests.torch import operators_for_tests
 from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, equal
 
-pytestmark = [pytest.mark.gpu, pytest.mark.integration, pytest.mark.timeout(170), RunIf(cuda=True)]
+pytestmark = [pytest.mark.gpu, pytest.mark.integration, RunIf(cuda=True)]
 
 ROOT = Path(__file__).resolve().parents[2]
 TOLERANCE = {"fp32": 1e-5, "fp16": 5e-3, "bf16": 5e-2}

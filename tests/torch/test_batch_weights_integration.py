@@ -22,7 +22,7 @@ from raysgd.utils import BATCH_SIZE, BATCH_WEIGHT
 from tests.torch.lab import SEED, Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 UNEVEN = {
     "num_samples": 65,

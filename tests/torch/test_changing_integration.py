@@ -13,7 +13,7 @@ import torch
 from raysgd.torch import TorchTrainer
 from tests.torch.operators_for_tests import DropoutOperator, equal
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 class First(DropoutOperator):

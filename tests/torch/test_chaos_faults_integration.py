@@ -25,7 +25,7 @@ from tests.torch.ledger import Ledger, parameters_of, uses
 from tests.torch.operators_for_tests import BatchNormOperator, DropoutOperator, equal
 from tests.torch.programs import run_program
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module", autouse=True)

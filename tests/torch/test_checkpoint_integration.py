@@ -19,7 +19,7 @@ from tests.s3_server import S3Server
 from tests.sent import sent_by_load
 from tests.torch.operators_for_tests import NUM_FEATURES, DropoutOperator, equal, samples_seen
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 NUM_SAMPLES = 44
 

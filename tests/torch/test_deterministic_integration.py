@@ -18,7 +18,7 @@ from raysgd.torch import TorchTrainer, TrainingOperator
 from tests.torch.lab import Experiment, run_alone
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 SHARDS: dict[str, Any] = {"batch_options": BatchOptions(deterministic=True, num_shards=4)}
 

@@ -20,7 +20,7 @@ from tests.processes import is_alive
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal, samples_seen
 
 # Far below the half hour for which a collective would wait: whoever hangs there, fails here.
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 class Mishap(DropoutOperator):

@@ -23,7 +23,7 @@ from raysgd.torch import handover
 from tests.fakes import CountingReplica
 from tests.torch.operators_for_tests import equal
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")
 TAKERS = [2, 0]
 

@@ -28,7 +28,7 @@ from tests.torch.operators_for_tests import (
     equal,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 # 21 samples by 8: in the last joint batch of 5 one rank has 3 samples, the other 2.
 CONFIG = {"num_samples": 21, "batch_size": 4, "lr": 0.1}

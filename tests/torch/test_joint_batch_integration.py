@@ -18,7 +18,7 @@ from tests.doors import controller_of
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, BatchNormOperator, LinearOperator, OwnBatchOperator, dataset
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 JOINT = {"num_samples": 47, "batch_size": 18, "shuffle": True, "optimizer": "adam"}
 

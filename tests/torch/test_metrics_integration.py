@@ -29,7 +29,7 @@ from tests.torch.operators_for_tests import (
     dataset,
 )
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 class Laboratory(LinearOperator):

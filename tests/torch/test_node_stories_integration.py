@@ -8,7 +8,7 @@ import pytest
 
 from tests.stories import found_by, run_story
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(170)]
+pytestmark = pytest.mark.integration
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from raysgd.data import RayBatches
 from raysgd.replicas.predicting import Pace, dealt
 from raysgd.torch import TorchTrainer, TrainingOperator
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 X = np.random.default_rng(0).standard_normal((101, 3)).astype(np.float32)
 

@@ -14,7 +14,7 @@ from raysgd.torch import TorchTrainer
 from tests.doors import controller_of
 from tests.torch.operators_for_tests import LinearOperator, equal
 
-pytestmark = [pytest.mark.integration, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.integration
 
 
 class Heavy(LinearOperator):

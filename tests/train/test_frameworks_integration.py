@@ -15,7 +15,6 @@ from tests.train.test_elastic_integration import Release, hold
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.usefixtures("ray_cluster", "workers_have_tensorflow"),
-    pytest.mark.timeout(170),
 ]
 
 NUM_EPOCHS, ROOM_AT, DIES_AT = 7, 1, 5

@@ -11,7 +11,7 @@ from raysgd import train
 from raysgd.train import Trainer
 from raysgd.train.horovod import HorovodConfig
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 
 @pytest.fixture(scope="module")

@@ -20,7 +20,7 @@ from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from tests.train.fit import loops
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 
 def trainer(

@@ -21,7 +21,6 @@ from tests.train.fit import loops
 pytestmark = [
     pytest.mark.integration,
     pytest.mark.usefixtures("ray_cluster", "workers_have_tensorflow"),
-    pytest.mark.timeout(170),
 ]
 
 

@@ -27,7 +27,7 @@ from tests.s3_server import S3Server
 from tests.train.fit import loops
 from tests.train.fit.notes import Noting, events
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 
 def make_trainer(place: Path | str, flags: Path, loop: Any = loops.count_epochs, **options: Any) -> DataParallelTrainer:
