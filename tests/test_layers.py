@@ -47,6 +47,7 @@ TRIALS = {
     "raysgd.tf.tf_trainable",
     "raysgd.torch.torch_trainable",
     "raysgd.train._tune",
+    "raysgd.train.fit.space",
     "raysgd.train.fit.tuned",
 }
 """What describes a trial of Ray Tune, beside `raysgd.tune`."""

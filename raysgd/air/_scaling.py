@@ -59,21 +59,21 @@ class ScalingConfig:
             ValueError: A value that cannot be, or GPUs that contradict `use_gpu`.
         """
         refuse_text(use_gpu=self.use_gpu)
-        if not _is_open(self.elastic_resize_monitor_interval_s):
+        if not is_open(self.elastic_resize_monitor_interval_s):
             check_seconds("elastic_resize_monitor_interval_s", self.elastic_resize_monitor_interval_s)
-        if self.num_workers is not None and not _is_open(self.num_workers):
+        if self.num_workers is not None and not is_open(self.num_workers):
             self.num_workers = _checked_workers(self.num_workers)
-        if not _is_open(self.placement_strategy) and self.placement_strategy not in _STRATEGIES:
+        if not is_open(self.placement_strategy) and self.placement_strategy not in _STRATEGIES:
             allowed = ", ".join(f'"{name}"' for name in _STRATEGIES)
             raise ValueError(f"`placement_strategy={self.placement_strategy!r}`: allowed are {allowed}.")
         for name in ("trainer_resources", "resources_per_worker"):
             _check_resources(name, getattr(self, name))
-        if not _is_open(self.use_gpu) and not _is_open(self.resources_per_worker):
+        if not is_open(self.use_gpu) and not is_open(self.resources_per_worker):
             self._check_gpus()
 
     def _check_gpus(self) -> None:
         num_gpus = (self.resources_per_worker or {}).get("GPU", int(self.use_gpu))
-        if _is_open(num_gpus):
+        if is_open(num_gpus):
             return
         if not self.use_gpu and num_gpus > 0:
             raise ValueError(
@@ -93,7 +93,7 @@ class ScalingConfig:
             InvalidCountError: There is no number yet, or a search space in its place.
         """
         workers = self.num_workers
-        if workers is None or _is_open(workers):
+        if workers is None or is_open(workers):
             raise InvalidCountError(f"`num_workers={workers!r}`: a run needs a number of workers. {_HINT_WORKERS}")
         return workers if isinstance(workers, tuple) else (workers, workers)
 
@@ -184,13 +184,13 @@ class ScalingConfig:
     def _needs(self) -> Any:
         values = [getattr(self, each.name) for each in fields(self)]
         inner = [amount for value in values if isinstance(value, Mapping) for amount in value.values()]
-        if any(_is_open(value) for value in values + inner):
+        if any(is_open(value) for value in values + inner):
             return values
         workers = self.worker_range if self.num_workers is not None else None
         return self.trainer_bundle, self.worker_bundle if workers else None, workers, self.placement_strategy
 
 
-def _is_open(value: Any) -> bool:
+def is_open(value: Any) -> bool:
     """Whether Ray Tune still has to choose the value: a grid, or a space to sample from."""
     if isinstance(value, Mapping):
         return set(value) == {"grid_search"}
@@ -211,12 +211,12 @@ def _checked_workers(num_workers: Any) -> int | tuple[int, int]:
 
 
 def _check_resources(name: str, resources: Any) -> None:
-    if resources is None or _is_open(resources):
+    if resources is None or is_open(resources):
         return
     if not isinstance(resources, Mapping) or not all(isinstance(key, str) for key in resources):
         raise ValueError(f'`{name}={resources!r}`: need a dict of names and amounts, such as `{{"CPU": 2}}`, or None.')
     for key, amount in resources.items():
-        if not _is_open(amount):
+        if not is_open(amount):
             check_amount(f"{name}[{key!r}]", amount)
 
 

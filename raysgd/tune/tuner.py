@@ -16,6 +16,7 @@ from raysgd.air.result import Result
 from raysgd.storage import open_folder
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.fit.restore import at_place
+from raysgd.train.fit.space import check_space
 from raysgd.tune._callbacks import for_tune
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class Tuner:
         run_config: Instead of the trainer's own.
 
     Raises:
-        ValueError: `param_space` has a `run_config`, or names that are no arguments of the trainer.
+        ValueError: `param_space` has a `run_config`, names that are no arguments of the trainer, or a `scaling_config`
+            that cannot be.
         TypeError: An argument is of another kind.
         MissingTuneError: Ray Tune is not installed.
 
@@ -103,7 +105,7 @@ class Tuner:
             storage_filesystem: A `pyarrow.fs.FileSystem`, for which `path` is a path.
 
         Raises:
-            ValueError: There is no sweep that can be restored.
+            ValueError: There is no sweep that can be restored; `param_space` is wrong, as for the tuner itself.
         """
         tune = _trials.require_tune(_NEEDED_BY)
         tuner, place = cls.__new__(cls), _as_place(path)
@@ -235,8 +237,7 @@ def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
     """A space as Ray Tune searches it for what it has to choose: in dicts."""
     if not isinstance(trainable, BaseTrainer):
         return dict(param_space)
-    if "run_config" in param_space:
-        raise ValueError("`param_space` has a `run_config`: pass it to the `Tuner` itself, for all trials alike.")
+    check_space(trainable, param_space)
     return {name: _as_dict(value) for name, value in param_space.items()}
 
 

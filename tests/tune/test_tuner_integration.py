@@ -18,7 +18,6 @@ from raysgd import train, tune
 from raysgd.callbacks import CSVLogger
 from raysgd.train import Checkpoint, CheckpointConfig, FailureConfig, Result, RunConfig, ScalingConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
-from raysgd.train.fit.tuned import merged_arguments
 from raysgd.tune.tuner import as_ray_config, chosen
 from tests.run_if import RunIf
 
@@ -132,11 +131,6 @@ def test_a_sweep_with_a_failed_trial_is_restored(ray_cluster: None, tmp_path: Pa
     assert (result.metrics["step"], result.metrics["began_at"]) == (2, 1)
 
 
-def test_a_run_config_belongs_to_the_tuner(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="pass it to the `Tuner` itself"):
-        tune.Tuner(make_trainer(tmp_path), param_space={"run_config": RunConfig()})
-
-
 def test_a_trainer_that_runs_already_is_no_trial() -> None:
     class Running:
         def as_trainable(self) -> None: ...
@@ -159,15 +153,6 @@ def test_what_a_trial_asks_for_follows_its_config(tmp_path: Path) -> None:
     assert trainable_cls.default_resource_request({}).bundles == [{"CPU": 1}, {"CPU": 1}]
     config = {"scaling_config": {"num_workers": (1, 2), "resources_per_worker": {"CPU": 3}}}
     assert trainable_cls.default_resource_request(config).bundles == [{"CPU": 1}, {"CPU": 3}, {"CPU": 3}]
-
-
-def test_arguments_are_merged_down_to_the_values_of_dicts() -> None:
-    given = {"train_loop_config": {"a": 1, "deep": {"b": 2}}, "scaling_config": ScalingConfig(num_workers=2), "rest": 3}
-    config = {"train_loop_config": {"deep": {"c": 4}}, "scaling_config": {"use_gpu": True}}
-    merged = merged_arguments(given, config)
-    assert merged["train_loop_config"] == {"a": 1, "deep": {"b": 2, "c": 4}}
-    assert (merged["scaling_config"].num_workers, merged["scaling_config"].use_gpu, merged["rest"]) == (2, True, 3)
-    assert given["train_loop_config"] == {"a": 1, "deep": {"b": 2}}
 
 
 def test_the_configs_of_a_run_are_those_of_ray() -> None:
@@ -198,8 +183,6 @@ def test_the_run_config_of_the_tuner_counts_and_the_log_says_so(
 def test_a_trial_may_bring_what_the_trainer_lacks() -> None:
     trainable_cls = DataParallelTrainer(count).as_trainable()
     assert trainable_cls.default_resource_request({"scaling_config": {"num_workers": 2}}).bundles == [{"CPU": 1}] * 3
-    given = {"datasets": {"train": "small", "valid": "all"}}
-    assert merged_arguments(given, {"datasets": {"train": "large"}})["datasets"] == {"train": "large", "valid": "all"}
 
 
 def test_memory_that_workers_do_not_see_is_refused(tmp_path: Path) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+from raysgd._checks import did_you_mean
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig, checked_config
 from raysgd.train.utils import parameters_of
@@ -21,13 +22,25 @@ def checked_scaling(value: Any) -> ScalingConfig:
         ValueError: It is neither.
     """
     if isinstance(value, Mapping):
-        try:
-            return ScalingConfig(**value)
-        except TypeError as error:
-            names = ", ".join(each.name for each in fields(ScalingConfig))
-            raise ValueError(f"`scaling_config={dict(value)!r}`: {error}. The names are {names}.") from None
+        return changed_scaling(ScalingConfig(), value)
     config: ScalingConfig = checked_config("scaling_config", value, ScalingConfig)
     return config
+
+
+def changed_scaling(before: ScalingConfig, values: Mapping[str, Any]) -> ScalingConfig:
+    """A config with some values changed.
+
+    Raises:
+        ValueError: There is no such field, or the value cannot be.
+    """
+    known = [each.name for each in fields(ScalingConfig)]
+    for name in values:
+        if name not in known:
+            raise ValueError(
+                f"`scaling_config={dict(values)!r}`: `{name}` is unknown.{did_you_mean(name, known)} The names are "
+                f"{', '.join(known)}."
+            )
+    return replace(before, **values)
 
 
 def checked_run_config(value: Any) -> RunConfig:

@@ -11,7 +11,7 @@ import secrets
 import shutil
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,11 +19,12 @@ from typing import TYPE_CHECKING, Any
 from raysgd import _trials
 from raysgd._trials import Reported, TrialInfo
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import FailureConfig, ScalingConfig
+from raysgd.air.config import FailureConfig
 from raysgd.train.fit.job import FitJob, check_is_shared, facts_of
 from raysgd.train.fit.layout import TrialFolder, new_trial, storage_of
 from raysgd.train.fit.run import FitPlan, FitRun
 from raysgd.train.fit.session import TrialFacts
+from raysgd.train.fit.space import merged_arguments
 
 if TYPE_CHECKING:
     from raysgd.engine.history import Event
@@ -63,30 +64,6 @@ def make_trainable(trainer: BaseTrainer) -> type[Any]:
 
     strategy = trainer.scaling_config.placement_strategy
     return _trials.make_trainable(make, bundles, trainer_cls.__name__, strategy=strategy, purpose="`as_trainable`")
-
-
-def merged_arguments(given: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a trainer with those of a trial merged over them, down to the values of dicts."""
-    if "run_config" in config:
-        raise ValueError("`param_space` has a `run_config`: pass it to the `Tuner` itself, for all trials alike.")
-    return {**given, **{name: _merged(given.get(name), value) for name, value in config.items()}}
-
-
-def _merged(before: Any, value: Any) -> Any:
-    if isinstance(before, ScalingConfig) and isinstance(value, Mapping):
-        return replace(before, **value)
-    if isinstance(before, ScalingConfig) and isinstance(value, ScalingConfig):
-        return replace(before, **_own_values(value))
-    if isinstance(before, Mapping) and isinstance(value, Mapping):
-        return _trials.merged(before, value)
-    return value
-
-
-def _own_values(config: ScalingConfig) -> dict[str, Any]:
-    """What a config says that others do not say by themselves."""
-    default = ScalingConfig()
-    names = [each.name for each in fields(config)]
-    return {name: getattr(config, name) for name in names if getattr(config, name) != getattr(default, name)}
 
 
 class Reports:
