@@ -1,4 +1,4 @@
-"""What trials of Ray Tune change of a trainer's arguments: checked before there are trials, and merged in each of them."""
+"""What trials of Ray Tune change of a trainer's arguments: checked before there are trials, and merged in each."""
 
 from __future__ import annotations
 
