@@ -92,8 +92,7 @@ class Entry:
 
     def make(self) -> None:
         """Makes the folder and those above it."""
-        attempt = partial(self.opened.filesystem.create_dir, self.path, recursive=True)
-        self.store.ask(f"make the folder `{self.shown}`", attempt)
+        self.store.ask(f"make the folder `{self.shown}`", partial(self.opened.make, self.path))
 
     def is_a(self, kind: str) -> bool:
         """Whether there is one of this kind, "File" or "Directory"."""

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._optional import require
-from raysgd.storage._uris import divided, masked, scheme_of
+from raysgd.storage._uris import divided, has_secret, masked, scheme_of
 
-_NATIVE = {"s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs"}
+_NATIVE = {"s3", "gs", "gcs", "hdfs", "viewfs"}
+_AZURE = ("abfs", "abfss", "az")
+_NAMED = ", ".join(f"`{scheme}`" for scheme in sorted({*_NATIVE, *_AZURE}))
 _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
+_IS_FOLDER = {"hdi_isfolder": "true"}  # how Azure and its tools mark a folder with nothing in it
 _RETRIES_OF_GCS = "retry_limit_seconds"  # or an operation would take up to 15 minutes to fail
 _PURPOSE = "storage other than a local disk"
 
@@ -30,12 +33,24 @@ class Opened:
     @property
     def is_whole_at_close(self) -> bool:
         """Whether a file appears when it is closed, and not before."""
-        return self.filesystem.type_name in _WHOLE_AT_CLOSE
+        return self._kind in _WHOLE_AT_CLOSE
+
+    def make(self, path: str) -> None:
+        """Makes a folder and those above it."""
+        self.filesystem.create_dir(path, recursive=True)
+        azure = getattr(getattr(self.filesystem, "handler", None), "fs", None) if self._kind == "abfs" else None
+        if azure is not None and not azure.exists(path):
+            azure.open(path, "wb", metadata=_IS_FOLDER).close()
 
     @property
     def lists_folders(self) -> bool:
-        """Whether a listing of one level names the folders in it; PyArrow finds the files alone on Google's store."""
-        return self.filesystem.type_name != "gcs"
+        """Whether a listing of one level names the folders in it, and nothing that is deeper."""
+        return self._kind not in ("gcs", "abfs")
+
+    @property
+    def _kind(self) -> str:
+        name: str = self.filesystem.type_name
+        return "abfs" if "'abfs'" in name else name  # fsspec has several names for one file system
 
 
 def check(argument: str, uri: str) -> None:
@@ -49,6 +64,11 @@ def check(argument: str, uri: str) -> None:
     scheme = scheme_of(uri)
     if scheme in _NATIVE:
         return
+    if scheme in _AZURE and (has_secret(uri) or divided(uri)[2]):
+        raise ValueError(
+            f"`{argument}={masked(uri)!r}`: a URI of Azure has no key and no options. Set `AZURE_STORAGE_ACCOUNT_KEY`, "
+            "or `AZURE_STORAGE_CONNECTION_STRING`, here and where workers write."
+        )
     registry = require("fsspec.registry", "storage", _PURPOSE)
     try:
         registry.get_filesystem_class(scheme)
@@ -58,13 +78,9 @@ def check(argument: str, uri: str) -> None:
         ) from error
     except ValueError:
         raise ValueError(
-            f"`{argument}={masked(uri)!r}`: `{scheme}` is unknown; allowed are paths, `file`, {_named(_NATIVE)}, and "
+            f"`{argument}={masked(uri)!r}`: `{scheme}` is unknown; allowed are paths, `file`, {_NAMED}, and "
             "what fsspec knows. For anything else pass `filesystem`."
         ) from None
-
-
-def _named(schemes: set[str]) -> str:
-    return ", ".join(f"`{scheme}`" for scheme in sorted(schemes))
 
 
 @functools.lru_cache(maxsize=32)
@@ -80,7 +96,6 @@ def opened(uri: str) -> Opened:
 def _is_built_in(uri: str) -> bool:
     """Whether this build of PyArrow has the file system."""
     kinds = {"gs": "GcsFileSystem", "gcs": "GcsFileSystem", "s3": "S3FileSystem"}
-    kinds |= {"abfs": "AzureFileSystem", "abfss": "AzureFileSystem"}
     try:
         getattr(require("pyarrow.fs", "storage", _PURPOSE), kinds.get(scheme_of(uri) or "", "FileSystem"))
     except ImportError:
@@ -97,7 +112,8 @@ def _native(uri: str) -> Opened:
 
 
 def _of_fsspec(uri: str) -> Opened:
-    filesystem, path = require("fsspec.core", "storage", _PURPOSE).url_to_fs(uri)
+    options = {"use_listings_cache": False} if scheme_of(uri) in _AZURE else {}  # other processes write there too
+    filesystem, path = require("fsspec.core", "storage", _PURPOSE).url_to_fs(uri, **options)
     return Opened(wrapped(filesystem), path.rstrip("/"))
 
 

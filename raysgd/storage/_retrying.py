@@ -52,6 +52,7 @@ _PASSING_WORDS = re.compile(r"REQUEST_TIMEOUT|SLOW_DOWN|THROTTL|HTTP status (?:4
 _LASTING_WORDS = re.compile(
     r"ACCESS_DENIED|NO_SUCH|NOT_FOUND|INVALID_|_DOES_NOT_MATCH|EXPIRED_TOKEN|MISSING_AUTHENTICATION|UNRECOGNIZED_CLIENT"
     r"|REQUEST_TIME_TOO_SKEWED|VALIDATION|load lib(?:jvm|hdfs)"
+    r"|AuthenticationFailed|AuthorizationFailure|AuthorizationPermission|failed to retrieve a token"
     r"|HTTP status 4\d\d|does not exist|bucket .* not found|Unauthenticated|Permission denied",
     re.IGNORECASE,
 )

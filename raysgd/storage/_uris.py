@@ -95,6 +95,15 @@ def child_of(uri: str, name: str) -> str:
     return "/".join(part for part in (store, path, name) if part) + query
 
 
+def has_secret(uri: str) -> bool:
+    """Whether there are keys or passwords in a URI.
+
+    >>> has_secret("s3://id:secret@bucket/a"), has_secret("s3://bucket/a")
+    (True, False)
+    """
+    return bool(_USER.search(uri) or _SECRET.search(uri))
+
+
 def masked(uri: str) -> str:
     """A URI as it may be shown: without keys and passwords.
 

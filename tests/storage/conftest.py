@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from raysgd.storage import Folder, open_folder
+from tests.azure_server import AzureServer
 from tests.gcs_server import GcsServer
-from tests.s3_server import S3Server
+from tests.s3_server import BUCKET, S3Server
 
-KINDS = ("local", "file-uri", "s3", "gs", "memory", "subtree")
+KINDS = ("local", "file-uri", "s3", "gs", "abfs", "memory", "subtree")
 _numbers = itertools.count()
 
 Places = Callable[[str], Folder]
@@ -23,6 +24,16 @@ def gcs_server() -> Iterator[GcsServer]:
     """A store in the language of Google's."""
     pytest.importorskip("gcp_storage_emulator")
     server = GcsServer.started()
+    yield server
+    server.kill()
+
+
+@pytest.fixture(scope="session")
+def azure_server() -> Iterator[AzureServer]:
+    """A store in the language of Azure's."""
+    if missing := AzureServer.missing():
+        pytest.skip(missing)
+    server = AzureServer.started()
     yield server
     server.kill()
 
@@ -39,6 +50,9 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
         if kind == "gs":
             google: GcsServer = request.getfixturevalue("gcs_server")
             return open_folder(google.uri(f"tests/{name}"))
+        if kind == "abfs":
+            azure: AzureServer = request.getfixturevalue("azure_server")
+            return open_folder(f"{BUCKET}/tests/{name}", azure.filesystem())
         if kind == "memory":
             return open_folder(f"memory://{name}/folder")
         if kind == "subtree":  # a disk that is not known to be one, with files that are seen while they are written

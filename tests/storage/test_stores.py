@@ -20,6 +20,8 @@ from fsspec.implementations.memory import MemoryFileSystem
 from pyarrow import fs
 
 from raysgd.storage import StorageError, _filesystems, open_folder
+from tests.azure_server import AzureServer
+from tests.run_if import RunIf, missing_requirements
 from tests.s3_server import BUCKET, KEYS, S3Server
 
 ONCE = fs.AwsStandardS3RetryStrategy(max_attempts=1)
@@ -179,10 +181,51 @@ def test_google_is_given_up_in_time() -> None:
     assert _filesystems.opened("gs://anonymous@bucket/x").base == "bucket/x"
 
 
-def test_azure_is_known() -> None:
-    opened = _filesystems.opened("abfs://container@account.dfs.core.windows.net/x/y?enable_tls=true")
-    assert opened.base == "container/x/y"
-    assert opened.is_whole_at_close
+class TestAzure:
+    URI = "abfs://container@account.dfs.core.windows.net/x/y"
+
+    @pytest.mark.parametrize(
+        "uri",
+        [
+            "abfs://account:a-secret@127.0.0.1:10000/container/x",
+            "abfss://container:a-secret@account.dfs.core.windows.net/x",
+            f"{URI}?enable_tls=true",
+            f"{URI}?account_key=a-secret",
+        ],
+    )
+    def test_a_uri_with_a_key_or_with_options_is_refused(self, uri: str) -> None:
+        with pytest.raises(ValueError, match="Set `AZURE_STORAGE_ACCOUNT_KEY`") as refused:
+            open_folder(uri)
+        assert "a-secret" not in str(refused.value)
+
+    @pytest.mark.skipif(not missing_requirements(modules=["adlfs"]), reason="adlfs is installed")
+    def test_what_is_missing_is_named(self) -> None:
+        with pytest.raises(ModuleNotFoundError, match=r"`path='abfs://container@account.*Install adlfs"):
+            open_folder(self.URI)
+
+    @RunIf(modules=["adlfs"])
+    def test_the_account_and_the_container_are_those_of_the_uri(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", "YS1zZWNyZXQ=")
+        opened = _filesystems.opened(self.URI)
+        assert (opened.filesystem.handler.fs.account_name, opened.base) == ("account", "container/x/y")
+        assert opened.is_whole_at_close
+
+    @pytest.mark.soak  # it asks for credentials everywhere
+    @RunIf(modules=["adlfs"])
+    def test_without_credentials_the_error_says_so(self) -> None:
+        """PyArrow's file system ended the process here."""
+        with pytest.raises(StorageError, match=r"DefaultAzureCredential failed .*Check the address, your credentials"):
+            open_folder(self.URI).read("a")
+
+    def test_a_uri_is_enough_where_the_environment_names_the_account(
+        self, azure_server: AzureServer, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AZURE_STORAGE_CONNECTION_STRING", azure_server.connection_string)
+        folder = open_folder(f"abfs://{BUCKET}/by-uri")
+        folder.staged("x").write("a", b"content")
+        assert folder.committed() == []
+        folder.commit("x")
+        assert (open_folder(f"az://{BUCKET}/by-uri").committed(), folder.names()) == (["x"], ["x"])
 
 
 def test_connections_are_used_again(s3_server: S3Server) -> None:

@@ -1,0 +1,63 @@
+"""A real server that speaks the language of Azure's store, in a process of its own: Azurite, a program of Node.js."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass
+from typing import Any
+
+from tests.s3_server import BUCKET, free_port, wait_until_it_listens
+
+_ACCOUNT, _KEY = "account", "YS1zZWNyZXQ="
+_PROGRAM = "azurite-blob"
+
+
+@dataclass
+class AzureServer:
+    """A running server with an empty container in its memory."""
+
+    port: int
+    process: subprocess.Popen[bytes]
+
+    @staticmethod
+    def missing() -> str:
+        """What has to be installed before one can be started here; empty if nothing."""
+        if importlib.util.find_spec("adlfs") is None:
+            return "`adlfs` is not installed; run: pip install adlfs"
+        return "" if shutil.which(_PROGRAM) else f"`{_PROGRAM}` is not installed; run: npm install --global azurite"
+
+    @classmethod
+    def started(cls) -> AzureServer:
+        """Starts one."""
+        port = free_port()
+        options = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence", "--skipApiVersionCheck"]
+        process = subprocess.Popen(
+            [_PROGRAM, *options, "--disableTelemetry"],
+            env={**os.environ, "AZURITE_ACCOUNTS": f"{_ACCOUNT}:{_KEY}"},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        wait_until_it_listens(port, process)
+        server = cls(port, process)
+        server.filesystem().mkdir(BUCKET)
+        return server
+
+    @property
+    def connection_string(self) -> str:
+        """What `AZURE_STORAGE_CONNECTION_STRING` says for it."""
+        place = f"http://127.0.0.1:{self.port}/{_ACCOUNT}"
+        return f"DefaultEndpointsProtocol=http;AccountName={_ACCOUNT};AccountKey={_KEY};BlobEndpoint={place};"
+
+    def filesystem(self) -> Any:
+        """What has the container."""
+        from adlfs import AzureBlobFileSystem
+
+        return AzureBlobFileSystem(connection_string=self.connection_string)
+
+    def kill(self) -> None:
+        """Ends it."""
+        self.process.kill()
+        self.process.wait()
