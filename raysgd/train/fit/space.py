@@ -25,8 +25,8 @@ def check_space(trainer: BaseTrainer, space: Mapping[str, Any]) -> None:
     """
     _refuse_run_config(space)
     known = _argument_names(type(trainer))
-    for name in space if known is not None else ():
-        if name not in known:
+    for name in space:
+        if known is not None and name not in known:
             of_trainer = f"is no argument of `{type(trainer).__name__}`"
             raise ValueError(f"`param_space` has `{name}`, which {of_trainer}.{did_you_mean(name, known)}")
     for scaling in _choices(space.get("scaling_config")):
@@ -48,7 +48,7 @@ def _argument_names(trainer_cls: type[Any]) -> set[str] | None:
     """What a trainer takes by name; None where a class of the user's takes any name."""
     known: set[str] = set()
     for owner in (each for each in trainer_cls.__mro__[:-1] if "__init__" in vars(each)):
-        parameters = [*inspect.signature(owner.__init__).parameters.values()][1:]
+        parameters = [*inspect.signature(vars(owner)["__init__"]).parameters.values()][1:]
         known |= {each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
         if not any(each.kind is each.VAR_KEYWORD for each in parameters):
             break
