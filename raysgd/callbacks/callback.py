@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from raysgd.callbacks.worker_callback import WorkerCallback
     from raysgd.engine.history import Event
     from raysgd.replicas.epochs import Progress
+
+logger = logging.getLogger(__name__)
 
 RESULTS_FOLDER = Path("~/ray_results")
 """Where runs without a folder of their own put files."""
@@ -38,6 +41,11 @@ class Callback:
     """
 
     runs_last: bool = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Warns of methods that look like events but would never be called."""
+        super().__init_subclass__(**options)
+        warn_of_unknown_events(cls, Callback)
 
     def on_run_begin(self, run: Run) -> None:
         """Called once, before the first epoch. With `resume_from` the state is loaded by then."""
@@ -79,6 +87,15 @@ class Callback:
 
     def load_state_dict(self, state: Any) -> None:
         """Takes over what `state_dict` returned."""
+
+
+def warn_of_unknown_events(owner: type, events_of: type) -> None:
+    """Warns of the methods of a class that have the name of an event, `on_...`, and no base class knows."""
+    known = [name for name in vars(events_of) if name.startswith("on_")]
+    for name in vars(owner):
+        if name.startswith("on_") and not any(hasattr(base, name) for base in owner.__bases__):
+            called = f"`{events_of.__name__}` has the events {', '.join(known)}"
+            logger.warning("`%s.%s` is never called: %s", owner.__name__, name, called)
 
 
 class Run:

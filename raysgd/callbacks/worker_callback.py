@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from raysgd.callbacks.callback import warn_of_unknown_events
+
 
 class WorkerCallback:
     """Called in each worker of a `TorchTrainer`, around each step. Every method does nothing; override what you need.
@@ -12,6 +14,11 @@ class WorkerCallback:
     A `Callback` returns one from `worker_callback`; each worker gets a copy, so it must be possible to pickle it. All
     workers have to do the same to the model, and a collective has to be called by all of them.
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Warns of methods that look like events but would never be called."""
+        super().__init_subclass__(**options)
+        warn_of_unknown_events(cls, WorkerCallback)
 
     def on_begin(self, operator: Any) -> None:
         """Called when the run begins, and on a worker that is new; there before `load_state_dict`."""

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from raysgd._checks import is_integer
+from raysgd._checks import did_you_mean, is_integer
 from raysgd.replicas import trees
 from raysgd.replicas.arrays import Arrays, as_arrays, is_frame, is_of_arrays
 from raysgd.replicas.containers import Container, Frame, InDict, InRayData, Plain
@@ -209,9 +209,20 @@ def source_of(data: Any, asked: Asked) -> Found | None:
 def _of_arrays(data: Any, asked: Asked, batch_size: int, form: BatchForm, has_target: bool) -> Found:
     container: Container = InDict(asked.leaf) if isinstance(data, Mapping) else Plain(asked.leaf)
     if is_frame(data):
-        container, data = Frame(data.index), data if form.columns is None else data[form.columns]
+        container, data = Frame(data.index), data if form.columns is None else _columns_of(data, form.columns)
     arrays = as_arrays(data, in_columns=form.columns is not None)
     return ArraySource(arrays, batch_size, form, has_target or form.label_column is not None), container
+
+
+def _columns_of(frame: Any, columns: Sequence[str]) -> Any:
+    for name in columns:
+        if name not in frame.columns:
+            known = [str(each) for each in frame.columns]
+            raise KeyError(
+                f"`feature_columns`: the data frame has no column {name!r}.{did_you_mean(str(name), known)} It has "
+                f"{', '.join(known)}."
+            )
+    return frame[columns]
 
 
 def _batches_of_ray(batches: RayBatches, batch_size: int) -> Iterator[Any]:

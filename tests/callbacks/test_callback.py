@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from raysgd.callbacks import Callback, Run, callback
+from raysgd.callbacks import Callback, Run, WorkerCallback, callback
 
 
 class TestTheFolderOfARun:
@@ -55,3 +56,23 @@ def test_a_callback_does_nothing_by_itself() -> None:
     assert nothing.worker_callback() is None
     assert nothing.newest_checkpoint(run) is None
     assert nothing.state_dict() is None
+
+
+@pytest.mark.parametrize(("base", "name"), [(Callback, "on_epoch_end"), (WorkerCallback, "on_result")])
+def test_an_event_that_there_is_not_is_warned_of(base: type[Any], name: str, caplog: pytest.LogCaptureFixture) -> None:
+    made = type("Mine", (base,), {name: lambda self: None, "on_epoch_begin": lambda self, run: None, "once": 1})
+    [record] = caplog.records
+    assert f"`Mine.{name}` is never called: `{base.__name__}` has the events on_" in record.getMessage()
+    type("Derived", (made,), {name: lambda self: None})
+    assert len(caplog.records) == 1, "one warning for each name"
+
+
+def test_methods_of_another_base_class_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:
+    class Other:
+        def on_disk(self) -> None: ...
+
+    class Both(Callback, Other):
+        def on_disk(self) -> None: ...
+
+    assert Both
+    assert caplog.records == []
