@@ -6,7 +6,10 @@ room for them can take longer than all the small ones.)
 
 from __future__ import annotations
 
+import ctypes
 import mmap
+from contextlib import suppress
+from functools import cache
 from typing import Any
 from weakref import finalize
 
@@ -16,6 +19,20 @@ Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 
 _MAX_BUFFERS = 2
 """How many are kept: one holds the last copy while the next one is written to the other."""
+
+_M_MMAP_THRESHOLD = -3  # in `malloc.h` of the GNU C library
+_LARGE_BYTES = 2**20
+
+
+@cache
+def return_large_blocks() -> None:
+    """From now on this process returns memory of a mebibyte and more to the system as soon as it is free.
+
+    The C library would keep it for the next time. Where small pieces that stay are taken from it meanwhile, it is too
+    small the next time, so that more and more is kept.
+    """
+    with suppress(OSError, AttributeError):  # another C library, which does what it does
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE_BYTES)
 
 
 class HostBuffers:

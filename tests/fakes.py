@@ -22,6 +22,7 @@ from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import Clock
 from raysgd.engine.replica import Capture
 from raysgd.engine.standby import StandbyWorkers
+from raysgd.engine.transfers import FetchedParts
 from raysgd.engine.types import (
     ClusterView,
     Failure,
@@ -474,6 +475,10 @@ class FakeGroup(WorkerGroup):
         return FakeTransfer(self, lambda: function(self.replicas[rank], *args))
 
     fetch = beside
+
+    def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> FetchedParts:
+        parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
+        return FetchedParts(parts, [info.node_id for info in self.infos])
 
     def share(self, value: Any) -> list[Any]:
         return [value] * self.num_workers

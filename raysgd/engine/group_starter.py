@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from raysgd.engine.call_monitor import CallMonitor
-from raysgd.engine.failures import classify, words
+from raysgd.engine.failures import Diagnosis, classify, words
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import EventKind
 from raysgd.engine.lifecycle import Lifecycle
 from raysgd.engine.policies import GiveUp, RetryBudget, Wait, capacity
 from raysgd.engine.replica import Replica
 from raysgd.engine.resources import explain
+from raysgd.engine.snapshots import Snapshot
+from raysgd.engine.transfers import LostPartError, Parts
 from raysgd.engine.types import ClusterView, GroupReport
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError, WorkersLostError, worker_error
@@ -245,7 +248,7 @@ class GroupStarter:
         Returns:
             False when a worker died over it.
         """
-        group, snapshot = self._lifecycle.running, self._snapshots.landed
+        group, snapshot = self._lifecycle.running, self._reachable_snapshot()
         # Calls that are repeated take long, too. No snapshots: one taken now would seem to cover all of them.
         monitor = CallMonitor(self._lifecycle, take_inside=lambda parts: False)
         if snapshot is not None:
@@ -266,15 +269,28 @@ class GroupStarter:
                 return False
         return True
 
+    def _reachable_snapshot(self) -> Snapshot | None:
+        """The last snapshot; where it is in parts, they are read from the nodes that the new group is on."""
+        landed = self._snapshots.landed
+        if landed is not None and isinstance(landed.shared_state, Parts):
+            nodes = {info.node_id for info in self._lifecycle.running.infos}
+            landed = self._snapshots.landed = replace(landed, shared_state=landed.shared_state.best_on(nodes))
+        return landed
+
     def _is_fine(self, report: GroupReport) -> bool:
         if report.ok:
             return True
         diagnosis = classify(report)
         self._lifecycle.kill_group()
         if diagnosis.kind == "user":
-            raise worker_error(diagnosis.faults)
+            raise self._lost_snapshot(diagnosis) or worker_error(diagnosis.faults)
         logger.warning("could not restore the state: %s", words(diagnosis))
         return False
+
+    def _lost_snapshot(self, diagnosis: Diagnosis) -> WorkersLostError | None:
+        """What to raise where a rank did not find its part of the snapshot."""
+        found = [fault.error for fault in diagnosis.faults if isinstance(fault.error, LostPartError)]
+        return WorkersLostError(f"{found[0]} {self._snapshots.last_file_in_words}") if found else None
 
     def _starved(self, decision: GiveUp, view: ClusterView) -> WorkersLostError:
         table = explain(self._spec.resources, self._scaling.max_workers, view)

@@ -15,7 +15,6 @@ from raysgd.engine.history import EventKind, History
 from raysgd.engine.policies import ScalingPolicy
 from raysgd.engine.replica import Capture, Replica
 from raysgd.engine.snapshots import SnapshotKeeper, Transfer
-from raysgd.engine.transfers import FetchedParts
 from raysgd.engine.types import GroupReport
 from raysgd.engine.worker import Answer
 from raysgd.engine.worker_group import WorkerGroup
@@ -217,7 +216,7 @@ class Lifecycle:
         def fetch(wanted: int | Sequence[int]) -> Transfer:
             if isinstance(wanted, int):
                 return group.fetch(0, _fetch, wanted)
-            return FetchedParts([group.fetch(rank, _fetch, token) for rank, token in enumerate(wanted)])
+            return group.fetch_parts(_fetch, wanted)
 
         self.snapshots.take(parts, fetch, is_first=is_first)
 

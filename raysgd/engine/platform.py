@@ -19,7 +19,7 @@ from raysgd.engine.slots import Slot
 from raysgd.engine.snapshots import Transfer
 from raysgd.engine.transfers import Stored
 from raysgd.engine.types import WorkerInfo
-from raysgd.engine.worker import RemoteWorker
+from raysgd.engine.worker import RemoteWorker, node_here
 
 
 class Event(Protocol):
@@ -37,6 +37,10 @@ class Platform(CallListener, Protocol):
 
     make_reservation: Callable[..., Reservation]
     """Asks for resources; takes what `Reservation` takes."""
+
+    @property
+    def home(self) -> str:
+        """The node of the driver."""
 
     def ensure_running(self) -> None:
         """Connects to the cluster, or starts one."""
@@ -73,6 +77,10 @@ class RayPlatform(RayPoller):
     """Ray."""
 
     make_reservation: Callable[..., Reservation] = Reservation
+
+    @property
+    def home(self) -> str:
+        return node_here()[0]
 
     def ensure_running(self) -> None:
         resources.ensure_ray()

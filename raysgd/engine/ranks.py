@@ -53,6 +53,27 @@ def assign(infos: Sequence[WorkerInfo]) -> list[World]:
     return worlds
 
 
+def keepers(infos: Sequence[WorkerInfo], home: str) -> dict[int, int]:
+    """Which rank keeps a copy of what another one has: its partner on another node, by the rank that has it.
+
+    The copies of each node go to the next one, in a circle, so that no node keeps much more than it gives.
+
+    Args:
+        infos: Where the workers live.
+        home: The node of the driver, who keeps the copies for this node. Ranks on it need none: if they are lost with
+            their node, so is the driver.
+    """
+    on_node: dict[str, list[int]] = {}
+    for rank, info in enumerate(infos):
+        on_node.setdefault(info.node_id, []).append(rank)
+    nodes, found = list(on_node), {}
+    for node, following in zip(nodes, [*nodes[1:], *nodes[:1]], strict=True):
+        if node != following and home not in (node, following):
+            others = on_node[following]
+            found.update({rank: others[index % len(others)] for index, rank in enumerate(on_node[node])})
+    return found
+
+
 def _sorted_ids(gpu_ids: Iterable[str]) -> tuple[str, ...]:
     """Each once; numbers by their value."""
     return tuple(sorted(set(gpu_ids), key=_by_number))

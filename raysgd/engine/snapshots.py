@@ -1,9 +1,9 @@
 """The retry point: the state to which a group that lost workers goes back.
 
-The bytes are held by the driver, because a value that an actor returned may exist only on the node that was just lost.
-A snapshot is copied once in the worker, at the end of a call, and travels while the group already works on the next
-one. Until it has landed, the calls that it covers are remembered, so that they can be run again from the snapshot
-before it.
+The bytes are on the driver's node, because a value that an actor returned may exist only on the node that was just
+lost. Where the ranks divide their state, each part is on two nodes: ADR 108. A snapshot is copied once in the worker,
+at the end of a call, and travels while the group already works on the next one. Until it has landed, the calls that it
+covers are remembered, so that they can be run again from the snapshot before it.
 
 Why snapshots are taken after calls: ADR 4.
 """
@@ -257,7 +257,8 @@ class SnapshotKeeper(Generic[CallT]):
         except TimeoutError:
             return
         except Exception as error:  # lost with its worker: the one before it, and the calls since, still stand
-            logger.warning("a snapshot was lost in transit: %s", error)
+            reason = getattr(error, "cause", None) or error  # without the lines of the process that said so
+            logger.warning("a snapshot was lost in transit: %s", reason)
             self._lose_coming()
             return
         self._land(snapshot, self._coming.token, self._num_covered)

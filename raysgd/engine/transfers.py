@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import AbstractContextManager
@@ -16,6 +16,7 @@ from typing import Any
 
 from raysgd.engine.local_worker import LocalCall
 from raysgd.engine.snapshots import Transfer
+from raysgd.exceptions import WorkersLostError
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,19 @@ class Storing:
 
 
 @dataclass(frozen=True)
+class Placed:
+    """A part in the object store of a node.
+
+    Attributes:
+        node_id: The node.
+        reference: Ray's reference to it.
+    """
+
+    node_id: str
+    reference: Any
+
+
+@dataclass(frozen=True)
 class Parts:
     """A value that the ranks divide: the part of each, as it lies in the object store.
 
@@ -86,34 +100,73 @@ class Parts:
     reads those that it needs.
 
     Attributes:
-        values: The parts that are in this process.
-        references: Ray's references to those that came through the object store.
+        values: The parts that are in this process; None for others.
+        places: Where those are that came through the object store, each once or twice, in the order in which to try.
     """
 
     values: tuple[Any, ...]
-    references: tuple[Any, ...]
+    places: tuple[tuple[Placed, ...], ...]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        own = [value if ref is None else None for value, ref in zip(self.values, self.references, strict=True)]
-        return Parts, (tuple(own), self.references)
+        own = [None if places else value for value, places in zip(self.values, self.places, strict=True)]
+        return Parts, (tuple(own), self.places)
 
     def __len__(self) -> int:
-        return len(self.references)
+        return len(self.places)
 
     def __getitem__(self, index: int) -> Any:
+        """The part of a rank.
+
+        Raises:
+            LostPartError: It was lost.
+        """
         import ray
 
-        reference = self.references[index]
-        if reference is None or self.values[index] is not None:
+        if self.values[index] is not None or not self.places[index]:
             return self.values[index]
-        return ray.get(reference)
+        for place in self.places[index]:
+            try:
+                return ray.get(place.reference)
+            except ray.exceptions.ObjectLostError:
+                continue
+        raise LostPartError(f"The last snapshot is lost: no node is left that has what rank {index} had of it.")
+
+    def best_on(self, nodes: Collection[str]) -> Parts:
+        """The same parts, to be read from these nodes where that is possible: others may be lost."""
+        places = [tuple(sorted(each, key=lambda place: place.node_id not in nodes)) for each in self.places]
+        return Parts(self.values, tuple(places))
+
+
+class LostPartError(WorkersLostError):
+    """A part of a snapshot was lost, and its copy too."""
+
+
+@dataclass(frozen=True)
+class Relay:
+    """A part on its way to a partner, which keeps a copy.
+
+    Attributes:
+        arrival: Has a result when the partner has the copy; its value is of no interest.
+        place: Where the copy will be.
+    """
+
+    arrival: Transfer
+    place: Placed
 
 
 class FetchedParts:
-    """The parts of all ranks, on their way."""
+    """The parts of all ranks, on their way to the driver's node or to partners.
 
-    def __init__(self, transfers: Sequence[Transfer]) -> None:
-        self._transfers = transfers
+    Args:
+        transfers: The part of each rank.
+        nodes: The node of each rank.
+        relays: By rank: those that partners keep. They do not come to the driver's node.
+    """
+
+    def __init__(
+        self, transfers: Sequence[Transfer], nodes: Sequence[str], relays: Mapping[int, Relay] | None = None
+    ) -> None:
+        self._transfers, self._nodes, self._relays = transfers, nodes, relays or {}
 
     def result(self, timeout_s: float | None) -> Parts:
         """All parts.
@@ -123,9 +176,18 @@ class FetchedParts:
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         values = []
-        for each in self._transfers:
-            values.append(each.result(None if deadline is None else max(0.0, deadline - time.monotonic())))
-        return Parts(tuple(values), tuple(getattr(each, "reference", None) for each in self._transfers))
+        for rank, each in enumerate(self._transfers):
+            awaited = self._relays[rank].arrival if rank in self._relays else each
+            value = awaited.result(None if deadline is None else max(0.0, deadline - time.monotonic()))
+            values.append(None if rank in self._relays else value)
+        return Parts(tuple(values), tuple(map(self._places, range(len(values)))))
+
+    def _places(self, rank: int) -> tuple[Placed, ...]:
+        reference = getattr(self._transfers[rank], "reference", None)
+        if reference is None:
+            return ()
+        copies = (self._relays[rank].place,) if rank in self._relays else ()
+        return Placed(self._nodes[rank], reference), *copies
 
 
 @dataclass(frozen=True)

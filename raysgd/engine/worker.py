@@ -145,7 +145,7 @@ class WorkerProcess:
 
     def describe(self) -> WorkerInfo:
         """Where this worker lives. Answered beside its work, so it is a sign of life too."""
-        return WorkerInfo(*_node(), os.getpid(), _gpu_ids())
+        return WorkerInfo(*node_here(), os.getpid(), _gpu_ids())
 
     def prepare(self, initialization_hook: Callable[[], Any] | None) -> WorkerInfo:
         """Runs the user's hook, then loads the framework. Returns where this worker lives."""
@@ -273,6 +273,16 @@ class WorkerProcess:
         """Does what `beside` does in a third thread, for answers that may be gigabytes: nothing else waits for them."""
         return self.beside(function, *args)
 
+    def relay(self, references: Sequence[Any]) -> tuple[None, Any]:
+        """Returns what another worker has returned: as an object in the store of this node, which outlives that one's.
+
+        What comes first is all that the driver waits for, so that the object does not travel to it.
+        """
+        import ray
+
+        [value] = ray.get(list(references))
+        return None, value
+
     def interrupt(self) -> None:
         """From another thread: ends all waiting for other ranks."""
         self._connection.interrupt()
@@ -311,7 +321,7 @@ class WorkerProcess:
             if not self._is_from_call(error):
                 raise
             kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
-            fault = describe_fault(error, self._world.rank, _node()[1], portable=self._is_remote)
+            fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote)
             failure = Failure(kind, fault, _logging.drain())
         if kind == "disconnected":
             self._connection.interrupt()  # only this tells the ranks that wait for this one
@@ -366,7 +376,8 @@ class _HostedProcess(WorkerProcess):
 
 
 # Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.
-_GROUPS = {"beside": ("beside", "stack"), "signs": ("describe", "interrupt"), "sending": ("send",)}
+_GROUPS = {"beside": ("beside", "stack"), "signs": ("describe", "interrupt"), "sending": ("send", "relay")}
+_NUM_RETURNS = {"relay": 2}
 
 
 def _actor_class() -> Any:
@@ -376,7 +387,7 @@ def _actor_class() -> Any:
         import ray
 
         members = {
-            name: ray.method(concurrency_group=group)(_forwarding(name))
+            name: ray.method(concurrency_group=group, num_returns=_NUM_RETURNS.get(name, 1))(_forwarding(name))
             for group, names in _GROUPS.items()
             for name in names
         }
@@ -415,7 +426,7 @@ def _without_collections() -> Iterator[None]:
             gc.enable()
 
 
-def _node() -> tuple[str, str]:
+def node_here() -> tuple[str, str]:
     """Node id and address of this process; the host's name stands in for both where Ray is not running."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():

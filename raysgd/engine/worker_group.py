@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+from raysgd.engine import ranks
 from raysgd.engine.group_calls import GroupCalls
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalWorker
@@ -19,7 +20,7 @@ from raysgd.engine.snapshots import Transfer
 from raysgd.engine.standby import StandbyWorker, StandbyWorkers
 from raysgd.engine.startup import Startup
 from raysgd.engine.survivors import Survivors
-from raysgd.engine.transfers import Stored
+from raysgd.engine.transfers import FetchedParts, Placed, Relay, Stored
 from raysgd.engine.types import GroupReport, Handover, Outcome, Rendezvous, WorkerInfo, World
 from raysgd.engine.worker import pack
 
@@ -146,6 +147,20 @@ class WorkerGroup:
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
         """Does what `beside` does, for what may be gigabytes. A heartbeat never waits until they have left."""
         return self._platform.transfer(self._members.workers[rank].submit("send", function, *args))
+
+    def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> FetchedParts:
+        """Does what `fetch` does with `function(replica, token)` on each rank, for parts that have to outlive a node.
+
+        A part goes to a partner on another node, or where there is none, to the driver.
+        """
+        parts = [self.fetch(rank, function, token) for rank, token in enumerate(tokens)]
+        keepers = ranks.keepers(self.infos, self._platform.home)
+        relays = {rank: self._relay(keeper, parts[rank]) for rank, keeper in keepers.items()}
+        return FetchedParts(parts, [info.node_id for info in self.infos], relays)
+
+    def _relay(self, keeper: int, part: Any) -> Relay:
+        arrival, copy = self.submit(keeper, "relay", [part.reference])
+        return Relay(self._platform.transfer(arrival), Placed(self.infos[keeper].node_id, copy))
 
     def ask_beside(
         self, method: str, *args: Any, ranks: Iterable[int] | None = None, timeout_s: float = _LATE_S

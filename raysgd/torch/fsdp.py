@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
+from raysgd._host_buffers import return_large_blocks
 from raysgd.connections.torch import new_group_beside
 from raysgd.torch.blocks import blocks_of, without_checkpointing
 from raysgd.torch.filling import fill, is_empty
@@ -52,6 +53,8 @@ class FSDP(NoParallel):
         self._parts: list[_Part] = []
         self._rounds = Rounds()
         self._group_beside: Any = None
+        if device.type == "cpu":
+            return_large_blocks()  # parts of models, which come and go with each forward and backward pass
 
     def wrap(self, model: torch.nn.Module, device_ids: list[int] | None, options: dict[str, Any]) -> torch.nn.Module:
         """Divides the model in place; `options` are for `DistributedDataParallel` and mean nothing here."""

@@ -7,11 +7,12 @@ import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import ray
 
@@ -388,6 +389,32 @@ def test_a_large_state_waits_under_a_token_and_is_fetched_while_its_worker_is_bu
     (tmp_path / "done").touch()
     if busy is not None:
         assert ray.get(busy).value == "waited"
+
+
+def part(replica: CountingReplica, token: int) -> Any:
+    return np.full(200_000, token)  # too large to travel with an answer
+
+
+def test_parts_come_to_the_node_of_the_driver_if_there_is_no_other(large: Started) -> None:
+    tokens = [7 + rank for rank in large.kind.ranks]
+    parts = large.group.fetch_parts(part, tokens).result(20.0)
+    assert [int(value[0]) for value in parts.values] == tokens
+
+
+def test_a_part_goes_to_a_partner_on_another_node_instead_of_the_driver(
+    large: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, tokens = large.group, [7 + rank for rank in large.kind.ranks]
+    nodes = [group.infos[0].node_id if large.kind.use_local else "first", "second"][: len(group)]
+    infos = [replace(info, node_id=node) for info, node in zip(group.infos, nodes, strict=True)]
+    monkeypatch.setattr(WorkerGroup, "infos", infos)
+    parts = group.fetch_parts(part, tokens).result(20.0)
+    assert [int(parts[rank][0]) for rank in large.kind.ranks] == tokens
+    assert [value is None for value in parts.values] == [not large.kind.use_local] * len(group)
+    if not large.kind.use_local:
+        assert [[place.node_id for place in places] for places in parts.places] == [nodes, nodes[::-1]]
+        copies = [parts.best_on({nodes[1 - rank]})[rank] for rank in large.kind.ranks]
+        assert [int(copy[0]) for copy in copies] == tokens
 
 
 def test_a_transfer_that_is_not_there_in_time_says_so_and_can_be_asked_again(large: Started, tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ from collections import deque
 
 import pytest
 
-from raysgd.exceptions import WorkersLostError
+from raysgd.engine.transfers import LostPartError
+from raysgd.exceptions import WorkerError, WorkersLostError
 from tests.engine.stepping_trainer import Trainer
 from tests.fakes import Event, Interrupted, Lost, Raised
 
@@ -67,6 +68,16 @@ def test_a_worker_that_dies_while_the_state_is_restored_is_replaced_with_all_oth
     trainer.cluster.restores = deque([Lost((0,))])
     assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
     assert [group.is_alive for group in trainer.cluster.groups] == [False, True]
+
+
+def test_a_part_that_no_node_has_any_more_is_told_with_the_last_file() -> None:
+    trainer = Trainer(renews=True)
+    trainer.walk(2)
+    trainer.controller.snapshots.last_file = "`epoch-2`"
+    trainer.cluster.restores = deque([Raised(1, LostPartError("The last snapshot is lost."))])
+    with pytest.raises(WorkersLostError, match=r"is lost\. The last file is `epoch-2`: `load` it into") as caught:
+        trainer.walk(5, Lost((1,)))
+    assert not isinstance(caught.value, WorkerError), "it is no exception of the user's code"
 
 
 def test_too_few_survivors_wait_for_room_as_new_workers_do() -> None:

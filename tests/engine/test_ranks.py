@@ -75,3 +75,32 @@ def test_the_driver_stays_the_first_and_brings_its_node_along() -> None:
     found = [WorkerInfo(node, node, pid, ids) for pid, (node, ids) in enumerate(gpus)]
     assert ranks.in_order(found, first_stays=True) == [0, 4, 2, 1, 3]
     assert ranks.in_order(found) == [4, 2, 0, 1, 3]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "home", "expected"),
+    [
+        ("", "h", {}),
+        ("aaaa", "h", {}),  # there is no other node: the driver has a copy
+        ("aaaa", "a", {}),
+        ("ab", "h", {0: 1, 1: 0}),
+        ("aabb", "h", {0: 2, 1: 3, 2: 0, 3: 1}),
+        ("abab", "h", {0: 1, 1: 0, 2: 3, 3: 2}),
+        ("aaab", "h", {0: 3, 1: 3, 2: 3, 3: 0}),
+        ("abc", "h", {0: 1, 1: 2, 2: 0}),
+        ("ab", "a", {}),  # rank 0 is lost with the driver, who has a copy of what rank 1 has
+        ("abc", "a", {1: 2}),
+        ("aabbcc", "b", {4: 0, 5: 1}),
+    ],
+)
+def test_partners_are_on_the_next_node(nodes: str, home: str, expected: dict[int, int]) -> None:
+    assert ranks.keepers(infos(nodes), home) == expected
+
+
+@pytest.mark.parametrize("num_nodes", [2, 3, 5])
+@pytest.mark.parametrize("num_each", [1, 2, 8])
+def test_equal_nodes_keep_as_much_as_they_give(num_nodes: int, num_each: int) -> None:
+    group = infos("".join(chr(ord("a") + node) * num_each for node in range(num_nodes)))
+    keepers = ranks.keepers(group, "h")
+    assert sorted(keepers) == sorted(keepers.values()) == list(range(len(group)))
+    assert all(group[rank].node_id != group[keeper].node_id for rank, keeper in keepers.items())

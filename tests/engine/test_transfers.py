@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine.local_worker import LocalCall
-from raysgd.engine.transfers import FetchedParts, Parts, transfer
+from raysgd.engine.transfers import FetchedParts, LostPartError, Parts, Placed, Relay, transfer
 
 
 class Slow:
@@ -31,14 +31,14 @@ def in_driver(value: Any) -> Any:
 
 def test_parts_are_there_when_all_are() -> None:
     slow = Slow()
-    fetched = FetchedParts([in_driver("a"), slow])
+    fetched = FetchedParts([in_driver("a"), slow], ["home", "a"])
     with pytest.raises(TimeoutError):
         fetched.result(0.0)
     slow.value = "b"
     parts = fetched.result(None)
     assert slow.waits == [0.0, None]
     assert (len(parts), parts[0], parts[1]) == (2, "a", "b")
-    assert parts.references == (None, "reference")
+    assert parts.places == ((), (Placed("a", "reference"),))
 
 
 def test_parts_that_wait_together_wait_no_longer_than_one() -> None:
@@ -46,14 +46,51 @@ def test_parts_that_wait_together_wait_no_longer_than_one() -> None:
     first = Slow()
     first.value = "a"
     with pytest.raises(TimeoutError):
-        FetchedParts([first, second]).result(5.0)
+        FetchedParts([first, second], ["a", "b"]).result(5.0)
     [waited] = second.waits
     assert waited is not None
     assert 0.0 <= waited <= 5.0
 
 
 def test_parts_travel_as_references_but_for_those_that_have_none() -> None:
-    parts = Parts(("in the driver", "large"), (None, "reference"))
+    places = ((), (Placed("a", "reference"),))
+    parts = Parts(("in the driver", "large"), places)
     arrived = pickle.loads(pickle.dumps(parts))
-    assert (arrived.values, arrived.references) == (("in the driver", None), (None, "reference"))
+    assert (arrived.values, arrived.places) == (("in the driver", None), places)
     assert (parts[1], arrived[0]) == ("large", "in the driver")
+
+
+def test_a_part_is_there_when_its_partner_has_a_copy() -> None:
+    sent, arrival = Slow(), Slow()
+    sent.value = "never asked for"
+    fetched = FetchedParts([in_driver("a"), sent], ["home", "a"], {1: Relay(arrival, Placed("b", "copy"))})
+    with pytest.raises(TimeoutError):
+        fetched.result(0.0)
+    arrival.value = "has arrived"
+    parts = fetched.result(None)
+    assert (sent.waits, parts.values) == ([], ("a", None))
+    assert parts.places == ((), (Placed("a", "reference"), Placed("b", "copy")))
+
+
+def test_parts_are_read_from_nodes_that_are_in_use() -> None:
+    first, second = Placed("a", 1), Placed("b", 2)
+    parts = Parts((None, None, "own"), ((first, second), (second, first), ()))
+    assert parts.best_on({"a", "b"}) == parts
+    assert parts.best_on({"b"}).places == ((second, first), (second, first), ())
+    assert parts.best_on({"c"}) == parts
+
+
+def test_a_part_is_read_where_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def get(reference: str) -> str:
+        if reference.startswith("lost"):
+            raise ray.exceptions.ObjectLostError(reference, None, "")
+        return f"what {reference} names"
+
+    monkeypatch.setattr(ray, "get", get)
+    lost, copy = Placed("a", "lost"), Placed("b", "copy")
+    parts = Parts((None, None), ((lost, copy), (lost, Placed("b", "lost too"))))
+    assert parts[0] == "what copy names"
+    with pytest.raises(LostPartError, match="what rank 1 had of it"):
+        parts[1]

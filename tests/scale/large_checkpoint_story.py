@@ -24,19 +24,34 @@ _GIB = 2**30
 
 
 class Peak:
-    """The largest size of this process in GiB, without what it shares with Ray's object store."""
+    """The largest size of this process in GiB.
 
-    def __init__(self) -> None:
-        self.gib = 0.0
+    Args:
+        kinds: What counts, as the system calls it. Without "RssShmem", what it shares with Ray's object store does not.
+
+    Attributes:
+        began_gib: Its size when this was made.
+        gib: The largest since then.
+    """
+
+    def __init__(self, *kinds: str) -> None:
+        self._kinds = kinds or ("RssAnon",)
+        self.began_gib = self.gib = self._now_gib()
         threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def growth_gib(self) -> float:
+        """How much larger it was at most than when this was made."""
+        return self.gib - self.began_gib
 
     def _watch(self) -> None:
         while True:
-            [kib] = [
-                line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line
-            ]
-            self.gib = max(self.gib, int(kib) * 1024 / _GIB)
+            self.gib = max(self.gib, self._now_gib())
             time.sleep(0.02)
+
+    def _now_gib(self) -> float:
+        lines = [line.split() for line in Path("/proc/self/status").read_text().splitlines()]
+        return sum(int(line[1]) for line in lines if line[0].rstrip(":") in self._kinds) * 1024 / _GIB
 
 
 def keep_saving(config: dict[str, Any]) -> float:

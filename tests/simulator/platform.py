@@ -211,6 +211,10 @@ class SimPlatform:
         self._cluster, self._kernel, self._invariants = cluster, cluster.kernel, invariants
         self.make_reservation: Callable[..., Reservation] = partial(SimReservation, cluster)
 
+    @property
+    def home(self) -> str:
+        return self._cluster.node_of_driver
+
     def ensure_running(self) -> None: ...
 
     def now(self) -> float:

@@ -1,8 +1,9 @@
 """What befalls trainers on a cluster of some nodes, as JSON.
 
-    python -m tests.torch.node_stories [two|spare]
+    python -m tests.torch.node_stories [two|spare|parts]
 
-tells of a wait for nodes; with `two`, of two trainers at once; with `spare`, of a spare.
+tells of a wait for nodes; with `two`, of two trainers at once; with `spare`, of a spare; with `parts`, of a divided
+model.
 """
 
 from __future__ import annotations
@@ -14,15 +15,21 @@ import signal
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Any
 
+import ray
+import torch
 from ray.cluster_utils import Cluster
+from ray.experimental import get_object_locations
 
 from raysgd import testing
 from raysgd.torch import TorchTrainer
+from tests.doors import controller_of
 from tests.hygiene import RaySurroundings
 from tests.torch.ledger import Ledger, uses
 from tests.torch.nodes import add_node, cluster_of
+from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator
 
 SLOW = {"num_samples": 480, "step_s": 0.05}
 
@@ -73,6 +80,50 @@ def a_spare_steps_in_for_a_node(cluster: Cluster) -> dict[str, Any]:
         }
 
 
+class Wide(LinearOperator):
+    """A model of 6 MiB, and twice that for its optimizer."""
+
+    def make_model(self) -> torch.nn.Module:
+        return torch.nn.Sequential(torch.nn.Linear(NUM_FEATURES, 2**18), torch.nn.Linear(2**18, 1))
+
+
+def sum_of_state(operator: Any) -> float:
+    """Of all numbers that this rank has of model and optimizer."""
+    slots = [each for slot in operator.optimizer.state.values() for each in slot.values() if each.ndim]
+    own = [each.to_local() for each in (*operator.model.parameters(), *slots)]
+    return sum(each.double().sum().item() for each in own)
+
+
+def parts_outlive_two_nodes(cluster: Cluster) -> dict[str, Any]:
+    """One after the other, each with what its worker had of the last snapshot."""
+    found: dict[str, Any] = {"before": [], "after": [], "sizes": [], "nodes of parts": []}
+    with TorchTrainer(
+        training_operator_cls=Wide, num_workers=4, config={"optimizer": "adam"}, parallel="fsdp"
+    ) as trainer:
+        for lost in (3, 1):
+            trainer.train()
+            found["nodes of parts"].append(_num_nodes_of_parts(trainer))
+            found["before"].append(sum(trainer.apply_all_operators(sum_of_state)))
+            pid = trainer.worker_group.infos[lost].pid
+            testing.remove_node(cluster, trainer=trainer, rank=lost)
+            with suppress(ProcessLookupError):  # it outlives its node for a moment
+                os.kill(pid, signal.SIGKILL)
+            found["after"].append(sum(trainer.apply_all_operators(sum_of_state)))
+            found["sizes"].append(trainer.num_workers)
+        return {**found, "kinds": _kinds(trainer)}
+
+
+def _num_nodes_of_parts(trainer: TorchTrainer) -> list[int]:
+    """Takes a snapshot; on how many nodes each part of it is, the driver's as 100."""
+    here = ray.get_runtime_context().get_node_id()
+    found = []
+    for places in controller_of(trainer).snapshot().shared_state.places:
+        located = get_object_locations([place.reference for place in places])
+        nodes = {node for facts in located.values() for node in facts["node_ids"]}
+        found.append(sum(100 if node == here else 1 for node in nodes))
+    return found
+
+
 class _InterruptsTheWait(logging.Handler):
     """Presses Ctrl-C soon after it was said that the trainer waits."""
 
@@ -120,13 +171,18 @@ def tell_of_a_spare() -> dict[str, Any]:
         return {"spare": a_spare_steps_in_for_a_node(cluster), "left over": before.leaks()}
 
 
+def tell_of_parts() -> dict[str, Any]:
+    with cluster_of(4) as cluster:
+        return parts_outlive_two_nodes(cluster)
+
+
 def tell_of_a_wait() -> dict[str, Any]:
     with cluster_of(3) as cluster:
         before = RaySurroundings.now()
         return {"wait": a_wait_for_nodes_is_interrupted(cluster), "left over": before.leaks()}
 
 
-STORIES = {"two": tell_of_two, "spare": tell_of_a_spare, "wait": tell_of_a_wait}
+STORIES = {"two": tell_of_two, "spare": tell_of_a_spare, "parts": tell_of_parts, "wait": tell_of_a_wait}
 
 if __name__ == "__main__":
     print(json.dumps(STORIES[sys.argv[1] if sys.argv[1:] else "wait"]()))

@@ -36,7 +36,7 @@ def parts_of(content: dict[str, Any], num_ranks: int) -> Parts:
             if not rank or own["dims"][path] == 0
         }
         kept.append(StateEncoder().encode({**own, "rest": None if rank else own["rest"]}))
-    return Parts(tuple(kept), (None,) * num_ranks)
+    return Parts(tuple(kept), ((),) * num_ranks)
 
 
 def chunk(tensor: torch.Tensor, num_ranks: int, rank: int) -> torch.Tensor:

@@ -50,3 +50,14 @@ def test_after_the_interruption_the_next_call_uses_the_node_that_came(found: dic
 @pytest.mark.soak
 def test_nothing_is_left_over(found: dict[str, Any]) -> None:
     assert found["left over"] == []
+
+
+@pytest.mark.soak
+def test_a_partner_has_the_part_of_a_divided_model_that_a_node_took_along() -> None:
+    found = found_by(run_story("tests.torch.node_stories", "parts", timeout_s=160))
+    # Until Ray knows of the loss of a node, the trainer may try to grow into it.
+    assert [kind for kind in found["kinds"] if kind != "grown"] == ["rebuilt", "rebuilt"]
+    assert found["sizes"] == [3, 2]
+    assert found["nodes of parts"] == [[2, 2, 2, 2], [2, 2, 2]], "its rank's and a partner's, not the driver's"
+    assert found["after"] == pytest.approx(found["before"], rel=1e-9)
+    assert found["before"][0] != found["before"][1]
