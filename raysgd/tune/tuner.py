@@ -109,13 +109,18 @@ class Tuner:
         """
         tune = _trials.require_tune(_NEEDED_BY)
         tuner, place = cls.__new__(cls), _as_place(path)
+        space = None if param_space is None else _as_space(trainable, param_space)
+        if not cls.can_restore(path, storage_filesystem):
+            raise ValueError(
+                f"`path={str(path)!r}`: there is no sweep. Pass the folder that has the name of the sweep."
+            )
         tuner._tuner = tune.Tuner.restore(
             place,
             as_trainable(trainable, _at_place(trainable, place, storage_filesystem)),
             resume_unfinished=resume_unfinished,
             resume_errored=resume_errored,
             restart_errored=restart_errored,
-            param_space=None if param_space is None else _as_space(trainable, param_space),
+            param_space=space,
             storage_filesystem=storage_filesystem,
         )
         return tuner

@@ -96,6 +96,8 @@ def test_the_tuner_asks_before_anything_starts(tmp_path: Path) -> None:
         tune.Tuner(trainer, param_space={"dataset": {}})
     with pytest.raises(ValueError, match="Did you mean `datasets`"):
         tune.Tuner.restore(tmp_path, trainer, param_space={"dataset": {}})
+    with pytest.raises(ValueError, match=r"`path='.*sweep'`: there is no sweep\. Pass the folder"):
+        tune.Tuner.restore(tmp_path / "sweep", trainer)
 
 
 def test_arguments_are_merged_down_to_the_values_of_dicts() -> None:
