@@ -1,4 +1,4 @@
-"""What the site needs beyond its pages: formulae as MathML, links to the sources, the decisions in the menu.
+"""What the site needs beyond its pages: formulae as MathML, links to the sources, the decisions in the menu, plain fences.
 
 It also refuses to be built while a public name has no docstring.
 """
@@ -16,6 +16,7 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS))
 from public_names import listed, without_docstring  # noqa: E402
 
+LONG = re.compile(r"^```python soak$", re.MULTILINE)
 CODE = re.compile(r"(^```.*?^```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 FORMULA = re.compile(r"\$\$(.+?)\$\$|\$([^$\n]+?)\$", re.DOTALL)
 OUTSIDE = re.compile(r"\]\((?:\.\./)+((?!docs/)[^)\s]+)\)")
@@ -40,10 +41,10 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Leaves code as it is; changes formulae, and links to files beside the pages."""
+    """Leaves code as it is, but for the mark of what takes long; changes formulae, and links to files beside the pages."""
     return "".join(
         part if part.startswith("`") else _with_links(_with_formulae(part), page, config)
-        for part in CODE.split(markdown)
+        for part in CODE.split(LONG.sub("```python", markdown))
     )
 
 

@@ -114,7 +114,14 @@ def script_of(name: str, folder: Path, *kinds: str) -> Path:
 
 
 def environment_of_pages(**variables: str) -> dict[str, str]:
-    return {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | variables
+    """Those of this process, without its cluster; a `breakpoint()` does not wait."""
+    kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
+    return kept | {"PYTHONBREAKPOINT": "0"} | variables
+
+
+def skip_without_horovod(name: str, *kinds: str) -> None:
+    if "import horovod" in program(python_blocks(ROOT / name, *kinds)):
+        pytest.importorskip("horovod", reason="Horovod does not build with every Python")
 
 
 @pytest.fixture(scope="module")
@@ -155,6 +162,7 @@ def test_the_python_of_a_page_runs_with_workers(
 def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_cluster: None, tmp_path: Path) -> None:
     import ray
 
+    skip_without_horovod(name, "python", "python soak")
     script = script_of(name, tmp_path, "python", "python soak")
     output, environment = tmp_path / "output", environment_of_pages(RAY_ADDRESS=ray.get_runtime_context().gcs_address)
     assert runner.run(script, environment, output) == 0, output.read_text()
@@ -182,22 +190,22 @@ def test_the_programs_of_orca_and_raydp_run_on_two_workers_too(
 
 @pytest.mark.parametrize("name", pages_to_run(with_workers=False))
 def test_the_python_of_a_page_runs(name: str, runner: PageRunner, tmp_path: Path) -> None:
-    if name == "docs/horovod.md":
-        pytest.importorskip("horovod", reason="Horovod does not build with every Python")
+    skip_without_horovod(name, "python")
     output = tmp_path / "output"
     assert runner.run(script_of(name, tmp_path), environment_of_pages(), output) == 0, output.read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_all_python_compiles_also_what_is_not_run(page: Path) -> None:
-    for block in python_blocks(page, "python", "python soak", "python no-run"):
+def test_all_python_compiles_also_what_takes_long(page: Path) -> None:
+    for block in python_blocks(page, "python", "python soak"):
         compile(program([block]), name_of(page), "exec")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python_is_marked_in_a_way_that_this_test_knows(page: Path) -> None:
+    """So that all of it runs, at least in `make soak`."""
     kinds = {block.kind for block in blocks(page)}
-    assert kinds <= {"python", "python soak", "python no-run", "bash", "diff", "text"}
+    assert kinds <= {"python", "python soak", "bash", "diff", "text"}
 
 
 def test_only_some_pages_start_ray() -> None:

@@ -66,6 +66,8 @@ def test_the_site_is_built_without_a_broken_link(tmp_path: Path) -> None:
     first = (tmp_path / "index.html").read_text(encoding="utf-8")
     assert not re.search(r'(?:src|href)="https?://[^"]*\.(?:js|css|woff2?)"', first)
     assert "<math" in (tmp_path / "metrics/index.html").read_text(encoding="utf-8")
+    pages = tmp_path.rglob("*.html")
+    assert [page for page in pages if "<p><code>python" in page.read_text(encoding="utf-8")] == []  # fences not seen
 
 
 @pytest.mark.soak

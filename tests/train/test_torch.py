@@ -415,7 +415,7 @@ class TestLoaders:
 
 def test_the_first_example_of_the_guide_goes_on_with_one_worker() -> None:
     guide = Path(__file__).parents[2] / "docs" / "train.md"
-    [example, *_] = guide.read_text(encoding="utf-8").split("```python no-run\n")[1:]
+    [example, *_] = guide.read_text(encoding="utf-8").split("```python soak\n")[1:]
     found: dict[str, Any] = {}
     exec(example.partition("\ntrainer = ")[0], found)
     replica = FunctionReplica(World(rank=0, size=1))
