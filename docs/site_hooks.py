@@ -1,4 +1,4 @@
-"""What the site needs beyond its pages: formulae as MathML, links to the sources, the decisions in the menu, plain fences.
+"""What the site needs beyond its pages: formulae as MathML, links to the sources, decisions in the menu, plain fences.
 
 It also refuses to be built while a public name has no docstring.
 """
@@ -41,7 +41,7 @@ def on_pre_build(config: Any) -> None:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Leaves code as it is, but for the mark of what takes long; changes formulae, and links to files beside the pages."""
+    """Leaves code as it is, but for a mark of its fence; changes formulae, and links to files beside the pages."""
     return "".join(
         part if part.startswith("`") else _with_links(_with_formulae(part), page, config)
         for part in CODE.split(LONG.sub("```python", markdown))

@@ -47,22 +47,26 @@ print(json.dumps({"losses": losses, "num_nodes": len(set(nodes)), "known": len(r
 """
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+@contextlib.contextmanager
+def job_in(folder: Path, **variables: str) -> Iterator[subprocess.Popen[bytes]]:
     """The script as a job with two nodes of one CPU; like Slurm, writes to a file and ends all steps after it."""
-    place_commands(tmp_path / "home" / "venv" / "bin")
-    (tmp_path / "train.py").write_text(PROGRAM)
-    with (tmp_path / "out").open("wb") as out:
+    place_commands(folder / "home" / "venv" / "bin")
+    (folder / "train.py").write_text(PROGRAM)
+    with (folder / "out").open("wb") as out:
         job = subprocess.Popen(
             [str(shutil.which("bash")), str(SCRIPT)],
-            cwd=tmp_path,
-            env=environment(tmp_path),
+            cwd=folder,
+            env=environment(folder) | variables,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        yield job
-        end_steps(job.pid)
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                job.wait(timeout=300)
+            yield job
+        finally:
+            end_steps(job.pid)
 
 
 def place_commands(folder: Path) -> None:
@@ -75,13 +79,14 @@ def place_commands(folder: Path) -> None:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """The environment of a job; of Ray's, only what keeps the two nodes small."""
-    kept = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    """The environment of a job; of Ray's, which the clusters of other tests add to, only what keeps the nodes small."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     return kept | {
         "HOME": str(folder / "home"),
         "PYTHONPATH": str(ROOT),
         "RAY_DEFAULT_OBJECT_STORE_MAX_MEMORY_BYTES": str(80 * 1024 * 1024),
         "RAY_TMPDIR": os.environ["TMPDIR"],
+        "RAY_USAGE_STATS_ENABLED": "0",
         "SLURM_CPUS_PER_TASK": "1",
         "SLURM_JOB_ID": str(free_port() - FIRST_PORT),
         "SLURM_JOB_NODELIST": "node1,node2",
@@ -108,11 +113,17 @@ def end_steps(group: int) -> None:
                 time.sleep(0.1)
 
 
-def test_a_program_trains_on_all_nodes_of_the_job(job: subprocess.Popen[bytes], tmp_path: Path) -> None:
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        job.wait(timeout=300)
-    said = (tmp_path / "out").read_text()
+def test_a_program_trains_on_all_nodes_of_the_job(tmp_path: Path) -> None:
+    with job_in(tmp_path) as job:
+        said = (tmp_path / "out").read_text()
     assert job.returncode == 0, said
     [found] = [json.loads(line) for line in said.splitlines() if line.startswith('{"losses"')]
     assert (found["num_nodes"], found["known"]) == (2, 2), said
     assert found["losses"] == sorted(found["losses"], reverse=True)
+
+
+def test_a_job_whose_head_cannot_start_ends(tmp_path: Path) -> None:
+    with job_in(tmp_path, RAY_AUTH_MODE="token") as job:  # and no token
+        said = (tmp_path / "out").read_text()
+    assert job.returncode == 1, said
+    assert "no authentication token was found" in said
