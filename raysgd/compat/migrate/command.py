@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 @click.option("--diff", "shows_diff", is_flag=True, help="Print what changes.")
 @click.option("--ray-train", is_flag=True, help="`ray.train` and `ray.air` mean Ray 1.x or 2.0 to 2.9, too.")
 def migrate(paths: Sequence[Path], write: bool, shows_diff: bool, ray_train: bool) -> None:
-    """Rewrites programs for `ray.util.sgd`: imports, names and retired arguments.
+    """Rewrites programs for `ray.util.sgd`.
 
-    PATH is a file, or a folder of Python files. Lines that you have to decide about are printed with the reason. Exits
-    with status 1 if a file could not be migrated; that file is as it was.
+    Imports, names and retired arguments become those of raysgd. PATH is a file, or a folder of Python files. Lines that
+    you have to decide about are printed with the reason. Exits with status 1 if a file could not be migrated; that file
+    is as it was.
     """
     require_installed("libcst", extra="migrate", purpose="`raysgd migrate`")
     from raysgd.compat.migrate.files import files_of, migrate_file
