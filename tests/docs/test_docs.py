@@ -114,9 +114,7 @@ def script_of(name: str, folder: Path, *kinds: str) -> Path:
 
 
 def environment_of_pages(**variables: str) -> dict[str, str]:
-    """Those of this process, without its cluster; a `breakpoint()` does not wait."""
-    kept = {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"}
-    return kept | {"PYTHONBREAKPOINT": "0"} | variables
+    return {key: value for key, value in os.environ.items() if key != "RAY_ADDRESS"} | variables
 
 
 def skip_without_horovod(name: str, *kinds: str) -> None:
