@@ -22,10 +22,10 @@ header p.reason{color:var(--ink);overflow-wrap:anywhere}
 .state.running{color:var(--c0)}.state.finished{color:var(--good)}.state.stopped{color:var(--change)}
 .state.failed{color:var(--bad)}
 .card{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:14px 16px;margin:0}
-.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(150px,1fr));gap:12px}
+.tiles{display:grid;grid-template-columns:repeat(auto-fit,minmax(190px,1fr));gap:12px}
 .tile{background:var(--card);border:1px solid var(--rule);border-radius:8px;padding:10px 14px;min-width:0}
 .tile .name{color:var(--soft);font-size:13px;overflow-wrap:anywhere}
-.tile .value{font-size:22px;font-weight:600;line-height:1.3;white-space:nowrap}
+.tile .value{font-size:20px;font-weight:600;line-height:1.3;white-space:nowrap}
 .tile .below{color:var(--faint);font-size:12px}
 .charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(340px,100%),1fr));gap:12px}
 figure.card{padding:12px 14px 8px}
