@@ -19,11 +19,10 @@ export RAY_USAGE_STATS_ENABLED ?= 0
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: demo quick test soak lint typecheck format bench docs site lock clean help
+.PHONY: demo quick unit test soak lint typecheck format bench docs site lock clean help
 
-# What `make quick` leaves out: Ray clusters, hours, GPUs, and Horovod, which takes minutes to build.
-QUICK := not integration and not soak and not gpu
-HOROVOD_PAGE := "tests/docs/test_docs.py::test_the_python_of_a_page_runs[docs/horovod.md]"
+# What `make quick` leaves out: Ray clusters, hours, GPUs, and programs, one of which needs Horovod.
+QUICK := not integration and not soak and not gpu and not program
 
 demo: $(STAMP) ## train a classifier of real digits on two workers, save, load and test it
 	$(PY) examples/quickstart.py
@@ -32,8 +31,12 @@ demo: $(STAMP) ## train a classifier of real digits on two workers, save, load a
 test: $(STAMP) $(HOROVOD_STAMP) ## run all tests but the soak tests
 	$(PY) -m pytest tests -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 30
 
-quick: lint typecheck ## style, types and every test that needs neither Ray nor Horovod: between two edits
-	$(PY) -m pytest tests -q -m "$(QUICK)" --deselect $(HOROVOD_PAGE) --numprocesses 2 --dist loadfile --no-loadscope-reorder
+# All at once: the tests do not keep two cores busy all the time, and most of the style is checked while they start.
+quick: $(STAMP) ## style, types and the tests that need neither Ray nor Horovod nor run whole programs: between two edits
+	$(MAKE) --no-print-directory --jobs 3 lint typecheck unit
+
+unit: $(STAMP) ## the tests of `make quick`
+	$(PY) -m pytest tests -q -m "$(QUICK)" --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 soak: $(STAMP) $(HOROVOD_STAMP) ## run the long tests, which repeat failures for minutes to hours
 	RAYSGD_FORKED_WORKERS=0 $(PY) -m pytest tests -q -m soak --timeout=7200 -o faulthandler_timeout=8000

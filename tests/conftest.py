@@ -34,7 +34,7 @@ OBJECT_STORE_BYTES = 256 * 1024 * 1024
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """When several processes share the tests, begin with the files that take long, so that all end at about once."""
     if hasattr(config, "workerinput"):
-        slow = {item.path for item in items if item.get_closest_marker("integration")}
+        slow = {item.path for item in items if {"integration", "program"} & {mark.name for mark in item.iter_markers()}}
         items.sort(key=lambda item: item.path not in slow)
 
 

@@ -32,6 +32,7 @@ def found() -> dict[str, str]:
     return found_by(run_story("tests.connections.compiler_scenarios", timeout_s=120))
 
 
+@pytest.mark.program
 @pytest.mark.skipif(not IS_TESTED, reason=f"torch {torch.__version__} imports its compiler by itself")
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_process_in_which_the_compiler_is_deferred(name: str, found: dict[str, str]) -> None:

@@ -186,6 +186,7 @@ def test_the_programs_of_orca_and_raydp_run_on_two_workers_too(
     assert runner.run(script, environment, output) == 0, output.read_text()
 
 
+@pytest.mark.program
 @pytest.mark.parametrize("name", pages_to_run(with_workers=False))
 def test_the_python_of_a_page_runs(name: str, runner: PageRunner, tmp_path: Path) -> None:
     skip_without_horovod(name, "python")

@@ -208,6 +208,7 @@ def test_a_script_is_short_and_says_on_what_it_trains(script: str) -> None:
         assert shared in source
 
 
+@pytest.mark.program
 @pytest.mark.parametrize(
     "script",
     [pytest.param(name, marks=[pytest.mark.soak] * (name in LONG)) for name in SCRIPTS if name not in NEEDS_WORKERS],

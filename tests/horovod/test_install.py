@@ -19,6 +19,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
+@pytest.mark.program
 def test_what_is_installed_is_left_alone(cache: Path, capsys: pytest.CaptureFixture[str]) -> None:
     expected = f"{recipe.VERSION}+{recipe.local_version(install.find_target(), os.environ)}"
     assert install.installed_version() == expected, "run `python -m raysgd.horovod.install`"
@@ -114,6 +115,7 @@ def test_tools_that_are_missing_are_named(monkeypatch: pytest.MonkeyPatch) -> No
         install._find_tools()
 
 
+@pytest.mark.program
 def test_a_horovod_that_does_not_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert install.probe() is None
     monkeypatch.setattr(install, "_PROBE", "raise SystemExit('no such library')")
