@@ -10,6 +10,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,6 +28,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a 
 # Horovod does not build with Python 3.13. Without it, the files about it are left out; `make test` builds it first.
 collect_ignore_glob = [] if importlib.util.find_spec("horovod") else ["**/test_horovod*.py"]
 
+TENSORFLOW = "tests/tf/"
 NUM_CPUS = 4
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
 
@@ -36,6 +38,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if hasattr(config, "workerinput"):
         slow = {item.path for item in items if {"integration", "program"} & {mark.name for mark in item.iter_markers()}}
         items.sort(key=lambda item: item.path not in slow)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give each process whole files, and all of TensorFlow to one, so that the others need not import it."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class FilesAndTensorFlow(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return TENSORFLOW if nodeid.startswith(TENSORFLOW) else super()._split_scope(nodeid)
+
+    return FilesAndTensorFlow(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import pickle
@@ -47,22 +48,31 @@ def old_optimizer(name: str, **options: Any) -> Any:
     return getattr(importlib.import_module("tf_keras").optimizers.legacy, name)(0.01, **options)
 
 
+@functools.cache
+def trained_with_the_old_one(case: str) -> tuple[list[Any], list[Any], list[Any]]:
+    """Weights of the model and of its optimizer after a training, and of the model after another one."""
+    name, options = CASES[case]
+    model = fit(equal_layers(importlib.import_module("tf_keras"), old_optimizer(name, **options)))
+    weights, of_optimizer = model.get_weights(), model.optimizer.get_weights()
+    return weights, of_optimizer, fit(model).get_weights()
+
+
 @pytest.mark.parametrize("keras", ["keras", "tf_keras", "legacy"])
 @pytest.mark.parametrize("case", CASES)
 def test_an_optimizer_goes_on_where_the_old_one_stopped(keras: str, case: str) -> None:
     name, options = CASES[case]
-    old = fit(equal_layers(importlib.import_module("tf_keras"), old_optimizer(name, **options)))
+    weights, of_optimizer, expected = trained_with_the_old_one(case)
     module = importlib.import_module("keras" if keras == "keras" else "tf_keras")
     optimizers = module.optimizers.legacy if keras == "legacy" else module.optimizers
     new = equal_layers(module, getattr(optimizers, name)(0.01, **options))
     build_optimizer(new.optimizer, new.trainable_variables)
-    values = _former_optimizer.arranged(new.optimizer, old.optimizer.get_weights())
-    new.set_weights(old.get_weights())
+    values = _former_optimizer.arranged(new.optimizer, of_optimizer)
+    new.set_weights(weights)
     for variable, value in zip(variables_of_optimizer(new.optimizer), values, strict=True):
         variable.assign(value)
-    fit(old), fit(new)
+    fit(new)
     assert int(new.optimizer.iterations.numpy()) == 8
-    for one, other in zip(old.get_weights(), new.get_weights(), strict=True):
+    for one, other in zip(expected, new.get_weights(), strict=True):
         assert np.allclose(one, other, rtol=1e-4, atol=1e-5)
 
 
