@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
@@ -46,14 +47,14 @@ class CsvTable:
         """The columns of the run that this one continues."""
         if not self._path.exists():
             return []
-        with open(self._path, encoding="utf-8", errors="replace", newline="") as file:
-            return next(csv.reader(file), [])
+        with _reading(self._path) as lines:
+            return next(csv.reader(lines), [])
 
     def _widen(self, added: Sequence[str]) -> None:
         self._file.close()
         self._columns = [*self._columns, *added]
-        with open(self._path, encoding="utf-8", errors="replace", newline="") as file:
-            rows = list(csv.DictReader(file))
+        with _reading(self._path) as lines:
+            rows = list(csv.DictReader(lines))
         with replacing(str(self._path)) as new:
             new.write(_encoded(self._columns, rows))
         self._file = self._open()
@@ -63,11 +64,18 @@ def keep_rows(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
     """Leaves only some rows in a table, if there is one. Their values are texts."""
     if not path.exists():
         return
-    with open(path, encoding="utf-8", errors="replace", newline="") as file:
-        reader = csv.DictReader(file)
+    with _reading(path) as lines:
+        reader = csv.DictReader(lines)
         columns, rows = list(reader.fieldnames or ()), [row for row in reader if is_kept(row)]
     with replacing(str(path)) as new:
         new.write(_encoded(columns, rows))
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[Iterator[str]]:
+    """The lines of a table, also of one that is damaged: without zero bytes, which `csv` of Python 3.10 refuses."""
+    with open(path, encoding="utf-8", errors="replace", newline="") as file:
+        yield (line.replace("\0", "") for line in file)
 
 
 def _encoded(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
