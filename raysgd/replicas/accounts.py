@@ -36,15 +36,21 @@ class _Account:
         since: When the rank began to exist, on the clock of the driver.
         seconds: By bin.
         newest: What its present process said last.
+        waited_in: The bin of the time until this process had the rank.
     """
 
     since: float
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(BINS, 0.0))
     newest: TimeSpent | None = None
+    waited_in: str = START_UP
 
     @property
     def told_until(self) -> float:
         return self.since + sum(self.seconds.values())
+
+    def take_back(self, seconds: float) -> None:
+        """Time that cannot be: the first answer of a process came late, and all of that was booked before it."""
+        self.seconds[self.waited_in] -= min(max(0.0, seconds), self.seconds[self.waited_in])
 
     def move(self, source: str, target: str, seconds: float) -> None:
         self.seconds[source] -= seconds
@@ -106,6 +112,7 @@ class Accounts:
         for name in BINS:
             account.seconds[name] += spent.seconds.get(name, 0.0) - (before.seconds.get(name, 0.0) if before else 0.0)
         account.newest = spent
+        account.take_back(account.told_until - now)
 
     def _change_hands(self, account: _Account, spent: TimeSpent, before: TimeSpent | None, now: float) -> None:
         """Another process has the rank: books the time between, and the steps that the loss undid."""
@@ -113,7 +120,8 @@ class Accounts:
         if last is not None and not spent.is_successor and before is None:  # it goes on from a snapshot
             account.move(USEFUL, AGAIN, min(last.unsaved_s, account.seconds[USEFUL]))
         own_s = spent.total_s - (before.total_s if before is not None else 0.0)
-        account.seconds[START_UP if last is None else REPLACE] += max(0.0, now - own_s - account.told_until)
+        account.waited_in = START_UP if last is None else REPLACE
+        account.seconds[account.waited_in] += max(0.0, now - own_s - account.told_until)
 
     def ledger(self, num_ranks: int | None = None) -> TimeLedger:
         """Where the time went. Of ranks from `num_ranks` on, which are there no more, what they have told stays."""

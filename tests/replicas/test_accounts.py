@@ -45,6 +45,19 @@ def test_a_rank_tells_more_and_more(accounts: Accounts, clock: Clock) -> None:
     assert of(accounts, 0) == {"start_up": 6, "useful": 7, "data": 2}
 
 
+def test_a_first_answer_that_came_late_is_seen_by_the_next_one(accounts: Accounts, clock: Clock) -> None:
+    clock.now = 10
+    accounts.note({0: says("a", useful=2.0)})
+    clock.now = 11
+    accounts.note({0: says("a", useful=5.0)})  # it ran since 6, not since 8
+    assert of(accounts, 0) == {"start_up": 6, "useful": 5}
+    clock.now = 13
+    accounts.note({0: says("b", is_successor=True, useful=1.0)})
+    clock.now = 13.5
+    accounts.note({0: says("b", is_successor=True, useful=2.0)})
+    assert of(accounts, 0) == {"start_up": 6, "useful": 7, "recovery_replace": 0.5}
+
+
 def test_a_successor_keeps_the_steps_of_the_lost_one(accounts: Accounts, clock: Clock) -> None:
     accounts.begin_call()
     clock.now = 10

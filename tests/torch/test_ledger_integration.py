@@ -53,7 +53,8 @@ def test_the_bins_of_every_rank_add_up_across_a_loss(ray_cluster: None) -> None:
         assert second_began - first_ended - LATE_S <= spent <= second_ended - first_began + LATE_S
     survivor, successor = second.of(0), second.of(1)
     assert all(survivor[name] > 0 for name in ("again", "recovery_detect", "recovery_form", "recovery_hand_over"))
-    assert all(successor[name] > 0 for name in ("recovery_replace", "recovery_hand_over", "recovery_resume"))
+    # Not `recovery_replace`: with a spare it may be less than answers lie. `test_accounts.py` has it, with a clock.
+    assert all(successor[name] > 0 for name in ("recovery_hand_over", "recovery_resume"))
     assert 0 < (second.goodput or 0.0) < 1
     assert second.notes == ()
     assert "shut down" in str(trainer.ledger())
