@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from raysgd.air.result import Result
 from raysgd.storage import open_folder
 from raysgd.train.base_trainer import BaseTrainer
 from raysgd.train.fit.restore import at_place
-from raysgd.train.fit.space import check_space
+from raysgd.train.fit.space import check_space, own_values
 from raysgd.tune._callbacks import for_tune
 
 if TYPE_CHECKING:
@@ -243,17 +243,8 @@ def _as_space(trainable: Any, param_space: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(trainable, BaseTrainer):
         return dict(param_space)
     check_space(trainable, param_space)
-    return {name: _as_dict(value) for name, value in param_space.items()}
-
-
-def _as_dict(value: Any) -> Any:
-    if not isinstance(value, ScalingConfig):
-        return value
-    default = ScalingConfig()
     return {
-        each.name: getattr(value, each.name)
-        for each in fields(value)
-        if getattr(value, each.name) is not getattr(default, each.name)
+        name: own_values(value) if isinstance(value, ScalingConfig) else value for name, value in param_space.items()
     }
 
 

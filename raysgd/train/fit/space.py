@@ -68,13 +68,13 @@ def _merged(before: Any, value: Any) -> Any:
     if isinstance(before, ScalingConfig) and isinstance(value, Mapping):
         return arguments.changed_scaling(before, value)
     if isinstance(before, ScalingConfig) and isinstance(value, ScalingConfig):
-        return arguments.changed_scaling(before, _own_values(value))
+        return arguments.changed_scaling(before, own_values(value))
     if isinstance(before, Mapping) and isinstance(value, Mapping):
         return _trials.merged(before, value)
     return value
 
 
-def _own_values(config: ScalingConfig) -> dict[str, Any]:
+def own_values(config: ScalingConfig) -> dict[str, Any]:
     """What a config says that others do not say by themselves."""
     default = ScalingConfig()
     names = [each.name for each in fields(config)]
