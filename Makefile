@@ -27,9 +27,10 @@ QUICK := not integration and not soak and not gpu and not program
 demo: $(STAMP) ## train a classifier of real digits on two workers, save, load and test it
 	$(PY) examples/quickstart.py
 
-# Three at once on two cores, because many tests wait for processes to start, to end or to be missed.
+# Three at once on two cores, because many tests wait for processes to start, to end or to be missed. What other
+# libraries warn of is left to `make quick`: here it would stand between you and what failed.
 test: $(STAMP) $(HOROVOD_STAMP) ## run all tests but the soak tests
-	$(PY) -m pytest tests -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 30
+	$(PY) -m pytest tests -q --numprocesses 3 --dist loadfile --no-loadscope-reorder --durations 30 --disable-warnings
 
 # All at once: the tests do not keep two cores busy all the time, and most of the style is checked while they start.
 quick: $(STAMP) ## style, types and the tests that need neither Ray nor Horovod nor run whole programs: between two edits

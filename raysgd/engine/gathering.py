@@ -17,6 +17,7 @@ _DEATH_GRACE_S = 0.05  # how long to listen on after a death: other deaths of th
 _CONNECTION_GRACE_S = 5.0  # a lost connection is nearly always the shadow of a death that Ray reports a little later
 _SHORT_CONNECTION_GRACE_S = 0.3  # where survivors are asked next: the loss of a node may be reported much later
 _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that rank in a collective never answer
+_LONGEST_USER_GRACE_S = 5.0  # after an exception that came late: others that come to the same one may come later still
 _POLL_S = 0.1
 _LOOK_S = 0.005
 _POLL_S_EACH = 0.0005  # for each call: a look at a thousand of them takes Ray a millisecond
@@ -42,6 +43,8 @@ class Listener:
         self._calls = calls or RayPoller()
         self._is_stopped = threading.Event()
         self._is_in_on_wait = False
+        self._began = self._calls.now()
+        self._failed_at = self._began
 
     def stop(self) -> None:
         """From another thread, when the local rank failed: the others get the usual grace, no more.
@@ -51,6 +54,11 @@ class Listener:
         self._is_stopped.set()
         while self._is_in_on_wait:
             self._calls.sleep(_LOOK_S)
+
+    @property
+    def ran_s(self) -> float:
+        """How long the calls had run when the first one failed."""
+        return self._failed_at - self._began
 
     def listen(self, on_wait: Callable[[], None] | None = None) -> dict[int, Outcome]:
         """The outcomes by rank. Blocks until all have answered or a failure has been understood."""
@@ -92,11 +100,11 @@ class Listener:
 
     def _look_closer(self) -> dict[int, Outcome]:
         """Listens until the kind of failure is plain: see the grace periods above."""
-        began = self._calls.now()
+        self._failed_at = self._calls.now()
         outcomes = {rank: self._calls.outcome(rank, reference) for rank, reference in self._references.items()}
         while waiting := {self._references[rank]: rank for rank, found in outcomes.items() if not found.answered}:
             kinds: set[str] = {found.failure.kind for found in outcomes.values() if found.failure}
-            left_s = began + grace_s(kinds, self._asks_survivors) - self._calls.now()
+            left_s = self._failed_at + grace_s(kinds, self._asks_survivors, self.ran_s) - self._calls.now()
             if left_s <= 0:
                 break
             for reference in self._calls.any_ready(list(waiting), left_s):
@@ -104,13 +112,13 @@ class Listener:
         return outcomes
 
 
-def grace_s(kinds: set[str], asks_survivors: bool = False) -> float:
-    """How long to listen on after failures of these kinds."""
+def grace_s(kinds: set[str], asks_survivors: bool = False, ran_s: float = 0.0) -> float:
+    """How long to listen on after failures of these kinds, the first one `ran_s` after the call began."""
     if "died" in kinds:
         return _DEATH_GRACE_S
     if kinds == {"disconnected"}:
         return _SHORT_CONNECTION_GRACE_S if asks_survivors else _CONNECTION_GRACE_S
-    return _USER_GRACE_S
+    return min(max(_USER_GRACE_S, ran_s), _LONGEST_USER_GRACE_S)
 
 
 def outcome(rank: int, reference: Any) -> Outcome:

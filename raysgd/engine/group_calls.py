@@ -67,7 +67,7 @@ class GroupCalls:
 
         def listen() -> None:
             answers.update(listener.listen(on_wait))
-            if self._must_kill(answers, is_local_done):
+            if self._must_kill(answers, is_local_done, listener.ran_s):
                 self._members.kill_remote()  # whatever they answered before, they can no longer be counted on
                 answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
 
@@ -85,12 +85,12 @@ class GroupCalls:
             join()
         return {**outcomes, **answers}
 
-    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: Event) -> bool:
+    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: Event, ran_s: float) -> bool:
         """Whether the remote processes have to end, because after their failure the local call does not come back."""
         if all(found.ok for found in answers.values()):
             return False
         kinds: set[str] = {found.failure.kind for found in answers.values() if found.failure}
-        if is_local_done.wait(grace_s(kinds)):
+        if is_local_done.wait(grace_s(kinds, ran_s=ran_s)):
             return False
         if self._spec.keeps_processes and "user" not in kinds:
             self._members.interrupt(range(len(self._members)))

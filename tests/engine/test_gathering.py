@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from raysgd.engine.gathering import Listener, grace_s
-from raysgd.engine.types import Outcome
+from raysgd.engine.types import Failure, Outcome
+from raysgd.exceptions import WorkerFault
 
 
 @pytest.mark.parametrize("asks_survivors", [True, False])
@@ -23,6 +24,11 @@ def test_a_death_explains_everything_and_is_not_waited_after_for_long(asks_survi
 def test_a_lost_connection_needs_no_explanation_where_survivors_are_asked_next() -> None:
     assert grace_s({"disconnected"}, asks_survivors=True) < grace_s({"disconnected"}, asks_survivors=False)
     assert grace_s({"user"}, asks_survivors=True) == grace_s({"user"}, asks_survivors=False)
+
+
+@pytest.mark.parametrize(("ran_s", "grace"), [(0.0, 1.0), (0.9, 1.0), (3.0, 3.0), (3600.0, 5.0)])
+def test_the_later_an_exception_comes_the_later_others_may_come_to_it_within_reason(ran_s: float, grace: float) -> None:
+    assert grace_s({"user"}, ran_s=ran_s) == grace
 
 
 class Silent:
@@ -82,3 +88,33 @@ def test_a_stopped_listener_looks_at_nothing_any_more() -> None:
     calls.at_look = listener.stop
     outcomes = listener.listen(lambda: told.append("looks"))
     assert (outcomes[0].answered, told) == (False, [])
+
+
+class Timed(Silent):
+    """Calls that raise, each at a time of its own, on a clock that jumps to the next one."""
+
+    def __init__(self, **raises_at_s: float) -> None:
+        super().__init__()
+        self._raises_at_s, self._now = raises_at_s, 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
+        soonest = min(self._raises_at_s[each] for each in references)
+        self._now = soonest if timeout_s is None else min(soonest, self._now + timeout_s)
+        return [each for each in references if self._raises_at_s[each] <= self._now]
+
+    def outcome(self, rank: int, reference: Any) -> Outcome:
+        if self._raises_at_s[reference] > self._now:
+            return super().outcome(rank, reference)
+        fault = WorkerFault(rank, "a node", None, "ValueError", "", "", "")
+        return Outcome(rank, failure=Failure("user", fault))
+
+
+@pytest.mark.parametrize(("late_s", "is_heard"), [(7.9, True), (8.1, False)])
+def test_a_rank_that_comes_to_the_same_exception_later_is_waited_for(late_s: float, is_heard: bool) -> None:
+    calls = Timed(early=4.0, late=late_s)
+    outcomes = Listener({0: "early", 1: "late"}, calls=calls).listen()
+    assert [outcomes[rank].failure is not None for rank in (0, 1)] == [True, is_heard]
+    assert calls.now() == min(late_s, 8.0)
