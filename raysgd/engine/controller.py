@@ -308,7 +308,8 @@ class ElasticController:
         diagnosis = classify(report)
         decision = self._failures.decide(diagnosis, budget, call.can_rejoin)
         if isinstance(decision, Raise):
-            self._raise(call, diagnosis, report, decision, budget)
+            cause = words(diagnosis, self._changes.lost_behind(diagnosis))
+            self._raise(call, diagnosis, report, decision, budget, cause)
         cause = words(diagnosis)
         if isinstance(decision, Rejoin):
             failed = self._changes.rejoin(report, budget, tell)
@@ -318,7 +319,7 @@ class ElasticController:
         if diagnosis.kind == "disconnected" and not self._spec.keeps_processes:
             tell()
         if budget.is_spent:
-            self._raise(call, diagnosis, report, Raise(lost=True), budget)
+            self._raise(call, diagnosis, report, Raise(lost=True), budget, cause)
         budget.pay_for_rebuild()
         self._lifecycle.hooks.on_failure(diagnosis)
         renew = partial(self._changes.renew, report, tell) if self._spec.renews else None
@@ -345,19 +346,19 @@ class ElasticController:
         return self.snapshots.is_inside and not self.snapshots.calls_since
 
     def _raise(
-        self, call: Call, diagnosis: Diagnosis, report: GroupReport, decision: Raise, budget: RetryBudget
+        self, call: Call, diagnosis: Diagnosis, report: GroupReport, decision: Raise, budget: RetryBudget, cause: str
     ) -> None:
         """Raises for good. The group is kept only if every rank lives, is connected, and is where the others are."""
         if not decision.lost:
             raise worker_error(diagnosis.faults, self._end_if_parted(call, diagnosis, report))
-        self._lifecycle.end_call(words(diagnosis), "lost")
+        self._lifecycle.end_call(cause, "lost")
         budget.refuse()
         hint = (
             "Ray's log of the worker (`worker-*.err`) may name the cause: too little memory, say, or a collective that "
             "the ranks called with different sizes. "
         )
         message = (
-            f"{words(diagnosis)}, and the {budget.num_restarts} allowed retries of this call are used up. "
+            f"{cause}, and the {budget.num_restarts} allowed retries of this call are used up. "
             f"{hint if diagnosis.kind == 'died' else ''}{self._spec.words.when_spent}"
         )
         raise WorkersLostError(message.rstrip()) from diagnosis.faults[0].error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.engine.failures import classify, listed, words
+from raysgd.engine.failures import Diagnosis, classify, listed, words
 from raysgd.engine.group_former import STANDBY_WAIT_S, CannotForm, GroupFormer
 from raysgd.engine.growth import Growth
 from raysgd.engine.history import EventKind
@@ -103,6 +103,13 @@ class InPlaceChanges:
     def _can_wait(self) -> bool:
         """Whether survivors of a loss wait for new workers: ADR 11."""
         return self._lifecycle.rules.resize_check_s is None
+
+    def lost_behind(self, diagnosis: Diagnosis) -> set[int]:
+        """After a loss of which some saw only a connection break, and that nothing follows: who does not answer."""
+        if diagnosis.kind != "disconnected":
+            return set()
+        group = self._lifecycle.running
+        return set(range(len(group))) - set(group.answering(range(len(group))))
 
     def _settled(self, report: GroupReport, tell_stuck: Callable[[], None]) -> list[int]:
         """The survivors of a loss, freed of what they waited for."""

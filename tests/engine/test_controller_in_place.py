@@ -213,6 +213,14 @@ def test_all_who_are_lost_are_named_also_where_others_saw_only_the_connection_br
     )
 
 
+def test_who_is_lost_is_named_also_where_no_retry_is_left_to_ask_the_survivors() -> None:
+    trainer = Trainer()
+    trainer.cluster.silent = {2}
+    with pytest.raises(WorkersLostError, match=r"^lost rank 2; rank 0 reports: connection .*the 0 allowed retries"):
+        trainer.walk(5, Lost((0,), "disconnected", after={1: 2, 2: 2}), max_retries=0)
+    assert trainer.controller.history.events[-1].cause.startswith("lost rank 2; rank 0 reports: connection")
+
+
 def test_why_survivors_could_not_go_on_is_told_with_the_loss() -> None:
     trainer = Trainer()
     trainer.group.replicas[0].obstacle = "a hook of its own"
