@@ -309,6 +309,7 @@ class FakeCluster:
     Attributes:
         num_slots: How many workers the node has room for in all.
         num_taken: How many slots somebody else holds.
+        is_settling: Whether what a group held is free only in a moment.
         starts: What happens at each start of a group; past the end, nothing.
         calls: The same for each call of a function of a test.
         restores: The same for each call that the controller makes on its own.
@@ -325,6 +326,7 @@ class FakeCluster:
 
     num_slots: int = 3
     num_taken: int = 0
+    is_settling: bool = False
     starts: deque[Event] = field(default_factory=deque)
     calls: deque[Event] = field(default_factory=deque)
     restores: deque[Event] = field(default_factory=deque)
@@ -350,7 +352,7 @@ class FakeCluster:
 
     def view(self) -> ClusterView:
         total, free = {"CPU": float(self.num_slots)}, {"CPU": float(self.num_free)}
-        return ClusterView((NodeView("node", "10.0.0.1", total, free),))
+        return ClusterView((NodeView("node", "10.0.0.1", total, free, self.is_settling),))
 
     @property
     def sizes(self) -> list[int]:

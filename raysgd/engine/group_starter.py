@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 START_ATTEMPTS = 4
 _AWAITED_S = 10.0  # for a state that a file is to be written of
 _SETTLE_S = 1.0  # Ray's view of what is free lags behind by some hundred milliseconds
+_RETURN_S = 10.0  # and on a busy machine by seconds, until what a removed placement group held is free
 _REBUILD_RESERVATION_S = 10.0  # what the view calls free is granted at once, or another program took it
 
 
@@ -171,13 +172,19 @@ class GroupStarter:
     def _settled_view(self) -> ClusterView:
         """The cluster, once its view of what is free has caught up with what we just gave back."""
         lifecycle, need = self._lifecycle, self._spec.resources
-        deadline = lifecycle.now() + _SETTLE_S
+        began = lifecycle.now()
         while True:
             view = self._view()
             wanted = min(self._scaling.max_workers, capacity(view, need, free_only=False))
-            if capacity(view, need) >= wanted or lifecycle.now() >= deadline:
+            patience_s = _RETURN_S if self._is_settling(view) else _SETTLE_S
+            if capacity(view, need) >= wanted or lifecycle.now() >= began + patience_s:
                 return view
             lifecycle.sleep(0.05)
+
+    def _is_settling(self, view: ClusterView) -> bool:
+        """Whether more will be free in a moment, nodes aside that are probably lost."""
+        settling = {node.node_id for node in view.nodes if node.is_settling}
+        return bool(settling and settling - self._lifecycle.nodes_to_avoid)
 
     def _try_start(self, num_workers: int, num_spares: int, timeout_s: float) -> bool:
         """Starts a group; False when a worker died.

@@ -8,7 +8,7 @@ import os
 import signal
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ _POLL_S = 0.01
 _SLICE_S = 1.0
 _WATCH_S = 2.0  # on a busy machine, too, a process that has work gets its turn in that time
 _TELL_S = 5.0  # a cluster that is idle grants within a second
+_BUNDLE = "bundle_group_"
 
 
 def _ray() -> Any:
@@ -63,15 +64,32 @@ def cluster_view() -> ClusterView:
         return ClusterView(
             tuple(NodeView(f"bundle {index}", "this reservation", bundle, bundle) for index, bundle in bundles)
         )
-    free, leaving = _free_by_node(), draining_nodes()
+    free, leaving, groups = _free_by_node(), draining_nodes(), _placement_groups()  # in this order: see `_is_settling`
     nodes = tuple(
-        NodeView(
-            node["NodeID"], node["NodeManagerAddress"], _plain(node["Resources"]), _plain(free.get(node["NodeID"], {}))
-        )
+        _node_view(node, free.get(node["NodeID"], {}), groups)
         for node in ray.nodes()
         if node["Alive"] and node["NodeID"] not in leaving
     )
-    return ClusterView(nodes, _holders())
+    return ClusterView(nodes, _holders(groups))
+
+
+def _node_view(node: Mapping[str, Any], free: Mapping[str, float], groups: Collection[str]) -> NodeView:
+    return NodeView(
+        node["NodeID"],
+        node["NodeManagerAddress"],
+        _plain(node["Resources"]),
+        _plain(free),
+        _is_settling(free, groups),
+    )
+
+
+def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
+    """Whether a node still has bundles of a placement group that is none of `groups`, which were asked for later.
+
+    Ray calls a group removed as soon as it was told to remove it. What the group held is free some time after that, on
+    a busy machine seconds, and in the same moment its bundles are off the node's list.
+    """
+    return any(name.startswith(_BUNDLE) and name.rpartition("_")[2] not in groups for name in free)
 
 
 def _free_by_node() -> Mapping[str, Mapping[str, float]]:
@@ -84,12 +102,16 @@ def _free_by_node() -> Mapping[str, Mapping[str, float]]:
         return {alive[0]: ray.available_resources()} if len(alive) == 1 else {}
 
 
-def _holders() -> tuple[Holder, ...]:
+def _placement_groups() -> dict[str, Any]:
+    """What Ray says of each placement group that was not removed, by its id."""
     table = _ray().util.placement_group_table()
+    return {identity: entry for identity, entry in table.items() if entry["state"] != "REMOVED"}
+
+
+def _holders(groups: Mapping[str, Any]) -> tuple[Holder, ...]:
     return tuple(
         Holder(entry.get("name") or identity, entry["state"], tuple(entry["bundles"].values()))
-        for identity, entry in table.items()
-        if entry["state"] not in ("REMOVED",)
+        for identity, entry in groups.items()
     )
 
 

@@ -112,12 +112,17 @@ class Resources:
 
 @dataclass(frozen=True)
 class NodeView:
-    """One live node: what it has in all and what of it is free."""
+    """One live node: what it has in all and what of it is free.
+
+    Attributes:
+        is_settling: Whether more of it will be free in a moment: a placement group that was removed still holds some.
+    """
 
     node_id: str
     address: str
     total: Mapping[str, float]
     available: Mapping[str, float]
+    is_settling: bool = False
 
 
 @dataclass(frozen=True)

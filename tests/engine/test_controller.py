@@ -628,6 +628,21 @@ def test_when_others_hold_resources_the_view_is_taken_as_it_is_after_a_second() 
     assert sum(trainer.clock.sleeps) == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.parametrize(("settles_after_s", "size"), [(4.0, 3), (HOURS, 1)])
+def test_what_was_given_back_and_is_not_free_yet_is_waited_for_within_reason(settles_after_s: float, size: int) -> None:
+    trainer = started()
+    trainer.next_calls(Lost((1,)))
+    trainer.cluster.num_taken, trainer.cluster.is_settling = 2, True
+
+    def settle(seconds: float) -> None:
+        if sum(trainer.clock.sleeps) >= settles_after_s:
+            trainer.cluster.num_taken, trainer.cluster.is_settling = 0, False
+
+    trainer.clock.at_sleep = settle
+    assert trainer.add(1) == [1] * size
+    assert sum(trainer.clock.sleeps) == pytest.approx(min(10, settles_after_s), abs=0.1)
+
+
 def test_a_new_group_that_dies_while_starting_is_tried_again_without_a_wait() -> None:
     trainer = started()
     trainer.add(1)

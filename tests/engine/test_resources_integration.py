@@ -98,6 +98,21 @@ def test_a_reservation_takes_what_it_says_and_gives_it_back(ray_cluster: None) -
     reservation.close(10)
 
 
+def test_the_view_says_when_something_was_given_back_that_is_not_free_yet(ray_cluster: None) -> None:
+    reservation = Reservation(Resources(num_cpus=1.5), 2)
+    reservation.wait(20)
+    wait_until(lambda: any(name.startswith("bundle_group_") for name in ray.available_resources()))
+    assert not cluster_view().nodes[0].is_settling
+    reservation.close(10)
+
+    def is_free() -> bool:
+        [node] = cluster_view().nodes
+        assert node.is_settling == (node.available.get("CPU") != NUM_CPUS)
+        return not node.is_settling
+
+    wait_until(is_free)
+
+
 @pytest.mark.parametrize(("packs", "strategy"), [(False, "SPREAD"), (True, "PACK")])
 def test_workers_are_apart_or_close_to_each_other(ray_cluster: None, packs: bool, strategy: str) -> None:
     reservation = Reservation(Resources(num_cpus=1), 2, packs=packs)
