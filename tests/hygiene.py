@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PATIENCE_S = 10.0
+PATIENCE_S = 60.0
 OWN_FILES = "raysgd"
 
 # Set by other software when it is imported or started, once and for the whole process.

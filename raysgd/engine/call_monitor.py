@@ -210,7 +210,7 @@ def _reported(alike: Mapping[str, Sequence[int]]) -> str:
     return "\n".join([*lines, f"{num_others} other ranks are elsewhere"] if num_others else lines)
 
 
-def ask_heartbeats(group: WorkerGroup, timeout_s: float = 2.0) -> dict[int, Heartbeat]:
+def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
     """A sign of life of each rank that gives one in time."""
     answers = group.ask_beside("beside", _heartbeat, timeout_s=timeout_s)
     return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}

@@ -25,6 +25,7 @@ from raysgd.engine.lifecycle import Clock, ElasticRules, Lifecycle
 from raysgd.engine.monitoring import Monitoring, tell_stuck
 from raysgd.engine.policies import FailurePolicy, Raise, Rejoin, RetryBudget, ScalingPolicy
 from raysgd.engine.resources import cluster_view
+from raysgd.engine.silence import quiet_s
 from raysgd.engine.snapshots import NewestSnapshot, Snapshot, SnapshotKeeper
 from raysgd.engine.snapshotting import Snapshotting, copy_call
 from raysgd.engine.status import TrainerStatus, compose
@@ -217,7 +218,8 @@ class ElasticController:
             samples_per_s: Throughput of the last training call, for when none is running.
         """
         group = self.group
-        return self._status(ask_heartbeats(group) if group is not None else {}, samples_per_s)
+        asked = ask_heartbeats(group, quiet_s(self._spec.heartbeat_s)) if group is not None else {}
+        return self._status(asked, samples_per_s)
 
     def glance(self, last_heartbeats: Mapping[int, Heartbeat], samples_per_s: float | None) -> TrainerStatus:
         """The same without asking the workers.

@@ -225,6 +225,22 @@ def roll_call(
     return outcomes
 
 
+def await_all(poller: CallPoller, references: Collection[Any], timeout_s: float) -> None:
+    """Waits until all of these came to an end, or for so long; seconds in which this process stood still do not count.
+
+    Args:
+        poller: Hears them.
+        references: The calls.
+        timeout_s: How long, on a machine that does not stall.
+    """
+    waited_s, looked_at = 0.0, poller.now()
+    while waited_s < timeout_s:
+        if len(poller.ready(references, _POLL_S)) == len(references):
+            return
+        now = poller.now()
+        waited_s, looked_at = waited_s + min(now - looked_at, _LONGEST_GAP_S), now
+
+
 def _carried(carrier: Any) -> Failure:
     cause = getattr(carrier, "cause", carrier)
     failure: Failure = cause.failure

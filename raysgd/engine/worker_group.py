@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from raysgd.engine import ranks
+from raysgd.engine.gathering import await_all
 from raysgd.engine.group_calls import GroupCalls
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalWorker
@@ -168,7 +169,7 @@ class WorkerGroup:
         """What ranks (all, unless said) answer to `method` beside their work; without those that are late."""
         local, remote = split(self._members.submit(method, *args, ranks=ranks))
         if remote:
-            self._platform.ready(remote.values(), timeout_s)
+            await_all(self._platform, remote.values(), timeout_s)
         outcomes = [self._platform.outcome(rank, call) for rank, call in remote.items()]
         answers = {found.rank: found.value for found in outcomes if found.ok}
         answers.update({rank: call.run()[0] for rank, call in local.items()})

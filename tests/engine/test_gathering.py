@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from raysgd.engine.gathering import Listener, grace_s
+from raysgd.engine.gathering import Listener, await_all, grace_s
 from raysgd.engine.types import Failure, Outcome
 from raysgd.exceptions import WorkerFault
 
@@ -118,3 +118,29 @@ def test_a_rank_that_comes_to_the_same_exception_later_is_waited_for(late_s: flo
     outcomes = Listener({0: "early", 1: "late"}, calls=calls).listen()
     assert [outcomes[rank].failure is not None for rank in (0, 1)] == [True, is_heard]
     assert calls.now() == min(late_s, 8.0)
+
+
+class Stalling(Silent):
+    """A call that is answered at a time of its own, on a machine that stands still whenever somebody waits."""
+
+    def __init__(self, answered_at_s: float, stalls_s: float) -> None:
+        super().__init__()
+        self._answered_at_s, self._stalls_s, self._now = answered_at_s, stalls_s, 0.0
+
+    def now(self) -> float:
+        return self._now
+
+    def ready(self, references: Collection[Any], timeout_s: float) -> Collection[Any]:
+        self._now += timeout_s + self._stalls_s
+        return references if self._now >= self._answered_at_s else []
+
+
+@pytest.mark.parametrize(
+    ("answered_at_s", "stalls_s", "waits_s"), [(1.15, 0.0, 1.2), (9.0, 0.0, 2.0), (7.0, 4.0, 8.2), (99.0, 4.0, 8.2)]
+)
+def test_who_waits_for_all_does_not_count_the_time_in_which_it_stood_still(
+    answered_at_s: float, stalls_s: float, waits_s: float
+) -> None:
+    calls = Stalling(answered_at_s, stalls_s)
+    await_all(calls, ["a call"], 2.0)
+    assert calls.now() == pytest.approx(waits_s, abs=0.11)
