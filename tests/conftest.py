@@ -107,6 +107,15 @@ def s3_server(private_temp_dir: Path) -> Iterator[S3Server]:
     server.kill()
 
 
+@pytest.fixture
+def late_ranks_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An exception on all ranks leaves a group as it is, however much later than the first one the last rank raises."""
+    from raysgd.engine import gathering
+
+    monkeypatch.setattr(gathering, "_USER_GRACE_S", 60.0)
+    monkeypatch.setattr(gathering, "_LONGEST_USER_GRACE_S", 60.0)
+
+
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind(request: pytest.FixtureRequest, private_temp_dir: Path) -> Iterator[None]:
     """Fail a test that leaves variables, threads, process groups, files, actors or reservations behind."""

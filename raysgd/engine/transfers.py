@@ -16,6 +16,7 @@ from typing import Any
 
 from raysgd.engine.local_worker import LocalCall
 from raysgd.engine.snapshots import Transfer
+from raysgd.engine.worker import node_here
 from raysgd.exceptions import WorkersLostError
 
 
@@ -133,8 +134,15 @@ class Parts:
 
     def best_on(self, nodes: Collection[str]) -> Parts:
         """The same parts, to be read from these nodes where that is possible: others may be lost."""
-        places = [tuple(sorted(each, key=lambda place: place.node_id not in nodes)) for each in self.places]
-        return Parts(self.values, tuple(places))
+        found = [self._best_on(nodes, rank) for rank in range(len(self))]
+        return Parts(tuple(value for value, _ in found), tuple(places for _, places in found))
+
+    def _best_on(self, nodes: Collection[str], rank: int) -> tuple[Any, tuple[Placed, ...]]:
+        value, places, home = self.values[rank], self.places[rank], node_here()[0]
+        if value is not None and places and not any(place.node_id in (*nodes, home) for place in places):
+            stored = store(value)  # a reader would ask the lost node first, and wait until Ray misses it: ADR 108
+            return stored.value, (Placed(home, stored.reference),)
+        return value, tuple(sorted(places, key=lambda place: place.node_id not in nodes))
 
 
 class LostPartError(WorkersLostError):

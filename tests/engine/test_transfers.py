@@ -5,8 +5,10 @@ from typing import Any
 
 import pytest
 
+from raysgd.engine import transfers
 from raysgd.engine.local_worker import LocalCall
-from raysgd.engine.transfers import FetchedParts, LostPartError, Parts, Placed, Relay, transfer
+from raysgd.engine.transfers import FetchedParts, LostPartError, Parts, Placed, Relay, Stored, transfer
+from raysgd.engine.worker import node_here
 
 
 class Slow:
@@ -78,6 +80,18 @@ def test_parts_are_read_from_nodes_that_are_in_use() -> None:
     assert parts.best_on({"a", "b"}) == parts
     assert parts.best_on({"b"}).places == ((second, first), (second, first), ())
     assert parts.best_on({"c"}) == parts
+
+
+def test_what_only_the_driver_has_beside_a_lost_node_is_read_from_the_node_of_the_driver(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(transfers, "store", lambda value: Stored(f"{value} in the store", f"reference to {value}"))
+    home, lost, alive = Placed(node_here()[0], "reference to part"), Placed("a", 1), Placed("b", 2)
+    parts = Parts(("part", "read", "own", None), ((lost,), (alive,), (), (lost,)))
+    best = parts.best_on({"b"})
+    assert best.values == ("part in the store", "read", "own", None)
+    assert best.places == ((home,), (alive,), (), (lost,))
+    assert best.best_on({"c"}).places[0] == (home,)  # it is there already
 
 
 def test_a_part_is_read_where_it_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
