@@ -6,15 +6,17 @@ import errno
 import fcntl
 import os
 import pty
+import signal
 import struct
 import subprocess
 import sys
 import termios
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 120
+TIMEOUT_S = 240  # less than a test has
 COLUMNS = 100
 
 _PRELUDE = """
@@ -37,8 +39,13 @@ def run_program(program: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def run_in_terminal(program: str) -> tuple[int, str]:
-    """Run a program in a terminal; return its exit status and all that it wrote there."""
+def run_in_terminal(program: str, interrupt_at: str = "") -> tuple[int, str]:
+    """Run a program in a terminal; return its exit status and all that it wrote there.
+
+    Args:
+        program: The program.
+        interrupt_at: Ctrl-C is pressed once this is to be seen.
+    """
     controller, terminal = pty.openpty()
     fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 24, COLUMNS, 0, 0))
     process = subprocess.Popen(
@@ -52,7 +59,7 @@ def run_in_terminal(program: str) -> tuple[int, str]:
     )
     os.close(terminal)
     try:
-        text = _read_all(controller)
+        text = _read_all(controller, interrupt_at, lambda: process.send_signal(signal.SIGINT))
         return process.wait(TIMEOUT_S), text
     finally:
         os.close(controller)
@@ -60,19 +67,24 @@ def run_in_terminal(program: str) -> tuple[int, str]:
         process.wait()
 
 
-def _read_all(controller: int) -> str:
-    chunks = []
-    while True:
-        try:
-            chunk = os.read(controller, 4096)
-        except OSError as error:  # how a terminal says that nobody writes to it any more
-            if error.errno != errno.EIO:
-                raise
-            break
-        if not chunk:
-            break
-        chunks.append(chunk)
-    return b"".join(chunks).decode()
+def _read_all(controller: int, awaited: str, act: Callable[[], None]) -> str:
+    """All that is written; `act` is called once, when `awaited` is to be seen."""
+    text, is_due = b"", bool(awaited)
+    while chunk := _read_some(controller):
+        text += chunk
+        if is_due and awaited.encode() in text:
+            is_due = False
+            act()
+    return text.decode()
+
+
+def _read_some(controller: int) -> bytes:
+    try:
+        return os.read(controller, 4096)
+    except OSError as error:  # how a terminal says that nobody writes to it any more
+        if error.errno != errno.EIO:
+            raise
+        return b""
 
 
 def _command(program: str) -> list[str]:
@@ -85,7 +97,7 @@ def _environment() -> dict[str, str]:
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "PYTHONWARNINGS": "ignore",
-        "SGD_PLACEMENT_GROUP_TIMEOUT_S": "30",
+        "SGD_PLACEMENT_GROUP_TIMEOUT_S": "120",
     }
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized():

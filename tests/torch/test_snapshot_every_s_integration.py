@@ -38,7 +38,12 @@ def load_up(operator: Heavy) -> None:
 @pytest.mark.usefixtures("ray_cluster")
 def test_what_no_snapshot_covers_is_run_again_and_a_file_is_written_from_the_copy(tmp_path: Path) -> None:
     with TorchTrainer(
-        training_operator_cls=Heavy, num_workers=2, recovery="rebuild", snapshot_every_s=3600, use_gpu=False
+        training_operator_cls=Heavy,
+        num_workers=2,
+        min_workers=2,  # one by itself would not come to the same weights
+        recovery="rebuild",
+        snapshot_every_s=3600,
+        use_gpu=False,
     ) as trainer:
         start = trainer.state_dict()
         for _ in range(3):

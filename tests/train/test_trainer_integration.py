@@ -38,6 +38,13 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
     made.shutdown()
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late a rank comes to an exception that another one had, it is waited for."""
+    for name in ("_USER_GRACE_S", "_LONGEST_USER_GRACE_S"):
+        monkeypatch.setattr(f"raysgd.engine.gathering.{name}", 240.0)
+
+
 class Recorder(TrainingCallback):
     """Writes down what it is told."""
 
@@ -192,6 +199,7 @@ def test_a_config_arrives_as_it_is_and_once(shared: Trainer) -> None:
     assert shared.run(lambda *args: (lambda config: config)(*args), [1]) == [[1], [1]]
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_exception_of_all_ranks_is_raised_as_what_it_is_and_keeps_the_workers(shared: Trainer) -> None:
     import os
 
@@ -210,6 +218,7 @@ def test_an_exception_of_all_ranks_is_raised_as_what_it_is_and_keeps_the_workers
     assert shared.run(os.getpid) == pids
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_exception_that_speaks_of_connections_is_no_lost_worker(shared: Trainer, tmp_path: Path) -> None:
     def function() -> None:
         import tempfile
