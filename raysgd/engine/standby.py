@@ -9,18 +9,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.engine.gathering import outcome
+from raysgd.engine.gathering import await_all, outcome
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.platform import Platform
 from raysgd.engine.resources import find_process, kill_process, watch_process
+from raysgd.engine.silence import quiet_s
 from raysgd.engine.slots import Slot, Slots
 from raysgd.engine.types import Outcome, WorkerInfo, World
 from raysgd.engine.worker import RemoteWorker, StandbyReady, notes_of
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.005
-_SILENCE_S = 1.0  # a worker that does nothing answers at once
 _LOADING_S = 10.0  # the interpreter may be locked for as long while a large library is loaded
 _MOST_WATCHES = 20  # of a worker that uses the processor and does not answer; then it hangs in what it does
 
@@ -243,7 +243,7 @@ class StandbyWorkers:
         if not self._ready:
             return
         calls = [each.worker.submit("describe") for each in self._ready]
-        self._platform.ready(calls, _SILENCE_S)
+        await_all(self._platform, calls, quiet_s(self._spec.heartbeat_s))
         answers = [self._platform.outcome(-1, call) for call in calls]
         for standby_worker, answer in zip(self._ready, answers, strict=True):
             if not answer.ok:

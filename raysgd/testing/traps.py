@@ -40,10 +40,6 @@ class Pause:
         time.sleep(self.seconds)
 
 
-_LATE_S = 1.0
-_keys = itertools.count()
-
-
 @dataclass
 class Trap:
     """Does something when a place is come to.

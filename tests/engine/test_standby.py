@@ -1,4 +1,4 @@
-"""Workers that freeze while they start."""
+"""Workers that freeze while they start, or while they wait to step in."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any, cast
 
 import pytest
 
-from raysgd.engine.standby import StartupCheck
+from raysgd.engine.group_spec import GroupSpec
+from raysgd.engine.standby import StandbyWorkers, StartupCheck
 from raysgd.engine.types import Outcome, WorkerInfo
-from raysgd.engine.worker import RemoteWorker
+from raysgd.engine.worker import RemoteWorker, StandbyReady
 from tests.fakes import FakeClock
 
 
@@ -194,3 +195,53 @@ def test_time_in_which_nobody_looked_is_held_against_nobody() -> None:
     process.is_stopped = False
     scene.pass_time(60)
     assert scene.ended == []
+
+
+class Spare:
+    """A machine with one spare on it, ready at once; what it answers later comes late."""
+
+    slot = None
+
+    def __init__(self, late_s: float) -> None:
+        self.late_s = late_s
+        self.clock = FakeClock()
+        self.now = self.clock.monotonic
+        self.ended: list[Any] = []
+
+    def new_worker(self, slot: Any, connection: Any, num_threads: int | None) -> Spare:
+        return self
+
+    def submit(self, method: str, *arguments: Any) -> tuple[str, float]:
+        return method, self.now() + (self.late_s if method == "describe" else 0.0)
+
+    def ready(self, calls: list[tuple[str, float]], timeout_s: float) -> list[tuple[str, float]]:
+        self.clock.sleep(timeout_s)
+        return [call for call in calls if call[1] <= self.now()]
+
+    def outcome(self, rank: int, call: tuple[str, float]) -> Outcome:
+        if self.now() < call[1]:
+            return Outcome(rank, answered=False)
+        info = WorkerInfo("node", "10.0.0.1", 7)
+        return Outcome(rank, StandbyReady(info, None) if call[0] == "prepare_standby" else info)
+
+    def kill(self) -> None:
+        self.ended.append("kill")
+
+    def kill_process(self, info: WorkerInfo) -> None:
+        self.ended.append(info.pid)
+
+    def find_process(self, worker: Any) -> None: ...
+
+    def watch_process(self, info: WorkerInfo) -> None: ...
+
+    def give_back(self, slot: Any) -> None: ...
+
+
+@pytest.mark.parametrize(("late_s", "is_there"), [(5.0, True), (7.0, False)])
+def test_a_spare_may_answer_as_late_as_another_worker_that_does_nothing(late_s: float, is_there: bool) -> None:
+    machine: Any = Spare(late_s)
+    spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None), heartbeat_s=30.0)
+    spares = StandbyWorkers(spec, machine, machine)
+    spares.start_standby([cast(Any, None)], world_size=2)
+    spares.kill_unresponsive()
+    assert (spares.num_ready == 1, machine.ended == []) == (is_there, is_there)
