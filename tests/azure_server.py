@@ -5,14 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import socket
 import subprocess
+import time
 from dataclasses import dataclass
 from typing import Any
 
-from tests.s3_server import BUCKET, free_port, wait_until_it_listens
+from tests.s3_server import BUCKET
 
 _ACCOUNT, _KEY = "account", "YS1zZWNyZXQ="
 _PROGRAM = "azurite-blob"
+_START_S = 120.0
 
 
 @dataclass
@@ -32,7 +35,7 @@ class AzureServer:
     @classmethod
     def started(cls) -> AzureServer:
         """Starts one."""
-        port = free_port()
+        port = _free_port()
         options = ["--blobHost", "127.0.0.1", "--blobPort", str(port), "--inMemoryPersistence", "--skipApiVersionCheck"]
         process = subprocess.Popen(
             [_PROGRAM, *options, "--disableTelemetry"],
@@ -40,7 +43,7 @@ class AzureServer:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
         )
-        wait_until_it_listens(port, process)
+        _wait_until_it_listens(port, process)
         server = cls(port, process)
         server.filesystem().mkdir(BUCKET)
         return server
@@ -61,3 +64,24 @@ class AzureServer:
         """Ends it."""
         self.process.kill()
         self.process.wait()
+
+
+def _wait_until_it_listens(port: int, process: subprocess.Popen[bytes]) -> None:
+    """Returns when a server accepts connections; ends it if it does not."""
+    deadline = time.monotonic() + _START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.05)
+    process.kill()
+    process.wait()
+    raise RuntimeError("the server of the store did not start")
+
+
+def _free_port() -> int:
+    """A port that no one listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -31,6 +31,7 @@ collect_ignore_glob = [] if importlib.util.find_spec("horovod") else ["**/test_h
 TENSORFLOW = "tests/tf/"
 NUM_CPUS = 4
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
+NEW_WORKER_S = 150.0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -97,6 +98,16 @@ def ray_cluster(worker_forks: Forks | NoForks) -> Iterator[None]:
         )
     yield
     ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def survivors_wait_for_slow_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a worker may take longer to start than survivors of a loss wait for it, who go on without."""
+    if "ray_cluster" in request.fixturenames:
+        from raysgd.engine import group_former, in_place
+
+        for module in (group_former, in_place):
+            monkeypatch.setattr(module, "STANDBY_WAIT_S", NEW_WORKER_S)
 
 
 @pytest.fixture(scope="session")

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from dataclasses import dataclass
 
-from tests.s3_server import BUCKET, free_port, wait_until_it_listens
+from tests.s3_server import BUCKET, end_program, start_program, told_port
+
+# As `gcp_storage_emulator start` does it, but at a port that is free for certain, which it tells.
+_PROGRAM = f"""
+import signal
+from gcp_storage_emulator.server import create_server
+
+server = create_server("127.0.0.1", 0, in_memory=True, default_bucket={BUCKET!r})
+server.start()
+print(server._api._httpd.server_port, flush=True)
+signal.pause()
+"""
 
 
 @dataclass
@@ -14,17 +24,13 @@ class GcsServer:
     """A running server with an empty bucket in its memory."""
 
     port: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
 
     @classmethod
     def started(cls) -> GcsServer:
         """Starts one."""
-        port = free_port()
-        options = ["--host=127.0.0.1", f"--port={port}", "--in-memory", f"--default-bucket={BUCKET}"]
-        command = [sys.executable, "-m", "gcp_storage_emulator", "start", *options]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        wait_until_it_listens(port, process)
-        return cls(port, process)
+        process = start_program(_PROGRAM)
+        return cls(told_port(process), process)
 
     def uri(self, path: str) -> str:
         """The address of something in the bucket."""
@@ -32,5 +38,4 @@ class GcsServer:
 
     def kill(self) -> None:
         """Ends it."""
-        self.process.kill()
-        self.process.wait()
+        end_program(self.process)

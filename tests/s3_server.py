@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 
 BUCKET = "bucket"
-_START_S = 60.0
 KEYS = ("an-id", "a-secret")
+
+# As `moto.server` does it, but at a port that is free for certain, which it tells.
+_PROGRAM = """
+from moto.moto_server.werkzeug_app import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+application = DomainDispatcherApplication(create_backend_app)
+application.debug = True
+server = make_server("127.0.0.1", 0, application, threaded=True, request_handler=MotoRequestHandler)
+print(server.server_port, flush=True)
+server.serve_forever()
+"""
 
 
 @dataclass
@@ -19,15 +28,13 @@ class S3Server:
     """A running server. Its addresses have all that a client needs, so that workers can use them too."""
 
     port: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[str]
 
     @classmethod
     def started(cls) -> S3Server:
         """Starts one with an empty bucket."""
-        port = free_port()
-        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
-        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        server = cls(port, process)
+        process = start_program(_PROGRAM)
+        server = cls(told_port(process), process)
         server._make_bucket()
         return server
 
@@ -46,14 +53,12 @@ class S3Server:
 
     def kill(self) -> None:
         """Ends it."""
-        self.process.kill()
-        self.process.wait()
+        end_program(self.process)
 
     def _make_bucket(self) -> None:
         import boto3
         from botocore.config import Config
 
-        wait_until_it_listens(self.port, self.process)
         client = boto3.client(
             "s3",
             endpoint_url=f"http://127.0.0.1:{self.port}",
@@ -66,22 +71,23 @@ class S3Server:
         client.close()
 
 
-def wait_until_it_listens(port: int, process: subprocess.Popen[bytes]) -> None:
-    """Returns when a server accepts connections; ends it if it does not."""
-    deadline = time.monotonic() + _START_S
-    while time.monotonic() < deadline and process.poll() is None:
-        try:
-            socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    process.kill()
-    process.wait()
-    raise RuntimeError("the server of the store did not start")
+def start_program(program: str) -> subprocess.Popen[str]:
+    """Starts a server that prints its port as soon as it listens."""
+    command = [sys.executable, "-c", program]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def free_port() -> int:
-    """A port that no one listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+def told_port(process: subprocess.Popen[str]) -> int:
+    """Where the server listens; waits until it does."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    if not line:
+        end_program(process)
+        raise RuntimeError("the server of the store did not start")
+    return int(line)
+
+
+def end_program(process: subprocess.Popen[str]) -> None:
+    """Ends a server."""
+    with process:
+        process.kill()

@@ -90,10 +90,10 @@ def test_the_self_test_can_be_left_out(ray_cluster: None) -> None:
 
 @pytest.mark.integration
 def test_a_cluster_that_is_not_there_is_a_problem() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        closed = f"127.0.0.1:{server.getsockname()[1]}"
-    command = [sys.executable, "-m", "raysgd", "doctor", "--address", closed]
-    finished = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # and does not listen; nobody else can
+        command = [sys.executable, "-m", "raysgd", "doctor", "--address", f"127.0.0.1:{bound.getsockname()[1]}"]
+        finished = subprocess.run(command, capture_output=True, text=True, check=False)
     assert finished.returncode == 1
     assert "problem  cluster: " in finished.stdout
     assert "`ray status`" in finished.stdout

@@ -7,7 +7,6 @@ import json
 import re
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -109,13 +108,10 @@ def reached_from(name: str, edges: dict[str, set[str]]) -> set[str]:
     return reached
 
 
-def best_time_s(source: str) -> float:
-    times = []
-    for _ in range(NUM_TRIES):
-        start = time.perf_counter()
-        run_fresh(source).check_returncode()
-        times.append(time.perf_counter() - start)
-    return min(times)
+def least_work_s(module: str) -> float:
+    """Seconds of a processor that importing it takes; those of the clock would count what else the machine does."""
+    source = f"import time; began = time.process_time(); import {module}; print(time.process_time() - began)"
+    return min(float(run_fresh(source).stdout) for _ in range(NUM_TRIES))
 
 
 def test_importing_the_package_loads_no_framework() -> None:
@@ -125,7 +121,7 @@ def test_importing_the_package_loads_no_framework() -> None:
 
 
 def test_importing_the_package_is_quick() -> None:
-    assert best_time_s("import raysgd") - best_time_s("pass") < IMPORT_BUDGET_S
+    assert least_work_s("raysgd") < IMPORT_BUDGET_S
 
 
 @pytest.fixture(scope="module")

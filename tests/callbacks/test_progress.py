@@ -388,7 +388,7 @@ def test_a_real_notebook_shows_rows_and_no_bar_in_the_end() -> None:
         bar.on_run_end(run, None)
     """
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(textwrap.dedent(code))])
-    nbclient.NotebookClient(notebook, timeout=60).execute()
+    nbclient.NotebookClient(notebook, timeout=240, startup_timeout=240).execute()
     outputs = notebook.cells[0].outputs
     cards = [output["data"]["text/html"] for output in outputs if output["output_type"] == "display_data"]
     assert len(cards) == 1

@@ -2,7 +2,7 @@
 
     python -m tests.connections.compiler_scenarios
 
-prints a JSON object: for each function nothing, or the traceback.
+reads the names of functions, one in each line, and prints what became of each, as JSON: nothing, or the traceback.
 """
 
 from __future__ import annotations
@@ -282,4 +282,5 @@ def _in_child(scenario: Callable[[], None]) -> str:
 if __name__ == "__main__":
     importlib.import_module("torch.fx.experimental.symbolic_shapes")  # what the compiler imports first, once for all
     assert NAME not in sys.modules, "nothing could be deferred"
-    print(json.dumps({name: _in_child(scenario) for name, scenario in _scenarios().items()}))
+    while line := sys.stdin.readline():
+        print(json.dumps(_in_child(_scenarios()[line.strip()])), flush=True)

@@ -54,8 +54,8 @@ def test_everybody_reads_what_anybody_writes(boards: list[Board], length: int) -
 
 
 def test_who_reads_what_is_not_there_yet_waits_for_it(boards: list[Board]) -> None:
-    threading.Timer(0.1, boards[2].put, ("late", b"!")).start()
     assert not boards[1].has(["late"])
+    threading.Timer(0.1, boards[2].put, ("late", b"!")).start()
     assert boards[1].get("late", 20) == b"!"
     with pytest.raises(BoardTimeout, match=r"gave up waiting for never after 0\.1 s"):
         boards[1].get("never", 0.1)

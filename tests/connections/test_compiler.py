@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
 import logging
 import re
+import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from raysgd.connections import _compiler
-from tests.stories import found_by, run_story
+from tests.stories import ROOT
 
 SCRIPT = Path(__file__).with_name("compiler_scenarios.py")
 SCENARIOS = [
@@ -27,16 +30,23 @@ IS_TESTED = not _compiler._obstacle(torch.__version__, switch="")
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, str]:
-    """What became of each scenario; in another process, because this one may have imported the compiler long ago."""
-    return found_by(run_story("tests.connections.compiler_scenarios", timeout_s=120))
+def scenarios() -> Iterator[subprocess.Popen[str]]:
+    """What runs them: another process, because this one may have imported the compiler long ago."""
+    command = [sys.executable, "-m", "tests.connections.compiler_scenarios"]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield process
 
 
 @pytest.mark.program
 @pytest.mark.skipif(not IS_TESTED, reason=f"torch {torch.__version__} imports its compiler by itself")
 @pytest.mark.parametrize("name", SCENARIOS)
-def test_a_process_in_which_the_compiler_is_deferred(name: str, found: dict[str, str]) -> None:
-    assert found[name] == ""
+def test_a_process_in_which_the_compiler_is_deferred(name: str, scenarios: subprocess.Popen[str]) -> None:
+    assert scenarios.stdin is not None
+    assert scenarios.stdout is not None
+    scenarios.stdin.write(f"{name}\n")
+    scenarios.stdin.flush()
+    traceback = json.loads(scenarios.stdout.readline())
+    assert not traceback, traceback
 
 
 def test_the_versions_are_those_that_these_tests_run_with() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,18 +15,20 @@ import pytest
 from raysgd.connections._handshake import ConnectFailed
 from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.connections._peers import Deadline
+from raysgd.connections._sockets import listening_since, open_sockets
 from tests.fakes import meeting
 
 HERE = "127.0.0.1"
 LARGE = 8 * 2**20  # more than any buffer of a socket holds
+SOON_S = 30.0  # less than a rank waits for another one, though a busy machine may stand still for seconds
 
 
-def connected(size: int, timeout_s: float = 20, num_lanes: int = 1) -> list[list[Mesh]]:
+def connected(size: int, timeout_s: float = 60, num_lanes: int = 1) -> list[list[Mesh]]:
     """The meshes of each rank."""
     endpoints = [Endpoint(HERE) for _ in range(size)]
     place = meeting(*(endpoint.port for endpoint in endpoints))
     with ThreadPoolExecutor(size) as pool:
-        deadline = Deadline(20)
+        deadline = Deadline(60)
         found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, num_lanes, deadline), range(size)))
     return [[Mesh(lane, timeout_s) for lane in lanes] for lanes in found]
 
@@ -125,7 +127,7 @@ def test_a_swap_can_be_ended_from_another_thread(ranks: list[Mesh]) -> None:
     began = time.monotonic()
     answers = on_all(ranks[:2], lambda rank, mesh: everything_to_everybody(rank, mesh, 10, 3))
     assert [type(answer.exception()) for answer in answers] == [MeshBroken, MeshBroken]
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < SOON_S
 
 
 def test_sending_to_a_rank_that_ended_its_connections_is_noticed_though_nothing_is_expected_from_it() -> None:
@@ -134,7 +136,7 @@ def test_sending_to_a_rank_that_ended_its_connections_is_noticed_though_nothing_
     began = time.monotonic()
     with pytest.raises(MeshBroken):
         sender.swap({1: memoryview(bytes(4 * LARGE))}, {})
-    assert time.monotonic() - began < 10
+    assert time.monotonic() - began < SOON_S
     for mesh in (sender, other):
         mesh.close()
 
@@ -170,14 +172,14 @@ def test_others_that_nobody_hears_of_are_waited_for_no_longer_than_that() -> Non
         endpoint.connect(meeting(endpoint.port, 1), 0, 1, Deadline(0.2))
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_nobody_listens_any_more_once_all_are_connected() -> None:
+    before = open_sockets()
     endpoints = [Endpoint(HERE) for _ in range(2)]
     place = meeting(*(endpoint.port for endpoint in endpoints))
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, 1, Deadline(20)), range(2)))
-    for _, port in place.addresses:
-        with pytest.raises(ConnectionRefusedError):
-            socket.create_connection((HERE, port))
+    assert not {f"{HERE}:{port}" for _, port in place.addresses} & set(listening_since(before))
     for [lane] in found:
         for connection in lane.values():
             connection.close()

@@ -20,6 +20,7 @@ from raysgd.connections._peers import Address, Deadline, PeerListener, listen_at
 HERE = "127.0.0.1"
 SECRET = secrets.token_bytes(32)
 HELLO = struct.pack("<II16s", 1, 0, b"n" * 16)
+SOON_S = 25.0  # less than a stranger is given to prove itself, though a busy machine may stand still for seconds
 
 
 class Switch:
@@ -31,8 +32,11 @@ class Switch:
     def __call__(self) -> bool:
         return self._is_on.is_set()
 
+    def flip(self) -> None:
+        self._is_on.set()
+
     def flip_in(self, seconds: float) -> None:
-        threading.Timer(seconds, self._is_on.set).start()
+        threading.Timer(seconds, self.flip).start()
 
 
 @pytest.fixture
@@ -110,9 +114,9 @@ def test_strangers_are_refused_and_delay_no_one(stack: ExitStack) -> None:
     for stranger in strangers[:2]:
         stranger.shutdown(socket.SHUT_WR)
     began = time.monotonic()
-    met = at_once(lambda: host.lanes([], 1, 1, Deadline(20)), lambda: peer.lanes([host], 0, 1, Deadline(20)))
+    met = at_once(lambda: host.lanes([], 1, 1, Deadline(60)), lambda: peer.lanes([host], 0, 1, Deadline(60)))
     assert met == [[(1, 0)], [(0, 0)]]
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
     for stranger in strangers:
         stranger.settimeout(20)
         with suppress(ConnectionResetError):
@@ -127,8 +131,15 @@ def heard_by(stranger: socket.socket) -> bytes:
 
 
 def test_a_rank_of_another_group_is_a_stranger_to_both_sides(stack: ExitStack) -> None:
-    host, peer = Rank(stack, 0), Rank(stack, 1, secrets.token_bytes(32))
-    failed = at_once(lambda: host.lanes([], 1, 1, Deadline(0.5)), lambda: peer.lanes([host], 0, 1, Deadline(20)))
+    host, peer, is_refused = Rank(stack, 0), Rank(stack, 1, secrets.token_bytes(32)), Switch()
+
+    def try_to_join() -> None:
+        try:
+            peer.lanes([host], 0, 1, Deadline(60))
+        finally:
+            is_refused.flip()
+
+    failed = at_once(lambda: host.lanes([], 1, 1, Deadline(60, is_refused)), try_to_join)
     assert [type(error) for error in failed] == [ConnectFailed, ConnectFailed]
     assert "was too slow" in str(failed[0])
     assert "the process that listens in place of rank 0 does not belong to the group" in str(failed[1])
@@ -160,7 +171,7 @@ def test_waiting_for_peers_ends_at_once_when_it_is_interrupted(stack: ExitStack,
         stack.enter_context(socket.create_connection(host.address)).sendall(stranger_says)
     with pytest.raises(ConnectFailed, match="another rank failed"):
         host.lanes([], 1, 1, Deadline(60, switch))
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
 
 
 @pytest.fixture
@@ -189,14 +200,14 @@ def test_connecting_to_a_host_that_does_not_answer_ends_in_time(
     began = time.monotonic()
     with pytest.raises(ConnectFailed):
         Rank(stack, 1).connect([(0, hole)], 0, 1, deadline)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < SOON_S
 
 
 def test_connecting_where_no_one_listens_says_why(stack: ExitStack) -> None:
-    with socket.create_server((HERE, 0)) as closed:
-        address = closed.getsockname()
+    closed = stack.enter_context(socket.socket())
+    closed.bind((HERE, 0))  # and does not listen; nobody else can
     with pytest.raises(ConnectionRefusedError, match="ECONNREFUSED"):
-        Rank(stack, 1).connect([(0, address)], 0, 1, Deadline(20))
+        Rank(stack, 1).connect([(0, closed.getsockname())], 0, 1, Deadline(20))
 
 
 def test_one_listens_under_the_address_that_is_asked_for_and_no_other(stack: ExitStack) -> None:

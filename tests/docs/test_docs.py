@@ -138,7 +138,6 @@ def test_the_python_of_the_first_page_runs(tmp_path: Path) -> None:
         env=environment_of_pages(),
         capture_output=True,
         text=True,
-        timeout=150,
     )
     assert result.returncode == 0, f"{result.stdout}\n{result.stderr}"
 

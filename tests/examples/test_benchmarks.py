@@ -259,5 +259,5 @@ def test_the_value_of_a_job_comes_back(common: ModuleType, tmp_path: Path) -> No
 @pytest.mark.skipif(num_gpus() > 0, reason="it runs where there is a GPU")
 def test_the_benchmark_for_gpus_says_what_it_needs(short_folder: str) -> None:
     script = [sys.executable, str(FOLDER / "gpu_throughput.py")]
-    done = subprocess.run(script, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(script, capture_output=True, text=True, check=True)
     assert "needs an NVIDIA GPU and a PyTorch that sees it" in done.stdout

@@ -28,7 +28,7 @@ Result = Mapping[str, Any]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("[!_]*.py"))
-PATIENCE_S = 15
+PATIENCE_S = 60
 
 
 def lost_nothing(found: Result) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import subprocess
@@ -18,7 +19,7 @@ from torch.utils.data import DataLoader
 
 FOLDER = Path(__file__).parents[2] / "examples" / "benchmarks"
 MODULES = ("_common", "_kills", "_counted", "_contenders", "goodput")
-TRAINS = "import sys, time, _kills; _kills.Trail(sys.argv[1]).begin(16); time.sleep(60)"
+TRAINS = "import sys, time, _kills; _kills.Trail(sys.argv[1]).begin(16); time.sleep(600)"
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +112,7 @@ def test_time_counts_from_the_first_step_of_all(kills: Any, tmp_path: Path) -> N
 def test_a_process_that_trains_is_killed(kills: Any, tmp_path: Path) -> None:
     schedule = kills.Schedule(0.05, seed=0, max_kills=1)
     with kills.killing(str(tmp_path), schedule):
-        done = subprocess.run([sys.executable, "-c", TRAINS, str(tmp_path)], cwd=FOLDER, timeout=60)
+        done = subprocess.run([sys.executable, "-c", TRAINS, str(tmp_path)], cwd=FOLDER)
     assert done.returncode == -9
     assert schedule.num_kills == 1
     assert kills.alive_in(str(tmp_path)) == []
@@ -168,10 +169,12 @@ def test_growth_of_the_driver_counts_from_the_end_of_the_first_quarter(contender
 
 def test_a_look_at_the_driver_sees_its_memory_and_its_files(contenders: Any) -> None:
     before = contenders.look()
-    with Path(__file__).open():
+    with contextlib.ExitStack() as stack:
+        for _ in range(100):
+            stack.enter_context(Path(__file__).open())
         after = contenders.look()
     assert before[0] > 10
-    assert after[1] == before[1] + 1
+    assert after[1] - before[1] == pytest.approx(100, abs=20), "other threads of this process have files too"
 
 
 # ------------------------------------------------------------------------------------------------------ rows

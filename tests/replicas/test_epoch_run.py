@@ -19,7 +19,7 @@ from raysgd.torch.step import Step
 from raysgd.torch.streams import BatchStream, DividedSource
 from raysgd.utils import BATCH_COUNT
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 # ------------------------------------------------------------------------------------------------ the gate
 

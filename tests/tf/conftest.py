@@ -75,5 +75,5 @@ def keras_here(keras: str) -> Iterator[Any]:
 @pytest.fixture(scope="module")
 def lab(ray_cluster: None, keras: str) -> Iterator[TFTrainer]:
     """Two connected workers to run replicas in."""
-    with TFTrainer(training_operator_cls=models.Line, num_workers=2, seed=1, timeout_s=60) as trainer:
+    with TFTrainer(training_operator_cls=models.Line, num_workers=2, seed=1, timeout_s=240) as trainer:
         yield trainer

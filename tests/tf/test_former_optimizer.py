@@ -114,7 +114,7 @@ def test_a_trainer_goes_on_from_a_file_of_the_old_library(
     (tmp_path / "file").write_bytes(pickle.dumps(file))
     (tmp_path / "without").write_bytes(pickle.dumps({**file, "optimizer_weights": []}))
     old.fit(train, verbose=0)
-    with TFTrainer(make_model, make_data, config=config, num_replicas=2, timeout_s=60) as trainer:
+    with TFTrainer(make_model, make_data, config=config, num_replicas=2, timeout_s=240) as trainer:
         with caplog.at_level(logging.WARNING, logger="raysgd"):
             trainer.restore(tmp_path / "file")
         assert not [record for record in caplog.records if "old library" in record.message]

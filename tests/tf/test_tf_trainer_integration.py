@@ -65,7 +65,7 @@ def make_model_that_dies(config: dict[str, Any]) -> Any:
 @pytest.fixture(scope="module")
 def trainer(ray_cluster: None, keras_here: Any) -> Iterator[TFTrainer]:
     config = {"fit_config": {"epochs": 2}, "batch_size": 4, "optimizer": "adam"}
-    options: dict[str, Any] = {"num_replicas": 2, "seed": 1, "timeout_s": 60, "initialization_hook": forget_pytorch}
+    options: dict[str, Any] = {"num_replicas": 2, "seed": 1, "timeout_s": 240, "initialization_hook": forget_pytorch}
     with TFTrainer(make_model, make_data, config=config, **options) as made:
         yield made
 

@@ -43,7 +43,7 @@ def add_up(config: dict[str, Any], checkpoint_dir: str | None = None) -> None:
 
 
 def test_it_goes_on_from_its_checkpoint_and_ends_once(tmp_path: Path) -> None:
-    trial = DistributedTrainableCreator(add_up, num_workers=2, timeout_s=60)({"num_steps": 2})
+    trial = DistributedTrainableCreator(add_up, num_workers=2, timeout_s=240)({"num_steps": 2})
     try:
         first = trial.step()
         expected = {"step": 0, "rank": 0, "total": 3, "began_at": 0, "backend": "gloo", "is_distributed": True}

@@ -86,7 +86,7 @@ class TestStages:
         assert shards_of(from_range(9, 1).for_each(str, max_concurrency)) == [list("012345678")]
 
     def test_calls_run_side_by_side(self) -> None:
-        meeting = threading.Barrier(3, timeout=30)
+        meeting = threading.Barrier(3, timeout=120)
 
         def meet(number: int) -> int:
             meeting.wait()
