@@ -65,6 +65,8 @@ class Survivors:
                 has_told = True
         outcomes = [self._poller.outcome(rank, call) for rank, call in calls.items()]
         self.stuck = {found.rank for found in outcomes if not found.answered}
+        if self.stuck and not has_told:  # the driver stood still meanwhile
+            tell_stuck()
         return self.stuck | {found.rank for found in outcomes if _has_died(found)}
 
     def _free(self, waiting: Collection[int], num_others: int) -> dict[int, Outcome]:

@@ -172,3 +172,10 @@ def test_a_survivor_may_finish_its_step_for_as_long_as_it_is_allowed_to() -> Non
     assert 5 <= scene.told_stuck_at[0] < 6
     assert scene.survivors.silent == set(), "it lives, and answers"
     assert scene.survivors.stuck == {3}, "it may have been stopped since, so it is ended like one that was"
+
+
+def test_what_a_rank_is_doing_is_told_before_it_is_given_up_also_where_the_driver_stood_still() -> None:
+    scene = Scene(4, lambda rank: 0.01)
+    scene.poller.stalls = {1.0: 300.0}
+    assert scene.settle(stuck=[3]) == [0, 2]
+    assert len(scene.told_stuck_at) == 1

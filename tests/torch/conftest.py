@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,19 +12,34 @@ import torch.distributed as dist
 
 from raysgd.connections.torch import end_process_group
 from raysgd.torch import TorchTrainer, TrainingOperator
-from tests.torch import lab, operators_for_tests
+from tests.patience import awaiting_new_workers
+from tests.torch import gate, lab, operators_for_tests
+from tests.torch.gate import Gate
 from tests.torch.operators_for_tests import LinearOperator
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
     """Let workers use what a test module defines, without a path to the tests."""
-    modules = (operators_for_tests, lab, request.module)
+    modules = (operators_for_tests, lab, gate, request.module)
     for module in modules:
         ray.cloudpickle.register_pickle_by_value(module)
     yield
     for module in modules:
         ray.cloudpickle.unregister_pickle_by_value(module)
+
+
+@pytest.fixture(autouse=True)
+def gets_new_workers() -> Iterator[None]:
+    """Let no test go on without the worker that its survivors wait for: on a busy machine that takes its time."""
+    with awaiting_new_workers():
+        yield
+
+
+@pytest.fixture
+def newcomers(tmp_path: Path) -> Gate:
+    """The gate through which new workers come; it is open."""
+    return Gate(tmp_path / "closed")
 
 
 @pytest.fixture

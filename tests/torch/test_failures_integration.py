@@ -8,14 +8,17 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import ray
 import torch
 
+from raysgd.engine.resources import Reservation
 from raysgd.exceptions import WorkerError, WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
+from tests.patience import hearing_all_ranks
 from tests.processes import is_alive
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal, samples_seen
 
@@ -154,7 +157,7 @@ def test_a_loss_without_retries_is_an_error_behind_which_the_state_is_kept(
         trainer.validate()
         kill_rank(trainer, 0)
         trainer.save(tmp_path / "last.pt")
-        kill_rank(trainer, 1)
+        kill_rank(trainer, trainer.num_workers - 1)
         model = trainer.get_model()
         assert equal(model.state_dict(), torch.load(tmp_path / "last.pt", weights_only=False)["models"][0])
 
@@ -231,15 +234,17 @@ def test_a_group_shrinks_when_somebody_took_the_room_and_grows_when_there_is_som
     ) as trainer:
         assert trainer.train()["batch_count"] == 4  # of 6 samples, 3 for each worker
         competitor = Competitor.remote()
-        result = trainer.train(info=mishap(be_killed, rank=1))
-        ray.get(competitor.ready.remote())
+        with patch.object(Reservation, "close", gives_way_to(competitor)):
+            result = trainer.train(info=mishap(be_killed, rank=1))
         assert (trainer.num_workers, trainer._num_failures) == (1, 1)
         assert (result["epoch"], result["num_samples"], result["batch_count"]) == (2, 21, 3)
         assert trainer.config[BATCH_SIZE] == 7, "what was asked for is not rounded twice"
         assert trainer.apply_all_operators(lambda operator: operator.config[BATCH_SIZE]) == [7]
         assert trainer.train(num_steps=1)["num_samples"] == 7
+        num_before = num_granted()
         ray.kill(competitor)
-        wait_for_free_cpus(2)
+        while num_granted() == num_before:  # the trainer asked for it, and gets it as soon as it is free
+            time.sleep(0.05)
         result = trainer.train()
         assert trainer.num_workers == 2
         assert (result["epoch"], result["num_samples"]) == (3, 14), "it went on inside the pass"
@@ -247,10 +252,19 @@ def test_a_group_shrinks_when_somebody_took_the_room_and_grows_when_there_is_som
         assert trainer.config[BATCH_SIZE] == 6
 
 
-def wait_for_free_cpus(num_cpus: int) -> None:
-    deadline = time.monotonic() + 30
-    while ray.available_resources().get("CPU", 0) < num_cpus and time.monotonic() < deadline:
-        time.sleep(0.05)
+def gives_way_to(competitor: Any) -> Callable[..., None]:
+    """Gives a reservation back, and waits until the competitor has taken what it wants of it."""
+    close = Reservation.close
+
+    def give_back(reservation: Reservation, timeout_s: float) -> None:
+        close(reservation, timeout_s)
+        ray.get(competitor.ready.remote())
+
+    return give_back
+
+
+def num_granted() -> int:
+    return sum(group["state"] == "CREATED" for group in ray.util.placement_group_table().values())
 
 
 # ------------------------------------------------------------------------------------------------ exceptions
@@ -283,13 +297,13 @@ def test_an_exception_on_one_rank_is_raised_once_and_soon(
             raise ZeroDivisionError("on purpose")
 
         pids = trainer.apply_all_workers(os.getpid)
-        with pytest.raises(ZeroDivisionError) as caught:
+        with hearing_all_ranks(), pytest.raises(ZeroDivisionError) as caught:
             trainer.apply_all_operators(fail)
         assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', "ranks 0, 1")
         assert trainer.apply_all_workers(os.getpid) == pids, "all have answered, so all are kept"
-        with pytest.raises(ZeroDivisionError):
+        with hearing_all_ranks(), pytest.raises(ZeroDivisionError):
             trainer.validate(info=mishap(divide_by_zero, rank=0, where="validate_batch"))
-        with pytest.raises(RuntimeError, match="database: connection refused") as refused:
+        with hearing_all_ranks(), pytest.raises(RuntimeError, match="database: connection refused") as refused:
             trainer.validate(info=mishap(lose_the_database, rank=1, where="validate_batch"))
         assert isinstance(refused.value, WorkerError), "only PyTorch's own words tell of a lost connection"
         assert trainer._num_failures == 0
@@ -325,13 +339,14 @@ def test_replicas_that_an_exception_left_different_are_not_gone_on_with(ray_clus
     with TorchTrainer(training_operator_cls=FailsInLastStep, num_workers=2, config={"batch_size": 2}) as trainer:
         trainer.train()
         before, pids = trainer.apply_all_operators(weights), trainer.apply_all_workers(os.getpid)
-        with pytest.raises(ZeroDivisionError) as caught:
+        with hearing_all_ranks(), pytest.raises(ZeroDivisionError) as caught:
             trainer.train(info={"ranks": [0, 1], "where": "before"})
         assert "were ended" not in str(caught.value), "all failed alike"
         assert trainer.apply_all_workers(os.getpid) == pids
         kept = trainer.apply_all_operators(weights)
         assert kept[0] == kept[1] != before[0], "in the middle of the call"
-        with pytest.raises(ZeroDivisionError, match=r"workers were ended.*from the last completed call") as caught:
+        ended = r"workers were ended.*from the last completed call"
+        with hearing_all_ranks(), pytest.raises(ZeroDivisionError, match=ended) as caught:
             trainer.train(info={"ranks": [1], "where": "before"})
         assert_tells_whose_fault_it_was(caught.value, 'raise ZeroDivisionError("on purpose")', "rank 1")
         assert trainer.apply_all_operators(weights) == kept, "the last call that was completed left it so"

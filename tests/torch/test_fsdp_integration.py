@@ -21,6 +21,7 @@ from raysgd.torch import TorchTrainer
 from raysgd.torch.fsdp import _filled, _skeleton_of
 from raysgd.torch.options import FSDPOptions
 from tests.doors import controller_of
+from tests.patience import hearing_all_ranks
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal
 
@@ -227,7 +228,7 @@ def test_a_damaged_folder_leaves_the_workers_as_they_were(divided: TorchTrainer,
     content = bytearray(part.read_bytes())
     content[-100] ^= 1
     part.write_bytes(content)
-    with pytest.raises(CheckpointCorruptedError, match="checksum"):
+    with hearing_all_ranks(), pytest.raises(CheckpointCorruptedError, match="checksum"):
         divided.load(path)
     assert equal(divided.state_dict(), state)
     assert [event.kind for event in divided.status().events] == ["started"], "the workers were kept"

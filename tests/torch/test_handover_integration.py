@@ -21,6 +21,7 @@ from raysgd.engine.worker import WorkerFailed
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.torch import handover
 from tests.fakes import CountingReplica
+from tests.patience import PATIENCE_S, hearing_all_losses
 from tests.torch.operators_for_tests import equal
 
 pytestmark = pytest.mark.integration
@@ -124,7 +125,8 @@ def test_the_death_of_the_giver_or_of_a_taker_is_a_loss_that_all_others_notice(r
     group = WorkerGroup(spec, 3)
     assert group.start().ok
     try:
-        report = group.on_replica(hand_over_and_die, dict.fromkeys(range(3), (lost,)))
+        with hearing_all_losses():
+            report = group.on_replica(hand_over_and_die, dict.fromkeys(range(3), (lost,)))
         kinds = [answer.failure and answer.failure.kind for answer in report.outcomes]
         assert kinds == ["died" if rank == lost else "disconnected" for rank in range(3)]
         assert group.settle(report) == [rank for rank in range(3) if rank != lost]
@@ -144,11 +146,11 @@ def test_an_interruption_frees_a_rank_whose_peer_is_stopped(ray_cluster: None) -
         stuck = group.submit(0, "on_replica", wait_for_the_other, False, None)
         with pytest.raises(ray.exceptions.GetTimeoutError):
             ray.get(stuck, timeout=0.5)
-        ray.get(group.submit(0, "interrupt"), timeout=20)
+        ray.get(group.submit(0, "interrupt"), timeout=PATIENCE_S)
         with pytest.raises(WorkerFailed) as caught:
-            ray.get(stuck, timeout=20)
+            ray.get(stuck, timeout=PATIENCE_S)
         assert caught.value.cause.failure.kind == "disconnected"  # type: ignore[attr-defined]
-        ray.get(group.submit(0, "interrupt"), timeout=20)  # a second time it has nothing to cut
+        ray.get(group.submit(0, "interrupt"), timeout=PATIENCE_S)  # a second time it has nothing to cut
     finally:
         os.kill(group.infos[1].pid, signal.SIGKILL)
         group.kill(10)
