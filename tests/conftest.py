@@ -119,12 +119,13 @@ def s3_server(private_temp_dir: Path) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def late_ranks_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An exception on all ranks leaves a group as it is, however much later than the first one the last rank raises."""
-    from raysgd.engine import gathering
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late a rank comes to an exception that another one had, it is waited for, and the group goes on.
 
-    monkeypatch.setattr(gathering, "_USER_GRACE_S", 60.0)
-    monkeypatch.setattr(gathering, "_LONGEST_USER_GRACE_S", 60.0)
+    For tests that share a trainer, in which all ranks raise or end without the others.
+    """
+    for name in ("_USER_GRACE_S", "_LONGEST_USER_GRACE_S"):
+        monkeypatch.setattr(f"raysgd.engine.gathering.{name}", 240.0)
 
 
 @pytest.fixture(autouse=True)

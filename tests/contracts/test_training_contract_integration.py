@@ -305,6 +305,7 @@ def test_batches_inside_a_window_are_not_exchanged(two: TorchTrainer) -> None:
     assert counts == [4, 2, 1]
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_hook_that_is_none_is_refused(two: TorchTrainer) -> None:
     class Wrong(DeepOperator):
         def register(self, **parts: Any) -> Any:

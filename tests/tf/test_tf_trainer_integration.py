@@ -262,6 +262,7 @@ def test_a_rebuild_costs_one_call_at_most(ray_cluster: None, keras: str, tmp_pat
         assert trainer.num_workers == 2
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_the_user_does_wrong_is_raised_with_rank_and_class(trainer: TFTrainer) -> None:
     def fail(operator: Any) -> None:
         raise ZeroDivisionError("on purpose")
@@ -535,7 +536,8 @@ def test_creators_that_return_something_wrong_are_told_so(
         trainer.apply_all_workers(try_out)
 
 
-def test_xla_is_refused_with_advice(trainer: TFTrainer, late_ranks_are_heard: None) -> None:
+@pytest.mark.usefixtures("patient")
+def test_xla_is_refused_with_advice(trainer: TFTrainer) -> None:
     def compile_anew(operator: Any) -> None:
         operator.model.compile(optimizer="sgd", loss="mse", jit_compile=True)
 

@@ -122,6 +122,7 @@ def one_step(operator: Any) -> None:
 
 
 @pytest.mark.parametrize("operator_cls", [DrawsAll, DrawsAhead, DrawsAheadByHand, DrawsCopiesAhead])
+@pytest.mark.usefixtures("patient")
 def test_batches_of_different_weights_drawn_ahead_are_an_error(
     two: TorchTrainer, operator_cls: type[TrainingOperator]
 ) -> None:
@@ -314,6 +315,7 @@ def test_a_single_worker_counts_likewise(window: int) -> None:
         assert_close(found.model[0], expected.model[0], operator_cls.__name__)
 
 
+@pytest.mark.usefixtures("patient")
 def test_divided_models_refuse_weights_by_name(two: TorchTrainer) -> None:
     with pytest.raises(ValueError, match=r"`weight=` of `self.backward`, or from `forward`, .* `parallel=\"fsdp\"`"):
         run_together(two, Experiment(Tokens, SEQUENCES, options={"parallel": "fsdp"}))

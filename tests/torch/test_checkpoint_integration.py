@@ -264,6 +264,7 @@ def test_what_was_loaded_is_not_taken_for_the_state_itself(
 # ------------------------------------------------------------------------------------------------ what does not fit
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_does_not_fit_leaves_the_workers_as_they_were(three: TorchTrainer, tmp_path: Path) -> None:
     three.train()  # whatever is left of a pass
     three.train(num_steps=2)

@@ -181,6 +181,7 @@ class ValidatesWithStatistics(BatchNormOperator):
             self._original_models[0].load_state_dict(config["model"])
 
 
+@pytest.mark.usefixtures("patient")
 def test_if_one_rank_raises_in_an_evaluation_all_begin_with_the_first_batch_again(two: TorchTrainer) -> None:
     first = two.validate(num_steps=1)["val_loss"]
     two.validate()
@@ -318,6 +319,7 @@ def test_a_rank_without_data_is_an_error_and_not_a_wait(ray_cluster: None) -> No
         assert [info.pid for info in trainer.worker_group.infos] != pids, "rank 0 waited, and had to be ended"
 
 
+@pytest.mark.usefixtures("patient")
 def test_no_rank_reports_success_when_the_ranks_took_different_steps(two: TorchTrainer) -> None:
     state = two.state_dict()
     with pytest.raises(UnevenStepsError, match=r"\[1, 2\] batches"):

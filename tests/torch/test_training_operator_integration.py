@@ -147,6 +147,7 @@ def test_every_scheduler_is_stepped_by_the_trainer(two: TorchTrainer) -> None:
     assert two.apply_all_operators(steps) == [[before[0][0] + 7] * 2] * 2
 
 
+@pytest.mark.usefixtures("patient")
 def test_creators_that_return_one_loader_have_no_validation(two: TorchTrainer) -> None:
     def check() -> Any:
         operator_cls = TrainingOperator.from_creators(create_models, create_optimizers, lambda config: [[1, 2, 3]])
@@ -288,6 +289,7 @@ def test_a_criterion_with_parameters_is_trained_as_in_one_process(
     assert found.results[1]["val_loss"] == pytest.approx(alone.results[1]["val_loss"], rel=1e-5)
 
 
+@pytest.mark.usefixtures("patient")
 def test_an_optimizer_of_what_nobody_averages_is_refused(two: TorchTrainer) -> None:
     class Scaled(Looks):
         def register(self, **parts: Any) -> Any:
@@ -331,6 +333,7 @@ def test_parameters_that_are_unfrozen_later_are_trained_as_in_one_process(two: T
     torch.testing.assert_close(found.model[0], alone.model[0], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.usefixtures("patient")
 def test_workers_that_freeze_different_parameters_are_told_so(two: TorchTrainer) -> None:
     class ByRank(Thaws):
         def train_epoch(self, iterator: Any, epoch_idx: int = 0, **arguments: Any) -> dict[str, Any]:
@@ -414,6 +417,7 @@ def test_a_sampler_that_divides_is_told_the_pass_and_not_divided_again(two: Torc
     assert epochs[0] != epochs[1], "it was told that a new pass begins"
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_sampler_that_divides_by_itself_without_saying_so_is_an_error(two: TorchTrainer) -> None:
     class EveryOther(Sampler[int]):
         def __init__(self, first: int) -> None:

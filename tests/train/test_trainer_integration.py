@@ -38,13 +38,6 @@ def trainer(tmp_path: Path) -> Iterator[Trainer]:
     made.shutdown()
 
 
-@pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """However late a rank comes to an exception that another one had, it is waited for."""
-    for name in ("_USER_GRACE_S", "_LONGEST_USER_GRACE_S"):
-        monkeypatch.setattr(f"raysgd.engine.gathering.{name}", 240.0)
-
-
 class Recorder(TrainingCallback):
     """Writes down what it is told."""
 
