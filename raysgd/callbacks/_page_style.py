@@ -70,6 +70,7 @@ th{font-weight:500;color:var(--soft)}
 .columns{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(320px,100%),1fr));gap:0 16px;align-items:start}
 .note,.nothing,footer{color:var(--faint);font-size:12px;margin:8px 0 0}
 footer{margin-top:32px}
-@media (max-width:560px){main{padding:18px 12px 28px}.tiles{grid-template-columns:repeat(2,1fr)}.legend{margin-left:0}}
+@media (max-width:560px){main{padding:18px 16px 28px}.tiles{grid-template-columns:repeat(2,minmax(0,1fr))}}
+@media (max-width:560px){.tile .value{font-size:18px;white-space:normal;overflow-wrap:anywhere}.legend{margin-left:0}}
 @media print{body{background:#fff}.table{max-height:none}}
 """
