@@ -24,8 +24,10 @@ from raysgd.engine.types import Rendezvous, World
 
 _TF_CONFIG = "TF_CONFIG"
 
-# What TensorFlow's collectives say when a peer is gone. Matched in lower case, in the text of its errors.
+# What TensorFlow says when a peer is gone, or when another program has taken the port that was free. Matched in lower
+# case, in the text of its errors.
 _BROKEN = (
+    "could not start grpc server",
     "collective ops is aborted",
     "connection reset",
     "connection refused",

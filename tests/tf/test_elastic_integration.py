@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -220,7 +221,8 @@ def test_fit_goes_on_in_the_epoch_in_which_a_worker_died(
     testing.kill_worker(trainer, 1, at="step:17")
     found = trainer.train()
     assert kinds(trainer) == ["rejoined"]
-    assert "epoch 1 of `fit`, 5 steps taken" in str(trainer.status())
+    # Rank 1 dies before its sixth step, and the other one may have finished the fifth or not.
+    assert re.search("epoch 1 of `fit`, [45] steps taken", str(trainer.status()))
     num_steps = NUM_SAMPLES // 4
     assert trainer.status().data == DataLedger(2, due=num_steps, used=num_steps, unit="batches")
     assert trainer.status().samples_per_s is not None

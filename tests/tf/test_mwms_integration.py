@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from raysgd.exceptions import IncompatibleModelError
 from raysgd.tf import TFTrainer
+from tests.stories import ROOT
 from tests.tf.lab import forget_pytorch, largest_difference
 from tests.tf.models import make_data, make_model
 
@@ -66,6 +68,29 @@ def test_a_strategy_trains_restores_and_recovers(ray_cluster: None, legacy_keras
         assert trainer.num_workers == 2
         assert largest_difference(trainer.state_dict(), before) > 0
         assert np.isfinite(trainer.validate()["validation_loss"])
+
+
+TAKES_THE_PORT = """
+import socket
+from raysgd.connections.tensorflow import MultiWorkerConnection
+from raysgd.engine.types import World
+from tests.fakes import meeting
+
+connection = MultiWorkerConnection()
+connection.load()
+port = connection.open_endpoint("127.0.0.1", 0)
+with socket.create_server(("127.0.0.1", port)):
+    try:
+        connection.join(meeting(port, 1), World(0, 2))
+    except Exception as error:
+        print(connection.is_connection_error(error), error)
+"""
+
+
+@pytest.mark.soak
+def test_a_port_that_another_program_took_is_a_broken_connection_so_that_the_start_is_tried_again() -> None:
+    done = subprocess.run([sys.executable, "-c", TAKES_THE_PORT], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.startswith("True Could not start gRPC server"), done.stdout + done.stderr
 
 
 def test_a_model_of_keras_3_is_refused_with_the_reason(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
