@@ -88,16 +88,30 @@ def ray_cluster(worker_forks: Forks | NoForks) -> Iterator[None]:
     import ray
 
     with worker_forks.starting():
-        ray.init(
-            address="local",
-            num_cpus=NUM_CPUS,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.WARNING,
-            object_store_memory=OBJECT_STORE_BYTES,
-        )
+        _start_ray()
     yield
     ray.shutdown()
+
+
+def _start_ray() -> None:
+    """Ray gives its own processes 30 s to start, which cannot be changed; a busy machine may take longer."""
+    import ray
+
+    for may_try_again in (True, True, False):
+        try:
+            ray.init(
+                address="local",
+                num_cpus=NUM_CPUS,
+                include_dashboard=False,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                object_store_memory=OBJECT_STORE_BYTES,
+            )
+            return
+        except Exception as error:
+            if not may_try_again or "timed out during startup" not in str(error):
+                raise
+            ray.shutdown()
 
 
 @pytest.fixture(autouse=True)

@@ -54,7 +54,7 @@ def process_group() -> Iterator[None]:
 def two(ray_cluster: None) -> Iterator[TorchTrainer]:
     """A trainer with two workers, in which tests run replicas side by side."""
     with TorchTrainer(
-        training_operator_cls=LinearOperator, num_workers=2, num_cpus_per_worker=0.5, use_gpu=False
+        training_operator_cls=LinearOperator, num_workers=2, min_workers=2, num_cpus_per_worker=0.5, use_gpu=False
     ) as trainer:
         yield trainer
 

@@ -51,6 +51,7 @@ def start(num_workers: int, operator_cls: Any = Laboratory) -> TorchTrainer:
     return TorchTrainer(
         training_operator_cls=operator_cls,
         num_workers=num_workers,
+        min_workers=num_workers,
         num_cpus_per_worker=0.5,
         config={"num_samples": 23, "num_validation_samples": 13},
     )

@@ -65,7 +65,11 @@ class TwoModels(
 @pytest.fixture(scope="module")
 def two(ray_cluster: None) -> Iterator[TorchTrainer]:
     with TorchTrainer(
-        training_operator_cls=TwoModels, num_workers=2, num_cpus_per_worker=0.5, scheduler_step_freq="manual"
+        training_operator_cls=TwoModels,
+        num_workers=2,
+        min_workers=2,
+        num_cpus_per_worker=0.5,
+        scheduler_step_freq="manual",
     ) as trainer:
         yield trainer
 

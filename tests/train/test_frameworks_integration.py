@@ -12,10 +12,7 @@ from raysgd.train import Trainer
 from tests.train import learners
 from tests.train.test_elastic_integration import Release, hold
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.usefixtures("ray_cluster", "workers_have_tensorflow"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 NUM_EPOCHS, ROOM_AT, DIES_AT = 7, 1, 5
 

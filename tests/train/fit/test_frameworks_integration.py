@@ -18,10 +18,7 @@ from raysgd.train.backend import Backend, BackendConfig
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from tests.train.fit import loops
 
-pytestmark = [
-    pytest.mark.integration,
-    pytest.mark.usefixtures("ray_cluster", "workers_have_tensorflow"),
-]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
 
 
 def fit(trainer_class: Callable[..., Any], loop: Any, place: Path, **options: Any) -> Any:
