@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, Protocol
 
 from raysgd.engine.silence import max_silence_s
-from raysgd.engine.types import Failure, Outcome
+from raysgd.engine.types import Failure, FailureKind, Outcome
 from raysgd.engine.worker import WorkerFailed, cannot_import
 from raysgd.exceptions import WorkerFault
 
@@ -20,6 +20,7 @@ _USER_GRACE_S = 1.0  # after an exception in user code: ranks that wait for that
 _LONGEST_USER_GRACE_S = 5.0  # after an exception that came late: others that come to the same one may come later still
 _POLL_S = 0.1
 _LOOK_S = 0.005
+_TICK_S = 0.001  # what is less is nothing: sums of seconds are not exact
 _POLL_S_EACH = 0.0005  # for each call: a look at a thousand of them takes Ray a millisecond
 _LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and polled nothing
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
@@ -43,22 +44,20 @@ class Listener:
         self._calls = calls or RayPoller()
         self._is_stopped = threading.Event()
         self._is_in_on_wait = False
+        self._kinds_of_driver: set[FailureKind] = set()
         self._began = self._calls.now()
         self._failed_at = self._began
+        self._listened_s = 0.0
 
-    def stop(self) -> None:
-        """From another thread, when the local rank failed: the others get the usual grace, no more.
+    def stop(self, kinds: Collection[FailureKind] = ()) -> None:
+        """From another thread, when the local rank failed, in these ways: the others get the usual grace, no more.
 
         When this returns, `on_wait` is over, and is not called again: what it looks at can be ended.
         """
+        self._kinds_of_driver |= set(kinds)
         self._is_stopped.set()
         while self._is_in_on_wait:
             self._calls.sleep(_LOOK_S)
-
-    @property
-    def ran_s(self) -> float:
-        """How long the calls had run when the first one failed."""
-        return self._failed_at - self._began
 
     def listen(self, on_wait: Callable[[], None] | None = None) -> dict[int, Outcome]:
         """The outcomes by rank. Blocks until all have answered or a failure has been understood."""
@@ -103,16 +102,22 @@ class Listener:
         self._failed_at = self._calls.now()
         outcomes = {rank: self._calls.outcome(rank, reference) for rank, reference in self._references.items()}
         while waiting := {self._references[rank]: rank for rank, found in outcomes.items() if not found.answered}:
-            kinds: set[str] = {found.failure.kind for found in outcomes.values() if found.failure}
-            left_s = self._failed_at + grace_s(kinds, self._asks_survivors, self.ran_s) - self._calls.now()
-            if left_s <= 0:
+            pause_s, before = min(self.left_s(outcomes), _POLL_S), self._calls.now()
+            if pause_s < _TICK_S:
                 break
-            for reference in self._calls.any_ready(list(waiting), left_s):
+            for reference in self._calls.any_ready(list(waiting), pause_s):
                 outcomes[waiting[reference]] = self._calls.outcome(waiting[reference], reference)
+            self._listened_s += min(self._calls.now() - before, pause_s)  # more than that, and all stood still
         return outcomes
 
+    def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
+        """How long those who have not answered still have, after these failures and those of the driver itself."""
+        kinds = self._kinds_of_driver | {found.failure.kind for found in outcomes.values() if found.failure}
+        ran_s = self._failed_at - self._began
+        return grace_s(kinds, self._asks_survivors, ran_s) - self._listened_s
 
-def grace_s(kinds: set[str], asks_survivors: bool = False, ran_s: float = 0.0) -> float:
+
+def grace_s(kinds: Set[FailureKind], asks_survivors: bool = False, ran_s: float = 0.0) -> float:
     """How long to listen on after failures of these kinds, the first one `ran_s` after the call began."""
     if "died" in kinds:
         return _DEATH_GRACE_S

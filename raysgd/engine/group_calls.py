@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from raysgd.engine.gathering import Listener, grace_s
+from raysgd.engine.gathering import Listener
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalCall
 from raysgd.engine.members import Members, split
 from raysgd.engine.platform import Event, Platform
 from raysgd.engine.types import GroupReport, Outcome, Rendezvous, hosts_of
 from raysgd.engine.worker import notes_of
+
+_POLL_S = 0.1
 
 
 class GroupCalls:
@@ -67,7 +70,7 @@ class GroupCalls:
 
         def listen() -> None:
             answers.update(listener.listen(on_wait))
-            if self._must_kill(answers, is_local_done, listener.ran_s):
+            if self._must_kill(answers, is_local_done, listener.left_s(answers)):
                 self._members.kill_remote()  # whatever they answered before, they can no longer be counted on
                 answers.update({rank: replace(found, answered=False) for rank, found in answers.items()})
 
@@ -80,22 +83,30 @@ class GroupCalls:
         finally:
             is_local_done.set()
             if not all(rank in outcomes and outcomes[rank].ok for rank in local):
-                listener.stop()
+                listener.stop([found.failure.kind for found in outcomes.values() if found.failure])
         if join is not None:
             join()
         return {**outcomes, **answers}
 
-    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: Event, ran_s: float) -> bool:
+    def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: Event, left_s: float) -> bool:
         """Whether the remote processes have to end, because after their failure the local call does not come back."""
         if all(found.ok for found in answers.values()):
             return False
-        kinds: set[str] = {found.failure.kind for found in answers.values() if found.failure}
-        if is_local_done.wait(grace_s(kinds, ran_s=ran_s)):
+        if _is_done_within(is_local_done, left_s):
             return False
+        kinds = {found.failure.kind for found in answers.values() if found.failure}
         if self._spec.keeps_processes and "user" not in kinds:
             self._members.interrupt(range(len(self._members)))
             return not is_local_done.wait(self._spec.settle_timeout_s)
         return True
+
+
+def _is_done_within(event: Event, timeout_s: float) -> bool:
+    """Whether it happens within so many seconds in which this process does not stand still."""
+    for _ in range(math.ceil(timeout_s / _POLL_S)):
+        if event.wait(_POLL_S):
+            return True
+    return event.wait(0.0)
 
 
 def _ranked(found: Outcome) -> Outcome:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.engine.gathering import Listener, await_all, grace_s
-from raysgd.engine.types import Failure, Outcome
+from raysgd.engine.types import Failure, FailureKind, Outcome
 from raysgd.exceptions import WorkerFault
 
 
@@ -96,6 +96,7 @@ class Timed(Silent):
     def __init__(self, **raises_at_s: float) -> None:
         super().__init__()
         self._raises_at_s, self._now = raises_at_s, 0.0
+        self.stalls_s = 0.0
 
     def now(self) -> float:
         return self._now
@@ -103,6 +104,8 @@ class Timed(Silent):
     def any_ready(self, references: Sequence[Any], timeout_s: float | None) -> Collection[Any]:
         soonest = min(self._raises_at_s[each] for each in references)
         self._now = soonest if timeout_s is None else min(soonest, self._now + timeout_s)
+        if self._now > 0.0:
+            self._now, self.stalls_s = self._now + self.stalls_s, 0.0
         return [each for each in references if self._raises_at_s[each] <= self._now]
 
     def outcome(self, rank: int, reference: Any) -> Outcome:
@@ -117,7 +120,7 @@ def test_a_rank_that_comes_to_the_same_exception_later_is_waited_for(late_s: flo
     calls = Timed(early=4.0, late=late_s)
     outcomes = Listener({0: "early", 1: "late"}, calls=calls).listen()
     assert [outcomes[rank].failure is not None for rank in (0, 1)] == [True, is_heard]
-    assert calls.now() == min(late_s, 8.0)
+    assert calls.now() == pytest.approx(min(late_s, 8.0))
 
 
 class Stalling(Silent):
@@ -144,3 +147,32 @@ def test_who_waits_for_all_does_not_count_the_time_in_which_it_stood_still(
     calls = Stalling(answered_at_s, stalls_s)
     await_all(calls, ["a call"], 2.0)
     assert calls.now() == pytest.approx(waits_s, abs=0.11)
+
+
+@pytest.mark.parametrize(
+    ("kind", "asks_survivors", "until_s"),
+    [("user", False, 1.0), ("disconnected", False, 5.0), ("disconnected", True, 0.3)],
+)
+def test_after_a_failure_of_the_driver_itself_others_are_listened_to_as_after_one_of_theirs(
+    kind: FailureKind, asks_survivors: bool, until_s: float
+) -> None:
+    """A connection that the driver has lost is the shadow of a death, too, that Ray reports a little later."""
+    calls = Timed(late=60.0)
+    listener = Listener({1: "late"}, asks_survivors, calls)
+    listener.stop([kind])
+    assert not listener.listen()[1].answered
+    assert calls.now() == pytest.approx(until_s)
+
+
+def test_what_the_driver_itself_has_left_counts_from_the_failure_too() -> None:
+    calls = Timed(early=4.0, late=60.0)
+    listener = Listener({1: "early", 2: "late"}, calls=calls)
+    outcomes = listener.listen()
+    assert calls.now() == pytest.approx(8.0)
+    assert listener.left_s(outcomes) == pytest.approx(0.0)
+
+
+def test_time_in_which_the_driver_stood_still_is_no_time_to_answer_in() -> None:
+    calls = Timed(early=0.0, late=60.4)
+    calls.stalls_s = 60.0
+    assert Listener({1: "early", 2: "late"}, calls=calls).listen()[2].failure is not None
