@@ -122,7 +122,8 @@ class GroupFormer:
             if any(o.failure is not None and o.failure.kind == "user" for o in failed):
                 logger.warning("a surviving worker could not report its progress: %s", words(classify(report)))
                 raise CannotForm("a surviving worker could not report its progress", ranks)
-            ranks = [rank for rank in ranks if rank not in {o.rank for o in failed}]
+            dead = {o.rank for o in failed if o.failure is not None}  # others just come later than the word of a death
+            ranks = [rank for rank in ranks if rank not in (dead or {o.rank for o in failed})]
         raise CannotForm("", ())
 
     def _fill_up(self, next_group: NextGroup) -> NextGroup:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from raysgd.engine.group_former import CannotForm, GroupFormer, NextGroup
 from raysgd.engine.policies import RetryBudget, ScalingPolicy
+from raysgd.engine.types import GroupReport
 from tests.engine.stepping_trainer import Trainer
 from tests.fakes import Interrupted, Lost
 
@@ -81,6 +83,20 @@ def test_an_interrupt_while_they_wait_kills_the_standby_workers() -> None:
     with pytest.raises(KeyboardInterrupt):
         scene.former()
     assert len(scene.standby.killed_standby) == 1
+
+
+def test_a_survivor_that_answers_later_than_another_ones_death_is_heard_of_stays() -> None:
+    scene = Scene()
+    scene.trainer.cluster.stands = deque([Lost((0,))])
+    leave = scene.trainer.group.leave_group
+
+    def leave_late(survivors: Sequence[int], on_wait: Any = None) -> GroupReport:
+        report = leave(survivors)
+        late = (replace(found, answered=report.ok or found.failure is not None) for found in report.outcomes)
+        return GroupReport(tuple(late))
+
+    scene.trainer.group.leave_group = leave_late  # type: ignore[method-assign]
+    assert scene.former().staying == [2]
 
 
 def test_nobody_left_needs_no_words() -> None:
