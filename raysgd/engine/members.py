@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from raysgd.engine import ranks
-from raysgd.engine.gathering import CallListener
+from raysgd.engine.gathering import CallListener, await_all
 from raysgd.engine.local_worker import LocalCall, LocalWorker
 from raysgd.engine.types import WorkerInfo, World
 from raysgd.engine.worker import RemoteWorker
@@ -98,7 +98,8 @@ def split(calls: dict[int, Any]) -> tuple[dict[int, LocalCall], dict[int, Any]]:
 
 
 def _await_closing(calls: CallListener, references: list[Any]) -> None:
-    done = calls.ready(references, _CLOSE_TIMEOUT_S)
+    await_all(calls, references, _CLOSE_TIMEOUT_S)
+    done = calls.ready(references, 0.0)
     if len(done) < len(references):
         logger.warning(
             "%s workers did not stop within %s s; killing them", len(references) - len(done), _CLOSE_TIMEOUT_S

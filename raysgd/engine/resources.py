@@ -20,7 +20,7 @@ from raysgd.exceptions import ReservationTimeoutError
 logger = logging.getLogger(__name__)
 _POLL_S = 0.01
 _SLICE_S = 1.0
-_WATCH_S = 2.0  # on a busy machine, too, a process that has work gets its turn in that time
+_NUM_LOOKS = 200  # on a busy machine, too, a process that has work gets its turn in these 2 s
 _TELL_S = 5.0  # a cluster that is idle grants within a second
 _BUNDLE = "bundle_group_"
 
@@ -179,8 +179,8 @@ def _sigkill(pid: int) -> None:
 def _works(pid: int) -> bool:
     """Whether a process gets any processor time within some seconds. Where the system does not tell, it does not."""
     try:
-        before, deadline = _processor_ticks(pid), time.monotonic() + _WATCH_S
-        while time.monotonic() < deadline:
+        before = _processor_ticks(pid)
+        for _ in range(_NUM_LOOKS):  # not for so many seconds, in which the whole machine may have stood still
             time.sleep(_POLL_S)
             if _processor_ticks(pid) > before:
                 return True
@@ -300,10 +300,12 @@ class Reservation:
             time.sleep(_POLL_S)
             check()
             waited_s = time.monotonic() - began
-            if waited_s >= timeout_s:
-                raise self._timeout(timeout_s)
-            if words and waited_s >= words[-1][0]:
+            while words and waited_s >= words[-1][0]:
                 words.pop()[1](timeout_s)
+            if waited_s >= timeout_s:
+                if self.is_granted():  # meanwhile: this process, too, may have stood still
+                    return
+                raise self._timeout(timeout_s)
 
     def _tell_impossible(self, timeout_s: float) -> None:
         reason = impossibility(self._need, self._num_workers, cluster_view())

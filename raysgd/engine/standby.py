@@ -22,6 +22,7 @@ from raysgd.engine.worker import RemoteWorker, StandbyReady, notes_of
 logger = logging.getLogger(__name__)
 _POLL_S = 0.005
 _LOADING_S = 10.0  # the interpreter may be locked for as long while a large library is loaded
+_LONGEST_WATCH_S = 60.0  # on a busy machine the process that looks takes as long to start; a dead node says nothing
 _MOST_WATCHES = 20  # of a worker that uses the processor and does not answer; then it hangs in what it does
 
 
@@ -59,7 +60,7 @@ class StartupCheck:
         )
         self._workers: list[RemoteWorker] = []
         self._infos: dict[RemoteWorker, WorkerInfo] = {}
-        self._watches: dict[RemoteWorker, Any] = {}
+        self._watches: dict[RemoteWorker, tuple[Any, float]] = {}
         self._num_watches: Counter[RemoteWorker] = Counter()
         self._next_round = now()
 
@@ -97,7 +98,7 @@ class StartupCheck:
                 self._infos[worker] = found.value
         for worker, _ in polled.silent:
             self._judge(worker)
-        for worker, watch in list(self._watches.items()):
+        for worker, (watch, _) in list(self._watches.items()):
             self._look_at(worker, watch)
         if self._now() >= self._next_round:
             self._next_round = self._now() + self._liveness.round_s(len(self._workers))
@@ -110,10 +111,13 @@ class StartupCheck:
             found = self._find(worker)
             if found is not None:
                 self._infos[worker] = found
-        elif worker in self._watches or self._num_watches[worker] >= _MOST_WATCHES:
+        elif worker in self._watches:
+            if self._now() - self._watches[worker][1] > _LONGEST_WATCH_S:
+                self._end(worker, info)
+        elif self._num_watches[worker] >= _MOST_WATCHES:
             self._end(worker, info)
         else:
-            self._watches[worker] = self._watch(info)
+            self._watches[worker] = self._watch(info), self._now()
             self._num_watches[worker] += 1
 
     def _look_at(self, worker: RemoteWorker, watch: Any) -> None:

@@ -51,6 +51,7 @@ class StartupScene:
     def __init__(self, *processes: Process, heartbeat_s: float = 12.0) -> None:
         self.clock = FakeClock()
         self.ended: list[int] = []
+        self.watch_begins_after_s = 0.0
         self.processes = {process.pid: process for process in processes}
         self.startup = StartupCheck(
             heartbeat_s,
@@ -65,8 +66,8 @@ class StartupScene:
 
     def _poll(self, rank: int, process: Any) -> Outcome:
         if isinstance(process, Watch):
-            works, is_over = process.process.works, self.clock.monotonic() - process.began >= WATCH_S
-            return Outcome(rank, works) if works or is_over else Outcome(rank, answered=False)
+            works, watched_s = process.process.works, self.clock.monotonic() - process.began - self.watch_begins_after_s
+            return Outcome(rank, works) if watched_s >= (not works) * WATCH_S else Outcome(rank, answered=False)
         if process.is_stopped or not process.is_there:
             return Outcome(rank, answered=False)
         return Outcome(rank, WorkerInfo("node", "10.0.0.1", process.pid))
@@ -115,6 +116,26 @@ def test_whoever_loads_on_a_busy_machine_is_not_frozen() -> None:
     loading.works = False
     scene.pass_time(16)
     assert scene.ended == [2, 1], "it loaded, and froze"
+
+
+def test_a_worker_that_loads_is_not_ended_because_the_one_who_is_to_look_takes_long_to_start() -> None:
+    loading = Process(1, works=True)
+    scene = StartupScene(loading)
+    scene.watch_begins_after_s = 50.0
+    scene.pass_time(1)
+    loading.is_stopped = True
+    scene.pass_time(180)
+    assert scene.ended == []
+
+
+def test_where_no_one_can_look_after_a_silent_worker_it_is_ended() -> None:
+    silent = Process(1)
+    scene = StartupScene(silent)
+    scene.watch_begins_after_s = 3600.0
+    scene.pass_time(1)
+    silent.is_stopped = True
+    scene.pass_time(100)
+    assert scene.ended == [1]
 
 
 def test_whoever_works_without_end_and_never_answers_hangs() -> None:
