@@ -46,3 +46,17 @@ def test_a_death_is_that_of_the_whole_process(tmp_path: Path) -> None:
     process.start()
     process.join()
     assert process.exitcode == -signal.SIGKILL
+
+
+def test_those_that_die_together_wait_for_each_other(tmp_path: Path) -> None:
+    plan = FailurePlan(tmp_path).die_together(num_ranks=2)
+    spawn = multiprocessing.get_context("spawn")
+    first, second = [spawn.Process(target=plan.check, args=(rank,)) for rank in range(2)]
+    first.start()
+    first.join(1)
+    assert first.exitcode is None
+    second.start()
+    for process in (first, second):
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+    assert plan.num_fired == 2

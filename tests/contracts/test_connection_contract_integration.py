@@ -32,6 +32,7 @@ from tests.run_if import RunIf
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("workers_have_tensorflow")]
 
 NUM_PROCESSES = 3
+IMPATIENCE_S = 4.0
 
 
 @dataclass(frozen=True)
@@ -68,9 +69,9 @@ def mesh_sum(number: float) -> float:
 
 
 CASES = {
-    "gloo": Case(TorchConnection("gloo", timeout_s=20), torch_sum),
-    "horovod": Case(HorovodConnection(timeout_s=20), horovod_sum),
-    "tensorflow": Case(TensorFlowConnection(timeout_s=20), mesh_sum),
+    "gloo": Case(TorchConnection("gloo", timeout_s=120), torch_sum),
+    "horovod": Case(HorovodConnection(timeout_s=120), horovod_sum),
+    "tensorflow": Case(TensorFlowConnection(timeout_s=120), mesh_sum),
 }
 
 
@@ -93,7 +94,7 @@ class Rig:
         self.group = WorkerGroup(
             GroupSpec(NullConnection(), CountingReplica, Resources(num_cpus=0.5), captures=False), NUM_PROCESSES
         )
-        self.group.start()
+        assert self.group.start().ok
 
     def on(self, rank: int, function: Callable[..., Any], *args: Any) -> Any:
         """Starts `function(replica, *args)` in one process; `ray.get` has the answer."""
@@ -105,13 +106,19 @@ class Rig:
 
     def join(self, case: Case, num_ranks: int) -> list[float]:
         """Connects the first processes to each other; the sums show that they are."""
+        return self._begin(case, num_ranks, join_and_sum)
+
+    def join_silently(self, case: Case, num_ranks: int) -> None:
+        """Connects them, and lets none wait for what another one has to send."""
+        self._begin(case, num_ranks, join)
+
+    def _begin(self, case: Case, num_ranks: int, begin: Callable[..., Any]) -> list[Any]:
         self.on_each(num_ranks, load, case.connection)
         place = self.open_endpoints(case, num_ranks)
-        calls = [
-            self.on(rank, join_and_sum, case, place, World(rank, num_ranks, rank, num_ranks))
-            for rank in range(num_ranks)
+        worlds = [World(rank, num_ranks, rank, num_ranks) for rank in range(num_ranks)]
+        return [
+            answer.value for answer in ray.get([self.on(world.rank, begin, case, place, world) for world in worlds])
         ]
-        return [answer.value for answer in ray.get(calls)]
 
     def open_endpoints(self, case: Case, num_ranks: int) -> Rendezvous:
         """Where the first processes listen."""
@@ -122,9 +129,30 @@ class Rig:
         self.on_each(num_ranks, leave)
 
 
+class ImpatientTorch(TorchConnection):
+    """Its collectives do not wait long for a peer. To form a group may take long."""
+
+    @property
+    def _form_timeout_s(self) -> float:
+        return 120.0
+
+
+class ImpatientTensorFlow(TensorFlowConnection):
+    """The same."""
+
+    def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
+        super().join(rendezvous, world, even_alone=even_alone)
+        for lane in self._lanes:
+            lane._timeout_s = IMPATIENCE_S
+
+
 def impatient(case: Case) -> Case:
     """One whose collectives do not wait long for a peer."""
-    return replace(case, connection=replace(case.connection, timeout_s=4))  # type: ignore[type-var]
+    if isinstance(case.connection, TorchConnection):
+        return replace(case, connection=ImpatientTorch("gloo", timeout_s=IMPATIENCE_S))
+    if isinstance(case.connection, TensorFlowConnection):
+        return replace(case, connection=ImpatientTensorFlow(timeout_s=120))
+    return replace(case, connection=HorovodConnection(timeout_s=IMPATIENCE_S))
 
 
 def load(replica: Any, connection: Connection) -> None:
@@ -137,8 +165,12 @@ def open_endpoint(replica: Any, connection: Connection, rank: int) -> int:
     return connection.open_endpoint("127.0.0.1", rank)
 
 
-def join_and_sum(replica: Any, case: Case, rendezvous: Rendezvous, world: World) -> float:
+def join(replica: Any, case: Case, rendezvous: Rendezvous, world: World) -> None:
     replica.connection.join(rendezvous, world)
+
+
+def join_and_sum(replica: Any, case: Case, rendezvous: Rendezvous, world: World) -> float:
+    join(replica, case, rendezvous, world)
     return case.all_sum(10.0**world.rank)
 
 
@@ -224,10 +256,10 @@ def test_opening_a_meeting_point_that_nobody_comes_to_is_harmless(case: Case) ->
 def test_survivors_know_a_broken_connection_however_often_they_try(case: Case, ray_cluster: None) -> None:
     rig = Rig()
     try:
-        rig.join(impatient(case), NUM_PROCESSES)
+        rig.join_silently(impatient(case), NUM_PROCESSES)
         survivors = [rig.on(rank, errors_of_a_broken_group, case, 3) for rank in (0, 1)]
         rig.on(2, end_process)
-        for answer in ray.get(survivors, timeout=30):
+        for answer in ray.get(survivors, timeout=120):
             assert [known for known, _ in answer.value] == [True] * 3, answer.value
         rig.leave(2)
         assert rig.on_each(2, changed_variables) == [[], []]
@@ -239,9 +271,9 @@ def test_survivors_know_a_broken_connection_however_often_they_try(case: Case, r
 @WITHOUT_HOROVOD
 def test_a_peer_that_never_comes_counts_as_a_broken_connection(rig: Rig, case: Case) -> None:
     case = impatient(case)
-    rig.join(case, 2)
+    rig.join_silently(case, 2)
     lonely = rig.on(0, errors_of_a_broken_group, case, 1)
-    [(known, text)] = ray.get(lonely, timeout=30).value
+    [(known, text)] = ray.get(lonely, timeout=120).value
     rig.leave(2)
     assert known, text
 
@@ -250,7 +282,7 @@ def test_a_peer_that_never_comes_counts_as_a_broken_connection(rig: Rig, case: C
 
 
 def test_a_process_is_in_one_group_of_replicas_at_a_time() -> None:
-    pair = [TensorFlowConnection(timeout_s=20) for _ in range(2)]
+    pair = [TensorFlowConnection(timeout_s=120) for _ in range(2)]
     place = meeting(*(connection.open_endpoint("127.0.0.1", rank) for rank, connection in enumerate(pair)))
     joining = [
         threading.Thread(target=connection.join, args=(place, World(rank, 2))) for rank, connection in enumerate(pair)
@@ -258,8 +290,8 @@ def test_a_process_is_in_one_group_of_replicas_at_a_time() -> None:
     for thread in joining:
         thread.start()
     for thread in joining:
-        thread.join(20)
-    third = TensorFlowConnection(timeout_s=20)
+        thread.join(120)
+    third = TensorFlowConnection(timeout_s=120)
     with pytest.raises(RuntimeError, match="shut that trainer down first"):
         third.join(meeting(third.open_endpoint("127.0.0.1", 0), 1), World(0, 2))
     for connection in (third, *pair):
@@ -303,7 +335,7 @@ def test_a_single_rank_neither_needs_nor_ends_a_process_group(own_group: None) -
 
 
 def test_a_single_rank_forms_a_group_where_it_is_asked_to() -> None:
-    connection = TorchConnection(timeout_s=20)
+    connection = TorchConnection(timeout_s=120)
     for _ in range(2):
         connection.join(meeting(connection.open_endpoint("127.0.0.1", 0)), World(0, 1), even_alone=True)
         assert torch_is_connected()
@@ -312,7 +344,7 @@ def test_a_single_rank_forms_a_group_where_it_is_asked_to() -> None:
 
 
 def test_waiting_for_others_to_join_can_be_interrupted_from_another_thread() -> None:
-    connection = TorchConnection("gloo", timeout_s=60)
+    connection = TorchConnection("gloo", timeout_s=600)
     place = meeting(connection.open_endpoint("127.0.0.1", 0), 1)
     errors: list[Exception] = []
 
@@ -325,7 +357,7 @@ def test_waiting_for_others_to_join_can_be_interrupted_from_another_thread() -> 
     thread = threading.Thread(target=join)
     thread.start()
     connection.interrupt()
-    thread.join(20)
+    thread.join(60)
     connection.leave()
     assert [connection.is_connection_error(error) for error in errors] == [True]
     assert "to join the group" in str(errors[0])
@@ -372,7 +404,7 @@ class SlowAbort:
         self.num_ended = 0
 
     def __call__(self) -> None:
-        assert self.may_end.wait(20)
+        assert self.may_end.wait(60)
         self.num_ended += 1
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import ray
 
-from raysgd.engine import ranks
+from raysgd.engine import members, ranks
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import GroupReport, Resources, World
@@ -24,7 +24,7 @@ from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import worker_error
 from tests.fakes import CountingReplica, NullConnection, add, read
 
-pytestmark = pytest.mark.integration
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("late_ranks_are_heard")]
 
 STEPS: list[str] = []  # what happened in this process, in order
 
@@ -385,7 +385,7 @@ def test_a_large_state_waits_under_a_token_and_is_fetched_while_its_worker_is_bu
     busy: Any = None  # with a local worker: its call runs when it is gathered
     if not large.kind.use_local:
         busy = large.group.submit(0, "on_replica", wait_for, False, None, tmp_path / "done")
-    assert large.group.fetch(0, fetch, captures[0].token).result(20.0) == 2.0
+    assert large.group.fetch(0, fetch, captures[0].token).result(120.0) == 2.0
     (tmp_path / "done").touch()
     if busy is not None:
         assert ray.get(busy).value == "waited"
@@ -397,7 +397,7 @@ def part(replica: CountingReplica, token: int) -> Any:
 
 def test_parts_come_to_the_node_of_the_driver_if_there_is_no_other(large: Started) -> None:
     tokens = [7 + rank for rank in large.kind.ranks]
-    parts = large.group.fetch_parts(part, tokens).result(20.0)
+    parts = large.group.fetch_parts(part, tokens).result(120.0)
     assert [int(value[0]) for value in parts.values] == tokens
 
 
@@ -408,7 +408,7 @@ def test_a_part_goes_to_a_partner_on_another_node_instead_of_the_driver(
     nodes = [group.infos[0].node_id if large.kind.use_local else "first", "second"][: len(group)]
     infos = [replace(info, node_id=node) for info, node in zip(group.infos, nodes, strict=True)]
     monkeypatch.setattr(WorkerGroup, "infos", infos)
-    parts = group.fetch_parts(part, tokens).result(20.0)
+    parts = group.fetch_parts(part, tokens).result(120.0)
     assert [int(parts[rank][0]) for rank in large.kind.ranks] == tokens
     assert [value is None for value in parts.values] == [not large.kind.use_local] * len(group)
     if not large.kind.use_local:
@@ -434,10 +434,10 @@ def test_signs_of_life_and_interrupts_do_not_wait_for_what_a_worker_does_beside_
     if large.kind.use_local:  # there it is done at once
         (tmp_path / "go").touch()
     transfer = large.group.beside(0, wait_for, tmp_path / "go")
-    assert set(large.group.ask_beside("describe", ranks=[0], timeout_s=20)) == {0}
-    assert set(large.group.ask_beside("interrupt", ranks=[0], timeout_s=20)) == {0}
+    assert set(large.group.ask_beside("describe", ranks=[0], timeout_s=120)) == {0}
+    assert set(large.group.ask_beside("interrupt", ranks=[0], timeout_s=120)) == {0}
     (tmp_path / "go").touch()
-    transfer.result(20.0)
+    transfer.result(120.0)
 
 
 def test_a_released_state_cannot_be_fetched_any_more(large: Started) -> None:
@@ -454,7 +454,7 @@ def test_a_worker_that_sends_its_state_for_long_gives_signs_of_life_and_can_be_i
         (tmp_path / "done").touch()
     sending = large.group.fetch(0, wait_for, tmp_path / "done")
     for method, *args in [("describe",), ("beside", read), ("stack",), ("interrupt",)]:
-        assert 0 in large.group.ask_beside(method, *args, ranks=[0], timeout_s=20.0)
+        assert 0 in large.group.ask_beside(method, *args, ranks=[0], timeout_s=120.0)
     (tmp_path / "done").touch()
     assert sending.result(None) == "waited"
 
@@ -493,8 +493,9 @@ def note(path: Path, what: str) -> None:
 @pytest.mark.parametrize("fails", [False, True])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 def test_at_the_end_each_replica_shuts_down_and_then_leaves_the_group(
-    kind: Kind, fails: bool, ray_cluster: None, tmp_path: Path
+    kind: Kind, fails: bool, ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(members, "_CLOSE_TIMEOUT_S", 120.0)
     diary = tmp_path / "diary"
     make_replica = partial(FilingReplica, diary, fails)
     group = WorkerGroup(

@@ -70,7 +70,7 @@ class Story:
         return next(node for node in self.nodes if node.node_id == node_id)
 
     def tell(self) -> dict[str, Any]:
-        self.seen["capacity"] = capacity(cluster_view(), NEED)
+        self.seen["capacity"] = capacity(cluster_view(), NEED, free_only=False)
         self.look_at_many_small_workers()
         self.begin()
         self.lose_the_node_of_rank_0()

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """What `local_gpu_scenario` saw."""
-    return found_by(run_story("tests.engine.local_gpu_scenario", timeout_s=110))
+    return found_by(run_story("tests.engine.local_gpu_scenario", timeout_s=250))
 
 
 def test_driver_and_remote_worker_have_different_gpus(seen: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def seen() -> dict[str, Any]:
     """What the story of `node_loss_scenario` saw; it is told once."""
-    return found_by(run_story("tests.engine.node_loss_scenario", timeout_s=160))
+    return found_by(run_story("tests.engine.node_loss_scenario", timeout_s=270))
 
 
 def test_what_is_left_over_on_two_nodes_makes_no_worker(seen: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import ray
@@ -22,11 +23,13 @@ from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.policies import capacity
 from raysgd.engine.resources import Reservation, cluster_view, ensure_ray, is_ray_client, watch_process
 from raysgd.engine.slots import Slots
+from raysgd.engine.startup import Startup
 from raysgd.engine.types import Resources, WorkerInfo
 from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import ReservationTimeoutError
 from tests.conftest import NUM_CPUS
 from tests.fakes import CountingReplica, NullConnection, add
+from tests.processes import is_stopped
 
 pytestmark = pytest.mark.integration
 
@@ -37,25 +40,26 @@ ONE = Resources()
 def holder(ray_cluster: None) -> Iterator[Any]:
     """Somebody else's placement group, which takes all but one CPU."""
     group = placement_group([{"CPU": NUM_CPUS - 1}], name="somebody-else")
-    ray.get(group.ready())
+    assert group.wait(120)
+    wait_until(lambda: capacity(cluster_view(), ONE) == 1)
     yield group
     remove_placement_group(group)
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline, "it never became so"
         time.sleep(0.02)
 
 
-def process_state(pid: int) -> str:
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-
-
 def states_of_own_groups() -> list[str]:
     table = placement_group_table().values()
     return [entry["state"] for entry in table if entry["name"].startswith("raysgd")]
+
+
+def nothing_is_reserved() -> bool:
+    return set(states_of_own_groups()) <= {"REMOVED"}
 
 
 # -------------------------------------------------------------------------------------------- looking
@@ -70,7 +74,7 @@ def test_the_view_shows_each_node_with_what_is_in_it_and_what_is_free(ray_cluste
 
 
 def test_the_view_shows_who_holds_what(holder: Any) -> None:
-    wait_until(lambda: capacity(cluster_view(), ONE) == 1)
+    assert capacity(cluster_view(), ONE) == 1
     [found] = [found for found in cluster_view().holders if found.name == "somebody-else"]
     assert (found.state, found.bundles) == ("CREATED", ({"CPU": NUM_CPUS - 1},))
     assert capacity(cluster_view(), ONE, free_only=False) == NUM_CPUS
@@ -88,14 +92,14 @@ def test_a_connection_that_is_there_is_used(ray_cluster: None) -> None:
 
 def test_a_reservation_takes_what_it_says_and_gives_it_back(ray_cluster: None) -> None:
     reservation = Reservation(Resources(num_cpus=1.5), 2)
-    reservation.wait(20)
+    reservation.wait(60)
     assert reservation.is_own
     wait_until(lambda: cluster_view().nodes[0].available["CPU"] == NUM_CPUS - 3)
     assert all(reservation.is_granted() for _ in range(100))  # `wait(0)` of Ray says no now and then
-    reservation.close(10)
+    reservation.close(60)
     assert not reservation.is_own
     wait_until(lambda: cluster_view().nodes[0].available["CPU"] == NUM_CPUS)
-    reservation.close(10)
+    reservation.close(60)
 
 
 def test_the_view_says_when_something_was_given_back_that_is_not_free_yet(ray_cluster: None) -> None:
@@ -117,11 +121,11 @@ def test_the_view_says_when_something_was_given_back_that_is_not_free_yet(ray_cl
 def test_workers_are_apart_or_close_to_each_other(ray_cluster: None, packs: bool, strategy: str) -> None:
     reservation = Reservation(Resources(num_cpus=1), 2, packs=packs)
     try:
-        reservation.wait(20)
+        reservation.wait(60)
         groups = placement_group_table().values()
         assert [entry["strategy"] for entry in groups if entry["state"] == "CREATED"] == [strategy]
     finally:
-        reservation.close(10)
+        reservation.close(60)
 
 
 def test_what_is_not_granted_is_told_in_numbers_and_nothing_stays_reserved(holder: Any) -> None:
@@ -135,7 +139,7 @@ def test_what_is_not_granted_is_told_in_numbers_and_nothing_stays_reserved(holde
     assert f"free {{'CPU': 1.0}} of {{'CPU': {NUM_CPUS}.0}}" in message
     assert f"held by placement group somebody-else (CREATED):  [{{'CPU': {NUM_CPUS - 1}.0}}]" in message
     assert message.endswith("\n(words for resources not granted)")
-    assert set(states_of_own_groups()) <= {"REMOVED"}
+    wait_until(nothing_is_reserved)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +149,7 @@ def test_what_the_cluster_never_had_is_a_timeout_too(need: Resources, ray_cluste
     group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, need), 1)
     with pytest.raises(ReservationTimeoutError, match="did not grant 1 workers"):
         group.start(0.3)
-    assert set(states_of_own_groups()) <= {"REMOVED"}
+    wait_until(nothing_is_reserved)
 
 
 def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -173,21 +177,31 @@ def test_what_others_hold_is_told_in_one_line_once_it_takes_long(
     ]
 
 
-def test_a_cluster_that_grants_at_once_is_not_talked_about(ray_cluster: None, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_cluster_that_grants_in_time_is_not_talked_about(
+    ray_cluster: None, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resources, "_TELL_S", 60.0)
     reservation = Reservation(ONE, 1)
-    reservation.wait(20)
-    reservation.close(10)
+    reservation.wait(60)
+    reservation.close(60)
     assert warnings_in(caplog) == []
 
 
 def test_ctrl_c_while_resources_are_awaited_is_heard_at_once_and_leaves_nothing_reserved(ray_cluster: None) -> None:
     group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, Resources(num_cpus=100)), 1)
     press = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    press.start()
+
+    def press_once_it_waits() -> None:
+        wait_until(lambda: "PENDING" in states_of_own_groups())
+        press.start()
+
+    watching = threading.Thread(target=press_once_it_waits)
+    watching.start()
     with pytest.raises(KeyboardInterrupt):
-        group.start(100)
+        group.start(200)
+    watching.join()
     press.join()
-    assert set(states_of_own_groups()) <= {"REMOVED"}
+    wait_until(nothing_is_reserved)
 
 
 # -------------------------------------------------------------------------------------------- tasks of a worker
@@ -200,13 +214,13 @@ def twice(value: int) -> int:
 
 def ask_for_twice(replica: CountingReplica, value: int) -> int:
     task: Any = twice
-    found: int = ray.get(task.remote(value), timeout=30)
+    found: int = ray.get(task.remote(value), timeout=120)
     return found
 
 
 def test_a_task_inside_a_worker_finds_room_beside_the_full_reservation(ray_cluster: None) -> None:
     group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica), 2)
-    group.start(20)
+    group.start(120)
     try:
         report = group.on_replica(ask_for_twice, {0: (3,), 1: (4,)})
         assert [answer.value for answer in report.values] == [6, 8]
@@ -235,7 +249,7 @@ def in_a_trial(num_bundles: int, function: Callable[[], Any], captures: bool = T
     try:
         trial: Any = Trial
         actor = trial.options(scheduling_strategy=strategy).remote()  # held: an actor nobody holds may end unstarted
-        return ray.get(actor.run.remote(function), timeout=60)
+        return ray.get(actor.run.remote(function), timeout=200)
     finally:
         remove_placement_group(group)
 
@@ -245,7 +259,7 @@ def train_two_workers() -> tuple[list[float], list[str], list[str], int]:
     spec = GroupSpec(NullConnection(), CountingReplica)
     num_fitting = capacity(cluster_view(), spec.resources)
     group = WorkerGroup(spec, 2)
-    group.start(20)
+    group.start(120)
     values = [answer.value for answer in group.on_replica(add, {0: (1.0,), 1: (2.0,)}).values]
     group.stop(10)
     outer = ray.util.get_current_placement_group()
@@ -263,27 +277,38 @@ def test_inside_somebody_elses_group_that_one_is_used_and_left_as_it_was(ray_clu
 def reserve_one() -> tuple[bool, int]:
     reservation = Reservation(Resources(), 1)
     try:
-        reservation.wait(20)
+        reservation.wait(60)
         return reservation.is_own, len(cluster_view().holders)
     finally:
-        reservation.close(10)
+        reservation.close(60)
 
 
 def test_inside_a_group_that_is_not_meant_for_what_is_started_there_an_own_one_is_made(ray_cluster: None) -> None:
     assert in_a_trial(1, reserve_one, captures=False) == (True, 2)
 
 
-def start_with_slow_hook() -> bool:
-    hook = partial(time.sleep, 6.0)
-    group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, initialization_hook=hook), 1)
+def wait_for(path: Path) -> None:
+    wait_until(path.exists)
+
+
+def start_with_slow_hook(found: Path) -> bool:
+    """The hook is not over before all workers were found to have room."""
+    await_placement = Startup._await_placement
+
+    def then_tell(*args: Any) -> None:
+        await_placement(*args)
+        found.touch()
+
+    group = WorkerGroup(GroupSpec(NullConnection(), CountingReplica, initialization_hook=partial(wait_for, found)), 1)
     try:
-        return group.start(5.0).ok
+        with mock.patch.object(Startup, "_await_placement", then_tell):
+            return group.start(60.0).ok
     finally:
         group.kill(10)
 
 
-def test_a_slow_hook_is_not_taken_for_a_lack_of_room(ray_cluster: None) -> None:
-    assert in_a_trial(2, start_with_slow_hook)
+def test_a_slow_hook_is_not_taken_for_a_lack_of_room(ray_cluster: None, tmp_path: Path) -> None:
+    assert in_a_trial(2, partial(start_with_slow_hook, tmp_path / "found"))
 
 
 def test_a_group_of_somebody_else_that_is_too_small_is_a_timeout_with_a_table(ray_cluster: None) -> None:
@@ -314,7 +339,7 @@ def test_what_is_asked_for_is_reserved_as_soon_as_somebody_else_gives_it_back(ho
         assert sum(state != "REMOVED" for state in states_of_own_groups()) == 2
     finally:
         slots.close(10)
-    assert set(states_of_own_groups()) <= {"REMOVED"}
+    wait_until(nothing_is_reserved)
 
 
 def test_a_wait_for_room_ends_when_it_is_there(holder: Any) -> None:
@@ -326,8 +351,8 @@ def test_a_wait_for_room_ends_when_it_is_there(holder: Any) -> None:
         time.sleep(seconds)
 
     Slots(ONE).await_room(2, 60.0, sleep)
-    assert sum(pauses) < 20
-    assert set(states_of_own_groups()) <= {"REMOVED"}
+    assert sum(pauses) < 60
+    wait_until(nothing_is_reserved)
 
 
 # -------------------------------------------------------------------------------------------- watching
@@ -340,7 +365,7 @@ def test_a_process_that_loads_is_told_from_one_that_is_frozen(ray_cluster: None)
         info = WorkerInfo(node_id, "127.0.0.1", busy.pid)
         assert ray.get(watch_process(info))
         busy.send_signal(signal.SIGSTOP)
-        wait_until(lambda: process_state(busy.pid) == "T")
+        wait_until(lambda: is_stopped(busy.pid))
         assert not ray.get(watch_process(info))
     finally:
         busy.kill()

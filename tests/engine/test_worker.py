@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import pickle
 import threading
+import time
 import weakref
 from typing import Any
 
@@ -160,16 +161,16 @@ def test_a_worker_tells_from_another_thread_where_it_is() -> None:
 
     def stay_a_while(replica: SteppingReplica) -> None:
         is_there.set()
-        may_go.wait(20)
+        may_go.wait(60)
 
     thread = threading.Thread(target=worker.on_replica, args=(stay_a_while, False, None))
     thread.start()
-    assert is_there.wait(20)
-    found = worker.stack()
+    assert is_there.wait(60)
+    while "in stay_a_while\n    may_go.wait(60)" not in (found := worker.stack()):
+        time.sleep(0.001)  # it has said that it is there, and goes on to the next line
     may_go.set()
     thread.join()
     assert found.splitlines()[0].endswith("in stay_a_while"), "what is above it is nobody's business but ours"
-    assert "in stay_a_while\n    may_go.wait(20)" in found
     assert worker.stack() == "  no call is running\n"
 
 

@@ -103,7 +103,7 @@ def run_python(code: str, *arguments: object) -> subprocess.CompletedProcess[str
         [sys.executable, "-c", PRELUDE + textwrap.dedent(code), *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=250,
         check=False,
     )
 
@@ -249,18 +249,22 @@ class TestWrite:
         write(tmp_path / "last.pt", training_state(1))
         killed = run_python(
             """
-            import glob, signal, threading
-            folder = sys.argv[1]
+            import signal
+            from raysgd.torch.checkpoint_file import _ChecksummedStream
 
-            def kill_in_the_middle():
-                while True:
-                    for name in glob.glob(os.path.join(folder, ".raysgd-*")):
-                        if 2**20 < os.path.getsize(name) < 2**25:
-                            os.kill(os.getpid(), signal.SIGKILL)
+            write_all = _ChecksummedStream.write
 
-            state = training_state(2, 2**25)
-            threading.Thread(target=kill_in_the_middle, daemon=True).start()
-            write(os.path.join(folder, "last.pt"), state)
+            def write_and_be_killed(stream, content):
+                num_written = write_all(stream, content)
+                if num_written > 2**20:
+                    stream.flush()
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return num_written
+
+            _ChecksummedStream.write = write_and_be_killed
+            state = training_state(2, 2**20)
+            state["models"].append({"w": torch.zeros(2**20)})
+            write(os.path.join(sys.argv[1], "last.pt"), state)
             """,
             tmp_path,
         )
@@ -650,6 +654,11 @@ def writer_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("raysgd-checkpoint")]
 
 
+def await_writers() -> None:
+    for thread in writer_threads():
+        thread.join(60)
+
+
 def failing(error: BaseException) -> Any:
     def produce() -> dict[str, Any]:
         raise error
@@ -678,7 +687,7 @@ class TestAsyncWriter:
 
         def produce() -> dict[str, Any]:
             names.append(threading.current_thread().name)
-            assert go_on.wait(30)
+            assert go_on.wait(60)
             return training_state()
 
         with AsyncWriter() as writer:
@@ -704,8 +713,7 @@ class TestAsyncWriter:
     def test_submit_raises_an_earlier_failure_and_queues_nothing(self, tmp_path: Path) -> None:
         with AsyncWriter() as writer:
             writer.submit(tmp_path / "a.pt", failing(KeyError("lost")))
-            while writer_threads():
-                writer_threads()[0].join(30)
+            await_writers()
             with pytest.raises(KeyError):
                 writer.submit(tmp_path / "b.pt", training_state)
             writer.submit(tmp_path / "c.pt", training_state)
@@ -723,7 +731,7 @@ class TestAsyncWriter:
         started = threading.Event()
 
         def fail_late() -> dict[str, Any]:
-            assert started.wait(30)
+            assert started.wait(60)
             raise KeyError("first")
 
         writer.submit(tmp_path / "a.pt", fail_late)
@@ -756,8 +764,7 @@ class TestAsyncWriter:
 
         writer = AsyncWriter()
         writer.submit(tmp_path / "a.pt", produce)
-        while writer_threads():
-            writer_threads()[0].join(30)
+        await_writers()
         assert tensors[0]() is None
         with pytest.raises((AttributeError, pickle.PicklingError)):
             writer.close()

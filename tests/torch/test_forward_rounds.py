@@ -13,7 +13,7 @@ import torch
 from raysgd.torch.forward_rounds import Round, Rounds
 
 NUM_PARTS = 3  # the model, and two blocks inside of it
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 class Together:

@@ -129,7 +129,7 @@ def test_nothing_comes_in_one_answer_with_the_checkpoint_before_it() -> None:
 
     replica = FunctionReplica(World(0, 1))
     begin(replica, train, num_ahead=9)
-    assert is_behind.wait(60)  # the first checkpoint imports Ray
+    assert is_behind.wait(120)  # the first checkpoint imports Ray
     [checkpoint] = take_steps(replica, None, True)
     assert isinstance(checkpoint, Message)
     assert checkpoint.checkpoint_ref is not None

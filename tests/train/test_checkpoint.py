@@ -118,7 +118,7 @@ class TestManager:
         arrives = threading.Event()
 
         def receive() -> dict[str, Any]:
-            assert arrives.wait(5)
+            assert arrives.wait(60)
             return {"epoch": 1}
 
         made = manager(tmp_path)
@@ -178,20 +178,20 @@ class TestManager:
         comes = threading.Event()
 
         def receive() -> dict[str, Any]:
-            assert comes.wait(5)
+            assert comes.wait(60)
             return {"epoch": 1}
 
         made = manager(tmp_path)
-        made.await_arrival(5)
+        made.await_arrival(60)
         made.add(1, receive)
         made.await_arrival(0)
         assert "checkpoint 1 did not arrive within 0 s" in caplog.text
         comes.set()
-        made.await_arrival(5)
+        made.await_arrival(60)
         assert caplog.text.count("did not arrive") == 1
         made.flush()
         made.add(2, lost)
-        made.await_arrival(5)
+        made.await_arrival(60)
         assert caplog.text.count("did not arrive") == 1
 
     def test_keeps_the_best_in_a_store(self, s3_server: S3Server) -> None:

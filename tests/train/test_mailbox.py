@@ -40,7 +40,7 @@ def test_the_function_never_runs_past_a_message_that_was_not_taken() -> None:
 
     mailbox = start(function)
     assert mailbox.take() == 0
-    assert second_is_out.wait(5)
+    assert second_is_out.wait(60)
     assert passed == [0]
     assert mailbox.take() == 1
     assert mailbox.take() == Ended()
@@ -79,16 +79,16 @@ def test_a_cancelled_function_ends_at_its_message_although_it_catches_exceptions
 
     mailbox = start(function)
     assert mailbox.take() == "again"
-    assert mailbox.cancel(timeout_s=5)
+    assert mailbox.cancel(timeout_s=60)
     assert cleaned_up == [True]
 
 
 def test_a_function_that_comes_to_no_message_cannot_be_cancelled() -> None:
     go_on = threading.Event()
-    mailbox = start(lambda mailbox: go_on.wait(5))
+    mailbox = start(lambda mailbox: go_on.wait(60))
     assert not mailbox.cancel(timeout_s=0.01)
     go_on.set()
-    assert mailbox.cancel(timeout_s=5)
+    assert mailbox.cancel(timeout_s=60)
 
 
 # -------------------------------------------------------------------------------- functions that run ahead
@@ -106,7 +106,7 @@ def test_a_function_runs_ahead_of_messages_that_may_wait_but_not_too_far() -> No
                 is_ahead.set()
 
     mailbox = start(function, num_ahead=2)
-    assert is_ahead.wait(5)
+    assert is_ahead.wait(60)
     assert [mailbox.take() for _ in range(2)] == [0, 1]
     assert [mailbox.take() for _ in range(3)] == [2, 3, Ended()]
     assert passed == [0, 1, 2, 3]
@@ -123,7 +123,7 @@ def test_no_more_messages_wait_than_may() -> None:
             passed.append(number)
 
     mailbox = start(function, num_ahead=2)
-    assert is_full.wait(5)
+    assert is_full.wait(60)
     assert not mailbox.cancel(0) or passed == [0, 1]
     assert passed == [0, 1]
 

@@ -112,7 +112,7 @@ def test_a_module_runs_as_a_program(module: str, ray_cluster: None, tmp_path: Pa
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-m", f"raysgd.torch.examples.{module}", "--smoke-test", "--address", address]
     finished = subprocess.run(
-        command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=120, check=False
+        command, cwd=tmp_path, env=dict(os.environ), capture_output=True, text=True, timeout=250, check=False
     )
     assert finished.returncode == 0, finished.stderr
     assert "loss" in finished.stdout

@@ -96,7 +96,7 @@ def test_no_one_waits_for_a_dict_on_its_way(folder: Folder) -> None:
     arrives = threading.Event()
 
     def receive() -> dict[str, Any]:
-        assert arrives.wait(5)
+        assert arrives.wait(60)
         return {"epoch": 1}
 
     taken = FitCheckpoints(folder)
