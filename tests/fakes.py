@@ -576,12 +576,15 @@ class FakeGroup(WorkerGroup):
 
     def start_standby(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
         self.standby.kill_on(avoid)
-        count = max(0, min(count, min(self.num_slots, self.cluster.num_slots) - self.num_seated))
+        count = max(0, min(count, self.num_usable_slots(avoid) - self.num_seated))
         self.num_seated += count
         self.standby.num_coming += count
         if not self.cluster.standby_is_slow:
             self.standby.arrive()
         return count
+
+    def num_usable_slots(self, avoid: frozenset[str] = frozenset()) -> int:
+        return min(self.num_slots, self.cluster.num_slots)
 
     def reserve(self, count: int, timeout_s: float) -> None:
         if self.cluster.num_free < count:

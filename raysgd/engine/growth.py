@@ -28,7 +28,15 @@ class Growth:
         if len(group) >= self._scaling.max_workers:
             return 0
         group.take_granted()
-        decision = self._scaling.grow(self._view(), self._spec.resources, len(group), group.num_slots)
+        avoid = self._lifecycle.nodes_to_avoid
+        view = self._view().without(avoid)
+        if not self._num_more(view, group.num_slots):  # asks Ray nothing more, as long as there is no room
+            return 0
+        return self._num_more(view, group.num_usable_slots(avoid))
+
+    def _num_more(self, view: ClusterView, num_slots: int) -> int:
+        group = self._lifecycle.running
+        decision = self._scaling.grow(view, self._spec.resources, len(group), num_slots)
         return decision.num_workers - len(group) if isinstance(decision, Resize) else 0
 
     def start_standby(self) -> None:

@@ -120,6 +120,11 @@ class Slots:
         self._free = [slot for slot in self._free if slot not in taken]
         return taken
 
+    def num_usable(self, avoid: Collection[str] = ()) -> int:
+        """How many slots, taken or not, are on live nodes other than those to `avoid`."""
+        nodes = [node for reservation in self._reservations for node in reservation.nodes()]
+        return sum(node is not None and node not in avoid for node in nodes)
+
     def give_back(self, slot: Slot) -> None:
         """Says that `slot` is free again."""
         self._free.append(slot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -140,6 +140,10 @@ class ClusterView:
 
     nodes: tuple[NodeView, ...]
     holders: tuple[Holder, ...] = ()
+
+    def without(self, node_ids: Collection[str]) -> ClusterView:
+        """The same as if these nodes were not there."""
+        return replace(self, nodes=tuple(node for node in self.nodes if node.node_id not in node_ids))
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,10 @@ class WorkerGroup:
         """For how many workers there is reserved room, taken or not."""
         return len(self._slots)
 
+    def num_usable_slots(self, avoid: frozenset[str] = frozenset()) -> int:
+        """The same on nodes that live, other than those to `avoid`."""
+        return self._slots.num_usable(avoid)
+
     @property
     def local_replica(self) -> Any:
         """The replica in the driver; None when all workers are remote."""

@@ -37,6 +37,18 @@ def test_without_room_fewer_go_on() -> None:
     )
 
 
+def test_a_place_on_a_node_that_is_gone_is_no_room_to_grow() -> None:
+    trainer = Trainer(renews=True)
+    trainer.cluster.num_slots = 2
+    trainer.walk(5, Lost((1,)))
+    assert trainer.group.num_slots == 3
+    assert trainer.walk(1) == [6, 6]
+    assert trainer.kinds == ["rebuilt"]
+    trainer.cluster.num_slots = 3
+    assert trainer.walk(1) == [7, 7, 7]
+    assert trainer.kinds == ["rebuilt", "grown"]
+
+
 def test_a_lost_connection_of_all_keeps_all() -> None:
     trainer = Trainer(renews=True)
     assert trainer.walk(5, Lost((0, 1, 2), "disconnected")) == [5, 5, 5]

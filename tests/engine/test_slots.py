@@ -34,7 +34,7 @@ class Granted(Reservation):
         assert self.is_granted()
 
     def nodes(self) -> list[str | None]:
-        return ["node"] * self._num_workers
+        return [*self._cluster.nodes, *["node"] * self._num_workers][: self._num_workers]
 
     def close(self, timeout_s: float) -> None:
         if self.has_room:
@@ -47,11 +47,13 @@ class Cluster:
     """Room for workers.
 
     Attributes:
+        nodes: Where the first workers of a reservation are, None on a node that was lost; all others are on one node.
         made: Every reservation.
     """
 
     room: int
     is_inside_another: bool = False
+    nodes: tuple[str | None, ...] = ()
     made: list[Granted] = field(default_factory=list)
 
     def slots(self) -> Slots:
@@ -160,3 +162,12 @@ def test_a_wait_that_is_broken_off_asks_for_nothing_any_more() -> None:
     with pytest.raises(KeyboardInterrupt):
         cluster.slots().await_room(3, 60.0, interrupt)
     assert cluster.num_waiting == 0
+
+
+def test_slots_on_nodes_that_are_gone_or_to_be_avoided_are_of_no_use() -> None:
+    slots = Cluster(room=3, nodes=(None, "leaving")).slots()
+    slots.reserve(3, 1.0)
+    taken = slots.take()
+    assert (slots.num_usable(), slots.num_usable({"leaving"}), len(slots)) == (2, 1, 3)
+    slots.give_back(taken)
+    assert len(slots.take_usable(3, {"leaving"})) == 1
