@@ -60,6 +60,7 @@ class Notebook(logging.Handler):
         super().__init__()
         self._pid = os.getpid()
         self._notes: deque[Note] = deque(maxlen=_MOST_NOTES)
+        self._glanced_at: deque[Note] = deque(maxlen=_MOST_NOTES)
 
     def emit(self, record: logging.LogRecord) -> None:
         if os.getpid() == self._pid:
@@ -67,9 +68,15 @@ class Notebook(logging.Handler):
         elif logging.lastResort is not None:  # a loader's process, which sends no notes
             logging.lastResort.handle(record)
 
+    def glance(self) -> tuple[Note, ...]:
+        """The lines since the last time. `drain` brings them again: a sign of life that has them may stay unread."""
+        notes = _taken_from(self._notes)
+        self._glanced_at.extend(notes)
+        return notes
+
     def drain(self) -> tuple[Note, ...]:
-        """The lines since the last time. Lines that other threads add meanwhile wait for the next time."""
-        return tuple(self._notes.popleft() for _ in range(len(self._notes)))
+        """The lines since the last `drain`. Lines that other threads add meanwhile wait for the next time."""
+        return (*_taken_from(self._glanced_at), *_taken_from(self._notes))
 
 
 class Relay:
@@ -128,12 +135,21 @@ def collect(from_level: int) -> None:
     logger.setLevel(from_level)
 
 
+def glance() -> tuple[Note, ...]:
+    """The lines that wait for the driver and go on waiting; none in a process that is no worker."""
+    return () if _notebook is None else _notebook.glance()
+
+
 def drain() -> tuple[Note, ...]:
     """The lines that wait for the driver; none in a process that is no worker."""
     return () if _notebook is None else _notebook.drain()
 
 
 _notebook: Notebook | None = None
+
+
+def _taken_from(notes: deque[Note]) -> tuple[Note, ...]:
+    return tuple(notes.popleft() for _ in range(len(notes)))
 
 
 def _named(who: Sequence[str]) -> str:

@@ -79,6 +79,18 @@ def test_a_worker_keeps_its_lines_until_they_are_taken() -> None:
 
 
 @pytest.mark.usefixtures("in_a_worker")
+def test_lines_that_went_with_a_sign_of_life_go_with_the_answer_too() -> None:
+    """The call may end before the driver reads the sign of life."""
+    logger = logging.getLogger("raysgd")
+    texts: list[list[str]] = []
+    for line, takes in (("one", _logging.glance), ("two", _logging.glance), ("three", _logging.drain)):
+        logger.warning(line)
+        texts.append([note.text for note in takes()])
+    assert texts == [["one"], ["two"], ["one", "two", "three"]]
+    assert _logging.drain() == ()
+
+
+@pytest.mark.usefixtures("in_a_worker")
 def test_of_very_many_lines_the_last_ones_are_kept() -> None:
     for index in range(2500):
         logging.getLogger("raysgd").warning("line %s", index)

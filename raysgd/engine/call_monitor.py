@@ -212,12 +212,19 @@ def _reported(alike: Mapping[str, Sequence[int]]) -> str:
 
 def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]:
     """A sign of life of each rank that gives one in time."""
-    answers = group.ask_beside("beside", _heartbeat, timeout_s=timeout_s)
+    answers = group.ask_beside("beside", _sign_of_life, timeout_s=timeout_s)
     return {rank: heartbeat for rank, heartbeat in answers.items() if heartbeat is not None}
 
 
 def _heartbeat(replica: Any) -> Heartbeat | None:
-    return replace(replica.heartbeat(), notes=_logging.drain()) if hasattr(replica, "heartbeat") else None
+    """With what the process logged; that comes again with the answer of its call, which may end before this is read."""
+    heartbeat = _sign_of_life(replica)
+    return None if heartbeat is None else replace(heartbeat, notes=_logging.glance())
+
+
+def _sign_of_life(replica: Any) -> Heartbeat | None:
+    heartbeat: Heartbeat | None = replica.heartbeat() if hasattr(replica, "heartbeat") else None
+    return heartbeat
 
 
 def _part_of_snapshot(replica: Any, number: int) -> Capture | None:

@@ -256,7 +256,7 @@ class Heartbeat:
         own_s: Seconds of the training call, running or last, that this rank spent on its own work rather than on
             waiting for others. None where that was not measured.
         data: What became of the samples; None where the library does not divide the data.
-        notes: What its process logged since the last answer.
+        notes: What its process logged since the last sign of life or answer.
         time: What its time was spent on; None where that was not measured.
     """
 
