@@ -14,7 +14,7 @@ from typing import Any
 from raysgd.exceptions import TrainerShutdownError
 from raysgd.testing.targets import controller_of, group_of
 
-_LATE_S = 1.0
+_LATE_S = 60.0
 _ANSWER_S = 30.0
 _keys = itertools.count()
 
@@ -27,7 +27,7 @@ class Signal:
 
     def __call__(self) -> None:
         os.kill(os.getpid(), self.number)
-        time.sleep(_LATE_S)  # another thread may take the signal, on a busy machine some milliseconds later
+        time.sleep(_LATE_S)  # another thread may take the signal, on a busy machine somewhat later
 
 
 @dataclass(frozen=True)
