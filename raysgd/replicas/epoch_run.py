@@ -60,12 +60,16 @@ class Gate:
 
     def stops(self, completed: int) -> bool:
         """Whether the epoch is to stop now. Waits while a proposal for this very step is not settled."""
-        if self._proposed is None or completed < self._proposed:
+        if not self._is_proposed(completed):
             return False
-        with self._changed:
-            while self._proposed is not None and self._is_agreed is None:
+        with self._changed:  # until now, another thread may have withdrawn the proposal and made one for a later step
+            while self._is_proposed(completed) and self._is_agreed is None:
                 self._changed.wait()
-            return self._proposed is not None
+            return self._is_proposed(completed)
+
+    def _is_proposed(self, completed: int) -> bool:
+        proposed = self._proposed  # read once: it may be withdrawn at any moment
+        return proposed is not None and completed >= proposed
 
 
 @dataclass(frozen=True)

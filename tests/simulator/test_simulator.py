@@ -83,6 +83,24 @@ def test_workers_that_break_whatever_group_they_join_are_replaced() -> None:
     assert not any("RAISED" in line for line in verdict.log)
 
 
+@pytest.mark.parametrize("nth", range(101, 201, 4))
+def test_ctrl_c_while_frozen_ranks_are_looked_at_ends_the_look_first(nth: int) -> None:
+    """The rank in the driver has finished, and a thread listens to the others."""
+    schedule = Schedule(
+        1,
+        num_workers=3,
+        nodes=(3,),
+        num_samples=8,
+        batch_size=2,
+        heartbeat_s=3.0,
+        use_local=True,
+        ops=(Op("train"),),
+        faults=(Fault("die", "step", 3, 1), Fault("freeze", "taken", 1), Fault("interrupt", "wait", nth)),
+    )
+    with quiet():
+        assert run(schedule).broken is None
+
+
 def test_the_report_of_a_broken_schedule_can_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Schedule(
         1, num_spares=1, ops=(Op("look"), Op("note", 1), Op("train")), faults=(Fault("die", "note", 1),)
