@@ -85,7 +85,11 @@ class GroupCalls:
             if not all(rank in outcomes and outcomes[rank].ok for rank in local):
                 listener.stop([found.failure.kind for found in outcomes.values() if found.failure])
         if join is not None:
-            join()
+            try:
+                join()
+            except BaseException:  # Ctrl-C: the group is ended next, and the thread must not look at it any more
+                listener.stop()
+                raise
         return {**outcomes, **answers}
 
     def _must_kill(self, answers: Mapping[int, Outcome], is_local_done: Event, left_s: float) -> bool:
