@@ -192,7 +192,7 @@ def test_a_config_arrives_as_it_is_and_once(shared: Trainer) -> None:
     assert shared.run(lambda *args: (lambda config: config)(*args), [1]) == [[1], [1]]
 
 
-@pytest.mark.usefixtures("late_ranks_are_heard")
+@pytest.mark.usefixtures("patient")
 def test_an_exception_of_all_ranks_is_raised_as_what_it_is_and_keeps_the_workers(shared: Trainer) -> None:
     import os
 
@@ -211,7 +211,7 @@ def test_an_exception_of_all_ranks_is_raised_as_what_it_is_and_keeps_the_workers
     assert shared.run(os.getpid) == pids
 
 
-@pytest.mark.usefixtures("late_ranks_are_heard")
+@pytest.mark.usefixtures("patient")
 def test_an_exception_that_speaks_of_connections_is_no_lost_worker(shared: Trainer, tmp_path: Path) -> None:
     def function() -> None:
         import tempfile
