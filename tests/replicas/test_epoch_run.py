@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -115,6 +115,50 @@ def test_ranks_that_run_at_their_own_pace_stop_at_one_step_or_none_does(margin: 
                 walker.num_steps = 0
             walker.join()
         assert [walker.stopped_at for walker in walkers] == [at if agreed else None] * 2
+
+
+class Meanwhile(threading.Condition):
+    """Lets something happen at the moment in which somebody comes to wait."""
+
+    def __init__(self, happens: Callable[[], None]) -> None:
+        super().__init__()
+        self._happens = [happens]
+
+    def __enter__(self) -> bool:
+        if self._happens:
+            self._happens.pop()()
+        return super().__enter__()
+
+
+def test_a_rank_does_not_stop_at_a_step_whose_proposal_is_withdrawn_for_a_later_one_as_it_comes_there() -> None:
+    gate = Gate()
+    assert gate.propose(3, lambda: 1)
+
+    def propose_later_step() -> None:
+        gate.settle(False)
+        assert gate.propose(5, lambda: 3)
+        gate.settle(True)
+
+    gate._changed = Meanwhile(propose_later_step)
+    assert [gate.stops(step) for step in (3, 4, 5)] == [False, False, True]
+
+
+class Withdrawn(Gate):
+    """A gate whose proposal for step 3 is there for a single look."""
+
+    looks = 0
+
+    @property  # type: ignore[override]
+    def _proposed(self) -> int | None:
+        self.looks += 1
+        return 3 if self.looks == 1 else None
+
+    @_proposed.setter
+    def _proposed(self, at: int | None) -> None: ...
+
+
+def test_a_proposal_may_be_withdrawn_while_a_rank_looks_at_it() -> None:
+    assert not Withdrawn().stops(1)
 
 
 def test_a_run_that_goes_on_in_another_group_does_not_stop_where_the_last_group_had_agreed_to() -> None:
