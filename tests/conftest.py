@@ -16,11 +16,14 @@ import pytest
 
 from tests.forked import FOR_TENSORFLOW, Forks, NoForks, forks
 from tests.hygiene import RaySurroundings, Surroundings
+from tests.ray_start import VARIABLES, patient_ray
 from tests.s3_server import S3Server
 
 # Before anything loads a numeric library: many processes share few cores here.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+for name, value in VARIABLES.items():
+    os.environ.setdefault(name, value)
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in the background of a shell; some tests press Ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -87,31 +90,17 @@ def ray_cluster(worker_forks: Forks | NoForks) -> Iterator[None]:
     """Connect to a Ray cluster of one node with four CPUs, started when the first test asks for it."""
     import ray
 
-    with worker_forks.starting():
-        _start_ray()
+    with worker_forks.starting(), patient_ray():
+        ray.init(
+            address="local",
+            num_cpus=NUM_CPUS,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.WARNING,
+            object_store_memory=OBJECT_STORE_BYTES,
+        )
     yield
     ray.shutdown()
-
-
-def _start_ray() -> None:
-    """Ray gives its own processes 30 s to start, which cannot be changed; a busy machine may take longer."""
-    import ray
-
-    for may_try_again in (True, True, False):
-        try:
-            ray.init(
-                address="local",
-                num_cpus=NUM_CPUS,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-                object_store_memory=OBJECT_STORE_BYTES,
-            )
-            return
-        except Exception as error:
-            if not may_try_again or "timed out during startup" not in str(error):
-                raise
-            ray.shutdown()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,7 @@ from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.types import Resources
 from raysgd.engine.worker_group import WorkerGroup
 from tests.fakes import CountingReplica, NullConnection
+from tests.ray_start import patient_ray
 
 
 class NotesGPUs(NullConnection):
@@ -58,7 +59,8 @@ def tell() -> dict[str, Any]:
 
 def main() -> None:
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
-    ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+    with patient_ray():
+        ray.init(num_cpus=4, num_gpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     try:
         first, second = tell(), tell()
         alone = GroupSpec(NotesGPUs(), CountingReplica, Resources(1, 1), use_local=True)

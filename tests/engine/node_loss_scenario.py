@@ -24,6 +24,7 @@ from raysgd.engine.resources import cluster_view
 from raysgd.engine.types import Resources
 from raysgd.engine.worker_group import WorkerGroup
 from tests.fakes import CountingReplica, NullConnection, add
+from tests.ray_start import patient_ray
 
 CPUS_PER_NODE = 3
 NUM_SMALL = 4
@@ -114,13 +115,14 @@ class Story:
 
 def main() -> None:
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "_system_config": FAST_HEALTH_CHECKS}
-    cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
-    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
-    try:
-        seen = Story(cluster).tell()
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with patient_ray():
+        cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
+        ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        try:
+            seen = Story(cluster).tell()
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
     print(json.dumps(seen))
 
 

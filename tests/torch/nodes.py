@@ -13,6 +13,7 @@ import ray.cloudpickle
 from ray.cluster_utils import Cluster
 
 from tests.forked import forks
+from tests.ray_start import patient_ray
 from tests.torch import ledger, operators_for_tests
 
 STORE_BYTES = 80 * 1024 * 1024
@@ -33,7 +34,7 @@ def cluster_of(num_nodes: int) -> Iterator[Cluster]:
     """A head without CPUs, where the driver is, and `num_nodes` with one each."""
     os.environ.update({"OMP_NUM_THREADS": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"})
     head = {"num_cpus": 0, "object_store_memory": STORE_BYTES, "_system_config": FAST_HEALTH_CHECKS}
-    with forks() as found, found.starting():
+    with forks() as found, found.starting(), patient_ray():
         cluster = Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
         for module in (ledger, operators_for_tests):
             ray.cloudpickle.register_pickle_by_value(module)  # workers have no path to the tests

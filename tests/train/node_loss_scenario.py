@@ -20,6 +20,7 @@ from ray.cluster_utils import Cluster
 from raysgd import train
 from raysgd.train import Trainer, TrainingCallback
 from tests.forked import forks
+from tests.ray_start import patient_ray
 
 STORE_BYTES = 80 * 1024 * 1024
 FAST_HEALTH_CHECKS = {
@@ -111,5 +112,5 @@ def main(logdir: str) -> None:
 
 
 if __name__ == "__main__":
-    with forks() as found, found.starting():
+    with forks() as found, found.starting(), patient_ray():
         main(sys.argv[1])

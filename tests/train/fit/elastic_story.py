@@ -19,6 +19,7 @@ from ray.cluster_utils import Cluster
 from raysgd.train import FailureConfig, RunConfig, ScalingConfig
 from raysgd.train.torch import TorchTrainer
 from tests.forked import forks
+from tests.ray_start import patient_ray
 from tests.train.fit.loops import count_epochs
 from tests.train.node_loss_scenario import FAST_HEALTH_CHECKS, STORE_BYTES
 
@@ -75,5 +76,5 @@ def main(place: str, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    with forks() as found, found.starting():
+    with forks() as found, found.starting(), patient_ray():
         main(sys.argv[1], sys.argv[2])
