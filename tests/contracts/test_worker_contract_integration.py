@@ -24,7 +24,7 @@ from raysgd.engine.worker_group import WorkerGroup
 from raysgd.exceptions import worker_error
 from tests.fakes import CountingReplica, NullConnection, add, read
 
-pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("late_ranks_are_heard")]
+pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("patient")]
 
 STEPS: list[str] = []  # what happened in this process, in order
 

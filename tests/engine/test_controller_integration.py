@@ -213,7 +213,7 @@ def test_an_exception_ends_the_wait_of_a_rank_in_a_collective_and_comes_as_its_o
     assert not set(trainer.pids()) & set(pids)
 
 
-@pytest.mark.usefixtures("late_ranks_are_heard")
+@pytest.mark.usefixtures("patient")
 def test_an_exception_on_every_rank_comes_once_and_the_workers_go_on(make: Make, plan: FailurePlan) -> None:
     trainer = make(plan.raise_(rank=None, error=KeyError("loss"), step=2, times=2))
     pids = trainer.pids()

@@ -164,7 +164,7 @@ def test_an_exception_of_any_size_is_seen_at_once(group: WorkerGroup, tmp_path: 
     assert classify(report).faults[0].message.startswith(str(huge)[:100])
 
 
-@pytest.mark.usefixtures("late_ranks_are_heard")
+@pytest.mark.usefixtures("patient")
 def test_a_rank_that_fails_a_little_later_is_heard_too(group: WorkerGroup) -> None:
     report = on_all(group, raise_in_turn)
     assert kinds(report) == ["user", "user"]
@@ -196,7 +196,7 @@ def only_there(replica: CountingReplica) -> Any:
     return OnlyThere()
 
 
-@pytest.mark.usefixtures("late_ranks_are_heard")
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize(("function", "words"), [(make_lock, "cannot pickle"), (only_there, "no such module here")])
 def test_a_value_that_cannot_travel_is_an_error_of_the_user_not_a_death(
     group: WorkerGroup, function: Callable[..., Any], words: str
@@ -210,7 +210,7 @@ def test_a_value_that_cannot_travel_is_an_error_of_the_user_not_a_death(
 # -------------------------------------------------------------------------------------------- starting
 
 
-@pytest.mark.usefixtures("late_ranks_are_heard")
+@pytest.mark.usefixtures("patient")
 def test_a_hook_that_raises_is_told_with_its_ranks_and_leaves_nothing(ray_cluster: None, tmp_path: Path) -> None:
     plan = FailurePlan(tmp_path).fail(rank=None, times=2)
     group = make_group(initialization_hook=partial(plan.check, 0))
@@ -355,7 +355,7 @@ def test_a_process_that_waits_for_the_driver_is_not_waited_for_when_that_one_fai
     assert kinds(report) == ["user", None]
 
 
-@pytest.mark.usefixtures("late_ranks_are_heard")
+@pytest.mark.usefixtures("patient")
 def test_a_group_whose_process_raised_while_the_driver_finished_can_go_on(mixed: WorkerGroup, tmp_path: Path) -> None:
     report = on_all(mixed, follow, FailurePlan(tmp_path).fail(rank=1), 0.2)
     assert kinds(report) == ["fine", "user"]
@@ -423,13 +423,13 @@ def assert_says_what_to_do(report: GroupReport) -> None:
     assert list(diagnosis.ranks) == [0, 1]
 
 
-@pytest.mark.usefixtures("late_ranks_are_heard")
+@pytest.mark.usefixtures("patient")
 def test_a_function_that_the_workers_cannot_import_is_explained(group: WorkerGroup, elsewhere: Any) -> None:
     assert_says_what_to_do(on_all(group, elsewhere.touch))
     assert on_all(group, read).ok
 
 
-@pytest.mark.usefixtures("late_ranks_are_heard")
+@pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("where", ["initialization_hook", "make_replica"])
 def test_a_setup_that_the_workers_cannot_import_is_explained(where: str, ray_cluster: None, elsewhere: Any) -> None:
     assert_says_what_to_do(make_group(**{where: elsewhere.touch}).start())
