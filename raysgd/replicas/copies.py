@@ -31,9 +31,10 @@ class PendingCopies:
 
     def add_apart(self, part: Capture, copy: Any) -> Capture:
         """`part` with this copy under a token, whatever its size."""
-        self._last_token += 1
-        self._kept[self._last_token] = copy
-        return replace(part, token=self._last_token)
+        with self._lock:  # else it might go into the collection that `fetch` is about to replace
+            self._last_token += 1
+            self._kept[self._last_token] = copy
+            return replace(part, token=self._last_token)
 
     def drop_landed(self, token: int | None) -> None:
         """Lets go of what the driver holds by now: that under `token`, and all before it."""

@@ -128,7 +128,8 @@ class EpochRun:
     @property
     def num_completed(self) -> int:
         """Steps completed in all."""
-        here = self._stream.num_steps_completed - self._began_at if self._stream is not None else 0
+        stream = self._stream  # read once: a heartbeat asks from another thread
+        here = stream.num_steps_completed - self._began_at if stream is not None else 0
         return self.num_steps_before + here
 
     @property

@@ -89,8 +89,8 @@ class Ledger:
 
     def enter(self, name: str) -> None:
         """From now on the time falls into this bin."""
-        now = self._clock()
         with self._lock:
+            now = self._clock()  # inside: another thread that reads must not see a bin begin after its own look
             self._seconds[self._bin] += now - self._since
             self._bin, self._since = name, now
 
@@ -245,8 +245,8 @@ class Ledger:
         return {name: spent for name, spent in found.items() if spent > 0}
 
     def _shown(self) -> dict[str, float]:
-        now = self._clock()
         with self._lock:
+            now = self._clock()
             present = {**self._seconds, self._bin: self._seconds[self._bin] + now - self._since}
         shown = {name: present[name] for name in BINS}
         for name, target in _SHOWN_AS.items():

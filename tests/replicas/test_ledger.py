@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 
@@ -194,3 +195,29 @@ def test_the_bins_add_up_at_every_moment(clock: Clock) -> None:
     assert len(found) == 7
     assert all(reading.total_s == now for reading, now in found)
     assert isinstance(found[0][0], TimeSpent)
+
+
+class Interrupted(Clock):
+    """When it is read, another thread would like to begin a bin, a moment later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.others: list[threading.Thread] = []
+
+    def __call__(self) -> float:
+        now = self.now
+        self.now += 1.0
+        if self.others:
+            other = self.others.pop()
+            other.start()
+            other.join(0.1)
+        return now
+
+
+def test_a_bin_that_another_thread_begins_during_a_look_is_not_less_than_nothing() -> None:
+    clock = Interrupted()
+    ledger = Ledger(clock)
+    other = threading.Thread(target=ledger.begin_call)
+    clock.others.append(other)
+    assert min(ledger.reading().seconds.values()) >= 0
+    other.join(60)
