@@ -24,6 +24,7 @@ def run_story(module: str, *arguments: str, timeout_s: float) -> subprocess.Comp
 
 
 def found_by(done: subprocess.CompletedProcess[str]) -> dict[str, Any]:
-    """What it printed last."""
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    """What it printed last, but for words of Ray."""
+    last = [line for line in done.stdout.splitlines() if line.startswith("{")][-1]
+    found: dict[str, Any] = json.loads(last)
     return found

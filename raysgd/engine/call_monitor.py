@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _FIRST_ROUND_S = 0.2
 _FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast, or workers are about to step in
 _MOST_STACKS = 8
+_REPORT_S = 1.0  # who has not answered by then is told of as that
 
 
 class Monitored(Protocol):
@@ -147,12 +148,12 @@ class CallMonitor:
         group = self._lifecycle.group
         if group is None:
             return "there is no group"
-        asked = ask_heartbeats(group, timeout_s=0.5)
+        asked = ask_heartbeats(group, _REPORT_S)
         heartbeats = {
             **self.heartbeats,
             **{rank: heartbeat for rank, heartbeat in asked.items() if heartbeat.step >= 0},
         }
-        stacks: Mapping[int, str] = group.ask_beside("stack", timeout_s=1.0)
+        stacks: Mapping[int, str] = group.ask_beside("stack", timeout_s=_REPORT_S)
         alike: dict[str, list[int]] = {}
         for rank in range(len(group)):
             alike.setdefault(f"{_place(heartbeats.get(rank))}\n{stacks.get(rank, '  no answer')}", []).append(rank)

@@ -32,7 +32,7 @@ class Monitoring:
     def begin(self, can_hold: bool = False) -> None:
         """Monitors what comes now; with `can_hold`, the call can be stopped at a step boundary and continued."""
         hold = StepHold(self._lifecycle, self._growth) if can_hold else None
-        self.monitor = CallMonitor(self._lifecycle, self._take_inside, hold, self.observe)
+        self.monitor = CallMonitor(self._lifecycle, self._take_inside, hold, self._at_round)
 
     def renew(self) -> CallMonitor | None:
         """Drops what the ranks were asked before they change: what a lost one owes, its successor does not.
@@ -53,6 +53,10 @@ class Monitoring:
         """Does what is due. To be called now and then while the driver waits."""
         if self.monitor is not None:
             self.monitor.poll()
+
+    def _at_round(self) -> None:
+        self._snapshots.poll()  # Ray brings a snapshot to this node only once it is asked for it
+        self.observe()
 
     def observe(self) -> None:
         """Tells the observer."""

@@ -381,6 +381,21 @@ def test_a_part_that_is_not_kept_any_more_makes_no_snapshot() -> None:
     assert trainer.group.functions == ["_restore", "walk"]
 
 
+def test_a_snapshot_on_its_way_lands_while_a_call_runs() -> None:
+    trainer = Trainer(is_large=True)
+    trainer.cluster.transfer_s = 3600.0
+    trainer.walk(1)
+    is_coming = []
+
+    def happens(second: int) -> None:
+        trainer.cluster.transfer_s = 0.0
+        is_coming.append(trainer.controller.snapshots.is_coming)
+
+    trainer.during_calls(4, happens)
+    trainer.walk(5)
+    assert (is_coming[0], is_coming[-1]) == (True, False)
+
+
 def test_a_snapshot_on_its_way_is_not_overtaken_by_one_from_inside() -> None:
     trainer = Trainer(is_large=True)
     trainer.cluster.transfer_s = 3600.0

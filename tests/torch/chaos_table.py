@@ -2,8 +2,8 @@
 
     python -m tests.torch.chaos_table [--all] [PHASE/VICTIM ...]
 
-Prints one line of JSON for each cell of the table, as it goes. One trainer serves all cells but those of its start-up:
-it is whole again before each of them. In the end, unless cells were named, a node is announced to go away.
+Prints one line of JSON for each cell of the table, as it goes. The trainer of the last cell of a start-up serves all
+others: it is whole again before each of them. In the end, unless cells were named, a node is announced to go away.
 """
 
 from __future__ import annotations
@@ -11,10 +11,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import signal
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +30,7 @@ from raysgd import testing
 from raysgd.testing import traps
 from raysgd.torch import TorchTrainer
 from tests.doors import controller_of
+from tests.patience import awaiting_new_workers
 from tests.torch.draining import drained
 from tests.torch.ledger import BATCH_SIZE_OF_ONE, NUM_SAMPLES, Ledger, parameters_of, uses
 from tests.torch.nodes import add_node, cluster_of
@@ -65,7 +68,21 @@ class Beckon:
 
     def __call__(self) -> None:
         Path(self.path).write_text(ray.get_runtime_context().get_node_id())
-        time.sleep(60)
+        time.sleep(600)
+
+
+@dataclass(frozen=True)
+class DiesWithOthers:
+    """Ends the process once so many have come to the same place, none of which is ahead of the others then."""
+
+    folder: str
+    num_victims: int
+
+    def __call__(self) -> None:
+        Path(self.folder, str(os.getpid())).touch()
+        while len(os.listdir(self.folder)) < self.num_victims:
+            time.sleep(0.01)
+        traps.Signal(signal.SIGKILL)()
 
 
 class EndsInSetup(Ledger):
@@ -95,7 +112,7 @@ class Table:
 
     @property
     def trainer(self) -> TorchTrainer:
-        """The one for all cells but those of its start-up, begun when it is needed."""
+        """The last one of those whose start-up was a cell; begun here where none was."""
         if self._trainer is None:
             self._trainer = TorchTrainer(training_operator_cls=Ledger, num_workers=NUM_WORKERS)
         return self._trainer
@@ -143,7 +160,8 @@ class Table:
         return {"result": sorted(_uses_in(torch.load(path, weights_only=False)))}
 
     def _set(self, place: str, ranks: tuple[int, ...], beckon: Beckon | None, num_before: int = 0) -> None:
-        act: Any = traps.Signal(9) if beckon is None else beckon
+        meeting = tempfile.mkdtemp(dir=self.folder)
+        act: Any = DiesWithOthers(meeting, len(ranks)) if beckon is None else beckon
         traps.arm(self.trainer, ranks, traps.Trap(act, place, num_before))
 
     def _between_calls(self, phase: str, ranks: tuple[int, ...], beckon: Beckon | None) -> dict[str, Any]:
@@ -168,17 +186,16 @@ class Table:
 
     def _start(self, victim: str) -> dict[str, Any]:
         self.end()
-        with tempfile.TemporaryDirectory(dir=self.folder) as folder:
-            config = {"folder": folder, "victims": VICTIMS[victim], "act": traps.Signal(9)}
-            if victim == NODE:
-                add_node(self.cluster)  # beforehand: a trainer does not start with fewer workers than it was asked for
-            with self._node_loss(gives_back=False) if victim == NODE else _nothing() as beckon:
-                config["act"] = beckon or config["act"]
-                trainer = TorchTrainer(training_operator_cls=EndsInSetup, num_workers=NUM_WORKERS, config=config)
-            trainer.train()
-            seen = {**self._state_of(trainer), "result": sorted(uses(trainer)), "failures": 0, "events": []}
-            trainer.shutdown()
-        return seen
+        folder = tempfile.mkdtemp(dir=self.folder)
+        config = {"folder": folder, "victims": VICTIMS[victim], "act": traps.Signal(9)}
+        if victim == NODE:
+            add_node(self.cluster)  # beforehand: a trainer does not start with fewer workers than it was asked for
+        with self._node_loss(gives_back=False) if victim == NODE else _nothing() as beckon:
+            config["act"] = beckon or config["act"]
+            trainer = TorchTrainer(training_operator_cls=EndsInSetup, num_workers=NUM_WORKERS, config=config)
+        self._trainer = trainer
+        trainer.train()
+        return {**self._state_of(trainer), "result": sorted(uses(trainer)), "failures": 0, "events": []}
 
     def _state_of(self, trainer: TorchTrainer) -> dict[str, Any]:
         states = trainer.apply_all_operators(parameters_of)
@@ -226,6 +243,12 @@ def _uses_in(state: dict[str, Any]) -> set[int]:
     return set((-state["models"][0]["used"]).round().int().tolist())
 
 
+def tell(seen: dict[str, Any]) -> None:
+    """In one piece: Ray's own thread prints, too, lines in two pieces."""
+    sys.stdout.write(f"\n{json.dumps(seen)}\n")
+    sys.stdout.flush()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("cells", nargs="*", help="as PHASE/VICTIM; default: a choice")
@@ -236,8 +259,7 @@ def main() -> None:
         logging.basicConfig(format="%(relativeCreated)d %(name)s %(message)s")
         logging.getLogger("raysgd").setLevel(logging.INFO)
     named: tuple[Any, ...] = tuple(tuple(cell.split("/")) for cell in arguments.cells)
-    tell: Callable[[dict[str, Any]], None] = lambda seen: print(json.dumps(seen), flush=True)  # noqa: E731
-    with cluster_of(NUM_WORKERS) as cluster, tempfile.TemporaryDirectory() as folder:
+    with awaiting_new_workers(), cluster_of(NUM_WORKERS) as cluster, tempfile.TemporaryDirectory() as folder:
         table = Table(cluster, folder)
         for phase, victim in ALL if arguments.all else named or CHOSEN:
             began = time.monotonic()

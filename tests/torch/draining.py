@@ -23,9 +23,8 @@ def announce_end(node_id: str) -> None:
 
 def drained() -> dict[str, Any]:
     """What came of a training on three nodes of which one is going away. That node is gone for good afterwards."""
-    with TorchTrainer(
-        training_operator_cls=Ledger, num_workers=3, config={"num_samples": 960, "step_s": 0.05}
-    ) as trainer:
+    config = {"num_samples": 960, "step_s": 0.3, "slow_size": 3}  # half a minute to notice, and no step more
+    with TorchTrainer(training_operator_cls=Ledger, num_workers=3, config=config) as trainer:
         leaving = trainer.worker_group.infos[1].node_id
         threading.Timer(0.5, announce_end, [leaving]).start()
         results, sizes = [], []

@@ -1,10 +1,13 @@
-"""Says when new workers may come, in tests of what happens before or after that."""
+"""Says when something may happen in workers, in tests of what is before or after that."""
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
 from pathlib import Path
+
+from raysgd.torch import TorchTrainer
+from tests.doors import controller_of
 
 
 @dataclass(frozen=True)
@@ -28,3 +31,11 @@ class Gate:
     def open(self) -> None:
         """They go on."""
         self.path.unlink()
+
+
+def mark_when_inside(trainer: TorchTrainer, mark: Path) -> None:
+    """Makes the file once the driver has a snapshot that was taken inside a call."""
+    deadline = time.monotonic() + 120
+    while not controller_of(trainer).snapshots.is_inside and time.monotonic() < deadline:
+        time.sleep(0.01)
+    mark.touch()

@@ -48,7 +48,8 @@ class LossAndMarks(torch.nn.Module):
 class Ledger(TrainingOperator):
     """Config: `batch_size`, `num_samples`, `step_s` (how long a step takes at least), `num_loader_processes`.
 
-    Also `is_large`: the gradients of a model with many buckets travel in another way.
+    Also `slow_size`: with it only the steps of a group of that size take `step_s`, so that its change can be awaited.
+    And `is_large`: the gradients of a model with many buckets travel in another way.
     """
 
     def setup(self, config: dict[str, Any]) -> None:
@@ -80,7 +81,8 @@ class Ledger(TrainingOperator):
         marks /= marks[marks > 0].min()  # so many times was each sample in the joint batch
         marks.round_()
         super().optimizer_step()
-        time.sleep(self.config.get("step_s", 0.0))
+        if self.config.get("slow_size", self.world_size) == self.world_size:
+            time.sleep(self.config.get("step_s", 0.0))
 
 
 def uses(trainer: TorchTrainer) -> set[int]:

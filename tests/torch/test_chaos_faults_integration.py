@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,13 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd import testing
-from raysgd.engine import group_former
 from raysgd.operators import GANOperator
 from raysgd.torch import TorchTrainer
 from raysgd.utils import BATCH_SIZE
 from tests.doors import controller_of
 from tests.hygiene import RaySurroundings
 from tests.torch import ledger
+from tests.torch.gate import Gate
 from tests.torch.ledger import Ledger, parameters_of, uses
 from tests.torch.operators_for_tests import BatchNormOperator, DropoutOperator, equal
 from tests.torch.programs import run_program
@@ -111,20 +112,26 @@ def seen_by(operator: Rich) -> dict[str, Any]:
     }
 
 
-def test_a_survivor_keeps_its_objects_and_the_batch_follows_the_group(ray_cluster: None) -> None:
-    config = {BATCH_SIZE: 8, "num_samples": 48}
+def test_a_survivor_keeps_its_objects_and_the_batch_follows_the_group(ray_cluster: None, newcomers: Gate) -> None:
     with TorchTrainer(
-        training_operator_cls=Rich, num_workers=2, config=config, scheduler_step_freq="batch", resize_check_s=600.0
+        training_operator_cls=Rich,
+        num_workers=2,
+        config={BATCH_SIZE: 8, "num_samples": 48},
+        scheduler_step_freq="batch",
+        resize_check_s=600.0,
+        initialization_hook=newcomers,
     ) as trainer:
         assert trainer.train()["batch_count"] == 6
         before = trainer.apply_all_operators(seen_by)
+        newcomers.close()
         testing.kill_worker(trainer, 0, at="step:2")
         assert trainer.train()["batch_count"] == 6, "half as many workers, each with twice as large batches"
         assert trainer.num_workers == 1
-        survivor = trainer.worker_group.beside(0, lambda runner: seen_by(runner.operator)).result(10)
+        survivor = trainer.worker_group.beside(0, lambda runner: seen_by(runner.operator)).result(60)
         assert survivor["pid"] == before[1]["pid"]
         assert (survivor["is the same"], survivor["batch size"]) == (True, 8)
         assert survivor["state"][1]["last_epoch"] == 12, "the scheduler took each step of the two passes once"
+        newcomers.open()
         trainer.train()
         after = trainer.apply_all_operators(seen_by)
         assert [(seen["is the same"], seen["batch size"]) for seen in after] == [(True, 4)] * 2
@@ -138,7 +145,7 @@ def test_a_survivor_keeps_its_objects_and_the_batch_follows_the_group(ray_cluste
 
 
 class Pair(GANOperator):
-    """Two networks; the first time, rank 1 ends between the steps of their optimizers."""
+    """Two networks; the first time, rank 1 ends when both ranks are between the steps of their optimizers."""
 
     def build_discriminator(self, config: dict[str, Any]) -> torch.nn.Module:
         return torch.nn.Linear(1, 1)
@@ -155,9 +162,14 @@ class Pair(GANOperator):
         self._optimizers[0].register_step_post_hook(self.meet)
 
     def meet(self, *_: Any) -> None:
-        mark = Path(self.config["once"])
-        if self.world_rank == 1 and self.global_step == 3 and not mark.exists():
-            mark.touch()
+        marks = Path(self.config["marks"])
+        if self.global_step != 3 or (marks / "over").exists():
+            return
+        (marks / f"rank {self.world_rank}").touch()
+        if self.world_rank == 1:
+            while not (marks / "rank 0").exists():
+                time.sleep(0.01)
+            (marks / "over").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -168,7 +180,7 @@ def parameters_of_all(operator: Pair) -> list[torch.Tensor]:
 def test_a_step_of_two_optimizers_that_broke_off_half_way_is_not_gone_on_with(
     ray_cluster: None, tmp_path: Path
 ) -> None:
-    config = {"noise_dim": 2, "batch_size": 8, "seed": 0, "once": str(tmp_path / "once")}
+    config = {"noise_dim": 2, "batch_size": 8, "seed": 0, "marks": str(tmp_path)}
     with TorchTrainer(training_operator_cls=Pair, num_workers=2, config=config) as trainer:
         result = trainer.train()
         assert kinds(trainer) == ["rebuilt"]
@@ -180,10 +192,7 @@ def test_a_step_of_two_optimizers_that_broke_off_half_way_is_not_gone_on_with(
 # ------------------------------------------------------------------------------------------------ driver and worker
 
 
-def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(
-    ray_cluster: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(group_former, "STANDBY_WAIT_S", 120.0)  # on a busy machine a new process may need longer
+def test_a_driver_that_is_a_worker_goes_on_when_the_other_one_is_lost(ray_cluster: None) -> None:
     with TorchTrainer(training_operator_cls=Ledger, num_workers=2, use_local=True) as trainer:
         with pytest.raises(ValueError, match=r"rank 0 is this process.*Use one of \[1\]"):
             testing.kill_worker(trainer, [0, 1])

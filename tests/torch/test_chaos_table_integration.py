@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.forked import Forks, NoForks
 from tests.stories import run_story
 from tests.torch.chaos_table import ALL, CHOSEN, NODE, NUM_WORKERS, PHASES, VICTIMS
 
@@ -23,8 +24,8 @@ def told(*arguments: str, timeout_s: float) -> dict[Cell, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def chosen() -> dict[Cell, dict[str, Any]]:
-    """The table as far as there is time for it."""
+def chosen(worker_forks: Forks | NoForks) -> dict[Cell, dict[str, Any]]:
+    """The table as far as there is time for it, on workers forked by what all other tests use, too."""
     return told(timeout_s=480)
 
 

@@ -20,8 +20,8 @@ from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch import TorchTrainer
 from raysgd.torch.fsdp import _filled, _skeleton_of
 from raysgd.torch.options import FSDPOptions
-from tests.doors import controller_of
 from tests.patience import hearing_all_ranks
+from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, run_alone, run_together
 from tests.torch.operators_for_tests import NUM_FEATURES, LinearOperator, dataset, equal
 
@@ -45,7 +45,6 @@ class Blocks(LinearOperator):
             while self.global_step == self.config.get("waits_in") and not mark.with_name("landed").exists():
                 time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(self.config.get("step_s", 0.0))
         return super().train_batch(batch, batch_info)
 
 
@@ -236,14 +235,6 @@ def test_a_damaged_folder_leaves_the_workers_as_they_were(divided: TorchTrainer,
         divided.save(tmp_path)
 
 
-def mark_when_inside(trainer: TorchTrainer, mark: Path) -> None:
-    """Makes the file once the driver has a snapshot that was taken inside a call."""
-    deadline = time.monotonic() + 60
-    while not controller_of(trainer).snapshots.is_inside and time.monotonic() < deadline:
-        time.sleep(0.01)
-    mark.touch()
-
-
 def test_a_lost_worker_is_replaced_and_nothing_is_lost(
     ray_cluster: None, tmp_path: Path, make_local: Callable[..., TorchTrainer]
 ) -> None:
@@ -253,8 +244,8 @@ def test_a_lost_worker_is_replaced_and_nothing_is_lost(
     """
     alone = make_local(Blocks, config={"batch_size": 8})
     expected = [alone.train(num_steps=number) for number in (7, 1, 2)]
-    config = {"dies_in": [5, 8], "waits_in": 5, "marks": str(tmp_path), "step_s": 0.2}
-    with start(config=config, snapshot_every_n_steps=1, snapshot_every_s=3600, heartbeat_s=2) as trainer:
+    config = {"dies_in": [5, 8], "waits_in": 5, "marks": str(tmp_path)}
+    with start(config=config, snapshot_every_n_steps=1, snapshot_every_s=3600) as trainer:
         [survivor, lost] = trainer.apply_all_workers(os.getpid)
         watcher = threading.Thread(target=mark_when_inside, args=(trainer, tmp_path / "landed"))
         watcher.start()

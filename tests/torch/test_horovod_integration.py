@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch.utils.data import DataLoader
 from raysgd.exceptions import WorkerError
 from raysgd.operators import ClassificationOperator
 from raysgd.torch import TorchTrainer
+from tests.torch.gate import mark_when_inside
 from tests.torch.lab import Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import (
     NUM_FEATURES,
@@ -271,14 +273,13 @@ def test_predictions_are_those_of_one_process_and_the_training_goes_on(two: Torc
 
 
 class Mortal(LinearOperator):
-    """Is killed where the config says so, once."""
+    """Is killed in its third batch where `info` says so, once, as soon as there is the file named beside."""
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        victim, once = batch_info.get("kill", (None, ""))
-        is_due = victim is not None and not Path(once).exists()
-        if is_due:
-            time.sleep(1)  # until the driver has seen a snapshot
-        if is_due and victim == self.world_rank and batch_info["batch_idx"] == 2:
+        victim, once, awaited = batch_info.get("kill", (None, "", ""))
+        if victim == self.world_rank and batch_info["batch_idx"] == 2 and not Path(once).exists():
+            while not Path(awaited).exists():
+                time.sleep(0.01)
             Path(once).touch()
             os.kill(os.getpid(), signal.SIGKILL)
         if batch_info.get("raise") == self.world_rank:
@@ -293,11 +294,15 @@ def test_a_killed_worker_costs_a_call_or_less_and_no_result(
     """Also where the driver is a rank, whose process has to form the next group as well."""
     config = {**CONFIG, "optimizer": "adam"}
     alone = make_local(config={**JOINT, "optimizer": "adam"})
-    options: dict[str, Any] = {} if use_local else {"snapshot_every_n_steps": 1, "heartbeat_s": 2}
+    options: dict[str, Any] = {} if use_local else {"snapshot_every_n_steps": 1}
+    kill = (1, str(tmp_path / "once"), str(tmp_path if use_local else tmp_path / "landed"))
     with TorchTrainer(
         training_operator_cls=Mortal, config=config, num_workers=2, backend="horovod", use_local=use_local, **options
     ) as trainer:
-        found = [trainer.train(), trainer.train(info={"kill": (1, str(tmp_path / "once"))}), trainer.validate()]
+        found = [trainer.train()]
+        if not use_local:
+            threading.Thread(target=mark_when_inside, args=(trainer, tmp_path / "landed")).start()
+        found += [trainer.train(info={"kill": kill}), trainer.validate()]
         expected = [alone.train(), alone.train(), alone.validate()]
         assert trainer._num_failures == 1
         assert trainer.num_workers == 2
