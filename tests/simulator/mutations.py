@@ -341,6 +341,28 @@ _GROWN = Schedule(
     1, num_workers=3, nodes=(3, 3), num_samples=40, ops=(Op("train"), Op("train")), faults=(Fault("drain", "step", 5),)
 )
 
+_STUCK_AND_FROZEN = tuple(
+    Schedule(
+        1,
+        num_workers=4,
+        nodes=(7,),
+        num_spares=num_spares,
+        num_samples=23,
+        batch_size=6,
+        is_large=True,
+        snapshot_every=1,
+        tells=True,
+        heartbeat_s=10.0,
+        ops=(Op("train", 26, 6), Op("train", 50, 6)),
+        faults=(Fault("stall", "merge", *stalled), Fault("freeze", "merge", *frozen)),
+    )
+    for num_spares, stalled, frozen in (
+        (0, (7, 6), (11, 4)),
+        (2, (5, 2), (7, 0)),
+        (0, (7, 4), (11, 6)),
+        (2, (5, 5), (8, 6)),
+    )
+)
 _PARTED = Schedule(1, ops=(Op("note", 1), Op("look")), faults=(Fault("raise", "note", 1),))
 _SHRUNK = Schedule(1, min_workers=2, nodes=(1, 1), ops=(Op("train"),), faults=(Fault("lose node", "step", 3),))
 _ADVANCED = tuple(
@@ -386,7 +408,7 @@ def _forget_stuck(real: Any) -> Any:
 
 
 MUTATIONS = (
-    Mutation("a stuck rank that froze is asked to end", Survivors, "_let_finish", _forget_stuck, (17113,)),
+    Mutation("a stuck rank that froze is asked to end", Survivors, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN),
     Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (3,)),
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (5,)),
     Mutation("a rejoin after some steps is paid for", RetryBudget, "pay_for_rejoin", _pay_for_any_rejoin, (7,)),
