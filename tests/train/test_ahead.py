@@ -102,6 +102,7 @@ def test_an_exception_comes_behind_all_reports() -> None:
     assert [user_keys(each) for each in found] == [{"number": number} for number in range(3)]
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_an_answer_ends_however_fast_the_function_reports() -> None:
     def train() -> None:
         while True:

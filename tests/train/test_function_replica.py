@@ -53,6 +53,7 @@ class TestTheReplica:
         begin(replica, lambda: "next")
         assert replica.next() == Ended("next")
 
+    @pytest.mark.usefixtures("unhurried")
     def test_ends_a_function_that_nobody_listens_to(self, replica: FunctionReplica) -> None:
         begin(replica, lambda: session.report(a=1))
         assert replica.end()

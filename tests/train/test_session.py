@@ -271,6 +271,7 @@ class TestCheckpointsThatSeveralRanksReport:
         with pytest.raises(TypeError, match="pickle"):
             second.next()
 
+    @pytest.mark.usefixtures("unhurried")
     def test_do_not_hold_up_the_end_of_a_run(self, second: FunctionReplica) -> None:
         begin(second, lambda: session.report({"loss": 1}, checkpoint={"weight": 1}))
         second.next()
