@@ -739,7 +739,7 @@ class Stopper:
         return False
 
     def join(self) -> None:
-        self._thread.join(20)
+        self._thread.join(60)
         assert not self._thread.is_alive(), "`stop` did not return"
 
 

@@ -971,7 +971,7 @@ def test_no_call_of_another_thread_comes_between_those_of_a_turn() -> None:
         trainer.add(2)
         assert trainer.group.functions == ["add", "add"]
         assert other.is_alive()
-    other.join(20)
+    other.join(60)
     assert trainer.group.functions == ["add", "add", "add"]
 
 
@@ -996,7 +996,7 @@ def test_a_call_that_another_thread_waits_to_make_is_not_made() -> None:
     with pytest.raises(TrainerShutdownError):
         trainer.add(1)
     stopper.join()
-    waiting.join(20)
+    waiting.join(60)
     assert len(found) == 1
     assert trainer.group.functions == ["add"]
 
@@ -1007,7 +1007,7 @@ def test_a_call_that_the_driver_alone_works_on_ends_by_itself_and_keeps_its_resu
 
     def stop() -> None:
         thread.start()
-        thread.join(20)
+        thread.join(60)
         assert not thread.is_alive(), "it waited for a call that nobody can end"
 
     trainer.next_calls(ShutDown(stop))

@@ -84,7 +84,7 @@ def test_calls_from_another_thread_wait_for_the_running_one() -> None:
     trainer.walk(5)
     [thread, *_] = seen
     assert isinstance(thread, threading.Thread), "it came first"
-    thread.join(20)
+    thread.join(60)
     assert seen[1].shared_state == 5
     assert trainer.controller.monitor is None
 
