@@ -34,7 +34,6 @@ collect_ignore_glob = [] if importlib.util.find_spec("horovod") else ["**/test_h
 TENSORFLOW = "tests/tf/"
 NUM_CPUS = 4
 OBJECT_STORE_BYTES = 256 * 1024 * 1024
-NEW_WORKER_S = 150.0
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -104,13 +103,15 @@ def ray_cluster(worker_forks: Forks | NoForks) -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def survivors_wait_for_slow_workers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+def survivors_wait_for_slow_workers(request: pytest.FixtureRequest) -> Iterator[None]:
     """On a busy machine a worker may take longer to start than survivors of a loss wait for it, who go on without."""
-    if "ray_cluster" in request.fixturenames:
-        from raysgd.engine import group_former, in_place
+    if "ray_cluster" not in request.fixturenames:
+        yield
+        return
+    from tests.patience import awaiting_new_workers
 
-        for module in (group_former, in_place):
-            monkeypatch.setattr(module, "STANDBY_WAIT_S", NEW_WORKER_S)
+    with awaiting_new_workers():
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -122,13 +123,15 @@ def s3_server(private_temp_dir: Path) -> Iterator[S3Server]:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient() -> Iterator[None]:
     """However late a rank comes to an exception that another one had, it is waited for, and the group goes on.
 
     For tests that share a trainer, in which all ranks raise or end without the others.
     """
-    for name in ("_USER_GRACE_S", "_LONGEST_USER_GRACE_S"):
-        monkeypatch.setattr(f"raysgd.engine.gathering.{name}", 240.0)
+    from tests.patience import hearing_all_ranks
+
+    with hearing_all_ranks():
+        yield
 
 
 @pytest.fixture(autouse=True)

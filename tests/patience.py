@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 from raysgd.engine import gathering, group_former, in_place
 
-PATIENCE_S = 120.0
+PATIENCE_S = 150.0
 
 
 @contextmanager

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from raysgd.connections.torch import end_process_group
 from raysgd.torch import TorchTrainer, TrainingOperator
-from tests.patience import awaiting_new_workers
 from tests.torch import gate, lab, operators_for_tests
 from tests.torch.gate import Gate
 from tests.torch.operators_for_tests import LinearOperator
@@ -27,13 +26,6 @@ def ships_what_tests_define(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     for module in modules:
         ray.cloudpickle.unregister_pickle_by_value(module)
-
-
-@pytest.fixture(autouse=True)
-def gets_new_workers() -> Iterator[None]:
-    """Let no test go on without the worker that its survivors wait for: on a busy machine that takes its time."""
-    with awaiting_new_workers():
-        yield
 
 
 @pytest.fixture
