@@ -160,6 +160,8 @@ class TestMLflow:
 
 @RunIf(modules=["wandb"])
 class TestWandb:
+    SETTINGS: Mapping[str, Any] = {"silent": True, "x_service_wait": 240.0, "init_timeout": 240.0}
+
     @pytest.fixture(autouse=True)
     def ends_its_service(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         import wandb
@@ -170,18 +172,18 @@ class TestWandb:
         wandb.teardown()
 
     def test_offline_runs_are_on_the_disk(self, tmp_path: Path) -> None:
-        logger = WandbLogger("digits", mode="offline", settings={"silent": True})
+        logger = WandbLogger("digits", mode="offline", settings=self.SETTINGS)
         play(logger, tmp_path, {"loss": 2.0, "text": "x"}, {"loss": 1.0})
         [found] = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
         assert logger.run_id in found.name
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while len(written(found, "loss")) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)  # the process of wandb may still be writing
         assert written(found, "loss") == [2.0, 1.0]
 
     def test_a_run_that_resumes_goes_on_with_it(self, tmp_path: Path) -> None:
-        first = WandbLogger("digits", mode="offline", settings={"silent": True})
-        later = WandbLogger("digits", mode="offline", settings={"silent": True})
+        first = WandbLogger("digits", mode="offline", settings=self.SETTINGS)
+        later = WandbLogger("digits", mode="offline", settings=self.SETTINGS)
         play(first, tmp_path, {"loss": 2.0})
         later.load_state_dict(json.loads(json.dumps(first.state_dict())))
         play(later, tmp_path / "later", {"loss": 1.0}, epoch=1)

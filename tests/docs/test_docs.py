@@ -123,7 +123,8 @@ def skip_without_horovod(name: str, *kinds: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[PageRunner]:
+def runner(ray_cluster: None) -> Iterator[PageRunner]:
+    """Comes after the cluster: a process that imported Ray before would not be let in, though it is told the token."""
     with page_runner() as runner:
         yield runner
 

@@ -119,7 +119,8 @@ def surroundings(tmp_path: Path) -> Iterator[Surroundings]:
 
 
 @pytest.fixture(scope="module")
-def runner() -> Iterator[PageRunner]:
+def runner(ray_cluster: None) -> Iterator[PageRunner]:
+    """Comes after the cluster: a process that imported Ray before would not be let in, though it is told the token."""
     with page_runner("sklearn.datasets", "sklearn.model_selection") as runner:
         yield runner
 

@@ -14,19 +14,19 @@ pytestmark = pytest.mark.integration
 @pytest.fixture(scope="module")
 def found() -> dict[str, Any]:
     """What the story of a wait saw; it is told once."""
-    return found_by(run_story("tests.torch.node_stories", timeout_s=160))
+    return found_by(run_story("tests.torch.node_stories", timeout_s=280))
 
 
 @pytest.mark.soak
 def test_two_trainers_recover_at_the_same_time_each_for_itself() -> None:
-    found = found_by(run_story("tests.torch.node_stories", "two", timeout_s=160))
+    found = found_by(run_story("tests.torch.node_stories", "two", timeout_s=280))
     assert found["left over"] == []
     assert found["two"] == {"kinds": [["rejoined"]] * 2, "sizes": [2, 2], "uses": [[1], [1]], "num_results": 2}
 
 
 @pytest.mark.soak
 def test_a_spare_takes_the_place_of_a_worker_whose_node_is_gone() -> None:
-    found = found_by(run_story("tests.torch.node_stories", "spare", timeout_s=160))
+    found = found_by(run_story("tests.torch.node_stories", "spare", timeout_s=280))
     assert found["left over"] == []
     assert found["spare"] == {"kinds": ["rejoined"], "size": 2, "uses": [1], "is on the lost node": False}
 
@@ -54,7 +54,7 @@ def test_nothing_is_left_over(found: dict[str, Any]) -> None:
 
 @pytest.mark.soak
 def test_a_partner_has_the_part_of_a_divided_model_that_a_node_took_along() -> None:
-    found = found_by(run_story("tests.torch.node_stories", "parts", timeout_s=160))
+    found = found_by(run_story("tests.torch.node_stories", "parts", timeout_s=280))
     # Until Ray knows of the loss of a node, the trainer may try to grow into it.
     assert [kind for kind in found["kinds"] if kind != "grown"] == ["rebuilt", "rebuilt"]
     assert found["sizes"] == [3, 2]

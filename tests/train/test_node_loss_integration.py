@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak]
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What the story of `node_loss_scenario` saw; it is told once."""
-    told = run_story("tests.train.node_loss_scenario", str(tmp_path_factory.mktemp("logdir")), timeout_s=160)
+    told = run_story("tests.train.node_loss_scenario", str(tmp_path_factory.mktemp("logdir")), timeout_s=280)
     return {**found_by(told), "log": told.stderr}
 
 
