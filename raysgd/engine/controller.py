@@ -207,8 +207,10 @@ class ElasticController:
     def landed_snapshot(self) -> Snapshot | None:
         """The snapshot that the driver holds already, or is about to, if no call changed the shared state since."""
         with self._turns.take():
-            self._monitoring.await_snapshot()
-            self._monitoring.end()
+            try:
+                self._monitoring.await_snapshot()
+            finally:
+                self._monitoring.end()
             return self.snapshots.landed if self.snapshots.shares_current else None
 
     def status(self, samples_per_s: float | None) -> TrainerStatus:

@@ -52,10 +52,18 @@ class Listener:
     def stop(self, kinds: Collection[FailureKind] = ()) -> None:
         """From another thread, when the local rank failed, in these ways: the others get the usual grace, no more.
 
-        When this returns, `on_wait` is over, and is not called again: what it looks at can be ended.
+        When this returns, `on_wait` is over, and is not called again: what it looks at can be ended. That holds, too,
+        where Ctrl-C is pressed once meanwhile; a second time ends the wait.
         """
         self._kinds_of_driver |= set(kinds)
         self._is_stopped.set()
+        try:
+            self._await_on_wait()
+        except BaseException:
+            self._await_on_wait()
+            raise
+
+    def _await_on_wait(self) -> None:
         while self._is_in_on_wait:
             self._calls.sleep(_LOOK_S)
 

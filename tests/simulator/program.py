@@ -61,6 +61,7 @@ class Program:
         self._file = Snapshot(State(), ((0, 0),))
         self._num_loads = 0
         self._possible: list[State] = []
+        self._before_raised: list[State] = []  # what a loss may go back to until a snapshot has what a failed call did
         schedule = simulation.schedule
         sizes = range(1, schedule.num_workers + 1)
         # Else a completed call that is repeated by fewer workers takes other steps, and may use fewer samples.
@@ -275,10 +276,18 @@ class Program:
 
     def _commit(self, state: State, is_change: bool = True) -> None:
         self._invariants.check_state(state)
-        is_known = any(state.extends(self._counted(each)) for each in (self.committed, *self._possible))
+        possible = (self.committed, *self._possible, *self._before_raised)
+        is_known = any(state.extends(self._counted(each)) for each in possible)
         self._invariants.require(is_known, f"lost: {self.committed}; there is {state}")
+        self._forget_raised(state)
         if is_change:
             self.committed, self._is_exact, self._possible = state, True, []
+
+    def _forget_raised(self, state: State) -> None:
+        """What calls noted since then is run again after a loss. All is safe once a snapshot has landed."""
+        snapshots, noted = self._controller.snapshots, state.noted[len(self.committed.noted) :]
+        is_safe = snapshots.shares_current and not snapshots.is_coming
+        self._before_raised = [] if is_safe else [_noting(each, noted) for each in self._before_raised]
 
     def _counted(self, state: State) -> State:
         """What of a state is still there after it."""
@@ -320,6 +329,11 @@ class Program:
             require(op.kind == "start" and (has_loss or kinds["room goes"] > 0), why)
         elif isinstance(error, WorkerError):
             require("raise" in since, why)
+            self._before_raised.append(self.committed)
         else:
             told = "".join(traceback.format_exception(error))
             require(False, f"{why}\n{told}")
+
+
+def _noting(state: State, noted: Sequence[int]) -> State:
+    return state._replace(noted=(*state.noted, *noted))

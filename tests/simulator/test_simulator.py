@@ -101,6 +101,13 @@ def test_ctrl_c_while_frozen_ranks_are_looked_at_ends_the_look_first(nth: int) -
         assert run(schedule).broken is None
 
 
+@pytest.mark.parametrize("nth", range(1, 20))
+def test_ctrl_c_while_a_snapshot_is_awaited_leaves_nothing_behind(nth: int) -> None:
+    ops, faults = (Op("landed"), Op("kill")), (Fault("interrupt", "wait", nth),)
+    with quiet():
+        assert run(Schedule(42436, nodes=(4,), is_large=True, ops=ops, faults=faults)).broken is None
+
+
 def test_the_report_of_a_broken_schedule_can_be_run_again(monkeypatch: pytest.MonkeyPatch) -> None:
     schedule = Schedule(
         1, num_spares=1, ops=(Op("look"), Op("note", 1), Op("train")), faults=(Fault("die", "note", 1),)
