@@ -1,7 +1,8 @@
-"""How long Ray may take to start: it gives its processes 30 seconds, which a busy machine may exceed."""
+"""How Ray starts in tests: it gives its processes 30 seconds, which a busy machine may exceed, and makes a token."""
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,10 +11,11 @@ from unittest import mock
 
 PATIENCE_S = 240.0
 VARIABLES = {
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),  # else several clusters that start at once may overwrite each other's file
     "RAY_gcs_server_port_wait_time_s": f"{PATIENCE_S:.0f}",
     "RAY_worker_register_timeout_seconds": f"{PATIENCE_S:.0f}",
 }
-"""The same for what is in a variable of the environment."""
+"""For the environment of all test processes, and of those that they start."""
 
 
 @contextmanager
