@@ -97,6 +97,7 @@ class Program:
         failures_before = self._invariants.hooks.num_failures
         snapshots = self._controller.snapshots
         was_coming, must_follow = snapshots.is_coming, snapshots.must_follow
+        num_events = len(simulation.controller.history.events)
         self.is_in_call = self.is_in_call or is_first
         try:
             value = getattr(self, f"_{op.kind}")(op, budget)
@@ -116,7 +117,9 @@ class Program:
         if self._is_alone:
             self._invariants.check_spent(budget.num_spent)
             self._check_raised(op, before)
-            if op.kind in CHANGING and before == dict(simulation.befalling.kinds) and not was_coming:
+            has_events = len(simulation.controller.history.events) > num_events  # new workers send a snapshot, too
+            is_in_peace = before == dict(simulation.befalling.kinds) and not has_events
+            if op.kind in CHANGING and is_in_peace and not was_coming:
                 self._invariants.check_covered(must_follow or op.kind == "apply")
             if op.kind in (*CHANGING, "look"):  # others bring a budget of their own
                 self._check_paid(budget, self._invariants.hooks.num_failures - failures_before)
