@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _FIRST_ROUND_S = 0.2
 _FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast, or workers are about to step in
 _MOST_STACKS = 8
-_REPORT_S = 1.0  # who has not answered by then is told of as that
+_REPORT_S = 1.0  # the report says who has not answered by then
 
 
 class Monitored(Protocol):

@@ -55,7 +55,7 @@ class Monitoring:
             self.monitor.poll()
 
     def _at_round(self) -> None:
-        self._snapshots.poll()  # Ray brings a snapshot to this node only once it is asked for it
+        self._snapshots.poll()  # Ray brings a snapshot to this node only once somebody asks
         self.observe()
 
     def observe(self) -> None:

@@ -84,7 +84,7 @@ def _node_view(node: Mapping[str, Any], free: Mapping[str, float], groups: Colle
 
 
 def _is_settling(free: Mapping[str, float], groups: Collection[str]) -> bool:
-    """Whether a node still has bundles of a placement group that is none of `groups`, which were asked for later.
+    """Whether a node still has bundles of a placement group that is none of `groups`, a list made later.
 
     Ray calls a group removed as soon as it was told to remove it. What the group held is free some time after that, on
     a busy machine seconds, and in the same moment its bundles are off the node's list.
