@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _FIRST_ROUND_S = 0.2
 _FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast, or workers are about to step in
 _MOST_STACKS = 8
-_REPORT_S = 1.0  # the report says who has not answered by then
+_REPORT_S = 1.0  # for an answer; the report says which ranks gave none
 
 
 class Monitored(Protocol):
@@ -218,7 +218,7 @@ def ask_heartbeats(group: WorkerGroup, timeout_s: float) -> dict[int, Heartbeat]
 
 
 def _heartbeat(replica: Any) -> Heartbeat | None:
-    """With what the process logged; that comes again with the answer of its call, which may end before this is read."""
+    """With what the process logged; the answer of its call repeats that, which may end before this is read."""
     heartbeat = _sign_of_life(replica)
     return None if heartbeat is None else replace(heartbeat, notes=_logging.glance())
 
