@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, Protocol
 
+from raysgd.engine.own_time import OwnTime
 from raysgd.engine.silence import max_silence_s
 from raysgd.engine.types import Failure, FailureKind, Outcome
 from raysgd.engine.worker import WorkerFailed, cannot_import
@@ -22,7 +23,6 @@ _POLL_S = 0.1
 _LOOK_S = 0.005
 _TICK_S = 0.001  # what is less is nothing: sums of seconds are not exact
 _POLL_S_EACH = 0.0005  # for each call: a look at a thousand of them takes Ray a millisecond
-_LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and polled nothing
 _MISSING_MODULE = re.compile(r"No module named '([^']+)'")
 
 
@@ -107,15 +107,15 @@ class Listener:
 
     def _look_closer(self) -> dict[int, Outcome]:
         """Listens until the kind of failure is plain: see the grace periods above."""
-        self._failed_at = self._calls.now()
+        self._failed_at, own_time = self._calls.now(), OwnTime(self._calls.now)
         outcomes = {rank: self._calls.outcome(rank, reference) for rank, reference in self._references.items()}
         while waiting := {self._references[rank]: rank for rank, found in outcomes.items() if not found.answered}:
-            pause_s, before = min(self.left_s(outcomes), _POLL_S), self._calls.now()
+            pause_s = min(self.left_s(outcomes), _POLL_S)
             if pause_s < _TICK_S:
                 break
             for reference in self._calls.any_ready(list(waiting), pause_s):
                 outcomes[waiting[reference]] = self._calls.outcome(waiting[reference], reference)
-            self._listened_s += min(self._calls.now() - before, pause_s)  # more than that, and all stood still
+            self._listened_s = own_time.look(pause_s)
         return outcomes
 
     def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
@@ -227,11 +227,10 @@ def roll_call(
     outcomes = {rank: Outcome(rank, answered=False) for rank in references}
     ranks = {reference: rank for rank, reference in references.items()}
     answered_after_s: list[float] = []
-    waited_s, looked_at = 0.0, poller.now()
+    waited_s, own_time = 0.0, OwnTime(poller.now)
     while ranks and waited_s < max_silence_s(answered_after_s, len(ranks), num_others, heartbeat_s):
         ready = poller.ready(ranks.keys(), _POLL_S)
-        waited_s += min(poller.now() - looked_at, _LONGEST_GAP_S)
-        looked_at = poller.now()
+        waited_s = own_time.look()
         polled = [poller.outcome(ranks.pop(reference), reference) for reference in ready]
         outcomes |= {found.rank: found for found in polled}
         answered_after_s += [waited_s for found in polled if found.ok]  # the dead tell nothing of the living
@@ -246,12 +245,10 @@ def await_all(poller: CallPoller, references: Collection[Any], timeout_s: float)
         references: The calls.
         timeout_s: How long, on a machine that does not stall.
     """
-    waited_s, looked_at = 0.0, poller.now()
-    while waited_s < timeout_s:
+    own_time = OwnTime(poller.now)
+    while own_time.look() < timeout_s:
         if len(poller.ready(references, _POLL_S)) == len(references):
             return
-        now = poller.now()
-        waited_s, looked_at = waited_s + min(now - looked_at, _LONGEST_GAP_S), now
 
 
 def _carried(carrier: Any) -> Failure:

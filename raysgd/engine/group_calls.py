@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -11,6 +10,7 @@ from raysgd.engine.gathering import Listener
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.local_worker import LocalCall
 from raysgd.engine.members import Members, split
+from raysgd.engine.own_time import OwnTime
 from raysgd.engine.platform import Event, Platform
 from raysgd.engine.types import GroupReport, Outcome, Rendezvous, hosts_of
 from raysgd.engine.worker import notes_of
@@ -96,7 +96,7 @@ class GroupCalls:
         """Whether the remote processes have to end, because after their failure the local call does not come back."""
         if all(found.ok for found in answers.values()):
             return False
-        if _is_done_within(is_local_done, left_s):
+        if self._happens_within(left_s, is_local_done):
             return False
         kinds = {found.failure.kind for found in answers.values() if found.failure}
         if self._spec.keeps_processes and "user" not in kinds:
@@ -104,13 +104,12 @@ class GroupCalls:
             return not is_local_done.wait(self._spec.settle_timeout_s)
         return True
 
-
-def _is_done_within(event: Event, timeout_s: float) -> bool:
-    """Whether it happens within so many seconds in which this process does not stand still."""
-    for _ in range(math.ceil(timeout_s / _POLL_S)):
-        if event.wait(_POLL_S):
-            return True
-    return event.wait(0.0)
+    def _happens_within(self, timeout_s: float, event: Event) -> bool:
+        own_time = OwnTime(self._platform.now)
+        while own_time.look(_POLL_S) < timeout_s:
+            if event.wait(_POLL_S):
+                return True
+        return event.wait(0.0)
 
 
 def _ranked(found: Outcome) -> Outcome:

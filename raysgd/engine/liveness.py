@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from raysgd.engine.own_time import OwnTime
 from raysgd.engine.types import Outcome
 
 KeyT = TypeVar("KeyT")
@@ -14,7 +15,6 @@ _ROUND_S = 1.0
 _ROUNDS_PER_HEARTBEAT = 3  # with the default of 30 s, 1,000 ranks still cost no more than the share below
 _QUESTION_S = 0.0005  # of the driver's time, for one question and its answer
 _SHARE = 0.05  # of the driver's time that questions may take
-_LONGEST_GAP_S = 1.0  # between two looks; beyond that it is the driver that stood still, and polled nothing
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PollResult(Generic[KeyT]):
 
 
 class LivenessCheck(Generic[KeyT]):
-    """Keeps the questions that are open.
+    """Keeps the questions that are open. Seconds in which nobody looked at them are held against nobody.
 
     Args:
         heartbeat_s: A worker that does not answer for so long is silent.
@@ -40,9 +40,8 @@ class LivenessCheck(Generic[KeyT]):
     """
 
     def __init__(self, heartbeat_s: float, poll: Callable[[KeyT, Any], Outcome], now: Callable[[], float]) -> None:
-        self._heartbeat_s, self._poll, self._now = heartbeat_s, poll, now
+        self._heartbeat_s, self._poll, self._own_time = heartbeat_s, poll, OwnTime(now)
         self._asked: dict[KeyT, tuple[Any, float]] = {}
-        self._left_at = now()
 
     def round_s(self, num_keys: int, wanted_s: float = _ROUND_S) -> float:
         """Time from one round of questions to the next: as wanted, longer for many workers, but still often enough."""
@@ -52,12 +51,11 @@ class LivenessCheck(Generic[KeyT]):
         """Asks all who do not owe an answer already."""
         for key in keys:
             if key not in self._asked:
-                self._asked[key] = submit(key), self._now()
+                self._asked[key] = submit(key), self._own_time.look()
 
     def poll(self) -> PollResult[KeyT]:
         """Looks who has answered."""
-        now = self._now()
-        self._forgive(now - self._left_at - _LONGEST_GAP_S)
+        now = self._own_time.look()
         polled: PollResult[KeyT] = PollResult([], [])
         for key, (question, asked_at) in list(self._asked.items()):
             found = self._poll(key, question)
@@ -73,13 +71,8 @@ class LivenessCheck(Generic[KeyT]):
 
     def rest(self) -> None:
         """Says that until now this process was here to poll."""
-        self._left_at = self._now()
+        self._own_time.catch_up()
 
     def remove(self, key: KeyT) -> None:
         """Expects no answer from `key` any more."""
         self._asked.pop(key, None)
-
-    def _forgive(self, away_s: float) -> None:
-        """Does not hold time against anybody in which this process, stopped or busy elsewhere, could not poll."""
-        if away_s > 0:
-            self._asked = {key: (question, asked_at + away_s) for key, (question, asked_at) in self._asked.items()}

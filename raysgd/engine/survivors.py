@@ -8,6 +8,7 @@ from typing import Any
 from raysgd.engine.gathering import CallPoller, roll_call
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.members import Members
+from raysgd.engine.own_time import OwnTime
 from raysgd.engine.types import GroupReport, Outcome
 
 _STUCK_S = 5.0
@@ -56,8 +57,8 @@ class Survivors:
 
     def _let_finish(self, calls: Mapping[int, Any], tell_stuck: Callable[[], None]) -> set[int]:
         """Waits until these calls of survivors have finished; returns those that do not, or are dead."""
-        timeout_s, began, has_told = self._spec.settle_timeout_s, self._poller.now(), False
-        while calls and (waited_s := self._poller.now() - began) < timeout_s:
+        timeout_s, own_time, has_told = self._spec.settle_timeout_s, OwnTime(self._poller.now), False
+        while calls and (waited_s := own_time.look()) < timeout_s:
             if len(self._poller.ready(calls.values(), _POLL_S)) == len(calls):
                 break
             if not has_told and waited_s > min(_STUCK_S, timeout_s / 2):
