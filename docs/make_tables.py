@@ -59,7 +59,7 @@ def record_of(record: dict[str, Any]) -> str:
         "two at once": record["pairs"],
         "nodes lost": f"{record['nodes']} of 50",
         "hours with kills": f"{record['seconds'] / 3600:.2f}",
-        "parts, passes over the data": f"{record['parts']}, {record['passes']}",
+        "trainings, parts, passes over the data": f"{record['trainings']}, {record['parts']}, {record['passes']}",
         "parts in which a sample was not used once in each pass": record["samples_off"],
         "largest difference of a weight": f"{record['largest_difference']:.1e}",
         "driver grew within a part by, at most": _growth(_most_grown(record)),

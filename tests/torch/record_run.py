@@ -6,7 +6,8 @@ Does the next part and prints where the record is, as a line of JSON. A part goe
 with as many samples in a joint step whatever the number of workers, so the weights have to be those of one process that
 is left in peace: to 1e-5, at the end of each part. `FOLDER/record.json` says how far the record is. A part that is
 broken off, by Ctrl-C or by SIGKILL, is done again: the files of the part before stay until the record knows of the next
-one. A part of 100 kills takes about ten minutes.
+one. Where they are missing, as on another machine to which only `record.json` came, the part begins a new training. A
+part of 100 kills takes about ten minutes.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ class Record:
         nodes: Nodes lost.
         passes: Passes over the data.
         parts: Parts done.
+        trainings: How many there were, one behind the other.
+        passes_of_training: Passes of the one that goes on.
         largest_difference: Of a weight from that of the undisturbed run, over all parts.
         samples_off: Samples that were not used once in each pass.
         seconds: Time with kills.
@@ -64,6 +67,8 @@ class Record:
     nodes: int = 0
     passes: int = 0
     parts: int = 0
+    trainings: int = 0
+    passes_of_training: int = 0
     largest_difference: float = 0.0
     samples_off: int = 0
     seconds: float = 0.0
@@ -85,6 +90,15 @@ class Record:
     def next_file(self, folder: Path, run: str) -> Path:
         """The same at the end of the part that is being done."""
         return folder / f"{run}-{self.parts + 1}.pt"
+
+    def goes_on(self, folder: Path) -> bool:
+        """Whether both states at the end of the last part are there."""
+        return all(self.file(folder, run).exists() for run in RUNS)
+
+    def begin_training(self) -> None:
+        """Lets the next part begin a new one."""
+        self.trainings += 1
+        self.passes_of_training = 0
 
     @classmethod
     def read(cls, folder: Path) -> Record:
@@ -155,7 +169,7 @@ def train_disturbed(
     with make_trainer(
         config={"step_s": STEP_S}, num_workers=NUM_WORKERS, resize_check_s=0.5, snapshot_every_n_steps=10
     ) as trainer:
-        if record.parts:
+        if record.passes_of_training:
             trainer.load(str(record.file(folder, "disturbed")))
         chaos = Schedule(trainer, cluster, num_kills, 0, 0, num_nodes, seed=record.parts)
         chaos.every_s = every_s
@@ -171,7 +185,7 @@ def train_disturbed(
         trainer.train(max_retries=MANY)  # in peace: the end of the part is that of a pass
         num_passes += 1
         record.note_growth([*looks, look(cluster)])
-        record.samples_off += uses(trainer) != {record.passes + num_passes}
+        record.samples_off += uses(trainer) != {record.passes_of_training + num_passes}
         trainer.save(str(record.next_file(folder, "disturbed")))
         record.kills += len(chaos.killed)
         record.kills_of_rank_0 += chaos.num_of_rank_0
@@ -184,7 +198,7 @@ def train_disturbed(
 def train_undisturbed(folder: Path, record: Record, num_passes: int) -> None:
     """The same passes in one process."""
     with make_trainer(use_local=True) as trainer:
-        if record.parts:
+        if record.passes_of_training:
             trainer.load(str(record.file(folder, "undisturbed")))
         for _ in range(num_passes):
             trainer.train()
@@ -201,6 +215,8 @@ def do_part(folder: Path, num_kills: int, num_nodes: int, every_s: float) -> Rec
     """The next part."""
     record = Record.read(folder)
     end_left_over(folder)
+    if not record.goes_on(folder):
+        record.begin_training()
     with cluster_of(NUM_WORKERS) as cluster:
         note_processes(folder)
         num_passes = train_disturbed(cluster, folder, record, num_kills, num_nodes, every_s)
@@ -208,6 +224,7 @@ def do_part(folder: Path, num_kills: int, num_nodes: int, every_s: float) -> Rec
     record.largest_difference = max(record.largest_difference, difference(folder, record))
     before = [record.file(folder, name) for name in RUNS]
     record.passes += num_passes
+    record.passes_of_training += num_passes
     record.parts += 1
     record.write(folder)
     for path in before:

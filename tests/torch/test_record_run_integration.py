@@ -34,7 +34,20 @@ def test_a_record_goes_on_where_it_was(tmp_path: Path) -> None:
     assert_that_nothing_was_lost(second)
     assert (first["parts"], second["parts"]) == (1, 2)
     assert second["passes"] > first["passes"]
+    assert second["trainings"] == 1
     assert next_part(tmp_path, *options) == second, "it is complete"
+
+
+@pytest.mark.timeout(900)
+def test_a_record_without_its_states_begins_a_new_training(tmp_path: Path) -> None:
+    options = ("--kills", "4", "--nodes", "0", "--part", "2", "--every", "3")
+    first = next_part(tmp_path, *options)
+    for path in tmp_path.glob("*.pt"):
+        path.unlink()
+    second = next_part(tmp_path, *options)
+    assert_that_nothing_was_lost(second)
+    assert (second["trainings"], second["parts"]) == (2, 2)
+    assert second["passes"] == first["passes"] + second["passes_of_training"]
 
 
 @pytest.mark.timeout(6 * 3600)
