@@ -21,12 +21,12 @@ _MAX_BUFFERS = 2
 """How many are kept: one holds the last copy while the next one is written to the other."""
 
 _M_MMAP_THRESHOLD = -3  # in `malloc.h` of the GNU C library
-_LARGE_BYTES = 2**20
+_LARGE_BYTES = 2**17  # parts of parameters of 1 MiB, on eight workers
 
 
 @cache
 def return_large_blocks() -> None:
-    """From now on this process returns memory of a mebibyte and more to the system as soon as it is free.
+    """From now on this process returns memory of 128 KiB and more to the system as soon as it is free.
 
     The C library would keep it for the next time. Where small pieces that stay are taken from it meanwhile, it is too
     small the next time, so that more and more is kept.

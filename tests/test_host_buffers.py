@@ -14,7 +14,7 @@ from raysgd._host_buffers import return_large_blocks
 if sys.argv[1] == "returns":
     return_large_blocks()
 np.ones(4 << 20, np.uint8)  # from here on, the C library keeps what is not larger
-pairs = [(np.ones(3 << 20, np.uint8), np.ones(1 << 16, np.uint8)) for _ in range(32)]
+pairs = [(np.ones(1 << 18, np.uint8), np.ones(1 << 12, np.uint8)) for _ in range(384)]
 small = [pair[1] for pair in pairs]
 del pairs
 [kib] = [line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if "RssAnon" in line]
