@@ -7,8 +7,8 @@ Bare Ray calls the same workers and waits for all of them, which is the least th
 asks all of them every two seconds, as Ray Train's controller does. The time counts that the driver's process
 computes, in all of its threads.
 
-The last part is that of `recovery.py` with more workers, in real processes. With a spare, the time does not contain the
-start of a new process.
+The last part is that of `recovery.py` with more workers, in real processes, and a small model: all of them have to fit
+on one machine. With a spare, the time does not contain the start of a new process.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ PEERS = {"bare": "ray", "torchrun": "torch"}
 CALLS_PER_TURN = 5
 RAY_TRAIN_POLL_S = 2.0
 RECOVERY = str(Path(__file__).with_name("recovery.py"))
+WORKLOAD = "recovery_tiny"
 
 
 def driver_cost(
@@ -94,9 +95,9 @@ def report_driver(report: Report, sizes: list[int], repetitions: int, rest_s: fl
     return targets
 
 
-def report_recovery(report: Report, size: int, repetitions: int, workload: str, peers: list[str]) -> list[Target]:
+def report_recovery(report: Report, size: int, repetitions: int, peers: list[str]) -> list[Target]:
     """One of many real workers is killed."""
-    run = functools.partial(run_job, RECOVERY, environment={"BENCH_NUM_WORKERS": str(size)}, workload=workload)
+    run = functools.partial(run_job, RECOVERY, environment={"BENCH_NUM_WORKERS": str(size)}, workload=WORKLOAD)
     jobs: dict[str, Callable[[], Any]] = {
         f"{OWN}, spare": functools.partial(run, OWN, spare_workers=1),
         f"{OWN}, new process": functools.partial(run, OWN),
@@ -119,13 +120,13 @@ def main() -> None:
     arguments = parser.parse_args()
     peers = choose_peers(arguments, PEERS)
     report = Report("scale", arguments, peers)
-    sizes, size, workload = [int(each) for each in arguments.sizes.split(",")], arguments.num_workers, "recovery"
+    sizes, size = [int(each) for each in arguments.sizes.split(",")], arguments.num_workers
     if arguments.smoke_test:
-        sizes, size, workload, arguments.repetitions, arguments.rest_s = [20], 2, "recovery_tiny", 1, 1.0
+        sizes, size, arguments.repetitions, arguments.rest_s = [20], 2, 1, 1.0
     ways = [OWN, *(name for name in peers.selected if name == "bare")]
     others = [name for name in peers.selected if name != "bare"]
     targets = report_driver(report, sizes, arguments.repetitions, arguments.rest_s, ways)
-    report.finish([*targets, *report_recovery(report, size, min(3, arguments.repetitions), workload, others)])
+    report.finish([*targets, *report_recovery(report, size, min(3, arguments.repetitions), others)])
 
 
 if __name__ == "__main__":
