@@ -31,7 +31,7 @@ class PollResult(Generic[KeyT]):
 
 
 class LivenessCheck(Generic[KeyT]):
-    """Keeps the questions that are open. Seconds in which nobody looked at them are held against nobody.
+    """Keeps the questions that are open. Seconds in which this process did not look at them do not count.
 
     Args:
         heartbeat_s: A worker that does not answer for so long is silent.

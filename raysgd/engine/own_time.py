@@ -10,8 +10,8 @@ _LONGEST_GAP_S = 1.0
 class OwnTime:
     """Counts seconds from when it is made on, as long as it is looked at often.
 
-    Whoever waits for others with it holds nothing against them that happened to this process: SIGSTOP, or a machine
-    that stalls. The others may have stood still for as long.
+    For limits on how long to wait for others: what happens to this process, such as SIGSTOP or a machine that stalls,
+    does not shorten their time. They may have stood still for as long.
 
     Args:
         now: Time.
