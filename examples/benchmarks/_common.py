@@ -38,8 +38,9 @@ ENVIRONMENT = {
     "GLOO_SOCKET_IFNAME": "lo",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_worker_niceness": "0",  # else Ray's workers, and only those, give way to whatever else runs
+    "PYTHONDONTWRITEBYTECODE": "",  # else each new process compiles raysgd again, which installed packages need not
 }
-"""Set for every contender, so that all have the same threads, network and priority."""
+"""Set for every contender, so that all have the same threads, network, priority and compiled modules."""
 
 RAY_TRAIN_FAST_POLL = {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1"}
 """Lets Ray Train's controller look at its workers ten times a second instead of every two seconds."""
