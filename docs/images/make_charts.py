@@ -118,7 +118,7 @@ def goodput() -> str:
         "share of the time that goes into steps that count; 2 workers, 2 cores; one run of each; more is better",
         readings(header, table(header)),
         "How busy the machine was is in the table. Source: examples/benchmarks/goodput.py",
-        unit="",
+        figure="{:.3f}",
     )
 
 
@@ -145,7 +145,7 @@ def sums() -> str:
     )
 
 
-def _bars(title: str, note: str, found: dict[str, Reading], foot: str, unit: str = " s") -> str:
+def _bars(title: str, note: str, found: dict[str, Reading], foot: str, figure: str = "{:.2g} s") -> str:
     left, row, top = 232, 36, 58
     scale = (WIDTH - left - 90) / max(each.most for each in found.values())
     shapes = []
@@ -156,9 +156,9 @@ def _bars(title: str, note: str, found: dict[str, Reading], foot: str, unit: str
             f'<text x="0" y="{y + 17}">{escape(name)}</text>',
             f'<rect x="{left}" y="{y}" width="{length:.1f}" height="24" rx="3" class="{_kind(name)}"/>',
             f'<line x1="{left + least:.1f}" x2="{left + most:.1f}" y1="{y + 12}" y2="{y + 12}" class="range"/>',
-            f'<text x="{left + max(length, most) + 10:.1f}" y="{y + 17}">{reading.median:.2g}{unit}</text>',
+            f'<text x="{left + max(length, most) + 10:.1f}" y="{y + 17}">{figure.format(reading.median)}</text>',
         ]
-    said = "; ".join(f"{name}: {reading.median:.2g}{unit}" for name, reading in found.items())
+    said = "; ".join(f"{name}: {figure.format(reading.median)}" for name, reading in found.items())
     return _picture(top + row * len(found) + 30, said, title, note, shapes, foot)
 
 
