@@ -44,6 +44,7 @@ class Divided(TrainingOperator):
 
 def peak_of_process() -> Peak:
     """What this process takes for itself, from the first call on; one in a process, whatever replica it has."""
+    # Not in this module: what Ray pickles of `__main__` comes with names of its own each time.
     peak: Peak | None = getattr(sys, "_peak_of_story", None)
     if peak is None:
         peak = sys._peak_of_story = Peak("RssAnon", "RssFile")  # type: ignore[attr-defined]
