@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from threading import Thread
 from typing import Any
@@ -21,6 +21,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.group_spec import GroupSpec, Words
 from raysgd.engine.lifecycle import Clock
 from raysgd.engine.replica import Capture
+from raysgd.engine.slots import Slots
 from raysgd.engine.standby import StandbyWorkers
 from raysgd.engine.transfers import FetchedParts
 from raysgd.engine.types import (
@@ -347,7 +348,7 @@ class FakeCluster:
 
     @property
     def num_free(self) -> int:
-        used = sum(group.num_slots for group in self.groups if group.is_alive)
+        used = sum(len(group.slots) for group in self.groups if group.is_alive)
         return max(0, self.num_slots - self.num_taken - used)
 
     def view(self) -> ClusterView:
@@ -357,7 +358,7 @@ class FakeCluster:
     @property
     def sizes(self) -> list[int]:
         """The sizes with which all groups were made that were to be started, in order."""
-        return [group.first_size for group in self.groups if group.awaited_s is None]
+        return [group.first_size for group in self.groups if group.slots.awaited_s is None]
 
 
 class FakeGroup(WorkerGroup):
@@ -370,20 +371,17 @@ class FakeGroup(WorkerGroup):
     infos: list[WorkerInfo] = []  # noqa: RUF012 - here and below: instead of properties of the class that it imitates
     worlds: list[World] = []  # noqa: RUF012
     silent: set[int] = set()  # noqa: RUF012
-    num_slots: int = 0
+    slots: FakeSlots
     standby: FakeStandbyWorkers
 
     def __init__(self, cluster: FakeCluster, spec: GroupSpec, num_workers: int) -> None:
         self.cluster, self.spec, self.num_workers = cluster, spec, num_workers
         self.first_size = num_workers
-        self.awaited_s: float | None = None
-        self.num_asked = 0
         self.num_spares = 0
-        self.num_slots = 0
-        self.num_seated = 0
         self.infos: list[WorkerInfo] = []
         self.worlds: list[World] = []
         self.replicas: list[Any] = []
+        self.slots = FakeSlots(self)
         self.standby = FakeStandbyWorkers(self)
         self.is_alive = False
         self.ended_by: str | None = None
@@ -418,7 +416,7 @@ class FakeGroup(WorkerGroup):
         self.worlds = ranks.assign(self.infos)
         self.replicas = [self.spec.make_replica(world) for world in self.worlds]
         if not self.is_driver_only:  # which reserves nothing
-            self.num_slots, self.num_seated = self.num_workers + self.num_spares, self.num_workers
+            self.slots.num_reserved, self.slots.num_taken = self.num_workers + self.num_spares, self.num_workers
         report = self._report(event, lambda replica: replica.setup(), {}, self.spec.captures_after_calls, None)
         self.is_alive = report.ok
         return report
@@ -533,7 +531,7 @@ class FakeGroup(WorkerGroup):
 
     def remove_workers(self, ranks: Sequence[int]) -> None:
         assert not (self.spec.use_local and 0 in ranks), "the driver cannot leave"
-        self.num_seated -= len(ranks)
+        self.slots.num_taken -= len(ranks)
         self.gone |= set(ranks)
 
     def regroup(
@@ -574,34 +572,6 @@ class FakeGroup(WorkerGroup):
     def _world_of(self, replica: Any) -> World:
         return next(world for world, other in zip(self.worlds, self.replicas, strict=True) if other is replica)
 
-    def start_standby(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
-        self.standby.kill_on(avoid)
-        count = max(0, min(count, self.num_usable_slots(avoid) - self.num_seated))
-        self.num_seated += count
-        self.standby.num_coming += count
-        if not self.cluster.standby_is_slow:
-            self.standby.arrive()
-        return count
-
-    def num_usable_slots(self, avoid: frozenset[str] = frozenset()) -> int:
-        return min(self.num_slots, self.cluster.num_slots)
-
-    def reserve(self, count: int, timeout_s: float) -> None:
-        if self.cluster.num_free < count:
-            raise ReservationTimeoutError("not granted")
-        self.num_slots += count
-
-    def ask_up_to(self, max_workers: int) -> None:
-        self.num_asked = max(0, max_workers - self.num_slots) if self.num_workers < max_workers else 0
-
-    def take_granted(self) -> None:
-        num_granted = min(self.num_asked, self.cluster.num_free)
-        self.num_asked, self.num_slots = self.num_asked - num_granted, self.num_slots + num_granted
-
-    def await_room(self, timeout_s: float, sleep: Callable[[float], object]) -> None:
-        self.awaited_s, self.ended_by = timeout_s, "it was never started"
-        sleep(timeout_s)
-
     # ------------------------------------------------------------------------------------ the end
 
     @property
@@ -618,6 +588,43 @@ class FakeGroup(WorkerGroup):
         self.is_alive, self.ended_by = False, "stop"
 
 
+class FakeSlots(Slots):
+    """Numbers of slots, and no places; as with `FakeGroup`, nothing of the real class runs here."""
+
+    def __init__(self, group: FakeGroup) -> None:
+        self._group = group
+        self.num_reserved = 0
+        self.num_taken = 0
+        self.num_asked = 0
+        self.awaited_s: float | None = None
+
+    def __len__(self) -> int:
+        return self.num_reserved
+
+    def num_usable(self, avoid: Collection[str] = ()) -> int:
+        return min(self.num_reserved, self._group.cluster.num_slots)
+
+    def reserve(
+        self, count: int, timeout_s: float, *, has_driver: bool = False, check: Callable[[], None] = lambda: None
+    ) -> None:
+        if self._group.cluster.num_free < count:
+            raise ReservationTimeoutError("not granted")
+        self.num_reserved += count
+
+    def ask_up_to(self, max_workers: int, num_workers: int) -> None:
+        self.num_asked = max(0, max_workers - max(num_workers, self.num_reserved))
+
+    def take_granted(self) -> None:
+        num_granted = min(self.num_asked, self._group.cluster.num_free)
+        self.num_asked, self.num_reserved = self.num_asked - num_granted, self.num_reserved + num_granted
+
+    def await_room(
+        self, count: int, timeout_s: float, sleep: Callable[[float], object], *, has_driver: bool = False
+    ) -> None:
+        self.awaited_s, self._group.ended_by = timeout_s, "it was never started"
+        sleep(timeout_s)
+
+
 class FakeStandbyWorkers(StandbyWorkers):
     """Replicas that are made ready beside a group; as with `FakeGroup`, nothing of the real class runs here."""
 
@@ -632,6 +639,16 @@ class FakeStandbyWorkers(StandbyWorkers):
     @property
     def num_ready(self) -> int:
         return len(self.ready)
+
+    def start(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
+        slots, cluster = self._group.slots, self._group.cluster
+        self.kill_on(avoid)
+        count = max(0, min(count, slots.num_usable(avoid) - slots.num_taken))
+        slots.num_taken += count
+        self.num_coming += count
+        if not cluster.standby_is_slow:
+            self.arrive()
+        return count
 
     def arrive(self) -> None:
         """Those that are coming are ready now."""
@@ -655,7 +672,7 @@ class FakeStandbyWorkers(StandbyWorkers):
 
     def kill(self, standby_worker: Any) -> None:
         self.killed_standby.append(standby_worker)
-        self._group.num_seated -= 1
+        self._group.slots.num_taken -= 1
 
     def kill_on(self, node_ids: frozenset[str]) -> None: ...
 

@@ -162,7 +162,7 @@ class GroupFormer:
             return False
         avoided = self.nodes_to_avoid()
         standby.kill_on(avoided)
-        self.group.start_standby(missing - standby.num_coming - standby.num_ready, most, avoided)
+        standby.start(missing - standby.num_coming - standby.num_ready, most, avoided)
         found = standby.take(missing, 0.0)
         next_group.joining += found
         if not wait_s or len(found) == missing or not standby.num_coming:

@@ -120,8 +120,9 @@ class GroupStarter:
             attempt += 1
             if isinstance(decision, Wait):
                 logger.warning("%s; %s, waiting %.1f s", cause, decision.reason, decision.delay_s)
-                needed = self.make_group(self._spec, self._scaling.min_workers)
-                needed.await_room(decision.delay_s, self._lifecycle.sleep)
+                needed, has_driver = self._scaling.min_workers, self._spec.use_local
+                slots = self.make_group(self._spec, needed).slots
+                slots.await_room(needed, decision.delay_s, self._lifecycle.sleep, has_driver=has_driver)
                 continue
             num_spares = min(self._spec.num_spares, capacity(view, self._spec.resources) - decision.num_workers)
             try:
@@ -207,13 +208,14 @@ class GroupStarter:
         if not self._snapshots.has_any:
             self._lifecycle.take_snapshot(report, is_first=True)
         if num_spares:
-            group.start_standby(num_spares, num_workers)
+            group.standby.start(num_spares, num_workers)
         return True
 
     def _take_answers(self, report: GroupReport) -> None:
         """Takes over what new replicas say of themselves; asks for the workers that the group lacks."""
         self._lifecycle.facts = [answer.value for answer in report.values]
-        self._lifecycle.running.ask_up_to(self._scaling.max_workers)
+        group = self._lifecycle.running
+        group.slots.ask_up_to(self._scaling.max_workers, len(group))
 
     def _start_group(self, group: WorkerGroup, timeout_s: float) -> GroupReport:
         self._lifecycle.starting = group

@@ -27,12 +27,12 @@ class Growth:
         group = self._lifecycle.running
         if len(group) >= self._scaling.max_workers:
             return 0
-        group.take_granted()
+        group.slots.take_granted()
         avoid = self._lifecycle.nodes_to_avoid
         view = self._view().without(avoid)
-        if not self._num_more(view, group.num_slots):  # asks Ray nothing more, as long as there is no room
+        if not self._num_more(view, len(group.slots)):  # asks Ray nothing more, as long as there is no room
             return 0
-        return self._num_more(view, group.num_usable_slots(avoid))
+        return self._num_more(view, group.slots.num_usable(avoid))
 
     def _num_more(self, view: ClusterView, num_slots: int) -> int:
         group = self._lifecycle.running
@@ -42,24 +42,24 @@ class Growth:
     def start_standby(self) -> None:
         """Begins to start the workers that the group lacks, as far as there is room; does not wait for them."""
         group, most = self._lifecycle.running, self._scaling.max_workers
-        group.take_granted()
+        group.slots.take_granted()
         missing = most - len(group) - group.standby.num_coming - group.standby.num_ready
         if missing <= 0:
             return
-        missing -= group.start_standby(missing, most, self._lifecycle.nodes_to_avoid)
+        missing -= group.standby.start(missing, most, self._lifecycle.nodes_to_avoid)
         num_free = min(missing, capacity(self._view(), self._spec.resources))
         if num_free > 0:
             self._start_in_free_room(num_free)
-        group.ask_up_to(most)
+        group.slots.ask_up_to(most, len(group))
 
     def _start_in_free_room(self, count: int) -> None:
         group = self._lifecycle.running
         try:
-            group.reserve(count, _RESERVATION_S)
+            group.slots.reserve(count, _RESERVATION_S)
         except ReservationTimeoutError:
             logger.info("another program took the resources for %s more workers", count)
             return
-        group.start_standby(count, self._scaling.max_workers, self._lifecycle.nodes_to_avoid)
+        group.standby.start(count, self._scaling.max_workers, self._lifecycle.nodes_to_avoid)
 
     def start_spares(self) -> None:
         """Begins to start as many workers as are to wait as spares, and were used up or lost."""
@@ -68,4 +68,4 @@ class Growth:
             return
         missing = self._spec.num_spares - group.standby.num_coming - group.standby.num_ready
         if missing > 0:
-            group.start_standby(missing, len(group), self._lifecycle.nodes_to_avoid)
+            group.standby.start(missing, len(group), self._lifecycle.nodes_to_avoid)

@@ -60,13 +60,20 @@ class Slots:
         Raises:
             ReservationTimeoutError: The cluster did not grant it in time; nothing stays reserved.
         """
-        self.ask_for(0)
+        self._ask_for(0)
         reservation = self._new(count, has_driver)
         reservation.wait(timeout_s, check)
         self._add(reservation)
 
-    def ask_for(self, count: int) -> None:
-        """Asks for room for `count` more workers, instead of what was requested before. `take_granted` takes what came.
+    def ask_up_to(self, max_workers: int, num_workers: int) -> None:
+        """Asks for the room that `num_workers` lack to become `max_workers`. An autoscaler starts nodes for it.
+
+        Does not wait: `take_granted` takes what came.
+        """
+        self._ask_for(max_workers - max(num_workers, len(self)))  # there may be more than one for each worker
+
+    def _ask_for(self, count: int) -> None:
+        """Asks for room for `count` more workers, instead of what was requested before.
 
         Each is requested by itself, because one is of use without the others. Why: ADR 107.
         """
@@ -87,7 +94,10 @@ class Slots:
     def await_room(
         self, count: int, timeout_s: float, sleep: Callable[[float], object], *, has_driver: bool = False
     ) -> None:
-        """Asks for room for `count` workers, and waits until it is there or the time is over. Keeps nothing."""
+        """Asks for room for `count` workers, and waits until it is there or the time is over.
+
+        Nothing stays reserved: how many are started is decided by what is there then.
+        """
         reservation, waited_s = self._new(count, has_driver), 0.0
         try:
             while waited_s < timeout_s and not (reservation.is_own and reservation.is_granted()):

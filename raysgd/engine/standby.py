@@ -15,7 +15,7 @@ from raysgd.engine.liveness import LivenessCheck
 from raysgd.engine.platform import Platform
 from raysgd.engine.resources import find_process, kill_process, watch_process
 from raysgd.engine.silence import quiet_s
-from raysgd.engine.slots import Slot, Slots
+from raysgd.engine.slots import Slots
 from raysgd.engine.types import Outcome, WorkerInfo, World
 from raysgd.engine.worker import RemoteWorker, StandbyReady, notes_of
 
@@ -176,8 +176,16 @@ class StandbyWorkers:
         self._poll()
         return len(self._ready)
 
-    def start_standby(self, slots: list[Slot], world_size: int) -> None:
-        """Begins to make one worker ready on each of `slots`, for a group of `world_size`. Does not wait."""
+    def start(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
+        """Begins to make up to `count` more workers ready where there is reserved room; returns for how many there is.
+
+        Args:
+            count: How many are wanted beside those that are coming or ready.
+            world_size: The size of the group that they are meant for.
+            avoid: Nodes that are lost, as far as we know, or going away.
+        """
+        self.kill_on(avoid)
+        slots = self._slots.take_usable(count, avoid)
         make_replica = None if self._spec.renews else self._spec.make_replica
         for index, slot in enumerate(slots):
             world = World(rank=max(0, world_size - len(slots) + index), size=world_size)
@@ -185,6 +193,7 @@ class StandbyWorkers:
             call = worker.submit("prepare_standby", self._spec.initialization_hook, world, make_replica)
             self._coming.append((worker, call))
             self._startup.add(worker)
+        return len(slots)
 
     def look_after(self) -> None:
         """Sees who is ready, and who froze over it. To be called now and then while workers are made ready."""

@@ -32,6 +32,7 @@ class WorkerGroup:
     """A started set of workers, in rank order. Made by `start` only; `stop` and `kill` are final.
 
     Attributes:
+        slots: The places that it has in the cluster.
         standby: The standby workers beside it.
         gone: Ranks that were removed, until a new group is formed.
     """
@@ -39,14 +40,14 @@ class WorkerGroup:
     def __init__(self, spec: GroupSpec, num_workers: int, platform: Platform | None = None) -> None:
         self._spec = spec
         self._platform = platform = platform or RayPlatform()
-        self._slots = Slots(
+        self.slots = Slots(
             spec.resources, spec.packs, spec.within, spec.words.when_not_granted, platform.make_reservation
         )
         self._members = Members()
         self._calls = GroupCalls(spec, self._members, platform)
-        self._start = Startup(spec, self._slots, self._members, self._calls, platform)
+        self._start = Startup(spec, self.slots, self._members, self._calls, platform)
         self._survivors = Survivors(spec, self._members, platform)
-        self.standby = StandbyWorkers(spec, self._slots, platform)
+        self.standby = StandbyWorkers(spec, self.slots, platform)
         self.gone: set[int] = set()
         self.num_workers = num_workers
         self.num_spares = spec.num_spares
@@ -83,15 +84,6 @@ class WorkerGroup:
     def is_on_one_node(self) -> bool:
         """Whether all workers are on the same node."""
         return self._members.is_on_one_node
-
-    @property
-    def num_slots(self) -> int:
-        """For how many workers there is reserved room, taken or not."""
-        return len(self._slots)
-
-    def num_usable_slots(self, avoid: frozenset[str] = frozenset()) -> int:
-        """The same on nodes that live, other than those to `avoid`."""
-        return self._slots.num_usable(avoid)
 
     @property
     def local_replica(self) -> Any:
@@ -227,7 +219,7 @@ class WorkerGroup:
                 self.kill_rank(rank)
             else:
                 worker.kill()
-            self._slots.give_back(worker.slot)
+            self.slots.give_back(worker.slot)
         self.silent.clear()
         self._survivors.stuck.clear()
         self.gone |= set(ranks)
@@ -284,38 +276,6 @@ class WorkerGroup:
         )
         self.num_workers, self.gone = len(members), set()
 
-    def start_standby(self, count: int, world_size: int, avoid: frozenset[str] = frozenset()) -> int:
-        """Begins to start up to `count` more workers where there is reserved room; returns for how many there is.
-
-        Args:
-            count: How many are wanted beside those that are coming or ready.
-            world_size: The size of the group that they are meant for.
-            avoid: Nodes that are lost, as far as we know, or going away.
-        """
-        self.standby.kill_on(avoid)
-        slots = self._slots.take_usable(count, avoid)
-        self.standby.start_standby(slots, world_size)
-        return len(slots)
-
-    def reserve(self, count: int, timeout_s: float) -> None:
-        """Reserves room for more workers; raises `ReservationTimeoutError` if that is not granted in time."""
-        self._slots.reserve(count, timeout_s, check=self._start.check_wanted)
-
-    def ask_up_to(self, max_workers: int) -> None:
-        """Asks the cluster for the room that so many workers lack; does not wait. An autoscaler starts nodes for it."""
-        self._slots.ask_for(max_workers - self.num_slots if self.num_workers < max_workers else 0)
-
-    def take_granted(self) -> None:
-        """Reserves what was requested and is there now."""
-        self._slots.take_granted()
-
-    def await_room(self, timeout_s: float, sleep: Callable[[float], object]) -> None:
-        """Before a start: asks for room for all workers, and waits until it is there or the time is over.
-
-        Nothing stays reserved: how many are started is decided by what is there then.
-        """
-        self._slots.await_room(self.num_workers, timeout_s, sleep, has_driver=self._spec.use_local)
-
     def kill_rank(self, rank: int) -> None:
         """Kills a worker that does not answer any more, in a way that reaches a stopped process too."""
         self._members.workers[rank].kill()
@@ -339,4 +299,4 @@ class WorkerGroup:
             self.standby.kill_all()
             self._members.kill()
         finally:
-            self._slots.close(timeout_s)
+            self.slots.close(timeout_s)

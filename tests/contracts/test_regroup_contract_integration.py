@@ -92,7 +92,7 @@ class Rig:
         source = choose_source(progress_reports)
         assert source is not None
         self.group.remove_workers([rank for rank in range(len(self.group)) if rank not in survivors])
-        assert self.group.start_standby(num_new, 3) == num_new
+        assert self.group.standby.start(num_new, 3) == num_new
         joining = self.group.standby.take(num_new, PATIENCE_S)
         assert len(joining) == num_new
         new_ranks = range(len(survivors), len(survivors) + num_new)
@@ -246,8 +246,8 @@ def ready(rig: Rig, count: int) -> bool:
 
 def test_spares_are_primed_take_a_seat_and_give_it_back(make: Make) -> None:
     rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
-    assert rig.group.start_standby(5, 2) == 1, "room for one is reserved"
-    assert rig.group.start_standby(1, 2) == 0
+    assert rig.group.standby.start(5, 2) == 1, "room for one is reserved"
+    assert rig.group.standby.start(1, 2) == 0
     wait_until(lambda: rig.group.standby.num_coming == 0)  # being asked is enough to see who is ready
     assert rig.group.standby.num_ready == 1
     [spare] = rig.group.standby.take(3)
@@ -255,17 +255,17 @@ def test_spares_are_primed_take_a_seat_and_give_it_back(make: Make) -> None:
     assert spare.info.pid not in rig.pids()
     rig.group.standby.kill(spare)
     wait_until(lambda: not is_alive(spare.info.pid))
-    assert rig.group.start_standby(1, 2) == 1
+    assert rig.group.standby.start(1, 2) == 1
 
 
 def test_nobody_is_called_up_on_a_node_to_avoid_and_those_there_are_sent_away(make: Make) -> None:
     rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1, num_spares=2)
     node = frozenset({rig.group.infos[0].node_id})
-    assert rig.group.start_standby(1, 2, avoid=node) == 0
-    assert rig.group.start_standby(-1, 2) == 0, "there are more than enough already"
-    assert rig.group.start_standby(1, 2) == 1
+    assert rig.group.standby.start(1, 2, avoid=node) == 0
+    assert rig.group.standby.start(-1, 2) == 0, "there are more than enough already"
+    assert rig.group.standby.start(1, 2) == 1
     wait_until(lambda: ready(rig, 1))
-    assert rig.group.start_standby(1, 2, avoid=node) == 0
+    assert rig.group.standby.start(1, 2, avoid=node) == 0
     assert rig.group.standby.num_ready == 0
 
 
@@ -279,11 +279,11 @@ def test_whoever_fails_while_being_made_ready_is_told_and_leaves_the_seat(
     (folder / "fired-0-0").touch()
     rig = make(connection=NullConnection(), make_replica=fails, num_workers=1, num_spares=1)
     (folder / "fired-0-0").unlink()
-    rig.group.start_standby(1, 2)
+    rig.group.standby.start(1, 2)
     wait_until(lambda: rig.group.standby.num_coming == 0)
     assert rig.group.standby.num_ready == 0
     assert "a standby worker failed to start: injected" in caplog.text
-    assert rig.group.start_standby(1, 2) == 1
+    assert rig.group.standby.start(1, 2) == 1
     wait_until(lambda: ready(rig, 1))
 
 
@@ -312,31 +312,31 @@ def test_whoever_freezes_while_being_made_ready_is_ended_and_leaves_the_seat(
     order.touch()
     freezes = partial(FreezesLater, order)
     rig = make(connection=NullConnection(), make_replica=freezes, num_workers=1, num_spares=1, heartbeat_s=3.0)
-    rig.group.start_standby(1, 2)
+    rig.group.standby.start(1, 2)
     wait_until(lambda: rig.group.standby.num_coming == 0)
     assert rig.group.standby.num_ready == 0
     assert "did not respond" in caplog.text
-    assert rig.group.start_standby(1, 2) == 1
+    assert rig.group.standby.start(1, 2) == 1
     wait_until(lambda: ready(rig, 1))
 
 
 def test_a_spare_that_died_while_it_waited_does_not_step_in(make: Make, caplog: pytest.LogCaptureFixture) -> None:
     rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1, num_spares=1)
-    rig.group.start_standby(1, 2)
+    rig.group.standby.start(1, 2)
     wait_until(lambda: ready(rig, 1))
     os.kill(rig.group.standby._ready[0].info.pid, signal.SIGKILL)
     assert rig.group.standby.take(1) == []
     assert "died" in caplog.text
-    assert rig.group.start_standby(1, 2) == 1, "its slot is free for another one"
+    assert rig.group.standby.start(1, 2) == 1, "its slot is free for another one"
 
 
 def test_room_for_more_is_reserved_or_refused_and_then_nothing_is_held(make: Make) -> None:
     rig = make(connection=NullConnection(), make_replica=SteppingReplica, num_workers=1)
-    assert rig.group.start_standby(1, 2) == 0
+    assert rig.group.standby.start(1, 2) == 0
     with pytest.raises(ReservationTimeoutError):
-        rig.group.reserve(100, 0.2)
-    rig.group.reserve(1, PATIENCE_S)
-    assert rig.group.start_standby(2, 2) == 1
+        rig.group.slots.reserve(100, 0.2)
+    rig.group.slots.reserve(1, PATIENCE_S)
+    assert rig.group.standby.start(2, 2) == 1
     wait_until(lambda: ready(rig, 1))
     [spare] = rig.group.standby.take(1)
     rig.group.leave_group([0])

@@ -96,7 +96,9 @@ class Trainer:
     @property
     def waited_for(self) -> list[tuple[int, float]]:
         """For how many workers it waited, and for how long at most, each time."""
-        return [(each.first_size, each.awaited_s) for each in self.cluster.groups if each.awaited_s is not None]
+        return [
+            (each.first_size, each.slots.awaited_s) for each in self.cluster.groups if each.slots.awaited_s is not None
+        ]
 
     def next_calls(self, *events: Event) -> None:
         self.cluster.calls = deque(events)
@@ -548,7 +550,7 @@ def test_while_it_waits_it_asks_for_as_many_workers_as_it_needs_and_no_longer() 
     trainer.add(1)
     assert trainer.waited_for == [(2, 1), (2, 2)]
     assert trainer.cluster.sizes == [3, 2]
-    assert trainer.group.num_asked == 1, "for the one that is missing still"
+    assert trainer.group.slots.num_asked == 1, "for the one that is missing still"
 
 
 def test_waits_are_lengthened_by_what_is_drawn() -> None:
@@ -703,13 +705,13 @@ def test_a_group_never_grows_beyond_what_was_asked_for() -> None:
 
 def test_a_rebuilt_group_asks_for_those_that_are_missing_until_they_are_there() -> None:
     trainer = shrunk(started(), num_slots=1)
-    assert trainer.group.num_asked == 2
+    assert trainer.group.slots.num_asked == 2
     trainer.cluster.num_slots = 2
     trainer.add(1)
-    assert (trainer.controller.num_workers, trainer.group.num_asked) == (2, 1)
+    assert (trainer.controller.num_workers, trainer.group.slots.num_asked) == (2, 1)
     trainer.cluster.num_slots = 3
     trainer.add(1)
-    assert (trainer.controller.num_workers, trainer.group.num_asked) == (3, 0)
+    assert (trainer.controller.num_workers, trainer.group.slots.num_asked) == (3, 0)
 
 
 def test_a_group_that_would_gain_nobody_is_left_alone() -> None:

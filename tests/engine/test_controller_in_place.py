@@ -466,13 +466,13 @@ def test_what_was_asked_for_and_came_is_grown_into_in_place() -> None:
     trainer.group.replicas[0].obstacle = "a hook of its own"
     trainer.cluster.num_slots = 1
     trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
-    assert trainer.group.num_asked == 2
+    assert trainer.group.slots.num_asked == 2
     trainer.cluster.num_slots = 2
     assert trainer.walk(1) == [6, 6]
-    assert trainer.group.num_asked == 1
+    assert trainer.group.slots.num_asked == 1
     trainer.cluster.num_slots = 3
     assert trainer.walk(1) == [7, 7, 7]
-    assert (trainer.group.num_asked, trainer.kinds) == (0, ["rebuilt", "grown", "grown"])
+    assert (trainer.group.slots.num_asked, trainer.kinds) == (0, ["rebuilt", "grown", "grown"])
 
 
 def test_growing_that_fails_in_place_goes_on_from_the_snapshot() -> None:

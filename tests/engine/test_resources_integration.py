@@ -332,7 +332,7 @@ def test_a_group_of_somebody_else_that_is_too_small_is_a_timeout_with_a_table(ra
 def test_what_is_asked_for_is_reserved_as_soon_as_somebody_else_gives_it_back(holder: Any) -> None:
     slots = Slots(ONE)
     try:
-        slots.ask_for(2)
+        slots.ask_up_to(2, 0)
         wait_until(lambda: slots.take_granted() is None and len(slots) == 1)
         remove_placement_group(holder)
         wait_until(lambda: slots.take_granted() is None and len(slots) == 2)

@@ -73,7 +73,7 @@ def test_each_worker_that_is_asked_for_is_of_use_without_the_others() -> None:
     cluster = Cluster(room=2)
     slots = cluster.slots()
     slots.reserve(2, 1.0)
-    slots.ask_for(3)
+    slots.ask_up_to(5, 2)
     slots.take_granted()
     assert (len(slots), cluster.num_waiting) == (2, 3)
     cluster.room += 2
@@ -86,15 +86,25 @@ def test_each_worker_that_is_asked_for_is_of_use_without_the_others() -> None:
 def test_asking_again_replaces_what_was_asked_for(first: int, then: int, waiting: int) -> None:
     cluster = Cluster(room=0)
     slots = cluster.slots()
-    slots.ask_for(first)
-    slots.ask_for(then)
+    slots.ask_up_to(first, 0)
+    slots.ask_up_to(then, 0)
     assert cluster.num_waiting == waiting
+
+
+def test_nothing_is_asked_for_where_no_worker_lacks_also_without_a_slot_of_its_own() -> None:
+    cluster = Cluster(room=3)
+    slots = cluster.slots()
+    slots.ask_up_to(1, 1)  # the driver alone
+    assert cluster.num_waiting == 0
+    slots.reserve(3, 1.0)
+    slots.ask_up_to(2, 2)  # and a spare
+    assert cluster.num_waiting == 0
 
 
 def test_a_reservation_has_the_room_that_was_asked_for() -> None:
     cluster = Cluster(room=0)
     slots = cluster.slots()
-    slots.ask_for(2)
+    slots.ask_up_to(2, 0)
     cluster.room = 2
     assert cluster.made[0].is_granted(), "meanwhile"
     slots.reserve(2, 1.0)
@@ -104,7 +114,7 @@ def test_a_reservation_has_the_room_that_was_asked_for() -> None:
 def test_what_was_asked_for_is_given_back_at_the_end() -> None:
     cluster = Cluster(room=1)
     slots = cluster.slots()
-    slots.ask_for(2)
+    slots.ask_up_to(2, 0)
     slots.take_granted()
     slots.close(1.0)
     assert (cluster.room, cluster.num_waiting, len(slots)) == (1, 0, 0)
@@ -130,7 +140,7 @@ def test_all_is_given_back_where_ctrl_c_ends_the_wait_for_a_part(monkeypatch: py
 def test_inside_another_placement_group_there_is_nothing_to_ask_for() -> None:
     cluster = Cluster(room=5, is_inside_another=True)
     slots = cluster.slots()
-    slots.ask_for(2)
+    slots.ask_up_to(2, 0)
     slots.take_granted()
     assert len(slots) == 0
     sleeps: list[float] = []

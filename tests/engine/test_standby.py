@@ -229,6 +229,9 @@ class Spare:
         self.now = self.clock.monotonic
         self.ended: list[Any] = []
 
+    def take_usable(self, count: int, avoid: frozenset[str]) -> list[Any]:
+        return [None] * count
+
     def new_worker(self, slot: Any, connection: Any, num_threads: int | None) -> Spare:
         return self
 
@@ -263,6 +266,6 @@ def test_a_spare_may_answer_as_late_as_another_worker_that_does_nothing(late_s: 
     machine: Any = Spare(late_s)
     spec: Any = GroupSpec(connection=cast(Any, None), make_replica=cast(Any, None), heartbeat_s=30.0)
     spares = StandbyWorkers(spec, machine, machine)
-    spares.start_standby([cast(Any, None)], world_size=2)
+    assert spares.start(1, world_size=2) == 1
     spares.kill_unresponsive()
     assert (spares.num_ready == 1, machine.ended == []) == (is_there, is_there)

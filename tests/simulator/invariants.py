@@ -161,7 +161,7 @@ class Invariants:
             return
         group = simulation.controller.group
         held = sum(len(each.bundles) for each in simulation.cluster.reservations if not each.is_closing)
-        wanted = group.num_slots if group is not None else 0
+        wanted = len(group.slots) if group is not None else 0
         self.require(held == wanted, f"{held} slots are reserved between calls, not {wanted}")
         self.require(simulation.controller.monitor is None, "a monitor is left between calls")
         most = 0 if group is None else len(group) + group.standby.num_ready + group.standby.num_coming
