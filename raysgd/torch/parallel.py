@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parameter import is_lazy
 
-from raysgd.connections.torch import new_group_beside
+from raysgd.connections.torch import exchanges_at_once, new_group_beside
 from raysgd.torch.blocks import without_checkpointing
 from raysgd.torch.exchanges import Exchanges
 from raysgd.torch.loading import load_model, load_optimizer
@@ -208,7 +208,11 @@ class NoParallel:
 
     def all_sum(self, tensor: torch.Tensor) -> None:
         """Adds a tensor up over all ranks, in place; every one of several ranks has to ask."""
-        dist.all_reduce(tensor)
+        group = exchanges_at_once() if tensor.device.type == "cpu" else None
+        if group is not None and group.is_quick_for(tensor.nbytes):
+            group.add_up(tensor.numpy())
+        else:
+            dist.all_reduce(tensor)
 
     def summation(self) -> Summation:
         """A way to add numbers up over the ranks beside the training; all ranks must ask for it at the same time."""
