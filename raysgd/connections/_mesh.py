@@ -73,12 +73,13 @@ class Mesh:
     """The connections of one rank, of one lane.
 
     Attributes:
+        timeout_s: How long nothing may move in a swap.
         waited_s: Seconds in which this rank was at an exchange and another one was not.
     """
 
     def __init__(self, connections: Mapping[int, socket.socket], timeout_s: float) -> None:
         self._connections = dict(connections)
-        self._timeout_s = timeout_s
+        self.timeout_s = timeout_s
         self._is_broken = False
         self.waited_s = 0.0
         self._poll, self._ranks = select.poll(), {}
@@ -130,12 +131,12 @@ class Mesh:
         for rank in awaited:
             events = select.POLLIN if rank in receiving else _IS_GONE
             self._watch(rank, events | (select.POLLOUT if rank in sending else 0))
-        ready = self._poll.poll(min(self._timeout_s * 1000, _LONGEST_POLL_MS))
+        ready = self._poll.poll(min(self.timeout_s * 1000, _LONGEST_POLL_MS))
         for rank in awaited:
             self._watch(rank, _IS_GONE)
         if not ready:
             late = ", ".join(map(str, sorted(awaited)))
-            raise MeshBroken(f"rank {late} did not answer within {self._timeout_s:g} s")
+            raise MeshBroken(f"rank {late} did not answer within {self.timeout_s:g} s")
         found = [(self._ranks[number], event) for number, event in ready]
         gone = [rank for rank, event in found if rank not in receiving and event & ~select.POLLOUT]
         if len(gone) == len(ready):

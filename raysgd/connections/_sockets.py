@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -26,7 +27,7 @@ class OpenSocket:
     """One open connection, by its socket; `identity` tells it from a later one under the same number."""
 
     number: int
-    identity: str
+    identity: int
     ends: Ends
 
     @property
@@ -45,30 +46,38 @@ class OpenSocket:
             pass  # closed in this very moment
 
 
-def open_sockets() -> dict[int, str]:
+@dataclass(frozen=True)
+class Opened:
+    """TCP sockets that were opened meanwhile.
+
+    Attributes:
+        connections: Those with two ends.
+        listening: Where others listen.
+    """
+
+    connections: list[OpenSocket]
+    listening: list[str]
+
+
+def open_sockets() -> dict[int, int]:
     """The sockets of this process by number, with their identity."""
     try:
         numbers = [int(name) for name in os.listdir(_FOLDER)]
     except OSError:
         return {}
-    found = {number: _identity(number) for number in numbers}
-    return {number: identity for number, identity in found.items() if identity.startswith("socket:")}
+    return {number: identity for number in numbers if (identity := _identity(number))}
 
 
-def opened_since(before: dict[int, str]) -> list[OpenSocket]:
-    """The TCP connections that exist now and did not when `before` was taken."""
-    found = []
+def opened_since(before: dict[int, int]) -> Opened:
+    """The TCP sockets that exist now and did not when `before` was taken."""
+    opened = Opened([], [])
     for number, identity in open_sockets().items():
-        ends = _ends(number) if before.get(number) != identity else None
-        if ends is not None:
-            found.append(OpenSocket(number, identity, ends))
-    return found
-
-
-def listening_since(before: dict[int, str]) -> list[str]:
-    """Where TCP sockets listen that exist now and did not when `before` was taken."""
-    found = (_listens_at(number) for number, identity in open_sockets().items() if before.get(number) != identity)
-    return [address for address in found if address is not None]
+        ends = _ends(number) if before.get(number) != identity else ()
+        if len(ends) == 2:
+            opened.connections.append(OpenSocket(number, identity, ends))
+        else:
+            opened.listening.extend(ends)
+    return opened
 
 
 def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSocket]:
@@ -76,34 +85,27 @@ def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSo
     return [connection for connection in own if listening & set(connection.ends)]
 
 
-def _identity(number: int) -> str:
+def _identity(number: int) -> int:
+    """Zero for what is no socket."""
     try:
-        return os.readlink(f"{_FOLDER}/{number}")
+        status = os.fstat(number)
     except OSError:
-        return ""
+        return 0
+    return status.st_ino if stat.S_ISSOCK(status.st_mode) else 0
 
 
-def _ends(number: int) -> Ends | None:
+def _ends(number: int) -> Ends | tuple[str] | tuple[()]:
+    """Both ends of a TCP connection; where it listens, of one that does; nothing of others."""
     try:
         with socket.socket(fileno=os.dup(number)) as duplicate:
-            if not _is_tcp(duplicate):
-                return None
-            return _text(duplicate.getsockname()), _text(duplicate.getpeername())
-    except OSError:  # a socket that listens has no other end
-        return None
-
-
-def _listens_at(number: int) -> str | None:
-    try:
-        with socket.socket(fileno=os.dup(number)) as duplicate:
-            is_listening = duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
-            return _text(duplicate.getsockname()) if is_listening and _is_tcp(duplicate) else None
-    except OSError:  # closed in this very moment
-        return None
-
-
-def _is_tcp(connection: socket.socket) -> bool:
-    return connection.family in (socket.AF_INET, socket.AF_INET6)
+            if duplicate.family not in (socket.AF_INET, socket.AF_INET6):
+                return ()
+            own = _text(duplicate.getsockname())
+            if duplicate.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                return (own,)
+            return own, _text(duplicate.getpeername())
+    except OSError:  # it is not connected, or was closed in this very moment
+        return ()
 
 
 def _text(address: tuple[object, ...]) -> str:

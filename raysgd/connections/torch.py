@@ -19,7 +19,7 @@ from raysgd.connections._handshake import ConnectFailed
 from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.connections._origins import is_of, with_causes
 from raysgd.connections._peers import Deadline, listen_at
-from raysgd.connections._sockets import OpenSocket, between_ranks, listening_since, open_sockets, opened_since
+from raysgd.connections._sockets import OpenSocket, between_ranks, open_sockets, opened_since
 from raysgd.connections.gpus import ordinal_of, visible_to_all
 from raysgd.connections.group import Group
 from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
@@ -73,7 +73,6 @@ class TorchConnection(Connection):
     _is_on_one_node: bool = field(default=False, repr=False, compare=False)
     _aborting: threading.Thread | None = field(default=None, repr=False, compare=False)
     _is_cut: bool = field(default=False, repr=False, compare=False)
-    _num_beside: int = field(default=0, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
@@ -95,6 +94,10 @@ class TorchConnection(Connection):
         self._gpus_of_driver = tuple(gpu_ids)
         if gpu_ids and torch.cuda.is_available():
             torch.cuda.set_device(ordinal_of(gpu_ids[0], os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+    @property
+    def opens_for_any_rank(self) -> bool:
+        return True
 
     def open_endpoint(self, host: str, rank: int) -> int:
         self._endpoint = Endpoint(host)
@@ -124,8 +127,10 @@ class TorchConnection(Connection):
         timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
         dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
-            self._connections = self._between_ranks(sockets_before, world, "raysgd/listens")
+            self._connections = self._between_ranks(sockets_before)
             store.longest_wait_s = math.inf  # it is formed, and what follows takes its time
+            if self._mesh is not None:
+                self._mesh.timeout_s = self.timeout_s
             deadline.check()  # an interrupt that came before there was anything to cut
         global _joined
         _joined = self
@@ -141,7 +146,7 @@ class TorchConnection(Connection):
         on_board, *in_mesh = self._endpoint.connect(rendezvous, world.rank, 1 + (self.transport == "gloo"), deadline)
         self._board = Board(world.rank, on_board)
         for lane in in_mesh:
-            self._mesh = Mesh(lane, self.timeout_s)
+            self._mesh = Mesh(lane, self._form_timeout_s)
             self._group = Group(world, self._mesh, rendezvous.hosts)
         if self.transport == "gloo":
             from raysgd.connections._store import BoardStore
@@ -200,18 +205,17 @@ class TorchConnection(Connection):
         sockets_before, world = open_sockets(), World(dist.get_rank(), dist.get_world_size())
         group = dist.new_group(backend="gloo")
         if world.is_distributed:
-            self._num_beside += 1
-            topic = f"raysgd/listens/{self._num_beside}"
-            self._connections += self._between_ranks(sockets_before, world, topic)
+            self._connections += self._between_ranks(sockets_before)
         if self._is_cut:  # meanwhile, by another thread
             self._cut()
         return group
 
-    def _between_ranks(self, sockets_before: dict[int, str], world: World, topic: str) -> list[OpenSocket]:
+    def _between_ranks(self, sockets_before: dict[int, int]) -> list[OpenSocket]:
         """Gloo's connections to other ranks: those that were opened meanwhile, where it listens itself or others do."""
-        own = listening_since(sockets_before)
-        told = [json.loads(word) for word in self._tell(world, topic, json.dumps(own))]
-        return between_ranks(opened_since(sockets_before), {address for word in told for address in word})
+        assert self._group is not None, "gloo comes with a group"
+        opened = opened_since(sockets_before)
+        told = self._group.gather_bytes("\n".join(opened.listening).encode())
+        return between_ranks(opened.connections, {address for word in told for address in word.decode().split()})
 
     def interrupt(self) -> None:
         self._is_interrupted = True
@@ -249,7 +253,7 @@ class TorchConnection(Connection):
             if part is not None:
                 part.close()
         self._mesh = self._board = self._endpoint = self._group = self._store = None
-        self._has_joined, self._gpus_of_driver, self._is_interrupted, self._num_beside = False, (), False, 0
+        self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
 

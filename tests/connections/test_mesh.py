@@ -15,7 +15,7 @@ import pytest
 from raysgd.connections._handshake import ConnectFailed
 from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.connections._peers import Deadline
-from raysgd.connections._sockets import listening_since, open_sockets
+from raysgd.connections._sockets import open_sockets, opened_since
 from tests.fakes import meeting
 
 HERE = "127.0.0.1"
@@ -179,7 +179,7 @@ def test_nobody_listens_any_more_once_all_are_connected() -> None:
     place = meeting(*(endpoint.port for endpoint in endpoints))
     with ThreadPoolExecutor(2) as pool:
         found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, 1, Deadline(20)), range(2)))
-    assert not {f"{HERE}:{port}" for _, port in place.addresses} & set(listening_since(before))
+    assert not {f"{HERE}:{port}" for _, port in place.addresses} & set(opened_since(before).listening)
     for [lane] in found:
         for connection in lane.values():
             connection.close()

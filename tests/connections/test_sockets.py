@@ -12,7 +12,7 @@ from contextlib import ExitStack
 import pytest
 
 from raysgd.connections import _sockets
-from raysgd.connections._sockets import OpenSocket, between_ranks, listening_since, open_sockets, opened_since
+from raysgd.connections._sockets import Opened, OpenSocket, between_ranks, open_sockets, opened_since
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 
@@ -53,7 +53,7 @@ def test_only_connections_that_came_since_are_found_with_both_ends(sockets: Sock
     near, far = sockets.connect()
     server = sockets.own(socket.create_server(("127.0.0.1", 0)))  # it listens: there is no other end
     local = sockets._stack.enter_context(socket.socket(socket.AF_UNIX))
-    found = opened_since(before)
+    found = opened_since(before).connections
     ours = {one.fileno() for one in (*old, near, far, server, local)}  # a library may have connections of its own
     assert ours & {one.number for one in found} == {near.fileno(), far.fileno()}
     [one] = found_of(near, found)
@@ -68,7 +68,7 @@ def test_a_number_that_was_used_before_is_found_when_it_is_another_socket(socket
     old.close()
     os.dup2(new.fileno(), number)
     try:
-        assert number in {one.number for one in opened_since(before)}
+        assert number in {one.number for one in opened_since(before).connections}
     finally:
         os.close(number)
 
@@ -83,13 +83,13 @@ def test_an_address_is_told_alike_by_sockets_of_either_kind() -> None:
             socket.create_connection(("127.0.0.1", listener.getsockname()[1])) as near,
             listener.accept()[0] as far,
         ):
-            found = opened_since(before)
+            found = opened_since(before).connections
             [of_near], [of_far] = found_of(near, found), found_of(far, found)
             assert of_near.ends == (of_far.ends[1], of_far.ends[0])
 
 
 def test_of_all_connections_those_are_kept_that_lead_to_where_a_rank_listens() -> None:
-    mine = [OpenSocket(5, "a", ("h:1", "h:2")), OpenSocket(6, "b", ("h:3", "h:4")), OpenSocket(7, "c", ("h:5", "h:6"))]
+    mine = [OpenSocket(5, 5, ("h:1", "h:2")), OpenSocket(6, 6, ("h:3", "h:4")), OpenSocket(7, 7, ("h:5", "h:6"))]
     assert between_ranks(mine, {"h:2", "h:3", "h:9"}) == mine[:2]
     assert between_ranks(mine, set()) == []
 
@@ -99,10 +99,10 @@ def test_sockets_that_listen_are_found_where_they_came_since(sockets: Sockets) -
     ends = sockets.connect()
     listener = sockets.own(socket.create_server(("127.0.0.1", 0)))
     sockets.own(socket.socket(socket.AF_UNIX))
-    address, found = text(listener.getsockname()), listening_since(before)
+    address, found = text(listener.getsockname()), opened_since(before).listening
     assert address in found
     assert not {text(sockets.listener.getsockname()), *(text(end.getsockname()) for end in ends)} & set(found)
-    assert address not in listening_since(open_sockets())
+    assert address not in opened_since(open_sockets()).listening
 
 
 def test_a_cut_ends_a_wait_on_either_side_at_once(sockets: Sockets) -> None:
@@ -114,7 +114,7 @@ def test_a_cut_ends_a_wait_on_either_side_at_once(sockets: Sockets) -> None:
     ]
     for thread in waiting:
         thread.start()
-    [one] = found_of(near, opened_since(before))
+    [one] = found_of(near, opened_since(before).connections)
     one.shut()
     for thread in waiting:
         thread.join(20)
@@ -125,7 +125,7 @@ def test_a_cut_ends_a_wait_on_either_side_at_once(sockets: Sockets) -> None:
 def test_a_cut_leaves_the_number_to_whoever_owns_it(sockets: Sockets) -> None:
     before = open_sockets()
     near, _ = sockets.connect()
-    [one] = found_of(near, opened_since(before))
+    [one] = found_of(near, opened_since(before).connections)
     one.shut()
     one.shut()
     near.close()  # fails if somebody else had closed it
@@ -135,7 +135,7 @@ def test_a_cut_leaves_the_number_to_whoever_owns_it(sockets: Sockets) -> None:
 def test_a_number_that_was_given_to_another_socket_is_not_cut(sockets: Sockets) -> None:
     before = open_sockets()
     near, _ = sockets.connect()
-    [one] = found_of(near, opened_since(before))
+    [one] = found_of(near, opened_since(before).connections)
     other, far = sockets.connect()
     near.close()
     os.dup2(other.fileno(), one.number)
@@ -150,4 +150,4 @@ def test_a_number_that_was_given_to_another_socket_is_not_cut(sockets: Sockets) 
 def test_where_there_is_nothing_to_read_nothing_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sockets, "_FOLDER", "/no/such/folder")
     assert open_sockets() == {}
-    assert opened_since({}) == []
+    assert opened_since({}) == Opened([], [])

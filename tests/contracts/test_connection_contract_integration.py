@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import ray
 
-from raysgd.connections._sockets import listening_since, open_sockets
+from raysgd.connections._sockets import open_sockets, opened_since
 from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection
 from raysgd.connections.torch import TorchConnection
@@ -143,7 +143,7 @@ class ImpatientTensorFlow(TensorFlowConnection):
     def join(self, rendezvous: Rendezvous, world: World, *, even_alone: bool = False) -> None:
         super().join(rendezvous, world, even_alone=even_alone)
         for lane in self._lanes:
-            lane._timeout_s = IMPATIENCE_S
+            lane.timeout_s = IMPATIENCE_S
 
 
 def impatient(case: Case) -> Case:
@@ -179,7 +179,7 @@ def leave(replica: Any) -> None:
 
 
 def where_it_listens(replica: Any) -> list[str]:
-    return listening_since(replica.sockets)
+    return opened_since(replica.sockets).listening
 
 
 def changed_variables(replica: Any) -> list[str]:

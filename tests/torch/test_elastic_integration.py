@@ -70,7 +70,7 @@ class GoesOnByHand(GoesOn):
 def wait_for_others_no_longer_than_five_seconds(operator: Ledger) -> None:
     """As with `timeout_s=5`, but in this group only: on a busy machine the next one may take longer to begin."""
     joined: Any = torch_connection._joined
-    joined._mesh._timeout_s = 5.0
+    joined._mesh.timeout_s = 5.0
 
 
 @pytest.fixture
