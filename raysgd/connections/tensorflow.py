@@ -86,6 +86,10 @@ class TensorFlowConnection(_LoadingConnection):
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _lanes: list[Mesh] = field(default_factory=list, repr=False, compare=False)
 
+    @property
+    def opens_for_any_rank(self) -> bool:
+        return True
+
     def open_endpoint(self, host: str, rank: int) -> int:
         self._endpoint = Endpoint(host)
         return self._endpoint.port

@@ -38,13 +38,18 @@ class Connection(ABC):
         Remote workers see their own GPUs only, so they need not be told.
         """
 
+    @property
+    def opens_for_any_rank(self) -> bool:
+        """Whether `open_endpoint` does the same for each rank, so that it can be called before the rank is known."""
+        return False
+
     @abstractmethod
     def open_endpoint(self, host: str, rank: int) -> int:
         """Begins to listen for the other ranks of the next group, where this one needs to; returns the port.
 
         Args:
             host: Under which address of this machine; who cannot reach it does not get in.
-            rank: The place in that group.
+            rank: The place in that group; any where `opens_for_any_rank`.
         """
 
     @abstractmethod

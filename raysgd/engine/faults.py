@@ -18,7 +18,7 @@ _LONGEST_TEXT = 20_000  # characters of a message or a traceback
 _LARGEST_ERROR = 2**20  # bytes of a pickled exception; a driver gets one from each rank
 
 
-def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool) -> WorkerFault:
+def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool, brief: bool = False) -> WorkerFault:
     """Describes `error`, which user code raised.
 
     The traceback begins at the first line of user code: what the library called to get there does not help.
@@ -29,6 +29,7 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
         node: Address of this node.
         portable: Whether it has to leave the process. Else the exception stays whole, with its live frames, which a
             debugger can use; Python then shows these frames by itself, so they are not told in words too.
+        brief: Whether the traceback goes without the text of its lines, for which Python reads many files.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
     message = shortened(str(error))
@@ -39,7 +40,7 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
         type_name=type(error).__name__,
         message=message,
         location=_user_location(error),
-        traceback_text=_traceback_text(error, message) if portable else "",
+        traceback_text=_traceback_text(error, message, brief) if portable else "",
     )
 
 
@@ -58,7 +59,10 @@ def _from_user_code(where: TracebackType | None) -> TracebackType | None:
     return where
 
 
-def _traceback_text(error: BaseException, message: str) -> str:
+def _traceback_text(error: BaseException, message: str, brief: bool) -> str:
+    if brief:
+        places = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in _frames(error)]
+        return f"Traceback (most recent call last):\n{''.join(places)}{type(error).__name__}: {message}\n"
     if len(message) > _LONGEST_TEXT:  # it was cut; Python would put all of it into words again
         return "".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__name__}: {message[:200]} ...\n"
     return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), 4 * _LONGEST_TEXT)
@@ -66,13 +70,18 @@ def _traceback_text(error: BaseException, message: str) -> str:
 
 def _user_location(error: BaseException) -> str:
     """The innermost line that is neither ours nor a library's; the innermost line at all when there is none."""
-    frames = traceback.extract_tb(error.__traceback__)
+    frames = _frames(error)
     if not frames:
         return "an unknown place"
     own = [frame for frame in frames if not _is_library(frame.filename)]
     frame = (own or list(frames))[-1]
     line = f": {frame.line}" if frame.line else ""
     return f"{frame.filename}:{frame.lineno} in {frame.name}{line}"
+
+
+def _frames(error: BaseException) -> traceback.StackSummary:
+    """The frames of its traceback. Reads the file of one only when its line is asked for."""
+    return traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
 
 
 def _is_library(filename: str) -> bool:

@@ -139,7 +139,8 @@ def outcome(rank: int, reference: Any) -> Outcome:
     import ray
 
     try:
-        return Outcome(rank, ray.get(reference, timeout=0))
+        value = ray.get(reference, timeout=0)
+        return Outcome(rank, failure=value) if isinstance(value, Failure) else Outcome(rank, value)
     except ray.exceptions.GetTimeoutError:
         return Outcome(rank, answered=False)
     except WorkerFailed as carrier:  # Ray raises a class derived from ours

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -28,6 +28,7 @@ class GroupCalls:
     def __init__(self, spec: GroupSpec, members: Members, platform: Platform) -> None:
         self._spec, self._members, self._platform = spec, members, platform
         self.unanswered: dict[int, Any] = {}
+        self._listening: dict[Any, tuple[str, int]] = {}
 
     def gather(self, calls: Mapping[int, Any], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Waits for all answers; after the first failure, only as long as it takes to see what belongs to it."""
@@ -40,6 +41,21 @@ class GroupCalls:
         self._spec.relay.tell({str(rank): notes_of(found) for rank, found in sorted(outcomes.items())})
         return GroupReport(tuple(_ranked(outcomes[rank]) for rank in sorted(calls)))
 
+    def leave(self, ranks: Iterable[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
+        """Lets these ranks leave the group; each tells how far it is.
+
+        They listen for the next group at once, to be asked once less: under the addresses that it has without others.
+        """
+        members, asked = self._members, list(ranks)
+        hosts = dict(zip(asked, hosts_of([members.infos[rank] for rank in asked]), strict=True))
+        calls = {rank: members.workers[rank].submit("leave_group", host) for rank, host in hosts.items()}
+        report = self.gather(calls, on_wait)
+        have_left = {found.rank: found.value for found in report.outcomes if found.ok}
+        self._listening = {
+            members.workers[rank]: (hosts[rank], left.port) for rank, left in have_left.items() if left.port is not None
+        }
+        return GroupReport(tuple(replace(o, value=o.value.progress) if o.ok else o for o in report.outcomes))
+
     def connect(
         self, join: Callable[[Rendezvous], Mapping[int, Any]], on_wait: Callable[[], None] | None = None
     ) -> GroupReport:
@@ -50,12 +66,16 @@ class GroupCalls:
         """
         members = self._members
         hosts = hosts_of(members.infos)
-        opening = {rank: members.workers[rank].submit("open_endpoint", host, rank) for rank, host in enumerate(hosts)}
-        opened = self.gather(opening, on_wait)
+        listening, self._listening = self._listening, {}
+        addresses = {rank: listening[w] for rank, w in enumerate(members.workers) if w in listening}
+        opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
+        calls = {rank: members.workers[rank].submit("open_endpoint", host, rank) for rank, host in opening.items()}
+        opened = self.gather(calls, on_wait)
         if not opened.ok:
             return opened
-        addresses = tuple(zip(hosts, opened.values, strict=True))
-        return self.gather(join(Rendezvous(addresses, members.is_on_one_node)), on_wait)
+        addresses |= {found.rank: (opening[found.rank], found.value) for found in opened.outcomes}
+        in_order = tuple(addresses[rank] for rank in range(len(hosts)))
+        return self.gather(join(Rendezvous(in_order, members.is_on_one_node)), on_wait)
 
     def _gather_both(
         self, local: Mapping[int, LocalCall], remote: Mapping[int, Any], on_wait: Callable[[], None] | None

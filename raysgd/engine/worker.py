@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from raysgd import _logging
 from raysgd._logging import Note
@@ -65,6 +65,19 @@ class StandbyReady:
     info: WorkerInfo
     facts: Any
     notes: tuple[Note, ...] = ()
+
+
+@dataclass(frozen=True)
+class HasLeft:
+    """What a worker answers that has left its group.
+
+    Attributes:
+        progress: How far its replica is.
+        port: Where it listens for the ranks of the next group; None where it has to know its rank for that.
+    """
+
+    progress: ReplicaProgress
+    port: int | None
 
 
 def notes_of(found: Outcome) -> tuple[Note, ...]:
@@ -210,14 +223,14 @@ class WorkerProcess:
 
         return self._guarded(body)
 
-    def leave_group(self) -> ReplicaProgress:
-        """Leaves the group, whatever is left of it, and says how far the replica is."""
+    def leave_group(self, host: str) -> HasLeft:
+        """Leaves the group, whatever is left of it, and listens under `host` for the ranks of the next one."""
 
-        def body() -> ReplicaProgress:
-            self._connection.leave()
-            replica: Any = self.replica
-            replica_progress: ReplicaProgress = replica.replica_progress()
-            return replica_progress
+        def body() -> HasLeft:
+            connection, replica = self._connection, self.replica
+            connection.leave()
+            progress: ReplicaProgress = cast(Any, replica).replica_progress()
+            return HasLeft(progress, connection.open_endpoint(host, 0) if connection.opens_for_any_rank else None)
 
         return self._guarded(body)
 
@@ -321,7 +334,8 @@ class WorkerProcess:
             if not self._is_from_call(error):
                 raise
             kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
-            fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote)
+            is_brief = kind == "disconnected"  # all ranks come to it at once, because of one that says nothing
+            fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
             failure = Failure(kind, fault, _logging.drain())
         if kind == "disconnected":
             self._connection.interrupt()  # only this tells the ranks that wait for this one
@@ -373,6 +387,15 @@ class _HostedProcess(WorkerProcess):
         if not _gpu_ids():
             os.environ["CUDA_VISIBLE_DEVICES"] = ""
         super().__init__(*args, **kwargs)
+
+    def _guarded(self, body: Callable[[], Any]) -> Any:
+        """Returns a lost connection instead of raising it, which would take Ray five milliseconds of each survivor."""
+        try:
+            return super()._guarded(body)
+        except WorkerFailed as carrier:
+            if carrier.failure.kind != "disconnected":
+                raise
+            return carrier.failure
 
 
 # Each group is a thread. What has to be answered at once has one that never works: a worker that does not is ended.

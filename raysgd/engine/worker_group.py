@@ -209,7 +209,7 @@ class WorkerGroup:
 
     def leave_group(self, survivors: Sequence[int], on_wait: Callable[[], None] | None = None) -> GroupReport:
         """Lets the survivors leave their group. Each tells how far it is."""
-        return self._calls.gather(self._members.submit("leave_group", ranks=survivors), on_wait)
+        return self._calls.leave(survivors, on_wait)
 
     def remove_workers(self, ranks: Sequence[int]) -> None:
         """Kills the workers of these ranks, dead or alive; their slots are free for others."""

@@ -112,6 +112,10 @@ class Placed(Connection):
     def load(self) -> None:
         self.inner.load()
 
+    @property
+    def opens_for_any_rank(self) -> bool:
+        return self.inner.opens_for_any_rank
+
     def open_endpoint(self, host: str, rank: int) -> int:
         return self.inner.open_endpoint(host, rank)
 

@@ -49,6 +49,17 @@ def test_an_exception_is_told_with_its_class_its_words_and_its_line() -> None:
     assert fault.traceback_text.endswith("ValueError: x\n")
 
 
+def test_a_brief_traceback_says_where_and_leaves_out_the_lines() -> None:
+    with pytest.raises(json.JSONDecodeError) as caught:
+        json.loads("{")
+    fault = describe_fault(caught.value, 0, "", portable=True, brief=True)
+    head, own, *_, last = fault.traceback_text.splitlines()
+    assert (head, last) == ("Traceback (most recent call last):", f"JSONDecodeError: {fault.message}")
+    assert __file__ in own
+    assert "loads(" not in fault.traceback_text
+    assert fault.location.endswith('json.loads("{")')
+
+
 def test_the_line_is_the_users_also_when_a_library_raised() -> None:
     with pytest.raises(json.JSONDecodeError) as caught:
         json.loads("{")

@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.engine.faults import describe_fault
 from raysgd.engine.types import Failure, Handover, Held, Rendezvous, World
-from raysgd.engine.worker import WorkerFailed, WorkerProcess
+from raysgd.engine.worker import HasLeft, WorkerFailed, WorkerProcess
 from tests.fakes import CountingReplica, NullConnection, SteppingReplica, meeting, walk, walk_on
 
 
@@ -89,7 +89,7 @@ def test_a_replica_is_let_go_with_all_it_holds_before_another_one_is_made_in_its
     replica.itself = replica  # what holds itself takes a collection
     gone = weakref.ref(replica)
     del replica
-    worker.leave_group()
+    worker.leave_group("10.0.0.1")
     worker.open_endpoint("10.0.0.1", 0)
 
     def make(world: World) -> SteppingReplica:
@@ -114,8 +114,18 @@ def test_a_hook_that_fails_there_is_told_like_any_other() -> None:
 def test_a_survivor_leaves_its_group_before_it_says_how_far_it_is() -> None:
     worker, diary = hosted(SECOND)
     worker.on_replica(walk, False, None, 4)
-    assert worker.leave_group().progress == 5
-    assert diary.steps == ["leave"]
+    assert worker.leave_group("10.0.0.1") == HasLeft(worker.replica.replica_progress(), None)  # type: ignore[attr-defined]
+    assert worker.leave_group("10.0.0.1").progress.progress == 5
+    assert diary.steps == ["leave", "leave"], "it cannot listen without its rank"
+
+
+def test_a_survivor_listens_for_the_next_group_at_once_where_that_takes_no_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    worker, diary = hosted(SECOND)
+    monkeypatch.setattr(Diary, "opens_for_any_rank", True)
+    assert worker.leave_group("10.0.0.1").port == 7
+    assert diary.steps == ["leave", "open 10.0.0.1 as 0"]
 
 
 def test_whoever_joins_a_new_group_has_left_its_own_one_and_listens_before() -> None:

@@ -13,10 +13,14 @@ ADDRESS_BYTES = 60  # of one rank, in what tells each of them where all are
 ONE_EACH = {
     "start": {"prepare": 1.0, "open_endpoint": 1.0, "build": 1.0},
     "call": {"on_packed": 1.0},
-    "loss": {"interrupt": 1.0, "leave_group": 1.0, "open_endpoint": 1.0, "regroup": 1.0, "on_packed": 2.0},
-    "growth": {"leave_group": 1.0, "open_endpoint": 1.0, "regroup": 1.0, "on_packed": 2.0},
+    "loss": {"interrupt": 1.0, "leave_group": 1.0, "regroup": 1.0, "on_packed": 2.0},
+    "growth": {"leave_group": 1.0, "regroup": 1.0, "on_packed": 2.0},
 }
-"""Messages to each worker. Before a group grows, its workers are asked whether they can go on in another one."""
+"""Messages to each worker.
+
+Who leaves a group listens for the next one at once, and is not asked to. Before a group grows, its workers are asked
+whether they can go on in another one.
+"""
 
 
 def story(num_workers: int, num_stalled: int = 0) -> tuple[Crowd, dict[str, Sent]]:

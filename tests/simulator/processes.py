@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from raysgd.engine.types import LOOPBACK, Failure, Handover, Held, Outcome, Rendezvous, WorkerInfo, World
-from raysgd.engine.worker import Answer, StandbyReady, WorkerFailed
+from raysgd.engine.worker import Answer, HasLeft, StandbyReady, WorkerFailed
 from raysgd.exceptions import WorkerFault
 from tests.simulator.kernel import Future, Kernel, Running, Task
 from tests.simulator.network import LostConnectionError, SimConnection
@@ -311,12 +311,12 @@ class Process:
         yield self.host.work_s()
         return StandbyReady(self.info, facts)
 
-    def _leave_group(self) -> Task:
+    def _leave_group(self, host: str) -> Task:
         yield from self._point("leave")
         self.connection.leave()
         assert self.replica is not None
         self.host.check_left(self.replica)
-        return self.replica.replica_progress()
+        return HasLeft(self.replica.replica_progress(), self.connection.open_endpoint(host, 0))
 
     def _regroup(self, world: World, rendezvous: Rendezvous, handover: Handover) -> Task:
         self.world = world
