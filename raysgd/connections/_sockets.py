@@ -86,7 +86,7 @@ def between_ranks(own: Sequence[OpenSocket], listening: Set[str]) -> list[OpenSo
 
 
 def _identity(number: int) -> int:
-    """Zero for what is no socket."""
+    """The inode of a socket; 0 for anything else."""
     try:
         status = os.fstat(number)
     except OSError:
@@ -95,7 +95,7 @@ def _identity(number: int) -> int:
 
 
 def _ends(number: int) -> Ends | tuple[str] | tuple[()]:
-    """Both ends of a TCP connection; where it listens, of one that does; nothing of others."""
+    """Both ends of a TCP connection; of a socket that listens, its address; of anything else, nothing."""
     try:
         with socket.socket(fileno=os.dup(number)) as duplicate:
             if duplicate.family not in (socket.AF_INET, socket.AF_INET6):

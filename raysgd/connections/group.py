@@ -145,14 +145,14 @@ class Group:
         return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
 
     def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, however many each has."""
+        """Every rank's bytes, by rank, however many each has: in one exchange where they are few."""
         head = np.zeros(_HEAD_BYTES, np.uint8)
         head[:_LENGTH_BYTES] = np.array([len(own)], "<u8").view(np.uint8)
         short = np.frombuffer(own[: _HEAD_BYTES - _LENGTH_BYTES], np.uint8)
         head[_LENGTH_BYTES : _LENGTH_BYTES + len(short)] = short
         heads = self.gather(head)
         counts = [int(one[:_LENGTH_BYTES].view("<u8")[0]) for one in heads]
-        if max(counts) <= _HEAD_BYTES - _LENGTH_BYTES:  # which is what one message costs less than two
+        if max(counts) <= _HEAD_BYTES - _LENGTH_BYTES:
             return [one[_LENGTH_BYTES:][:count].tobytes() for one, count in zip(heads, counts, strict=True)]
         rows = self.gather_rows(np.frombuffer(own, np.uint8), counts)
         return [part.tobytes() for part in np.split(rows, np.cumsum(counts)[:-1])]

@@ -80,7 +80,7 @@ def _user_location(error: BaseException) -> str:
 
 
 def _frames(error: BaseException) -> traceback.StackSummary:
-    """The frames of its traceback. Reads the file of one only when its line is asked for."""
+    """The frames of its traceback. A file is read only when the text of its line is used."""
     return traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
 
 

@@ -334,7 +334,7 @@ class WorkerProcess:
             if not self._is_from_call(error):
                 raise
             kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
-            is_brief = kind == "disconnected"  # all ranks come to it at once, because of one that says nothing
+            is_brief = kind == "disconnected"  # all survivors fail like this at the same time
             fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
             failure = Failure(kind, fault, _logging.drain())
         if kind == "disconnected":
@@ -389,7 +389,7 @@ class _HostedProcess(WorkerProcess):
         super().__init__(*args, **kwargs)
 
     def _guarded(self, body: Callable[[], Any]) -> Any:
-        """Returns a lost connection instead of raising it, which would take Ray five milliseconds of each survivor."""
+        """Returns a lost connection: all survivors report one at once, and Ray handles a value faster than an exception."""
         try:
             return super()._guarded(body)
         except WorkerFailed as carrier:
