@@ -389,7 +389,7 @@ class _HostedProcess(WorkerProcess):
         super().__init__(*args, **kwargs)
 
     def _guarded(self, body: Callable[[], Any]) -> Any:
-        """Returns a lost connection: all survivors report one at once, and Ray handles a value faster than an exception."""
+        """Returns a lost connection, which all survivors report at once: Ray is faster with a value."""
         try:
             return super()._guarded(body)
         except WorkerFailed as carrier:

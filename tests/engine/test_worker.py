@@ -11,7 +11,7 @@ import pytest
 
 from raysgd.engine.faults import describe_fault
 from raysgd.engine.types import Failure, Handover, Held, Rendezvous, World
-from raysgd.engine.worker import HasLeft, WorkerFailed, WorkerProcess
+from raysgd.engine.worker import HasLeft, WorkerFailed, WorkerProcess, _HostedProcess
 from tests.fakes import CountingReplica, NullConnection, SteppingReplica, meeting, walk, walk_on
 
 
@@ -149,6 +149,22 @@ def test_a_new_group_that_breaks_while_it_is_formed_is_a_lost_connection_and_fre
         worker.regroup(World(rank=2, size=4), MEETING, Handover())
     assert (caught.value.failure.kind, caught.value.failure.fault.rank) == ("disconnected", 2)
     assert diary.steps[-1] == "interrupt"
+
+
+def test_in_a_process_of_its_own_it_answers_that_a_connection_is_lost_and_raises_what_else_goes_wrong(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # which it sets
+    diary = Diary()
+    worker = _HostedProcess(diary, num_threads=None, is_remote=False)
+    worker.build(SECOND, MEETING, SteppingReplica, capture=False)
+    diary.fails_with = ConnectionError("refused")
+    found: Any = worker.regroup(World(rank=2, size=4), MEETING, Handover())
+    assert isinstance(found, Failure)
+    assert (found.kind, found.fault.rank, found.fault.message) == ("disconnected", 2, "refused")
+    diary.fails_with = ValueError("odd")
+    with pytest.raises(WorkerFailed):
+        worker.regroup(World(rank=2, size=4), MEETING, Handover())
 
 
 def test_a_held_call_is_not_over_and_its_answer_carries_no_state_of_its_own() -> None:
