@@ -73,6 +73,7 @@ class TorchConnection(Connection):
     _is_on_one_node: bool = field(default=False, repr=False, compare=False)
     _aborting: threading.Thread | None = field(default=None, repr=False, compare=False)
     _is_cut: bool = field(default=False, repr=False, compare=False)
+    _num_beside: int = field(default=0, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
@@ -127,7 +128,7 @@ class TorchConnection(Connection):
         timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
         dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
-            self._connections = self._between_ranks(sockets_before)
+            self._connections = self._between_ranks(sockets_before, world, "raysgd/listens")
             store.longest_wait_s = math.inf  # it is formed, and what follows takes its time
             if self._mesh is not None:
                 self._mesh.timeout_s = self.timeout_s
@@ -205,17 +206,22 @@ class TorchConnection(Connection):
         sockets_before, world = open_sockets(), World(dist.get_rank(), dist.get_world_size())
         group = dist.new_group(backend="gloo")
         if world.is_distributed:
-            self._connections += self._between_ranks(sockets_before)
+            self._num_beside += 1
+            topic = f"raysgd/listens/{self._num_beside}"
+            self._connections += self._between_ranks(sockets_before, world, topic)
         if self._is_cut:  # meanwhile, by another thread
             self._cut()
         return group
 
-    def _between_ranks(self, sockets_before: dict[int, int]) -> list[OpenSocket]:
+    def _between_ranks(self, sockets_before: dict[int, int], world: World, topic: str) -> list[OpenSocket]:
         """Gloo's connections to other ranks: those that were opened meanwhile, where it listens itself or others do."""
-        assert self._group is not None, "gloo comes with a group"
         opened = opened_since(sockets_before)
-        told = self._group.gather_bytes("\n".join(opened.listening).encode())
-        return between_ranks(opened.connections, {address for word in told for address in word.decode().split()})
+        word = "\n".join(opened.listening)
+        if self._group is not None:
+            told = [each.decode() for each in self._group.gather_bytes(word.encode())]
+        else:  # NCCL has no mesh beside it
+            told = self._tell(world, topic, word)
+        return between_ranks(opened.connections, {address for each in told for address in each.split()})
 
     def interrupt(self) -> None:
         self._is_interrupted = True
@@ -253,7 +259,7 @@ class TorchConnection(Connection):
             if part is not None:
                 part.close()
         self._mesh = self._board = self._endpoint = self._group = self._store = None
-        self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
+        self._has_joined, self._gpus_of_driver, self._is_interrupted, self._num_beside = False, (), False, 0
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
 

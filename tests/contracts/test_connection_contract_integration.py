@@ -524,6 +524,22 @@ def test_errors_of_the_distributed_package_itself_are_broken_connections(name: s
     assert TorchConnection().is_connection_error(getattr(dist, name)("whatever it says"))
 
 
+def number_found_of_another_group(replica: Any, has_mesh: bool) -> int:
+    connection = replica.connection
+    if not has_mesh:  # as with NCCL
+        connection._group = None
+    before = len(connection._connections)
+    connection.new_group_beside()
+    return len(connection._connections) - before
+
+
+@pytest.mark.parametrize("has_mesh", [True, False])
+def test_the_connections_of_a_group_beside_are_found_so_that_they_can_be_cut(rig: Rig, has_mesh: bool) -> None:
+    rig.join_silently(CASES["gloo"], 3)
+    assert rig.on_each(3, number_found_of_another_group, has_mesh) == [2, 2, 2]
+    rig.leave(3)
+
+
 # -------------------------------------------------------------------------------------------- tensorflow's strategy
 
 
