@@ -75,6 +75,7 @@ class Links:
         self._connections = dict(connections)
         self._on_message, self._on_end = on_message, on_end
         self._is_ended = False
+        self._is_cut = False
         self._sending = {rank: threading.Lock() for rank in connections}
         for connection in self._connections.values():
             connection.setblocking(True)
@@ -139,6 +140,9 @@ class Links:
 
     def interrupt(self) -> None:
         """From any thread: ends all connections."""
+        if self._is_cut:
+            return
+        self._is_cut = True
         for connection in self._connections.values():
             with suppress(OSError):  # ended already
                 connection.shutdown(socket.SHUT_RDWR)

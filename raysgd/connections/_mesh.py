@@ -156,6 +156,8 @@ class Mesh:
 
     def interrupt(self) -> None:
         """From any thread: ends all connections, and with them the swaps of this rank and of those that wait for it."""
+        if self._is_broken:
+            return
         self._is_broken = True
         for connection in self._connections.values():
             with suppress(OSError):  # ended already
