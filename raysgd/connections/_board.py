@@ -1,7 +1,8 @@
 """A board: values under keys that all ranks of a group read and write; each rank has a copy.
 
-No death of a rank loses it, as that of a server would. A written value is sent to all other ranks. Only what depends on
-the value before, such as counting, is done by rank 0. Needs only sockets, and a thread that receives from them.
+No death of a rank loses it, as that of a server would. A written value goes to all other ranks, from neighbor to
+neighbor. Only what depends on the value before, such as counting, is done by rank 0. Needs only sockets, and a thread
+that receives from them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from raysgd.connections._links import Links, Message
+from raysgd.connections._links import Links, Message, Received
 from raysgd.connections._mesh import MeshBroken
 
 _PUT, _DELETE, _ADD, _SWAP, _ANSWER = range(5)
@@ -25,17 +26,19 @@ class Board:
 
     Args:
         rank: This rank.
-        connections: The socket to each other rank; nothing else uses them.
+        size: The number of all ranks.
+        connections: The socket to each neighbor, see `_routes.py`; nothing else uses them.
     """
 
-    def __init__(self, rank: int, connections: Mapping[int, socket.socket]) -> None:
+    def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
         self._rank = rank
         self._values: dict[str, bytes] = {}
         self._answers: dict[int, bytes] = {}
         self._num_requests = 0
         self._broken_by = ""
         self._has_changed = threading.Condition()
-        self._links = Links(connections, self._handle, self._break)
+        self._awaited: list[Callable[[], bool]] = []
+        self._links = Links(rank, size, connections, self._handle, self._break)
         self._links.start()
 
     def wait(self, keys: Sequence[str], timeout_s: float) -> None:
@@ -45,7 +48,9 @@ class Board:
             BoardTimeout: They have none after that time.
             MeshBroken: A rank that might write them is gone.
         """
-        self._wait_until(lambda: all(key in self._values for key in keys), timeout_s, f"for {', '.join(keys)}")
+        if not self.has(keys):
+            awaited = set(keys)
+            self._wait_until(lambda: awaited <= self._values.keys(), timeout_s, f"for {', '.join(keys)}")
 
     def get(self, key: str, timeout_s: float) -> bytes:
         """The value under `key`; waits for it, as `wait` does."""
@@ -61,21 +66,39 @@ class Board:
 
     def _wait_until(self, is_done: Callable[[], bool], timeout_s: float, what: str) -> None:
         with self._has_changed:
-            is_over = self._has_changed.wait_for(lambda: is_done() or bool(self._broken_by), _bounded(timeout_s))
+            is_over = self._wait_for(lambda: bool(self._broken_by) or is_done(), _bounded(timeout_s))
             if not is_over:
                 raise BoardTimeout(f"gave up waiting {what} after {timeout_s:g} s")
             if not is_done():
                 raise MeshBroken(f"gave up waiting {what}: {self._broken_by}")
 
+    def _wait_for(self, is_over: Callable[[], bool], timeout_s: float) -> bool:
+        self._awaited.append(is_over)
+        try:
+            return self._has_changed.wait_for(is_over, timeout_s)
+        finally:
+            self._awaited.remove(is_over)
+
+    def _tell(self) -> None:
+        """Wakes those who wait, where it is for something that has come."""
+        if any(is_over() for is_over in self._awaited):
+            self._has_changed.notify_all()
+
     def put(self, key: str, value: bytes) -> None:
         """Writes under `key`, for all."""
-        self._set(key, value)
-        self._links.send_to_all(Message(_PUT, key, value))
+        self._write(Message(_PUT, key, value))
 
     def delete(self, key: str) -> bool:
         """Removes `key` for all; returns whether it had a value here."""
-        had = self._set(key, None)
-        self._links.send_to_all(Message(_DELETE, key))
+        return self._write(Message(_DELETE, key))
+
+    def _write(self, message: Message) -> bool:
+        """Returns whether there was a value before."""
+        with self._has_changed:  # sent under the lock: all see the changes of one rank in the same order
+            had = message.key in self._values
+            self._set(message)
+            self._tell()
+            self._links.send_to_all(message)
         return had
 
     def add(self, key: str, amount: int, timeout_s: float) -> int:
@@ -95,7 +118,7 @@ class Board:
         with self._has_changed:
             self._num_requests += 1
             number = self._num_requests
-        self._links.send(0, Message(message.kind, message.key, message.first, message.second, number))
+        self._links.send(0, message._replace(request=number))
         self._wait_until(lambda: number in self._answers, timeout_s, "for an answer of rank 0")
         return self._answers.pop(number)
 
@@ -106,28 +129,26 @@ class Board:
             is_sum = message.kind == _ADD
             after, answer = _added(before, message.first) if is_sum else _swapped(before, message.first, message.second)
             if after is not None:
-                self._values[message.key] = after
-                self._has_changed.notify_all()
-                self._links.send_to_all(Message(_PUT, message.key, after))  # under the lock: in the order of changes
+                self._write(Message(_PUT, message.key, after))
         return answer
 
-    def _set(self, key: str, value: bytes | None) -> bool:
-        with self._has_changed:
-            had = key in self._values
-            if value is None:
-                self._values.pop(key, None)
-            else:
-                self._values[key] = value
-            self._has_changed.notify_all()
-        return had
+    def _set(self, message: Message) -> None:
+        if message.kind == _PUT:
+            self._values[message.key] = message.first
+        else:
+            self._values.pop(message.key, None)
 
-    def _handle(self, rank: int, message: Message) -> None:
+    def _handle(self, received: Received) -> None:
+        with self._has_changed:
+            for rank, message in received:
+                self._handle_one(rank, message)
+            self._tell()
+
+    def _handle_one(self, rank: int, message: Message) -> None:
         if message.kind in (_PUT, _DELETE):
-            self._set(message.key, message.first if message.kind == _PUT else None)
+            self._set(message)
         elif message.kind == _ANSWER:
-            with self._has_changed:
-                self._answers[message.request] = message.first
-                self._has_changed.notify_all()
+            self._answers[message.request] = message.first
         else:
             self._links.send(rank, Message(_ANSWER, message.key, self._apply(message), request=message.request))
 

@@ -12,12 +12,12 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 from raysgd.connections._handshake import ConnectFailed, Credentials
-from raysgd.connections._peers import Deadline, PeerListener
+from raysgd.connections._peers import Call, Deadline, PeerListener
 from raysgd.engine.types import Rendezvous
 
 _HEAD = struct.Struct("<QI")  # how many bytes follow, and of what kind they are
@@ -27,7 +27,7 @@ _IS_GONE = getattr(select, "POLLRDHUP", 0)  # Linux; elsewhere it is seen once t
 
 Bytes: TypeAlias = memoryview
 Connections: TypeAlias = dict[int, socket.socket]
-"""The socket to each other rank."""
+"""The socket to each rank that a lane leads to."""
 
 
 class MeshBroken(ConnectionError):
@@ -49,24 +49,34 @@ class Endpoint:
         """Stops listening."""
         self._listener.close()
 
-    def connect(self, rendezvous: Rendezvous, rank: int, num_lanes: int, deadline: Deadline) -> list[Connections]:
-        """Connects to all ranks, which must all do so at this time, once for each lane. No rank listens after that.
+    def connect(
+        self, rendezvous: Rendezvous, rank: int, lanes: Sequence[Collection[int]], deadline: Deadline
+    ) -> list[Connections]:
+        """Connects to other ranks, which must all do so at this time. No rank listens after that.
+
+        Connects to the ranks before this one, and accepts those after it.
+
+        Args:
+            rendezvous: Where the ranks are.
+            rank: This one.
+            lanes: For each lane, the ranks that it leads to; each of them has to name this one in return.
+            deadline: How long to wait for the others.
 
         Raises:
             ConnectFailed: Another rank is gone, or did not come in time.
         """
         credentials = Credentials(rank, rendezvous.secret)
-        before = list(enumerate(rendezvous.addresses[:rank]))
-        num_after = len(rendezvous.addresses) - 1 - rank
+        ends = [(other, lane) for lane, ranks in enumerate(lanes) for other in ranks]
+        calls = [Call(other, lane, rendezvous.addresses[other]) for other, lane in ends if other < rank]
         try:
-            peers = self._listener.connect_all(credentials, before, num_after, num_lanes, deadline)
+            peers = self._listener.connect_all(credentials, calls, len(ends) - len(calls), deadline)
         except OSError as error:
             if isinstance(error, ConnectFailed):
                 raise
             raise ConnectFailed(f"rank {rank} could not connect to the others: {error}") from error
         finally:
             self.close()
-        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(num_lanes)]
+        return [{peer.rank: peer.connection for peer in peers if peer.lane == lane} for lane in range(len(lanes))]
 
 
 class Mesh:

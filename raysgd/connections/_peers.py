@@ -1,4 +1,4 @@
-"""How ranks connect to each other: each listens, connects to the ranks before it, and accepts those after it.
+"""How ranks connect to each other: each listens, connects to some and accepts others.
 
 A process that does not belong to the group is refused, see `_handshake.py`, and delays no one.
 
@@ -10,13 +10,12 @@ from __future__ import annotations
 import errno
 import logging
 import math
+import os
 import select
 import socket
 import time
 from collections.abc import Callable, Collection, Iterable
-from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from raysgd.connections._handshake import ConnectFailed, Credentials, Handshake, Peer
 
@@ -24,6 +23,7 @@ logger = logging.getLogger(__name__)
 
 _POLL_S = 0.05
 _HANDSHAKE_S = 30.0  # a process that has proved nothing by then is disconnected
+_LOOK_S = 1.0  # between two looks for such a process
 _BACKLOG = 4096
 _IN_PROGRESS = (errno.EINPROGRESS, errno.EWOULDBLOCK, errno.EALREADY)
 
@@ -53,17 +53,6 @@ class Deadline:
         if self._is_interrupted() or time.monotonic() > self._deadline:
             raise ConnectFailed("another rank failed, or was too slow to join the group")
 
-    def wait(self, connection: socket.socket, events: int) -> None:
-        """Waits until the connection is ready for one of these events.
-
-        Raises:
-            ConnectFailed: That took too long.
-        """
-        poll = select.poll()
-        poll.register(connection, events)
-        while not poll.poll(_POLL_S * 1000):
-            self.check()
-
 
 def listen_at(host: str) -> socket.socket:
     """Listens at a free port of this address; of all addresses, where this machine does not have that one.
@@ -82,31 +71,22 @@ def listen_at(host: str) -> socket.socket:
     return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
 
 
-def connect_to(address: Address, deadline: Deadline) -> socket.socket:
-    """Connects to another rank.
+class Call(NamedTuple):
+    """A connection to make.
 
-    Raises:
-        OSError: No rank listens there.
-        ConnectFailed: It took too long.
+    Attributes:
+        rank: To whom.
+        lane: Which of several connections to that rank it is.
+        address: Where that rank listens.
     """
-    host, port = address
-    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    try:
-        connection.setblocking(False)
-        code = connection.connect_ex((host, port))
-        if code in _IN_PROGRESS:
-            deadline.wait(connection, select.POLLOUT)
-            code = connection.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-        if code:
-            raise OSError(code, errno.errorcode.get(code, "unknown error"))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+
+    rank: int
+    lane: int
+    address: Address
 
 
 class PeerListener:
-    """Listens at a port, and connects this rank to all others."""
+    """Listens at a port, and connects this rank to others."""
 
     def __init__(self, host: str) -> None:
         self._listener = listen_at(host)
@@ -121,65 +101,58 @@ class PeerListener:
         self._listener.close()
 
     def connect_all(
-        self,
-        credentials: Credentials,
-        addresses: Collection[tuple[int, Address]],
-        num_accepted: int,
-        num_lanes: int,
-        deadline: Deadline,
+        self, credentials: Credentials, calls: Collection[Call], num_accepted: int, deadline: Deadline
     ) -> list[Peer]:
-        """Connects to some ranks and accepts others, each once for each lane; returns when all are connected.
+        """Connects to some ranks and accepts others; returns when all are connected.
 
         Args:
             credentials: Those of this rank.
-            addresses: The ranks to connect to, and where they listen.
-            num_accepted: How many other ranks connect to this one.
-            num_lanes: The number of connections to each rank.
+            calls: The connections to make.
+            num_accepted: How many connections others make to this rank.
             deadline: How long to wait for the others.
 
         Raises:
             OSError: No rank listens where one should.
             ConnectFailed: Another rank is gone or late, or does not belong to the group.
         """
-        with ExitStack() as undo:
-            handshakes = _Handshakes(undo, self._listener)
-            for rank, address in addresses:
-                for lane in range(num_lanes):
-                    connection = undo.enter_context(connect_to(address, deadline))
-                    handshakes.start(connection, credentials.initiate(connection, rank, lane))
-            while len(handshakes.peers) < (len(addresses) + num_accepted) * num_lanes:
+        handshakes = _Handshakes(credentials, self._listener)
+        try:
+            for call in calls:
+                handshakes.call(call)
+            while len(handshakes.peers) < len(calls) + num_accepted:
                 deadline.check()
-                if handshakes.poll():
-                    self._accept(credentials, handshakes)
+                handshakes.poll()
+        except BaseException:
+            for peer in handshakes.peers:
+                peer.connection.close()
+            raise
+        finally:
             handshakes.drop(handshakes.pending)
-            undo.pop_all()
         return handshakes.peers
 
-    def _accept(self, credentials: Credentials, handshakes: _Handshakes) -> None:
-        for _ in range(_BACKLOG):
-            try:
-                connection, _ = self._listener.accept()
-            except (BlockingIOError, ConnectionAbortedError):
-                return
-            connection.setblocking(False)
-            handshakes.undo.enter_context(connection)
-            handshakes.start(connection, credentials.respond(connection), time.monotonic() + _HANDSHAKE_S)
 
-
-@dataclass(frozen=True)
 class _Pending:
-    """A handshake in progress."""
+    """A handshake in progress.
 
-    connection: socket.socket
-    handshake: Handshake
-    until: float
+    Attributes:
+        connection: To the other side.
+        handshake: What goes on there.
+        until: When it is given up. Its failure is then not this rank's: any process may have connected.
+        events: What it waits for.
+    """
+
+    __slots__ = ("connection", "events", "handshake", "until")
+
+    def __init__(self, connection: socket.socket, handshake: Handshake, until: float) -> None:
+        self.connection, self.handshake, self.until = connection, handshake, until
+        self.events = select.POLLIN
 
 
 class _Handshakes:
     """Many at the same time, so that none waits for another.
 
     Args:
-        undo: Closes all connections if this rank cannot connect to all others.
+        credentials: Those of this rank.
         listener: Where others connect.
 
     Attributes:
@@ -187,34 +160,54 @@ class _Handshakes:
         pending: Those in progress, by file descriptor.
     """
 
-    def __init__(self, undo: ExitStack, listener: socket.socket) -> None:
-        self.undo = undo
+    def __init__(self, credentials: Credentials, listener: socket.socket) -> None:
         self.peers: list[Peer] = []
         self.pending: dict[int, _Pending] = {}
-        self._listener = listener
+        self._credentials, self._listener = credentials, listener
         self._poll = select.poll()
         self._poll.register(listener, select.POLLIN)
+        self._looks_at = 0.0
 
-    def start(self, connection: socket.socket, handshake: Handshake, until: float = math.inf) -> None:
-        """Starts one. With a time limit, its failure is not this rank's: any process may have connected."""
-        number = connection.fileno()
-        self.pending[number] = _Pending(connection, handshake, until)
+    def call(self, call: Call) -> None:
+        """Connects to a rank and starts to prove who this one is."""
+        connection = _socket_for(call.address)
+        self._start(connection, self._credentials.initiate(connection, call.rank, call.lane), math.inf)
+        code = connection.connect_ex(call.address)
+        if code and code not in _IN_PROGRESS:
+            raise OSError(code, os.strerror(code))
+        self._advance(connection.fileno())
+
+    def _accept(self) -> None:
+        until = time.monotonic() + _HANDSHAKE_S
+        for _ in range(_BACKLOG):
+            try:
+                connection, _ = self._listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            connection.setblocking(False)
+            self._start(connection, self._credentials.respond(connection), until)
+            self._advance(connection.fileno())
+
+    def _start(self, connection: socket.socket, handshake: Handshake, until: float) -> None:
+        self.pending[connection.fileno()] = _Pending(connection, handshake, until)
         self._poll.register(connection, select.POLLIN)
-        self._advance(number)
 
-    def poll(self) -> bool:
-        """Waits a moment for data and advances what got some; returns whether a process is waiting to be accepted."""
-        ready = {number for number, _ in self._poll.poll(_POLL_S * 1000)}
-        for number in ready & self.pending.keys():
-            self._advance(number)
-        now = time.monotonic()
-        self.drop([number for number, one in self.pending.items() if now > one.until])
-        return self._listener.fileno() in ready
+    def poll(self) -> None:
+        """Waits a moment for data and for processes that connect, and advances what got some."""
+        listening, is_called = self._listener.fileno(), False
+        for number, _ in self._poll.poll(_POLL_S * 1000):
+            if number == listening:
+                is_called = True
+            else:
+                self._advance(number)
+        self._drop_late()
+        if is_called:
+            self._accept()
 
     def _advance(self, number: int) -> None:
         one = self.pending[number]
         try:
-            next(one.handshake)
+            events = next(one.handshake)
         except StopIteration as end:
             del self.pending[number]
             self._poll.unregister(number)
@@ -223,9 +216,25 @@ class _Handshakes:
             if one.until == math.inf:
                 raise
             self.drop([number])
+        else:
+            if events != one.events:
+                one.events = events
+                self._poll.modify(number, events)
+
+    def _drop_late(self) -> None:
+        now = time.monotonic()
+        if now > self._looks_at:
+            self._looks_at = now + _LOOK_S
+            self.drop([number for number, one in self.pending.items() if now > one.until])
 
     def drop(self, numbers: Iterable[int]) -> None:
         """Disconnects processes that have proved nothing."""
         for number in list(numbers):
             self._poll.unregister(number)
             self.pending.pop(number).connection.close()
+
+
+def _socket_for(address: Address) -> socket.socket:
+    connection = socket.socket(socket.AF_INET6 if ":" in address[0] else socket.AF_INET, socket.SOCK_STREAM)
+    connection.setblocking(False)
+    return connection

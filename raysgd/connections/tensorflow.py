@@ -18,6 +18,7 @@ from raysgd.connections._handshake import ConnectFailed
 from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.connections._origins import is_of, with_causes
 from raysgd.connections._peers import Deadline, listen_at
+from raysgd.connections._routes import others
 from raysgd.connections.group import Group, Votes
 from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
 from raysgd.engine.types import Rendezvous, World
@@ -110,7 +111,7 @@ class TensorFlowConnection(_LoadingConnection):
             )
         assert self._endpoint is not None, "a rank of several listens before it joins the others"
         deadline = Deadline(min(self.form_timeout_s, self.timeout_s), lambda: self._is_interrupted)
-        lanes = self._endpoint.connect(rendezvous, world.rank, 2, deadline)
+        lanes = self._endpoint.connect(rendezvous, world.rank, [others(world.rank, world.size)] * 2, deadline)
         self._lanes = [Mesh(lane, self.timeout_s) for lane in lanes]
         deadline.check()  # an interrupt that came before there was anything to cut
         self._announce(rendezvous, world)

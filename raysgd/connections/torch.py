@@ -19,6 +19,7 @@ from raysgd.connections._handshake import ConnectFailed
 from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.connections._origins import is_of, with_causes
 from raysgd.connections._peers import Deadline, listen_at
+from raysgd.connections._routes import neighbors, others
 from raysgd.connections._sockets import OpenSocket, between_ranks, open_sockets, opened_since
 from raysgd.connections.gpus import ordinal_of, visible_to_all
 from raysgd.connections.group import Group
@@ -144,8 +145,11 @@ class TorchConnection(Connection):
         if not world.is_distributed:
             return _c10d("HashStore")()
         assert self._endpoint is not None, "a rank of several listens before it joins the others"
-        on_board, *in_mesh = self._endpoint.connect(rendezvous, world.rank, 1 + (self.transport == "gloo"), deadline)
-        self._board = Board(world.rank, on_board)
+        lanes = [neighbors(world.rank, world.size)]
+        if self.transport == "gloo":
+            lanes.append(others(world.rank, world.size))
+        on_board, *in_mesh = self._endpoint.connect(rendezvous, world.rank, lanes, deadline)
+        self._board = Board(world.rank, world.size, on_board)
         for lane in in_mesh:
             self._mesh = Mesh(lane, self._form_timeout_s)
             self._group = Group(world, self._mesh, rendezvous.hosts)

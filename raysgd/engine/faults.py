@@ -15,6 +15,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _LIBRARY_FOLDERS = (_PACKAGE, sysconfig.get_path("stdlib") + os.sep)
 _LIBRARY_PARTS = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 _LONGEST_TEXT = 20_000  # characters of a message or a traceback
+_OF_PLAIN_ERRORS = ("builtins", "raysgd", "torch")
 _LARGEST_ERROR = 2**20  # bytes of a pickled exception; a driver gets one from each rank
 
 
@@ -32,15 +33,15 @@ def describe_fault(error: BaseException, rank: int, node: str, *, portable: bool
         brief: Whether the traceback goes without the text of its lines, for which Python reads many files.
     """
     error.__traceback__ = _from_user_code(error.__traceback__)
-    message = shortened(str(error))
+    message, frames = shortened(str(error)), _frames(error)
     return WorkerFault(
         rank=rank,
         node=node,
         error=_picklable(error) if portable else error,
         type_name=type(error).__name__,
         message=message,
-        location=_user_location(error),
-        traceback_text=_traceback_text(error, message, brief) if portable else "",
+        location=_user_location(frames),
+        traceback_text=_traceback_text(error, message, frames if brief else None) if portable else "",
     )
 
 
@@ -59,18 +60,18 @@ def _from_user_code(where: TracebackType | None) -> TracebackType | None:
     return where
 
 
-def _traceback_text(error: BaseException, message: str, brief: bool) -> str:
-    if brief:
-        places = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in _frames(error)]
+def _traceback_text(error: BaseException, message: str, frames: traceback.StackSummary | None) -> str:
+    """The traceback in words; only of these frames, without the text of their lines, where they are given."""
+    if frames is not None:
+        places = [f'  File "{frame.filename}", line {frame.lineno}, in {frame.name}\n' for frame in frames]
         return f"Traceback (most recent call last):\n{''.join(places)}{type(error).__name__}: {message}\n"
     if len(message) > _LONGEST_TEXT:  # it was cut; Python would put all of it into words again
         return "".join(traceback.format_tb(error.__traceback__)) + f"{type(error).__name__}: {message[:200]} ...\n"
     return shortened("".join(traceback.format_exception(type(error), error, error.__traceback__)), 4 * _LONGEST_TEXT)
 
 
-def _user_location(error: BaseException) -> str:
+def _user_location(frames: traceback.StackSummary) -> str:
     """The innermost line that is neither ours nor a library's; the innermost line at all when there is none."""
-    frames = _frames(error)
     if not frames:
         return "an unknown place"
     own = [frame for frame in frames if not _is_library(frame.filename)]
@@ -90,13 +91,19 @@ def _is_library(filename: str) -> bool:
 
 def _picklable(error: BaseException) -> BaseException | None:
     """The exception if it survives pickling inside a fault, else what is left of it without what does not, or None."""
-    if _survives(error):
+    if _is_plain(error) or _survives(error):
         return error
     try:
         rest = portable_copy(error, _travels, _shown)
     except Exception:
         return None
     return rest if _survives(rest) else None
+
+
+def _is_plain(error: BaseException) -> bool:
+    """Whether it surely can be pickled, so that this need not be tried: what most connections end with."""
+    is_known = type(error).__module__.partition(".")[0] in _OF_PLAIN_ERRORS
+    return is_known and not error.__dict__ and all(type(arg) is str and len(arg) <= _LONGEST_TEXT for arg in error.args)
 
 
 def _survives(error: BaseException) -> bool:

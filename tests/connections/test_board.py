@@ -12,6 +12,7 @@ import pytest
 from raysgd.connections._board import Board, BoardTimeout
 from raysgd.connections._mesh import Endpoint, MeshBroken
 from raysgd.connections._peers import Deadline
+from raysgd.connections._routes import neighbors
 from tests.fakes import meeting
 
 HERE = "127.0.0.1"
@@ -22,9 +23,11 @@ def boards_of(size: int) -> list[Board]:
     """The boards of each rank, as threads."""
     endpoints = [Endpoint(HERE) for _ in range(size)]
     place = meeting(*(endpoint.port for endpoint in endpoints))
+    lanes = [[neighbors(rank, size)] for rank in range(size)]
     with ThreadPoolExecutor(size) as pool:
-        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, 1, Deadline(20)), range(size)))
-    return [Board(rank, lane) for rank, [lane] in enumerate(found)]
+        deadline = Deadline(60)
+        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, lanes[rank], deadline), range(size)))
+    return [Board(rank, size, lane) for rank, [lane] in enumerate(found)]
 
 
 @pytest.fixture
@@ -61,7 +64,32 @@ def test_who_reads_what_is_not_there_yet_waits_for_it(boards: list[Board]) -> No
         boards[1].get("never", 0.1)
 
 
-@pytest.mark.parametrize("boards", [1, 4], indirect=True)
+@pytest.mark.parametrize("boards", [20], indirect=True)
+def test_much_is_passed_on_by_all_ranks_at_the_same_time(boards: list[Board]) -> None:
+    def write_and_read(rank: int, board: Board) -> bool:
+        board.put(f"of {rank}", bytes([rank]) * 300_000)
+        return all(board.get(f"of {other}", 60) == bytes([other]) * 300_000 for other in range(len(boards)))
+
+    assert all(answer.result() for answer in on_all(boards, write_and_read))
+
+
+@pytest.mark.parametrize("boards", [12], indirect=True)
+def test_all_ranks_see_what_one_writes_in_the_same_order(boards: list[Board]) -> None:
+    def write(rank: int, board: Board) -> None:
+        for number in range(rank, 400, 4):
+            boards[5].put("last", b"%d" % number)
+            boards[5].put("longer", b"%d" % number * 1000)
+
+    for written in on_all(boards[:4], write):  # four threads
+        written.result()
+    boards[5].put("behind it", b"")
+    for board in boards:
+        board.wait(["behind it"], 20)
+    assert len({board.get("last", 0) for board in boards}) == 1
+    assert len({board.get("longer", 0) for board in boards}) == 1
+
+
+@pytest.mark.parametrize("boards", [1, 4, 11], indirect=True)
 def test_ranks_that_count_at_the_same_time_miss_nothing(boards: list[Board]) -> None:
     def count(rank: int, board: Board) -> list[int]:
         return [board.add("number", 1, 20) for _ in range(50)]
@@ -73,6 +101,16 @@ def test_ranks_that_count_at_the_same_time_miss_nothing(boards: list[Board]) -> 
         board.wait(["number"], 20)
 
 
+@pytest.mark.parametrize("boards", [11], indirect=True)
+def test_a_rank_that_counted_has_the_sum_itself(boards: list[Board]) -> None:
+    def count(rank: int, board: Board) -> bool:
+        sums = [(board.add(f"of {rank}", 1, 20), int(board.get(f"of {rank}", 0))) for _ in range(50)]
+        return sums == [(number, number) for number in range(1, 51)]
+
+    assert all(answer.result() for answer in on_all(boards, count))
+
+
+@pytest.mark.parametrize("boards", [3, 11], indirect=True)
 def test_only_one_of_several_takes_what_is_free(boards: list[Board]) -> None:
     answers = on_all(boards, lambda rank, board: board.swap("who", b"", bytes([rank]), 20))
     first = boards[0].get("who", 20)
@@ -99,9 +137,22 @@ def test_who_waits_for_a_rank_that_went_away_is_told_and_what_was_written_can_st
     boards[leaver].put("before", b"1")
     boards[1].wait(["before"], 20)
     boards[leaver].close()
-    with pytest.raises(MeshBroken, match=f"rank {leaver} is gone"):
+    with pytest.raises(MeshBroken, match=r"rank [02] is gone: it has left, or has lost another rank"):
         boards[1].get("never", 20)
     assert boards[1].get("before", 20) == b"1"
+
+
+@pytest.mark.parametrize("boards", [12], indirect=True)
+@pytest.mark.parametrize("lost", [0, 7])
+def test_ranks_that_are_not_connected_to_a_lost_one_learn_of_it_too(boards: list[Board], lost: int) -> None:
+    boards[lost].close()
+    far = set(range(12)) - neighbors(lost, 12)
+    assert len(far) > 3
+    for rank in far - {lost}:
+        with pytest.raises(MeshBroken, match="gave up waiting for never"):
+            boards[rank].get("never", 60)
+        with pytest.raises(MeshBroken, match="ended"):
+            boards[rank].put("more", b"")
 
 
 def test_waiting_ends_at_once_when_it_is_interrupted_from_another_thread(boards: list[Board]) -> None:

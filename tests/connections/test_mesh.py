@@ -15,6 +15,7 @@ import pytest
 from raysgd.connections._handshake import ConnectFailed
 from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.connections._peers import Deadline
+from raysgd.connections._routes import others
 from raysgd.connections._sockets import open_sockets, opened_since
 from tests.fakes import meeting
 
@@ -29,7 +30,8 @@ def connected(size: int, timeout_s: float = 60, num_lanes: int = 1) -> list[list
     place = meeting(*(endpoint.port for endpoint in endpoints))
     with ThreadPoolExecutor(size) as pool:
         deadline = Deadline(60)
-        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, num_lanes, deadline), range(size)))
+        lanes = [[others(rank, size)] * num_lanes for rank in range(size)]
+        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, lanes[rank], deadline), range(size)))
     return [[Mesh(lane, timeout_s) for lane in lanes] for lanes in found]
 
 
@@ -95,6 +97,18 @@ def test_lanes_do_not_disturb_each_other() -> None:
     assert heard[:5] == b"first"
     for mesh in (one, other, one_there, other_there):
         mesh.close()
+
+
+def test_a_lane_leads_only_where_it_should() -> None:
+    leads = [[{1, 2}, {1}], [{0}, {0, 2}], [{0}, {1}]]
+    endpoints = [Endpoint(HERE) for _ in leads]
+    place = meeting(*(endpoint.port for endpoint in endpoints))
+    with ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, leads[rank], Deadline(20)), range(3)))
+    assert [[set(lane) for lane in lanes] for lanes in found] == leads
+    for lane in (lane for lanes in found for lane in lanes):
+        for connection in lane.values():
+            connection.close()
 
 
 def test_ranks_at_different_exchanges_are_told_so_and_nobody_hangs(ranks: list[Mesh]) -> None:
@@ -163,13 +177,13 @@ def test_a_rank_that_is_gone_already_is_said_to_be() -> None:
     place = meeting(gone.port, endpoint.port)
     gone.close()
     with pytest.raises(ConnectFailed, match="rank 1 could not connect"):
-        endpoint.connect(place, 1, 1, Deadline(5))
+        endpoint.connect(place, 1, [{0}], Deadline(5))
 
 
 def test_others_that_nobody_hears_of_are_waited_for_no_longer_than_that() -> None:
     endpoint = Endpoint(HERE)
     with pytest.raises(ConnectFailed, match="was too slow"):
-        endpoint.connect(meeting(endpoint.port, 1), 0, 1, Deadline(0.2))
+        endpoint.connect(meeting(endpoint.port, 1), 0, [{1}], Deadline(0.2))
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
@@ -178,7 +192,7 @@ def test_nobody_listens_any_more_once_all_are_connected() -> None:
     endpoints = [Endpoint(HERE) for _ in range(2)]
     place = meeting(*(endpoint.port for endpoint in endpoints))
     with ThreadPoolExecutor(2) as pool:
-        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, 1, Deadline(20)), range(2)))
+        found = list(pool.map(lambda rank: endpoints[rank].connect(place, rank, [{1 - rank}], Deadline(20)), range(2)))
     assert not {f"{HERE}:{port}" for _, port in place.addresses} & set(opened_since(before).listening)
     for [lane] in found:
         for connection in lane.values():

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from raysgd.connections._handshake import ConnectFailed, Credentials, Peer
-from raysgd.connections._peers import Address, Deadline, PeerListener, listen_at
+from raysgd.connections._peers import Address, Call, Deadline, PeerListener, listen_at
 
 HERE = "127.0.0.1"
 SECRET = secrets.token_bytes(32)
@@ -66,13 +66,11 @@ class Rank:
 
     def lanes(self, hosts: list[Rank], num_peers: int, num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
         """Which ranks are connected, on which lane."""
-        found = self.connect([(host.credentials.rank, host.address) for host in hosts], num_peers, num_lanes, deadline)
-        return sorted((one.rank, one.lane) for one in found)
+        calls = [Call(host.credentials.rank, lane, host.address) for host in hosts for lane in range(num_lanes)]
+        return sorted((one.rank, one.lane) for one in self.connect(calls, num_peers * num_lanes, deadline))
 
-    def connect(
-        self, hosts: list[tuple[int, Address]], num_peers: int, num_lanes: int, deadline: Deadline
-    ) -> list[Peer]:
-        found = self.listener.connect_all(self.credentials, hosts, num_peers, num_lanes, deadline)
+    def connect(self, calls: list[Call], num_accepted: int, deadline: Deadline) -> list[Peer]:
+        found = self.listener.connect_all(self.credentials, calls, num_accepted, deadline)
         for one in found:
             self._stack.enter_context(one.connection)
         return found
@@ -156,7 +154,7 @@ def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stac
             heard.extend(hello + heard_by(connection))
 
     address = impostor.getsockname()
-    failed, _ = at_once(lambda: peer.connect([(0, address)], 0, 1, Deadline(20)), pretend)
+    failed, _ = at_once(lambda: peer.connect([Call(0, 0, address)], 0, Deadline(20)), pretend)
     assert isinstance(failed, ConnectFailed)
     assert len(heard) == 24, "only who it says it is, and a number that it drew"
     assert SECRET not in heard
@@ -199,15 +197,15 @@ def test_connecting_to_a_host_that_does_not_answer_ends_in_time(
         switch.flip_in(0.3)
     began = time.monotonic()
     with pytest.raises(ConnectFailed):
-        Rank(stack, 1).connect([(0, hole)], 0, 1, deadline)
+        Rank(stack, 1).connect([Call(0, 0, hole)], 0, deadline)
     assert time.monotonic() - began < SOON_S
 
 
 def test_connecting_where_no_one_listens_says_why(stack: ExitStack) -> None:
     closed = stack.enter_context(socket.socket())
     closed.bind((HERE, 0))  # and does not listen; nobody else can
-    with pytest.raises(ConnectionRefusedError, match="ECONNREFUSED"):
-        Rank(stack, 1).connect([(0, closed.getsockname())], 0, 1, Deadline(20))
+    with pytest.raises(ConnectionRefusedError, match="Connection refused"):
+        Rank(stack, 1).connect([Call(0, 0, closed.getsockname())], 0, Deadline(20))
 
 
 def test_one_listens_under_the_address_that_is_asked_for_and_no_other(stack: ExitStack) -> None:
