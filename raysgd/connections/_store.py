@@ -53,8 +53,6 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
         return self._board.swap(key, _bytes(expected), _bytes(wanted), self._timeout_s)
 
     def wait(self, keys: Sequence[str], timeout: datetime.timedelta | None = None) -> None:
-        if self._board.has(keys):
-            return
         timeout_s = self._timeout_s if timeout is None else timeout.total_seconds()
         try:
             self._board.wait(list(keys), min(timeout_s, self.longest_wait_s))
