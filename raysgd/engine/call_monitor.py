@@ -23,7 +23,6 @@ from raysgd.engine.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
 
-_FIRST_ROUND_S = 0.2
 _FASTEST_ROUND_S = 0.25  # where snapshots inside the call come that fast, or workers are about to step in
 _MOST_STACKS = 8
 _REPORT_S = 1.0  # for an answer; the report says which ranks gave none
@@ -48,6 +47,7 @@ class CallMonitor:
         take_inside: Takes over the parts of a snapshot that the ranks took inside the call.
         hold: Stops the call at a step boundary; None for a call that cannot be stopped and continued.
         at_round: Called behind each round of questions.
+        first_round_s: When the first round is, if there are few workers; None: when any other would be.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class CallMonitor:
         take_inside: Callable[[list[Capture]], bool],
         hold: StepHold | None = None,
         at_round: Callable[[], None] = lambda: None,
+        first_round_s: float | None = None,
     ) -> None:
         self._lifecycle = lifecycle
         self._take_inside = take_inside
@@ -63,7 +64,8 @@ class CallMonitor:
         self._at_round = at_round
         self._liveness: LivenessCheck[int] = LivenessCheck(lifecycle.spec.heartbeat_s, self._poll_rank, lifecycle.now)
         self._round_s = self._liveness.round_s(self._num_asked)
-        self._next_round = lifecycle.now() + min(_FIRST_ROUND_S, self._round_s)
+        first_s = self._round_s if first_round_s is None else self._liveness.round_s(self._num_asked, first_round_s)
+        self._next_round = lifecycle.now() + first_s
         self._snapshot = 0
         self._has_collected = False
         self._steps_per_s = 0.0

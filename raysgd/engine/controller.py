@@ -173,7 +173,9 @@ class ElasticController:
         with self._turns.take():
             try:
                 self._adapt(call)
-                return self._run_to_end(call, budget or RetryBudget(max_retries))
+                values = self._run_to_end(call, budget or RetryBudget(max_retries))
+                self._growth.start_spares()
+                return values
             except BaseException:
                 self._monitoring.observe()
                 raise
@@ -285,7 +287,7 @@ class ElasticController:
         self.snapshots.poll()
         began = self._lifecycle.now()
         if group.remote_ranks:
-            self._monitoring.begin(can_hold=call.resume is not None)
+            self._monitoring.begin_call(can_hold=call.resume is not None)
         else:
             self._monitoring.end()
         report = group.on_replica(

@@ -47,7 +47,7 @@ class Listener:
         self._kinds_of_driver: set[FailureKind] = set()
         self._began = self._calls.now()
         self._failed_at = self._began
-        self._listened_s = 0.0
+        self._listened_s = self._last_answer_s = 0.0
 
     def stop(self, kinds: Collection[FailureKind] = ()) -> None:
         """From another thread, when the local rank failed, in these ways: the others get the usual grace, no more.
@@ -113,20 +113,34 @@ class Listener:
             pause_s = min(self.left_s(outcomes), _POLL_S)
             if pause_s < _TICK_S:
                 break
-            for reference in self._calls.any_ready(list(waiting), pause_s):
+            answered = self._calls.any_ready(list(waiting), pause_s)
+            for reference in answered:
                 outcomes[waiting[reference]] = self._calls.outcome(waiting[reference], reference)
             self._listened_s = own_time.look(pause_s)
+            if answered:
+                self._last_answer_s = self._listened_s
         return outcomes
 
     def left_s(self, outcomes: Mapping[int, Outcome]) -> float:
         """How long those who have not answered still have, after these failures and those of the driver itself."""
         kinds = self._kinds_of_driver | {found.failure.kind for found in outcomes.values() if found.failure}
         ran_s = self._failed_at - self._began
-        return grace_s(kinds, self._asks_survivors, ran_s) - self._listened_s
+        return grace_s(kinds, self._asks_survivors, ran_s, self._last_answer_s) - self._listened_s
 
 
-def grace_s(kinds: Set[FailureKind], asks_survivors: bool = False, ran_s: float = 0.0) -> float:
-    """How long to listen on after failures of these kinds, the first one `ran_s` after the call began."""
+def grace_s(
+    kinds: Set[FailureKind], asks_survivors: bool = False, ran_s: float = 0.0, last_answer_s: float = 0.0
+) -> float:
+    """How long to listen on after failures of these kinds, from the first one on.
+
+    Args:
+        kinds: What is known by now.
+        asks_survivors: Whether the survivors will be asked who is alive.
+        ran_s: How long the call had run.
+        last_answer_s: When the last answer came, since the first failure.
+    """
+    if "died" in kinds and asks_survivors:  # those that still answer need not be asked
+        return min(last_answer_s + _DEATH_GRACE_S, _SHORT_CONNECTION_GRACE_S)
     if "died" in kinds:
         return _DEATH_GRACE_S
     if kinds == {"disconnected"}:

@@ -14,6 +14,7 @@ from raysgd.engine.step_hold import StepHold
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.2
+_FIRST_ROUND_S = 0.2  # of a call: most are short, and what is known of them comes from the signs of life
 
 
 class Monitoring:
@@ -29,10 +30,16 @@ class Monitoring:
         self.monitor: CallMonitor | None = None
         self.observer: Callable[[], None] | None = None
 
-    def begin(self, can_hold: bool = False) -> None:
-        """Monitors what comes now; with `can_hold`, the call can be stopped at a step boundary and continued."""
+    def begin(self) -> None:
+        """Monitors the group while it changes, or waits."""
+        self.monitor = CallMonitor(self._lifecycle, self._take_inside, at_round=self._at_round)
+
+    def begin_call(self, can_hold: bool) -> None:
+        """Monitors a call; with `can_hold`, it can be stopped at a step boundary and continued."""
         hold = StepHold(self._lifecycle, self._growth) if can_hold else None
-        self.monitor = CallMonitor(self._lifecycle, self._take_inside, hold, self._at_round)
+        self.monitor = CallMonitor(
+            self._lifecycle, self._take_inside, hold, self._at_round_of_call, first_round_s=_FIRST_ROUND_S
+        )
 
     def renew(self) -> CallMonitor | None:
         """Drops what the ranks were asked before they change: what a lost one owes, its successor does not.
@@ -57,6 +64,10 @@ class Monitoring:
     def _at_round(self) -> None:
         self._snapshots.poll()  # Ray brings a snapshot to this node only once somebody asks
         self.observe()
+
+    def _at_round_of_call(self) -> None:
+        self._growth.start_spares()  # not before the others train again: a new process takes the time of their cores
+        self._at_round()
 
     def observe(self) -> None:
         """Tells the observer."""

@@ -399,6 +399,23 @@ def test_spares_are_called_up_at_the_start_step_in_and_are_called_up_again() -> 
     assert trainer.group.standby.ready != [spare]
 
 
+def test_a_new_spare_is_called_up_only_once_the_others_go_on() -> None:
+    """A new process takes the time of their cores."""
+    trainer = Trainer(num_slots=4, num_spares=1)
+    trainer.cluster.standby_is_slow = True
+    standby, seen = trainer.group.standby, []
+    trainer.during_calls(3, lambda second: seen.append(standby.num_coming + standby.num_ready))
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
+    assert seen == [1, 1, 1, 0, 1, 1], "from the first signs of life in the new group on"
+
+
+def test_a_spare_that_was_used_up_at_the_end_of_a_call_is_called_up_behind_it() -> None:
+    trainer = Trainer(num_slots=4, num_spares=1)
+    trainer.cluster.while_waiting = lambda on_wait: None
+    trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
+    assert trainer.group.standby.num_ready == 1
+
+
 def test_a_rebuilt_group_has_spares_as_far_as_there_is_room() -> None:
     trainer = Trainer(num_slots=4, num_spares=2)
     assert trainer.group.num_spares == 2

@@ -3,6 +3,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -121,6 +122,31 @@ def test_a_rank_that_comes_to_the_same_exception_later_is_waited_for(late_s: flo
     outcomes = Listener({0: "early", 1: "late"}, calls=calls).listen()
     assert [outcomes[rank].failure is not None for rank in (0, 1)] == [True, is_heard]
     assert calls.now() == pytest.approx(min(late_s, 8.0))
+
+
+@pytest.mark.parametrize(
+    ("answers_at_s", "asks_survivors", "heard", "until_s"),
+    [
+        ((0.04, 0.08, 0.12), True, 3, 0.12),  # each of them is still on its way when the one before it comes
+        ((0.04, 0.11, 0.12), True, 1, 0.09),
+        ((0.04, 0.08, 0.12), False, 1, 0.05),
+        (tuple(0.04 * number for number in range(1, 20)), True, 7, 0.3),
+    ],
+)
+def test_after_a_death_survivors_that_go_on_answering_are_not_asked(
+    answers_at_s: Sequence[float], asks_survivors: bool, heard: int, until_s: float
+) -> None:
+    class Death(Timed):
+        def outcome(self, rank: int, reference: Any) -> Outcome:
+            found = super().outcome(rank, reference)
+            kind: FailureKind = "died" if reference == "dead" else "disconnected"
+            return replace(found, failure=replace(found.failure, kind=kind)) if found.failure else found
+
+    names = [f"survivor {number}" for number in range(len(answers_at_s))]
+    calls = Death(dead=0.0, **dict(zip(names, answers_at_s, strict=True)))
+    outcomes = Listener(dict(enumerate(["dead", *names])), asks_survivors, calls).listen()
+    assert sum(found.failure is not None for found in outcomes.values()) == 1 + heard
+    assert calls.now() == pytest.approx(until_s)
 
 
 class Stalling(Silent):

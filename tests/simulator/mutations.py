@@ -343,24 +343,20 @@ _GROWN = Schedule(
 
 _STUCK_AND_FROZEN = tuple(
     Schedule(
-        1,
-        num_workers=4,
+        seed,
+        num_workers=num_workers,
         nodes=(7,),
-        num_spares=num_spares,
         num_samples=23,
         batch_size=6,
-        is_large=True,
-        snapshot_every=1,
-        tells=True,
-        heartbeat_s=10.0,
+        snapshot_every=snapshot_every,
+        heartbeat_s=heartbeat_s,
         ops=(Op("train", 26, 6), Op("train", 50, 6)),
-        faults=(Fault("stall", "merge", *stalled), Fault("freeze", "merge", *frozen)),
+        faults=(Fault(*dies), Fault(*is_late), Fault("freeze", "wait", *freezes)),
     )
-    for num_spares, stalled, frozen in (
-        (0, (7, 6), (11, 4)),
-        (2, (5, 2), (7, 0)),
-        (0, (7, 4), (11, 6)),
-        (2, (5, 5), (8, 6)),
+    for seed, num_workers, snapshot_every, heartbeat_s, dies, is_late, freezes in (
+        (42, 4, None, 5.0, ("die", "step", 2, 4), ("stall", "step", 2, 3), (19, 1)),
+        (48, 4, 1, 5.0, ("freeze", "step", 1, 5), ("slow", "step", 2, 5), (96, 2)),
+        (14, 3, 1, 20.0, ("die", "merge", 2, 1), ("slow", "regroup", 10, 5), (20, 6)),
     )
 )
 _PARTED = Schedule(1, ops=(Op("note", 1), Op("look")), faults=(Fault("raise", "note", 1),))
@@ -429,7 +425,7 @@ MUTATIONS = (
         _source(lambda r: r.is_whole),
         (340,),
     ),
-    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (390,)),
+    Mutation("the last survivor is the source", group_former, "choose_source", _last_source, (479,)),
     Mutation("survivors keep their own states", in_place, "takers", always(()), (390,)),
     Mutation("new workers get no state", WorkerGroup, "regroup", _takes_no_newcomers, (7,)),
     Mutation("survivors come in another order than was agreed", WorkerGroup, "regroup", _in_other_order, (), _ADVANCED),
