@@ -16,6 +16,7 @@ import numpy as np
 from raysgd.connections._chain import PIECE_BYTES, Chain
 from raysgd.connections._mesh import Bytes, Mesh
 from raysgd.connections._nodes import Nodes
+from raysgd.connections._routes import others
 from raysgd.connections._sums import MOST, Sums, as_bytes, doubled
 from raysgd.engine.types import World
 
@@ -42,7 +43,7 @@ class Group:
     def __init__(self, world: World, mesh: Mesh | None = None, hosts: Sequence[str] = ()) -> None:
         self.rank, self.size = world.rank, world.size
         self._connections = mesh
-        self._others = [rank for rank in range(world.size) if rank != world.rank]
+        self._others = sorted(others(world.rank, world.size))
         self._nodes = Nodes(tuple(hosts) or ("",) * world.size)
         self._adding = None if mesh is None else Sums(world.rank, mesh, self._nodes)
         self._scratch = np.empty(0, np.uint8)
@@ -217,7 +218,7 @@ class Votes:
     def __init__(self, world: World, mesh: Mesh) -> None:
         self._mesh, self._rank, self._size = mesh, world.rank, world.size
         self._rounds = doubled(world.size) if world.size > MOST else []
-        self._others = [rank for rank in range(world.size) if rank != world.rank]
+        self._others = sorted(others(world.rank, world.size))
         self._own: deque[bool] = deque()
         self._num_asked = self._num_heard = 0
 

@@ -64,13 +64,18 @@ class CallMonitor:
         self._at_round = at_round
         self._liveness: LivenessCheck[int] = LivenessCheck(lifecycle.spec.heartbeat_s, self._poll_rank, lifecycle.now)
         self._round_s = self._liveness.round_s(self._num_asked)
-        first_s = self._round_s if first_round_s is None else self._liveness.round_s(self._num_asked, first_round_s)
-        self._next_round = lifecycle.now() + first_s
+        self._next_round = lifecycle.now() + self._first_round_s(first_round_s)
         self._snapshot = 0
         self._has_collected = False
         self._steps_per_s = 0.0
         self._first: dict[int, Heartbeat] = {}
         self.heartbeats: dict[int, Heartbeat] = {}
+
+    def _first_round_s(self, wanted_s: float | None) -> float:
+        """As wanted where few are asked; many have better things to do when they begin, or go on after a loss."""
+        if wanted_s is None or self._liveness.round_s(self._num_asked, wanted_s) > wanted_s:
+            return self._round_s
+        return min(wanted_s, self._round_s)
 
     def poll(self) -> None:
         """Does what is due."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -31,6 +32,24 @@ def test_every_rank_is_heard_once_a_second() -> None:
     trainer.walk(5)
     assert seen == [[], [], [0, 1, 2]]  # asked in the first second, polled in the second one
     assert trainer.controller.monitor is None
+
+
+@pytest.mark.parametrize(("num_workers", "first_s"), [(3, 0.2), (20, 0.2), (32, 1.0)])
+def test_few_workers_are_asked_soon_and_many_only_after_a_round(num_workers: int, first_s: float) -> None:
+    trainer = Trainer(num_slots=num_workers, max_workers=num_workers)
+    heard_at: list[float] = []
+
+    def wait(on_wait: Callable[[], None]) -> None:
+        began = trainer.clock.now_s
+        for _ in range(15):
+            trainer.clock.now_s += 0.1
+            on_wait()
+            if trainer.controller.monitor is not None and trainer.controller.monitor.heartbeats:
+                heard_at.append(round(trainer.clock.now_s - began, 1))
+
+    trainer.cluster.while_waiting = wait
+    trainer.walk(5)
+    assert heard_at[0] == pytest.approx(first_s + 0.1), "asked in one look, and heard in the next"
 
 
 def test_a_call_that_takes_less_than_a_round_asks_nobody() -> None:
