@@ -174,7 +174,7 @@ class ElasticController:
             try:
                 self._adapt(call)
                 values = self._run_to_end(call, budget or RetryBudget(max_retries))
-                self._growth.start_spares()
+                self._growth.start_owed_spares()
                 return values
             except BaseException:
                 self._monitoring.observe()

@@ -21,6 +21,7 @@ class Growth:
     def __init__(self, lifecycle: Lifecycle, view: Callable[[], ClusterView]) -> None:
         self._lifecycle, self._view = lifecycle, view
         self._spec, self._scaling = lifecycle.spec, lifecycle.scaling
+        self._owes_spares = False
 
     def find_room(self) -> int:
         """How many workers more a new group could have, with all that this one gives back; 0 when none."""
@@ -63,9 +64,19 @@ class Growth:
 
     def start_spares(self) -> None:
         """Begins to start as many workers as are to wait as spares, and were used up or lost."""
+        self._owes_spares = False
         group = self._lifecycle.group
         if group is None or not self._spec.num_spares:
             return
         missing = self._spec.num_spares - group.standby.num_coming - group.standby.num_ready
         if missing > 0:
             group.standby.start(missing, len(group), self._lifecycle.nodes_to_avoid)
+
+    def owe_spares(self) -> None:
+        """Notes that spares may be missing. A new process takes the time of the others' cores, so it comes later."""
+        self._owes_spares = True
+
+    def start_owed_spares(self) -> None:
+        """Does what `start_spares` does, once for each time that spares may have been used up."""
+        if self._owes_spares:
+            self.start_spares()

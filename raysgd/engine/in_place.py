@@ -223,6 +223,7 @@ class InPlaceChanges:
         kind: EventKind = "rejoined" if gone else change.kind
         if kind != "grown" or joining:  # else all that were to join are dead, and nothing has changed
             lifecycle.record(kind, old_size, change.began, change.cause(gone), reports[source].words)
+        self._growth.owe_spares()
 
 
 def _replica_progress(replica: Any) -> ReplicaProgress:

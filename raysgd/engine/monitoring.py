@@ -66,7 +66,7 @@ class Monitoring:
         self.observe()
 
     def _at_round_of_call(self) -> None:
-        self._growth.start_spares()  # not before the others train again: a new process takes the time of their cores
+        self._growth.start_owed_spares()
         self._at_round()
 
     def observe(self) -> None:

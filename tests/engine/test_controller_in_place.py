@@ -409,6 +409,20 @@ def test_a_new_spare_is_called_up_only_once_the_others_go_on() -> None:
     assert seen == [1, 1, 1, 0, 1, 1], "from the first signs of life in the new group on"
 
 
+def test_a_spare_that_fails_to_start_is_not_called_up_again_and_again() -> None:
+    trainer = Trainer(num_slots=4, num_spares=1)
+    trainer.cluster.standby_is_slow = True
+    standby, seen = trainer.group.standby, []
+
+    def happens(second: int) -> None:
+        seen.append(standby.num_coming)
+        standby.num_coming = 0
+
+    trainer.during_calls(4, happens)
+    trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
+    assert seen == [0, 0, 0, 0, 0, 1, 0, 0]
+
+
 def test_a_spare_that_was_used_up_at_the_end_of_a_call_is_called_up_behind_it() -> None:
     trainer = Trainer(num_slots=4, num_spares=1)
     trainer.cluster.while_waiting = lambda on_wait: None
