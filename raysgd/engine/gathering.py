@@ -139,10 +139,8 @@ def grace_s(
         ran_s: How long the call had run.
         last_answer_s: When the last answer came, since the first failure.
     """
-    if "died" in kinds and asks_survivors:  # those that still answer need not be asked
-        return min(last_answer_s + _DEATH_GRACE_S, _SHORT_CONNECTION_GRACE_S)
-    if "died" in kinds:
-        return _DEATH_GRACE_S
+    if "died" in kinds:  # survivors that still answer need not be asked
+        return min(last_answer_s + _DEATH_GRACE_S, _SHORT_CONNECTION_GRACE_S) if asks_survivors else _DEATH_GRACE_S
     if kinds == {"disconnected"}:
         return _SHORT_CONNECTION_GRACE_S if asks_survivors else _CONNECTION_GRACE_S
     return min(max(_USER_GRACE_S, ran_s), _LONGEST_USER_GRACE_S)
