@@ -49,8 +49,8 @@ from _workloads import STATES, HandWritten, StockOperator, config_of
 PEERS = {"bare": "ray", "torchrun": "torch", "ray_train": "ray.train", "ray_train_fast_poll": "ray.train"}
 NUM_WORKERS = int(os.environ.get("BENCH_NUM_WORKERS", "2"))  # `scale.py` has more
 VICTIM = 1
-NUM_BATCHES = 90
 EPOCH = 30  # batches; behind each, those who save do
+ROUND = NUM_BATCHES = 3 * EPOCH
 KILLED_AFTER = 75
 LONG_EPOCH = 300  # batches: time enough to grow back inside the epoch
 
@@ -75,17 +75,20 @@ class Stamps:
 
     Args:
         folder: Where the files of all workers are.
+        num_losses: How often a worker dies: `ROUND` batches later than the time before.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, num_losses: int = 1) -> None:
         self._folder = Path(folder)
+        self._fatal = range(KILLED_AFTER, KILLED_AFTER + num_losses * ROUND, ROUND)
         self._file = open(self._folder / f"steps-{os.getpid()}", "a")  # noqa: SIM115 - as long as the process lives
         self._began = 0.0
 
     def begin(self, batch: int, rank: int) -> None:
-        """Batch number `batch` begins. The victim, the first time that it comes to its end, dies here."""
-        if rank == VICTIM and batch == KILLED_AFTER and not (self._folder / "killed").exists():
-            (self._folder / "killed").write_text(repr(time.monotonic()))
+        """Batch number `batch` begins. The victim, the first time that it comes to one of its ends, dies here."""
+        killed = self._folder / f"killed-{batch}"
+        if rank == VICTIM and batch in self._fatal and not killed.exists():
+            killed.write_text(repr(time.monotonic()))
             os.kill(os.getpid(), signal.SIGKILL)
         self._began = time.monotonic()
 
@@ -95,26 +98,30 @@ class Stamps:
         self._file.flush()
 
 
-def read_stamps(folder: str) -> dict[str, float]:
-    """The figures.
+def read_stamps(folder: str, num_losses: int = 1) -> dict[str, list[float]]:
+    """The figures, with a sample for each loss.
 
     Raises:
         RuntimeError: No worker died, or no worker went on, or not as many as before.
     """
-    killed = Path(folder) / "killed"
     lines = [line for path in Path(folder).glob("steps-*") for line in path.read_text().splitlines()]
     steps = [json.loads(line) for line in lines]
-    if not killed.exists():
-        raise RuntimeError(f"no worker came to batch {KILLED_AFTER}; {len(steps)} steps were noted")
-    at = float(killed.read_text())
-    later = [(ended, batch, num_workers) for batch, began, ended, num_workers in steps if began > at]
-    if not later:
-        raise RuntimeError(f"no step began after the kill; {len(steps)} steps were noted before")
-    full = [ended for ended, _, num_workers in later if num_workers == NUM_WORKERS]
-    if not full:
-        raise RuntimeError(f"none of the {len(later)} steps after the kill was one of {NUM_WORKERS} workers")
-    ended, batch, _ = min(later)
-    return {"recovery_s": ended - at, "full_size_s": min(full) - at, "batches_again": KILLED_AFTER - batch}
+    figures: dict[str, list[float]] = {name: [] for name in _FIGURES}
+    for last in range(KILLED_AFTER, KILLED_AFTER + num_losses * ROUND, ROUND):
+        killed = Path(folder) / f"killed-{last}"
+        if not killed.exists():
+            raise RuntimeError(f"no worker came to batch {last}; {len(steps)} steps were noted")
+        at = float(killed.read_text())
+        later = [(ended, batch, num_workers) for batch, began, ended, num_workers in steps if began > at]
+        if not later:
+            raise RuntimeError(f"no step began after the kill; {len(steps)} steps were noted before")
+        full = [ended for ended, _, num_workers in later if num_workers == NUM_WORKERS]
+        if not full:
+            raise RuntimeError(f"none of the {len(later)} steps after the kill was one of {NUM_WORKERS} workers")
+        ended, batch, _ = min(later)
+        for name, value in zip(_FIGURES, (ended - at, min(full) - at, last - batch), strict=True):
+            figures[name].append(value)
+    return figures
 
 
 # ------------------------------------------------------------------------------------------------------ raysgd
@@ -125,7 +132,7 @@ class NotingOperator(StockOperator):
 
     def setup(self, config: dict[str, Any]) -> None:
         super().setup(config)
-        self.stamps = Stamps(config["stamps"])
+        self.stamps = Stamps(config["stamps"], config["num_losses"])
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         if self.model.training:
@@ -138,21 +145,22 @@ class NotingOperator(StockOperator):
             self.stamps.end(self.global_step, self.world_size)
 
 
-def run_raysgd(workload: str, **options: Any) -> dict[str, float]:
-    """A trainer that loses a worker inside an epoch. A spare, where there is to be one, is ready by then."""
+def run_raysgd(workload: str, num_losses: int = 1, **options: Any) -> dict[str, list[float]]:
+    """A trainer that loses workers inside its epochs. Spares, where there are any, are ready by then."""
     from raysgd import TorchTrainer
 
     num_spares = options.get("spare_workers", 0)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder, ray_cluster(NUM_WORKERS + num_spares):
-        config = config_of(STATES[workload], NUM_WORKERS, stamps=folder)
+        config = config_of(STATES[workload], NUM_WORKERS, stamps=folder, num_losses=num_losses)
         with TorchTrainer(
             training_operator_cls=NotingOperator, config=config, num_workers=NUM_WORKERS, **options
         ) as trainer:
-            trainer.train(num_steps=EPOCH)
-            _await_spares(trainer, num_spares)
-            trainer.train(num_steps=EPOCH)
-            trainer.train(num_steps=LONG_EPOCH if "resize_check_s" in options else EPOCH)
-        return read_stamps(folder)
+            for _ in range(num_losses):
+                trainer.train(num_steps=EPOCH)
+                _await_spares(trainer, num_spares)
+                trainer.train(num_steps=EPOCH)
+                trainer.train(num_steps=LONG_EPOCH if "resize_check_s" in options else EPOCH)
+        return read_stamps(folder, num_losses)
 
 
 def _await_spares(trainer: Any, num_spares: int) -> None:
@@ -219,7 +227,7 @@ def _save(path: Path, state: Any) -> None:
     partial.replace(path)
 
 
-def run_torchrun(workload: str) -> dict[str, float]:
+def run_torchrun(workload: str) -> dict[str, list[float]]:
     """Elastic `torchrun`: ends all workers after a death and starts them again."""
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NUM_WORKERS}"]
@@ -248,7 +256,7 @@ def torchrun_worker(workload: str, folder: str) -> None:
     os._exit(0)  # gloo's threads may abort an interpreter that ends in the usual way
 
 
-def run_bare(workload: str) -> dict[str, float]:
+def run_bare(workload: str) -> dict[str, list[float]]:
     """Bare actors: the driver has a copy of the state, ends both after a death and starts two new ones."""
     import ray
 
@@ -288,7 +296,7 @@ def run_bare(workload: str) -> dict[str, float]:
         return read_stamps(folder)
 
 
-def run_ray_train(workload: str) -> dict[str, float]:
+def run_ray_train(workload: str) -> dict[str, list[float]]:
     """Ray Train with its own failure handling and checkpoints."""
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer as RayTrainer
@@ -430,23 +438,10 @@ def main() -> None:
     for name in peers.selected:
         environment = _ENVIRONMENTS.get(name)
         jobs[name] = functools.partial(run_job, __file__, name, environment=environment, workload=workload)
-    medians = _report_recovery(report, take_turns(jobs, arguments.repetitions, report))
+    runs = take_turns(jobs, arguments.repetitions, report)
+    medians = report.figures(f"One of {NUM_WORKERS} workers is killed", _FIGURES, runs)
     costs = _report_snapshots(report, cases)
     report.finish([*_recovery_targets(medians), *_snapshot_targets(costs)])
-
-
-def _report_recovery(report: Report, runs: dict[str, list[dict[str, float]]]) -> dict[tuple[str, str], float]:
-    rows, medians = [], {}
-    for name, found in runs.items():
-        cells = []
-        for figure in _FIGURES:
-            value = estimate([run[figure] for run in found])
-            report.result(name, figure, value)
-            medians[name, figure] = value.median
-            cells.append(value.text())
-        rows.append([name, *cells])
-    report.table(f"One of {NUM_WORKERS} workers is killed", ["contender", *_FIGURES.values()], rows)
-    return medians
 
 
 def _report_snapshots(report: Report, cases: Sequence[SnapshotCase]) -> dict[int, float]:

@@ -8,7 +8,8 @@ asks all of them every two seconds, as Ray Train's controller does. The time cou
 computes, in all of its threads.
 
 The last part is that of `recovery.py` with more workers, in real processes, and a small model: all of them have to fit
-on one machine. With a spare, the time does not contain the start of a new process.
+on one machine. Trainers of raysgd lose a worker several times. With a spare, the time does not contain the start of a
+new process.
 """
 
 from __future__ import annotations
@@ -95,12 +96,12 @@ def report_driver(report: Report, sizes: list[int], repetitions: int, rest_s: fl
     return targets
 
 
-def report_recovery(report: Report, size: int, repetitions: int, peers: list[str]) -> list[Target]:
+def report_recovery(report: Report, size: int, repetitions: int, num_losses: int, peers: list[str]) -> list[Target]:
     """One of many real workers is killed."""
     run = functools.partial(run_job, RECOVERY, environment={"BENCH_NUM_WORKERS": str(size)}, workload=WORKLOAD)
     jobs: dict[str, Callable[[], Any]] = {
-        f"{OWN}, spare": functools.partial(run, OWN, spare_workers=1),
-        f"{OWN}, new process": functools.partial(run, OWN),
+        f"{OWN}, spare": functools.partial(run, OWN, spare_workers=1, num_losses=num_losses),
+        f"{OWN}, new process": functools.partial(run, OWN, num_losses=num_losses),
         **{name: functools.partial(run, name) for name in peers},
     }
     runs: Mapping[str, Any] = take_turns(jobs, repetitions, report)
@@ -120,13 +121,13 @@ def main() -> None:
     arguments = parser.parse_args()
     peers = choose_peers(arguments, PEERS)
     report = Report("scale", arguments, peers)
-    sizes, size = [int(each) for each in arguments.sizes.split(",")], arguments.num_workers
+    sizes, size, num_losses = [int(each) for each in arguments.sizes.split(",")], arguments.num_workers, 4
     if arguments.smoke_test:
-        sizes, size, arguments.repetitions, arguments.rest_s = [20], 2, 1, 1.0
+        sizes, size, num_losses, arguments.repetitions, arguments.rest_s = [20], 2, 2, 1, 1.0
     ways = [OWN, *(name for name in peers.selected if name == "bare")]
     others = [name for name in peers.selected if name != "bare"]
     targets = report_driver(report, sizes, arguments.repetitions, arguments.rest_s, ways)
-    report.finish([*targets, *report_recovery(report, size, min(3, arguments.repetitions), others)])
+    report.finish([*targets, *report_recovery(report, size, min(3, arguments.repetitions), num_losses, others)])
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ class Board:
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
         self._rank = rank
         self._values: dict[str, bytes] = {}
+        self._notes: set[bytes] = set()
         self._answers: dict[int, bytes] = {}
         self._num_requests = 0
         self._broken_by = ""
@@ -84,9 +85,15 @@ class Board:
         if any(is_over() for is_over in self._awaited):
             self._has_changed.notify_all()
 
-    def put(self, key: str, value: bytes) -> None:
-        """Writes under `key`, for all."""
-        self._write(Message(_PUT, key, value))
+    def put(self, key: str, value: bytes, note: bytes = b"") -> None:
+        """Writes under `key`, for all; what is noted beside it is for all too, and has no key."""
+        self._write(Message(_PUT, key, value, note))
+
+    @property
+    def notes(self) -> set[bytes]:
+        """All that this rank and others have noted, as far as it is here."""
+        with self._has_changed:
+            return set(self._notes)
 
     def delete(self, key: str) -> bool:
         """Removes `key` for all; returns whether it had a value here."""
@@ -135,6 +142,8 @@ class Board:
     def _set(self, message: Message) -> None:
         if message.kind == _PUT:
             self._values[message.key] = message.first
+            if message.second:
+                self._notes.add(message.second)
         else:
             self._values.pop(message.key, None)
 

@@ -26,8 +26,6 @@ _SUM, _ALL, _FIRST, _VALUE = range(4)  # kinds of exchanges
 _QUICK_BYTES = {"two": math.inf, "a few": 2 * 2**20, "many": 2**20}
 """Up to this size sums are quicker than with gloo, as `examples/benchmarks/small_sums.py` measures."""
 
-_HEAD_BYTES, _LENGTH_BYTES = 128, 8
-
 
 class Group:
     """What the replicas exchange numbers through: sums over all ranks, values told and passed on.
@@ -144,19 +142,6 @@ class Group:
         padded[: len(rows)] = rows
         parts = self.gather(padded)
         return np.concatenate([part[:count] for part, count in zip(parts, counts, strict=True)])
-
-    def gather_bytes(self, own: bytes) -> list[bytes]:
-        """Every rank's bytes, by rank, however many each has: in one exchange where they are few."""
-        head = np.zeros(_HEAD_BYTES, np.uint8)
-        head[:_LENGTH_BYTES] = np.array([len(own)], "<u8").view(np.uint8)
-        short = np.frombuffer(own[: _HEAD_BYTES - _LENGTH_BYTES], np.uint8)
-        head[_LENGTH_BYTES : _LENGTH_BYTES + len(short)] = short
-        heads = self.gather(head)
-        counts = [int(one[:_LENGTH_BYTES].view("<u8")[0]) for one in heads]
-        if max(counts) <= _HEAD_BYTES - _LENGTH_BYTES:
-            return [one[_LENGTH_BYTES:][:count].tobytes() for one, count in zip(heads, counts, strict=True)]
-        rows = self.gather_rows(np.frombuffer(own, np.uint8), counts)
-        return [part.tobytes() for part in np.split(rows, np.cumsum(counts)[:-1])]
 
     def largest(self, number: float) -> float:
         """The largest of the ranks' numbers."""

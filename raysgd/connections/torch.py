@@ -9,7 +9,8 @@ import math
 import os
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,7 @@ from raysgd.engine.types import Rendezvous, World
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.002
+_FORMER_S = 1.0  # by then the first steps in the next group are over
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -48,6 +50,37 @@ _BROKEN = (
     "failed to send",
     "application timeout caused pair closure",
 )
+
+
+class _Former:
+    """A group that was left: keeps it for a moment, and then ends its connections and lets it go.
+
+    Args:
+        groups: PyTorch's.
+        connections: Theirs to other ranks.
+    """
+
+    def __init__(self, groups: list[Any], connections: list[OpenSocket]) -> None:
+        self._groups, self._connections = groups, connections
+        self._lock = threading.Lock()
+        self._later = threading.Timer(_FORMER_S, self.end, [_FORMER_S])
+        self._later.daemon = True
+        self._later.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is kept any more."""
+        return not self._groups
+
+    def end(self, settle_s: float = _SETTLE_S) -> None:
+        """Ends it now, and waits until that is done; `settle_s` is what gloo's threads get for it."""
+        self._later.cancel()
+        with self._lock:
+            for connection in self._connections:
+                connection.shut()
+            if self._groups:
+                time.sleep(settle_s)  # why: see `end_process_group`
+            self._groups, self._connections = [], []
 
 
 @dataclass
@@ -74,7 +107,9 @@ class TorchConnection(Connection):
     _is_on_one_node: bool = field(default=False, repr=False, compare=False)
     _aborting: threading.Thread | None = field(default=None, repr=False, compare=False)
     _is_cut: bool = field(default=False, repr=False, compare=False)
-    _num_beside: int = field(default=0, repr=False, compare=False)
+    _is_formed: bool = field(default=False, repr=False, compare=False)
+    _beside: list[Any] = field(default_factory=list, repr=False, compare=False)
+    _former: list[_Former] = field(default_factory=list, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
@@ -125,15 +160,17 @@ class TorchConnection(Connection):
         deadline = self._deadline()
         self._store = store = self._connect(rendezvous, world, deadline)
         self._has_joined, self._is_cut, self._is_on_one_node = True, False, rendezvous.on_one_node
-        sockets_before = open_sockets()
         timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
-        dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
+        with self._noting_connections(world) if self.transport == "gloo" else nullcontext():
+            dist.init_process_group(
+                self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout
+            )
         if self.transport == "gloo" and world.is_distributed:
-            self._connections = self._between_ranks(sockets_before, world, "raysgd/listens")
             store.longest_wait_s = math.inf  # it is formed, and what follows takes its time
             if self._mesh is not None:
                 self._mesh.timeout_s = self.timeout_s
             deadline.check()  # an interrupt that came before there was anything to cut
+        self._is_formed = True
         global _joined
         _joined = self
 
@@ -207,41 +244,66 @@ class TorchConnection(Connection):
         """Another group of all ranks, over gloo; `interrupt` ends what waits in it, too. All ranks have to ask."""
         import torch.distributed as dist
 
-        sockets_before, world = open_sockets(), World(dist.get_rank(), dist.get_world_size())
-        group = dist.new_group(backend="gloo")
-        if world.is_distributed:
-            self._num_beside += 1
-            topic = f"raysgd/listens/{self._num_beside}"
-            self._connections += self._between_ranks(sockets_before, world, topic)
+        with self._noting_connections(World(dist.get_rank(), dist.get_world_size())):
+            group = dist.new_group(backend="gloo")
+        self._beside.append(group)
         if self._is_cut:  # meanwhile, by another thread
             self._cut()
         return group
 
-    def _between_ranks(self, sockets_before: dict[int, int], world: World, topic: str) -> list[OpenSocket]:
-        """Gloo's connections to other ranks: those that were opened meanwhile, where it listens itself or others do."""
-        opened = opened_since(sockets_before)
-        word = "\n".join(opened.listening)
-        if self._group is not None:
-            told = [each.decode() for each in self._group.gather_bytes(word.encode())]
-        else:  # NCCL has no mesh beside it
-            told = self._tell(world, topic, word)
-        return between_ranks(opened.connections, {address for each in told for address in each.split()})
+    @contextmanager
+    def _noting_connections(self, world: World) -> Iterator[None]:
+        """Notes gloo's connections between ranks that are opened inside: to where one of them listens.
+
+        Where it listens, each rank tells the others together with what gloo writes for them: ADR 112.
+        """
+        board, store, before = self._board, self._store, open_sockets()
+        if board is None:
+            yield
+            return
+
+        def where() -> str:
+            return " ".join(opened_since(before).listening)
+
+        if self.transport != "gloo":  # the store is PyTorch's own, and the default group has no such connections
+            yield
+            told = self._tell(world, f"raysgd/listens/{len(self._beside)}", where())
+        else:
+            store.note = lambda: where().encode()
+            try:
+                yield
+            finally:
+                store.note = None
+            told = [note.decode() for note in board.notes]
+        listening = {address for each in told for address in each.split()}
+        self._connections += between_ranks(opened_since(before).connections, listening)
 
     def interrupt(self) -> None:
         self._is_interrupted = True
         self._cut()
+
+    def give_up(self, error: BaseException) -> None:
+        """Ends the mesh and the board, where all ranks see it; and gloo, if the error is not of the mesh: ADR 112."""
+        is_in_mesh = self.transport == "gloo" and any(isinstance(link, MeshBroken) for link in with_causes(error))
+        if self._is_formed and is_in_mesh:
+            self._end_exchanges()
+        else:
+            self.interrupt()
 
     def _cut(self) -> None:
         connections, self._connections = self._connections, []
         self._is_cut = True
         for connection in connections:
             connection.shut()
-        for part in (self._mesh, self._board):
-            if part is not None:
-                part.interrupt()
+        self._end_exchanges()
         if self.transport == "nccl" and self._has_joined and self._aborting is None:
             self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
             self._aborting.start()  # it may take long, and the interrupting thread also answers heartbeats
+
+    def _end_exchanges(self) -> None:
+        for part in (self._mesh, self._board):
+            if part is not None:
+                part.interrupt()
 
     @property
     def is_broken(self) -> bool:
@@ -249,7 +311,22 @@ class TorchConnection(Connection):
         is_mesh_broken = self._mesh is not None and self._mesh.is_broken
         return self._is_cut or is_mesh_broken or not all(connection.is_open for connection in self._connections)
 
+    def leave_for_another(self) -> None:
+        """Leaves gloo's connections as they are for a moment, where no rank waits in them: ADR 112."""
+        import torch.distributed as dist
+
+        if self.transport == "gloo" and self._is_formed and not self._is_cut:
+            connections, self._connections = self._connections, []
+            self._former = [each for each in self._former if not each.has_ended]
+            self._former.append(_Former([dist.group.WORLD, *self._beside], connections))
+        self._leave()
+
     def leave(self) -> None:
+        self._leave()
+        while self._former:
+            self._former.pop().end()
+
+    def _leave(self) -> None:
         global _joined
         if _joined is self:
             _joined = None
@@ -263,7 +340,8 @@ class TorchConnection(Connection):
             if part is not None:
                 part.close()
         self._mesh = self._board = self._endpoint = self._group = self._store = None
-        self._has_joined, self._gpus_of_driver, self._is_interrupted, self._num_beside = False, (), False, 0
+        self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
+        self._is_formed, self._beside = False, []
         while self._own_variables:
             os.environ.pop(self._own_variables.pop(), None)
 

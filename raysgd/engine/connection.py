@@ -68,9 +68,21 @@ class Connection(ABC):
         A connection that cannot do it loses such ranks where others could be kept.
         """
 
+    def give_up(self, error: BaseException) -> None:
+        """Called when a call ends because the group broke: ends what other ranks may be waiting for this one in.
+
+        Args:
+            error: What the call raised.
+        """
+        self.interrupt()
+
     @abstractmethod
     def leave(self) -> None:
         """Leaves the group, and lets ranks that still wait for this one know. Harmless when never joined, or broken."""
+
+    def leave_for_another(self) -> None:
+        """Does what `leave` does where another group is joined at once: what may wait can be done later."""
+        self.leave()
 
     @abstractmethod
     def is_connection_error(self, error: BaseException) -> bool:

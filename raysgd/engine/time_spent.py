@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 USEFUL, AGAIN, DATA, EXCHANGE, SLOWER_RANK = "useful", "again", "data", "exchange", "slower_rank"
 SNAPSHOT, START_UP, EVALUATION, DRIVER, OTHER = "snapshot", "start_up", "evaluation", "driver", "other"
@@ -92,7 +93,14 @@ class TimeLedger:
 
     def total(self) -> dict[str, float]:
         """Seconds of all ranks together, by bin; bins without any are left out."""
-        sums = {name: sum(seconds.get(name, 0.0) for seconds in self.ranks.values()) for name in BINS}
+        return dict(self._total)
+
+    @cached_property
+    def _total(self) -> dict[str, float]:
+        sums = dict.fromkeys(BINS, 0.0)
+        for seconds in self.ranks.values():
+            for name in seconds.keys() & sums.keys():
+                sums[name] += seconds[name]
         return {name: seconds for name, seconds in sums.items() if seconds > 0}
 
     @property

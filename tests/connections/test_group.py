@@ -93,12 +93,6 @@ def test_arrays_of_all_ranks_are_gathered(groups: list[Group]) -> None:
     assert [found.tolist() for found in rows] == [expected] * len(groups)
 
 
-@pytest.mark.parametrize("length", [0, 1, 120, 121, 5000])
-def test_bytes_of_all_ranks_are_gathered_however_many_each_has(groups: list[Group], length: int) -> None:
-    texts = [bytes([rank]) * max(0, length - rank) for rank in range(len(groups))]
-    assert on_all(groups, lambda group: group.gather_bytes(texts[group.rank])) == [texts] * len(groups)
-
-
 def test_rank_0_tells_all_others(groups: list[Group]) -> None:
     def told(group: Group) -> Any:
         numbers = np.full((2, 2), group.rank + 5, np.int64)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import ray
 
+from raysgd.connections._mesh import MeshBroken
 from raysgd.connections._sockets import open_sockets, opened_since
 from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection
@@ -524,20 +525,95 @@ def test_errors_of_the_distributed_package_itself_are_broken_connections(name: s
     assert TorchConnection().is_connection_error(getattr(dist, name)("whatever it says"))
 
 
-def number_found_of_another_group(replica: Any, has_mesh: bool) -> int:
+def numbers_found(replica: Any, transport: str) -> tuple[int, int]:
     connection = replica.connection
-    if not has_mesh:  # as with NCCL
-        connection._group = None
-    before = len(connection._connections)
+    before, connection.transport = len(connection._connections), transport
     connection.new_group_beside()
-    return len(connection._connections) - before
+    connection.transport = "gloo"
+    return before, len(connection._connections)
 
 
-@pytest.mark.parametrize("has_mesh", [True, False])
-def test_the_connections_of_a_group_beside_are_found_so_that_they_can_be_cut(rig: Rig, has_mesh: bool) -> None:
+@pytest.mark.parametrize("transport", ["gloo", "nccl"])
+def test_the_connections_of_each_group_are_found_so_that_they_can_be_cut(rig: Rig, transport: str) -> None:
     rig.join_silently(CASES["gloo"], 3)
-    assert rig.on_each(3, number_found_of_another_group, has_mesh) == [2, 2, 2]
+    assert rig.on_each(3, numbers_found, transport) == [(2, 4)] * 3
     rig.leave(3)
+
+
+# -------------------------------------------------------------------------------------------- leaving gloo later
+
+
+def num_open(replica: Any) -> int:
+    """How many of the connections that gloo had at first are there still."""
+    return sum(each.is_open for each in replica.of_gloo)
+
+
+def lost_in_mesh() -> BaseException:
+    return MeshBroken("rank 1 is gone")
+
+
+def lost_in_mesh_in_words_of_user_code() -> BaseException:
+    error = ValueError("in the epoch")
+    error.__cause__ = lost_in_mesh()
+    return error
+
+
+def lost_in_gloo() -> BaseException:
+    return RuntimeError(CLOSED)
+
+
+def give_up_and_leave(replica: Any, lost: Callable[[], BaseException]) -> tuple[int, bool]:
+    """How many connections of gloo are left, and whether the process is in a group still, when it may join another."""
+    connection, error = replica.connection, lost()
+    replica.of_gloo = list(connection._connections)
+    connection.give_up(error)
+    connection.leave_for_another()
+    return num_open(replica), torch_is_connected()
+
+
+@pytest.mark.parametrize(
+    ("lost", "num_left"), [(lost_in_mesh, 2), (lost_in_mesh_in_words_of_user_code, 2), (lost_in_gloo, 0)]
+)
+def test_a_rank_that_fails_in_the_mesh_leaves_gloo_once_it_is_in_the_next_group(
+    rig: Rig, lost: Callable[[], BaseException], num_left: int
+) -> None:
+    case = CASES["gloo"]
+    rig.join_silently(case, 3)
+    assert rig.on_each(3, give_up_and_leave, lost) == [(num_left, False)] * 3
+    assert rig.join(case, 3) == [111.0] * 3, "one group after the other, while the former is still there"
+    deadline = time.monotonic() + 60
+    while any(rig.on_each(3, num_open)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert rig.on_each(3, num_open) == [0] * 3
+    rig.leave(3)
+
+
+def test_who_leaves_for_good_leaves_nothing_of_former_groups(rig: Rig) -> None:
+    rig.join_silently(CASES["gloo"], 3)
+    assert rig.on_each(3, give_up_and_leave, lost_in_mesh) == [(2, False)] * 3
+    rig.leave(3)
+    assert rig.on_each(3, num_open) == [0] * 3
+
+
+def wait_for_rank_1(replica: Any) -> str:
+    import torch
+
+    with pytest.raises(RuntimeError) as caught:
+        torch.distributed.recv(torch.zeros(1), src=1)
+    return "freed" if replica.connection.is_connection_error(caught.value) else str(caught.value)
+
+
+def test_who_waits_in_gloo_for_a_rank_that_has_failed_in_the_mesh_is_freed_by_an_interrupt(rig: Rig) -> None:
+    rig.join_silently(CASES["gloo"], 3)
+    waiting = rig.on(0, wait_for_rank_1)
+    assert ray.get(rig.on(1, give_up_and_leave, lost_in_mesh)).value == (2, False)
+    ray.get(rig.group.submit(0, "beside", interrupt_connection))
+    assert ray.get(waiting, timeout=60).value == "freed"
+    rig.leave(3)
+
+
+def interrupt_connection(replica: Any) -> None:
+    replica.connection.interrupt()
 
 
 # -------------------------------------------------------------------------------------------- tensorflow's strategy
