@@ -62,25 +62,27 @@ class _Former:
 
     def __init__(self, groups: list[Any], connections: list[OpenSocket]) -> None:
         self._groups, self._connections = groups, connections
-        self._lock = threading.Lock()
-        self._later = threading.Timer(_FORMER_S, self.end, [_FORMER_S])
-        self._later.daemon = True
-        self._later.start()
+        self._is_hurried = threading.Event()
+        self._ending = threading.Thread(target=self._end_later, name="raysgd-former", daemon=True)
+        self._ending.start()
 
     @property
     def has_ended(self) -> bool:
         """Whether nothing is kept any more."""
-        return not self._groups
+        return not self._ending.is_alive()
 
-    def end(self, settle_s: float = _SETTLE_S) -> None:
-        """Ends it now, and waits until that is done; `settle_s` is what gloo's threads get for it."""
-        self._later.cancel()
-        with self._lock:
-            for connection in self._connections:
-                connection.shut()
-            if self._groups:
-                time.sleep(settle_s)  # why: see `end_process_group`
-            self._groups, self._connections = [], []
+    def end(self) -> None:
+        """Ends it now. Returns when that is done."""
+        self._is_hurried.set()
+        self._ending.join()
+
+    def _end_later(self) -> None:
+        self._is_hurried.wait(_FORMER_S)
+        for connection in self._connections:
+            connection.shut()
+        self._is_hurried.wait(_FORMER_S)
+        time.sleep(_SETTLE_S)  # why: see `end_process_group`
+        self._groups, self._connections = [], []
 
 
 @dataclass
