@@ -336,9 +336,9 @@ class WorkerProcess:
             kind: FailureKind = "disconnected" if self._has_lost_its_group(error) else "user"
             is_brief = kind == "disconnected"  # all survivors fail like this at the same time
             fault = describe_fault(error, self._world.rank, node_here()[1], portable=self._is_remote, brief=is_brief)
-            failure, lost = Failure(kind, fault, _logging.drain()), error
-        if kind == "disconnected":
-            self._connection.give_up(lost)  # only this tells the ranks that wait for this one
+            failure = Failure(kind, fault, _logging.drain())
+            if kind == "disconnected":
+                self._connection.give_up(error)  # only this tells the ranks that wait for this one
         raise WorkerFailed(failure)
 
     def _is_from_call(self, error: BaseException) -> bool:
