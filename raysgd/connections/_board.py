@@ -33,7 +33,6 @@ class Board:
     def __init__(self, rank: int, size: int, connections: Mapping[int, socket.socket]) -> None:
         self._rank = rank
         self._values: dict[str, bytes] = {}
-        self._notes: set[bytes] = set()
         self._answers: dict[int, bytes] = {}
         self._num_requests = 0
         self._broken_by = ""
@@ -85,15 +84,15 @@ class Board:
         if any(is_over() for is_over in self._awaited):
             self._has_changed.notify_all()
 
-    def put(self, key: str, value: bytes, note: bytes = b"") -> None:
-        """Writes under `key`, for all; what is noted beside it is for all too, and has no key."""
-        self._write(Message(_PUT, key, value, note))
+    def put(self, key: str, value: bytes) -> None:
+        """Writes under `key`, for all."""
+        self._write(Message(_PUT, key, value))
 
     @property
-    def notes(self) -> set[bytes]:
-        """All that this rank and others have noted, as far as it is here."""
+    def values(self) -> list[bytes]:
+        """All that stands on it now."""
         with self._has_changed:
-            return set(self._notes)
+            return list(self._values.values())
 
     def delete(self, key: str) -> bool:
         """Removes `key` for all; returns whether it had a value here."""
@@ -142,8 +141,6 @@ class Board:
     def _set(self, message: Message) -> None:
         if message.kind == _PUT:
             self._values[message.key] = message.first
-            if message.second:
-                self._notes.add(message.second)
         else:
             self._values.pop(message.key, None)
 

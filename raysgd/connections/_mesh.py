@@ -161,8 +161,13 @@ class Mesh:
 
     @property
     def is_broken(self) -> bool:
-        """Whether the connections have ended, as far as this rank has noticed."""
-        return self._is_broken
+        """Whether a connection has ended."""
+        if self._is_broken:
+            return True
+        poll = select.poll()  # another thread may wait with `self._poll`
+        for connection in self._connections.values():
+            poll.register(connection, _IS_GONE)
+        return bool(poll.poll(0))
 
     def interrupt(self) -> None:
         """From any thread: ends all connections, and with them the swaps of this rank and of those that wait for it."""

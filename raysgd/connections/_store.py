@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import datetime
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -24,19 +24,15 @@ class BoardStore(dist.Store):  # type: ignore[name-defined,misc]
     Args:
         board: Where everything is written.
         longest_wait_s: No wait is longer, however long the timeout is.
-
-    Attributes:
-        note: Asked with each value that is set, for what to note beside it; none if it is None.
     """
 
     def __init__(self, board: Board, longest_wait_s: float = math.inf) -> None:
         super().__init__()
         self._board = board
         self.longest_wait_s = longest_wait_s
-        self.note: Callable[[], bytes] | None = None
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._board.put(key, _bytes(value), self.note() if self.note is not None else b"")
+        self._board.put(key, _bytes(value))
 
     def get(self, key: str) -> bytes:
         self.wait([key])

@@ -9,19 +9,19 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from raysgd.connections._board import Board
 from raysgd.connections._compiler import defer_compiler
+from raysgd.connections._gloo import GlooConnections, Later, as_written
 from raysgd.connections._handshake import ConnectFailed
 from raysgd.connections._mesh import Endpoint, Mesh, MeshBroken
 from raysgd.connections._origins import is_of, with_causes
 from raysgd.connections._peers import Deadline, listen_at
 from raysgd.connections._routes import neighbors, others
-from raysgd.connections._sockets import OpenSocket, between_ranks, open_sockets, opened_since
+from raysgd.connections._sockets import open_sockets, opened_since
 from raysgd.connections.gpus import ordinal_of, visible_to_all
 from raysgd.connections.group import Group
 from raysgd.engine.connection import FORM_TIMEOUT_S, Connection
@@ -30,7 +30,6 @@ from raysgd.engine.types import Rendezvous, World
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.002
-_FORMER_S = 1.0  # by then the first steps in the next group are over
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -52,39 +51,6 @@ _BROKEN = (
 )
 
 
-class _Former:
-    """A group that was left: keeps it for a moment, and then ends its connections and lets it go.
-
-    Args:
-        groups: PyTorch's.
-        connections: Theirs to other ranks.
-    """
-
-    def __init__(self, groups: list[Any], connections: list[OpenSocket]) -> None:
-        self._groups, self._connections = groups, connections
-        self._is_hurried = threading.Event()
-        self._ending = threading.Thread(target=self._end_later, name="raysgd-former", daemon=True)
-        self._ending.start()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing is kept any more."""
-        return not self._ending.is_alive()
-
-    def end(self) -> None:
-        """Ends it now. Returns when that is done."""
-        self._is_hurried.set()
-        self._ending.join()
-
-    def _end_later(self) -> None:
-        self._is_hurried.wait(_FORMER_S)
-        for connection in self._connections:
-            connection.shut()
-        self._is_hurried.wait(_FORMER_S)
-        time.sleep(_SETTLE_S)  # why: see `end_process_group`
-        self._groups, self._connections = [], []
-
-
 @dataclass
 class TorchConnection(Connection):
     """One default process group over all ranks; none for a single rank.
@@ -103,7 +69,7 @@ class TorchConnection(Connection):
     _store: Any = field(default=None, repr=False, compare=False)  # kept: C++ calls methods that Python must still have
     _is_interrupted: bool = field(default=False, repr=False, compare=False)
     _has_joined: bool = field(default=False, repr=False, compare=False)
-    _connections: list[OpenSocket] = field(default_factory=list, repr=False, compare=False)
+    _gloo: GlooConnections | None = field(default=None, repr=False, compare=False)
     _mesh: Mesh | None = field(default=None, repr=False, compare=False)
     _group: Group | None = field(default=None, repr=False, compare=False)
     _is_on_one_node: bool = field(default=False, repr=False, compare=False)
@@ -111,7 +77,7 @@ class TorchConnection(Connection):
     _is_cut: bool = field(default=False, repr=False, compare=False)
     _is_formed: bool = field(default=False, repr=False, compare=False)
     _beside: list[Any] = field(default_factory=list, repr=False, compare=False)
-    _former: list[_Former] = field(default_factory=list, repr=False, compare=False)
+    _former: list[Later] = field(default_factory=list, repr=False, compare=False)
     _own_variables: list[str] = field(default_factory=list, repr=False, compare=False)
     _gpus_of_driver: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
@@ -163,15 +129,14 @@ class TorchConnection(Connection):
         self._store = store = self._connect(rendezvous, world, deadline)
         self._has_joined, self._is_cut, self._is_on_one_node = True, False, rendezvous.on_one_node
         timeout = datetime.timedelta(seconds=self.timeout_s)  # gloo keeps the one that it is made with
-        with self._noting_connections(world) if self.transport == "gloo" else nullcontext():
-            dist.init_process_group(
-                self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout
-            )
+        dist.init_process_group(self.transport, store=store, rank=world.rank, world_size=world.size, timeout=timeout)
         if self.transport == "gloo" and world.is_distributed:
             store.longest_wait_s = math.inf  # it is formed, and what follows takes its time
             if self._mesh is not None:
                 self._mesh.timeout_s = self.timeout_s
             deadline.check()  # an interrupt that came before there was anything to cut
+            assert self._gloo is not None
+            self._gloo.look_later()
         self._is_formed = True
         global _joined
         _joined = self
@@ -189,6 +154,7 @@ class TorchConnection(Connection):
             lanes.append(others(world.rank, world.size))
         on_board, *in_mesh = self._endpoint.connect(rendezvous, world.rank, lanes, deadline)
         self._board = Board(world.rank, world.size, on_board)
+        self._gloo = GlooConnections(self._board)
         for lane in in_mesh:
             self._mesh = Mesh(lane, self._form_timeout_s)
             self._group = Group(world, self._mesh, rendezvous.hosts)
@@ -212,11 +178,11 @@ class TorchConnection(Connection):
         port = int(board.get(_STORE, self._form_timeout_s))
         return _c10d("TCPStore")(host, port, is_master=False, **options)
 
-    def _tell(self, world: World, topic: str, word: str) -> list[str]:
+    def _tell(self, world: World, topic: str, word: bytes) -> list[bytes]:
         """Says something to all ranks; returns what each of them says, by rank."""
         assert self._board is not None
-        self._board.put(f"{topic}/{world.rank}", word.encode())
-        return [self._board.get(f"{topic}/{rank}", self._form_timeout_s).decode() for rank in range(world.size)]
+        self._board.put(f"{topic}/{world.rank}", word)
+        return [self._board.get(f"{topic}/{rank}", self._form_timeout_s) for rank in range(world.size)]
 
     def _see_gpus_of_node(self, world: World) -> None:
         """Lets this process see the GPUs of all workers on its node, and computes on its own.
@@ -228,7 +194,7 @@ class TorchConnection(Connection):
 
         own = os.environ.get(_VISIBLE, "")
         word = json.dumps([world.node_rank, ",".join(self._gpus_of_driver) or own])
-        told = [json.loads(each) for each in self._tell(world, "raysgd/gpus", word)]
+        told = [json.loads(each) for each in self._tell(world, "raysgd/gpus", word.encode())]
         if self._gpus_of_driver:
             return
         visible, ordinal = visible_to_all(own, [gpus for node_rank, gpus in told if node_rank == world.node_rank])
@@ -246,39 +212,22 @@ class TorchConnection(Connection):
         """Another group of all ranks, over gloo; `interrupt` ends what waits in it, too. All ranks have to ask."""
         import torch.distributed as dist
 
-        with self._noting_connections(World(dist.get_rank(), dist.get_world_size())):
-            group = dist.new_group(backend="gloo")
+        before = open_sockets()
+        group = dist.new_group(backend="gloo")
         self._beside.append(group)
+        if self._gloo is not None:
+            if self.transport != "gloo":  # gloo told it to PyTorch's own store
+                self._tell_where_gloo_listens(opened_since(before).listening)
+            self._gloo.look_later()
         if self._is_cut:  # meanwhile, by another thread
             self._cut()
         return group
 
-    @contextmanager
-    def _noting_connections(self, world: World) -> Iterator[None]:
-        """Notes gloo's connections between ranks that are opened inside: to where one of them listens.
+    def _tell_where_gloo_listens(self, listening: Sequence[str]) -> None:
+        import torch.distributed as dist
 
-        Where it listens, each rank tells the others together with what gloo writes for them: ADR 112.
-        """
-        board, store, before = self._board, self._store, open_sockets()
-        if board is None:
-            yield
-            return
-
-        def where() -> str:
-            return " ".join(opened_since(before).listening)
-
-        if self.transport != "gloo":  # the store is PyTorch's own, and the default group has no such connections
-            yield
-            told = self._tell(world, f"raysgd/listens/{len(self._beside)}", where())
-        else:
-            store.note = lambda: where().encode()
-            try:
-                yield
-            finally:
-                store.note = None
-            told = [note.decode() for note in board.notes]
-        listening = {address for each in told for address in each.split()}
-        self._connections += between_ranks(opened_since(before).connections, listening)
+        world = World(dist.get_rank(), dist.get_world_size())
+        self._tell(world, f"raysgd/listens/{len(self._beside)}", b"".join(map(as_written, listening)))
 
     def interrupt(self) -> None:
         self._is_interrupted = True
@@ -293,10 +242,9 @@ class TorchConnection(Connection):
             self.interrupt()
 
     def _cut(self) -> None:
-        connections, self._connections = self._connections, []
         self._is_cut = True
-        for connection in connections:
-            connection.shut()
+        if self._gloo is not None:
+            self._gloo.end()
         self._end_exchanges()
         if self.transport == "nccl" and self._has_joined and self._aborting is None:
             self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
@@ -309,24 +257,37 @@ class TorchConnection(Connection):
 
     @property
     def is_broken(self) -> bool:
-        """Whether a connection to another rank has ended; only those of gloo are known."""
+        """Whether a connection to another rank has ended; not all of them are known."""
         is_mesh_broken = self._mesh is not None and self._mesh.is_broken
-        return self._is_cut or is_mesh_broken or not all(connection.is_open for connection in self._connections)
+        is_gloo_broken = self._gloo is not None and not self._gloo.are_open
+        return self._is_cut or is_mesh_broken or is_gloo_broken
 
     def leave_for_another(self) -> None:
         """Leaves gloo's connections as they are for a moment, where no rank waits in them: ADR 112."""
         import torch.distributed as dist
 
         if self.transport == "gloo" and self._is_formed and not self._is_cut:
-            connections, self._connections = self._connections, []
             self._former = [each for each in self._former if not each.has_ended]
-            self._former.append(_Former([dist.group.WORLD, *self._beside], connections))
+            self._former.append(self._end_later([dist.group.WORLD, *self._beside]))
         self._leave()
+
+    def _end_later(self, groups: list[Any]) -> Later:
+        """Ends gloo's connections, and then lets the groups go."""
+
+        def let_go() -> None:
+            time.sleep(_SETTLE_S)  # why: see `end_process_group`
+            groups.clear()
+
+        gloo, self._gloo = self._gloo, None
+        if gloo is None:
+            return Later(let_go)
+        gloo.look()  # later, there are those of the next group, too
+        return Later(gloo.end, let_go)
 
     def leave(self) -> None:
         self._leave()
         while self._former:
-            self._former.pop().end()
+            self._former.pop().hurry()
 
     def _leave(self) -> None:
         global _joined
@@ -341,7 +302,7 @@ class TorchConnection(Connection):
         for part in (self._mesh, self._board, self._endpoint):
             if part is not None:
                 part.close()
-        self._mesh = self._board = self._endpoint = self._group = self._store = None
+        self._mesh = self._board = self._gloo = self._endpoint = self._group = self._store = None
         self._has_joined, self._gpus_of_driver, self._is_interrupted = False, (), False
         self._is_formed, self._beside = False, []
         while self._own_variables:

@@ -56,16 +56,12 @@ def test_everybody_reads_what_anybody_writes(boards: list[Board], length: int) -
         assert answer.result() == [bytes([other]) * length for other in range(len(boards))]
 
 
-@pytest.mark.parametrize("boards", [1, 5], indirect=True)
-def test_what_is_noted_beside_a_value_is_there_with_it(boards: list[Board]) -> None:
-    def write_and_read(rank: int, board: Board) -> set[bytes]:
-        board.put(f"of {rank}", b"", f"note of {rank}".encode())
-        board.wait([f"of {other}" for other in range(len(boards))], 20)
-        return board.notes
-
-    for answer in on_all(boards, write_and_read):
-        assert answer.result() == {f"note of {other}".encode() for other in range(len(boards))}
-    assert len(boards[0]) == len(boards), "a note has no key"
+def test_all_values_that_stand_on_a_board_can_be_read_at_once(boards: list[Board]) -> None:
+    boards[1].put("word", b"first")
+    boards[1].put("word", b"second")
+    boards[2].put("other", b"third")
+    boards[0].wait(["word", "other"], 20)
+    assert sorted(boards[0].values) == [b"second", b"third"]
 
 
 def test_who_reads_what_is_not_there_yet_waits_for_it(boards: list[Board]) -> None:

@@ -128,6 +128,15 @@ def test_who_waits_for_a_rank_that_went_away_is_told_and_goes_on_being_told(rank
         assert [type(answer.exception()) for answer in answers] == [MeshBroken, MeshBroken]
 
 
+def test_a_rank_that_is_gone_is_noticed_before_anything_is_exchanged(ranks: list[Mesh]) -> None:
+    assert not any(rank.is_broken for rank in ranks)
+    ranks[1].close()
+    deadline = time.monotonic() + 20
+    while not all(rank.is_broken for rank in ranks) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert all(rank.is_broken for rank in ranks)
+
+
 def test_a_rank_that_does_not_come_is_waited_for_and_named() -> None:
     [[alone], [silent]] = connected(2, timeout_s=0.2)
     with pytest.raises(MeshBroken, match=r"rank 1 did not answer within 0\.2 s"):

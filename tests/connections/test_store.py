@@ -36,18 +36,6 @@ def test_pytorch_finds_a_store_with_all_that_a_store_can_do(boards: list[Board])
     assert stores[0].delete_key("word")
 
 
-def test_a_store_notes_something_beside_each_value_while_it_is_told_to(boards: list[Board]) -> None:
-    store, other = BoardStore(boards[0]), BoardStore(boards[1])
-    words = iter([b"first", b"second"])
-    store.note = lambda: next(words)
-    store.set("one", "1")
-    store.set("two", "2")
-    store.note = None
-    store.set("three", "3")
-    assert other.multi_get(["one", "two", "three"]) == [b"1", b"2", b"3"]
-    assert boards[1].notes == {b"first", b"second"}
-
-
 def test_a_store_says_as_pytorch_does_that_nobody_wrote_in_time(boards: list[Board]) -> None:
     store, bounded = BoardStore(boards[0]), BoardStore(boards[0], longest_wait_s=0.1)
     store.set_timeout(datetime.timedelta(seconds=0.1))

@@ -19,7 +19,7 @@ import pytest
 import ray
 
 from raysgd.connections._mesh import MeshBroken
-from raysgd.connections._sockets import open_sockets, opened_since
+from raysgd.connections._sockets import OpenSocket, open_sockets, opened_since
 from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection
 from raysgd.connections.torch import TorchConnection
@@ -525,12 +525,18 @@ def test_errors_of_the_distributed_package_itself_are_broken_connections(name: s
     assert TorchConnection().is_connection_error(getattr(dist, name)("whatever it says"))
 
 
+def found_of_gloo(connection: Any) -> list[OpenSocket]:
+    connection._gloo.look()
+    assert connection._gloo.found is not None
+    return list(connection._gloo.found)
+
+
 def numbers_found(replica: Any, transport: str) -> tuple[int, int]:
     connection = replica.connection
-    before, connection.transport = len(connection._connections), transport
+    before, connection.transport = len(found_of_gloo(connection)), transport
     connection.new_group_beside()
     connection.transport = "gloo"
-    return before, len(connection._connections)
+    return before, len(found_of_gloo(connection))
 
 
 @pytest.mark.parametrize("transport", ["gloo", "nccl"])
@@ -565,7 +571,7 @@ def lost_in_gloo() -> BaseException:
 def give_up_and_leave(replica: Any, lost: Callable[[], BaseException]) -> tuple[int, bool]:
     """How many connections of gloo are left, and whether the process is in a group still, when it may join another."""
     connection, error = replica.connection, lost()
-    replica.of_gloo = list(connection._connections)
+    replica.of_gloo = found_of_gloo(connection)
     connection.give_up(error)
     connection.leave_for_another()
     return num_open(replica), torch_is_connected()
