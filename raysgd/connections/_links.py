@@ -104,7 +104,6 @@ class _Link:
 
     def __init__(self, rank: int, connection: socket.socket, wake: Callable[[], None]) -> None:
         connection.setblocking(False)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.rank, self.connection, self._wake = rank, connection, wake
         self._received, self._unsent = bytearray(), bytearray()
         self._sending = threading.Lock()

@@ -95,7 +95,6 @@ class Mesh:
         self._poll, self._ranks = select.poll(), {}
         for rank, connection in self._connections.items():
             connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._poll.register(connection, _IS_GONE)
             self._ranks[connection.fileno()] = rank
 

@@ -5,19 +5,25 @@ from __future__ import annotations
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import pytest
 
+from raysgd.connections import _peers
 from raysgd.connections._handshake import ConnectFailed, Credentials, Peer
 from raysgd.connections._peers import Address, Call, Deadline, PeerListener, listen_at
+from raysgd.engine.types import LOOPBACK
+from tests.connections.strangers import connect_to
 
-HERE = "127.0.0.1"
+HERE = LOOPBACK
+HOSTS = [LOOPBACK, "127.0.0.2"]  # where ranks listen under a name, and where at a port
 SECRET = secrets.token_bytes(32)
 HELLO = struct.pack("<II16s", 1, 0, b"n" * 16)
 SOON_S = 25.0  # less than a stranger is given to prove itself, though a busy machine may stand still for seconds
@@ -52,17 +58,18 @@ class Rank:
         stack: Closes what it opens.
         number: Who it is.
         secret: What it knows.
+        host: Where it listens.
     """
 
-    def __init__(self, stack: ExitStack, number: int, secret: bytes = SECRET) -> None:
+    def __init__(self, stack: ExitStack, number: int, secret: bytes = SECRET, host: str = HERE) -> None:
         self.credentials = Credentials(number, secret)
-        self.listener = PeerListener(HERE)
-        self._stack = stack
+        self.listener = PeerListener(host)
+        self._host, self._stack = host, stack
         stack.callback(self.listener.close)
 
     @property
     def address(self) -> Address:
-        return HERE, self.listener.port
+        return self._host, self.listener.port
 
     def lanes(self, hosts: list[Rank], num_peers: int, num_lanes: int, deadline: Deadline) -> list[tuple[int, int]]:
         """Which ranks are connected, on which lane."""
@@ -85,8 +92,11 @@ def at_once(*doings: Callable[[], Any]) -> list[Any]:
 
 @pytest.mark.parametrize("num_lanes", [1, 2])
 @pytest.mark.parametrize("size", [2, 3, 6])
-def test_every_rank_connects_to_every_other_on_every_lane(stack: ExitStack, size: int, num_lanes: int) -> None:
-    ranks = [Rank(stack, number) for number in range(size)]
+@pytest.mark.parametrize("host", HOSTS)
+def test_every_rank_connects_to_every_other_on_every_lane(
+    stack: ExitStack, host: str, size: int, num_lanes: int
+) -> None:
+    ranks = [Rank(stack, number, host=host) for number in range(size)]
     met = at_once(
         *(
             lambda rank=rank: rank.lanes(
@@ -103,9 +113,10 @@ def test_who_expects_nobody_does_not_wait(stack: ExitStack) -> None:
     assert Rank(stack, 0).lanes([], 0, 1, Deadline(0.0)) == []
 
 
-def test_strangers_are_refused_and_delay_no_one(stack: ExitStack) -> None:
-    host, peer = Rank(stack, 0), Rank(stack, 1)
-    strangers = [stack.enter_context(socket.create_connection(host.address)) for _ in range(5)]
+@pytest.mark.parametrize("where", HOSTS)
+def test_strangers_are_refused_and_delay_no_one(stack: ExitStack, where: str) -> None:
+    host, peer = Rank(stack, 0, host=where), Rank(stack, 1, host=where)
+    strangers = [stack.enter_context(connect_to(host.address)) for _ in range(5)]
     says = (b"", b"GET / HTTP/1.0\r\n\r\n", HELLO + b"x" * 32, HELLO, b"silent")
     for stranger, words in zip(strangers, says, strict=True):
         stranger.sendall(words)
@@ -119,6 +130,51 @@ def test_strangers_are_refused_and_delay_no_one(stack: ExitStack) -> None:
         stranger.settimeout(20)
         with suppress(ConnectionResetError):
             assert SECRET not in heard_by(stranger), "it is disconnected when all are there"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there are no names")
+def test_who_connects_while_too_many_wait_to_be_accepted_tries_again(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_peers, "_BACKLOG", 1)
+    host, peers = Rank(stack, 0), [Rank(stack, number) for number in range(1, 12)]
+    have_called: set[int] = set()
+
+    def accept_when_all_have_called() -> list[tuple[int, int]]:
+        while len(have_called) < len(peers):
+            time.sleep(0.01)
+        return host.lanes([], len(peers), 1, Deadline(60))
+
+    def connect(peer: Rank) -> list[tuple[int, int]]:
+        return peer.lanes([host], 0, 1, Deadline(60, lambda: have_called.add(peer.credentials.rank) is not None))
+
+    accepted, *connected = at_once(accept_when_all_have_called, *(partial(connect, peer) for peer in peers))
+    assert accepted == [(number, 0) for number in range(1, 12)]
+    assert connected == [[(0, 0)]] * 11
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there are no names")
+def test_at_the_loopback_address_nothing_listens_at_the_port_and_nothing_else_gets_it(stack: ExitStack) -> None:
+    rank = Rank(stack, 0)
+    address = rank.address
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(address)
+    rank.listener.close()
+    with socket.socket() as other:
+        other.bind(address)
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="there are no names")
+def test_a_name_that_is_taken_is_not_listened_at(stack: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = Rank(stack, 0)
+    names = iter([_peers._name_of(taken.address), b"\0raysgd/tests/" + secrets.token_bytes(8)])
+    monkeypatch.setattr(_peers, "_name_of", lambda address: next(names))
+    assert Rank(stack, 1).listener.port != taken.listener.port
+    monkeypatch.setattr(_peers, "_name_of", lambda address: b"\0raysgd/%d" % taken.listener.port)
+    with pytest.raises(OSError, match="each of 100 names was taken"):
+        PeerListener(HERE)
 
 
 def heard_by(stranger: socket.socket) -> bytes:
@@ -144,7 +200,7 @@ def test_a_rank_of_another_group_is_a_stranger_to_both_sides(stack: ExitStack) -
 
 
 def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stack: ExitStack) -> None:
-    impostor = stack.enter_context(socket.create_server((HERE, 0)))
+    impostor = stack.enter_context(socket.create_server((HOSTS[1], 0)))
     peer, heard = Rank(stack, 1), bytearray()
 
     def pretend() -> None:
@@ -161,12 +217,15 @@ def test_who_listens_in_place_of_a_rank_learns_nothing_that_would_let_it_in(stac
 
 
 @pytest.mark.parametrize("stranger_says", [None, b"", b"half a hello", HELLO])
-def test_waiting_for_peers_ends_at_once_when_it_is_interrupted(stack: ExitStack, stranger_says: bytes | None) -> None:
-    switch, host = Switch(), Rank(stack, 0)
+@pytest.mark.parametrize("where", HOSTS)
+def test_waiting_for_peers_ends_at_once_when_it_is_interrupted(
+    stack: ExitStack, where: str, stranger_says: bytes | None
+) -> None:
+    switch, host = Switch(), Rank(stack, 0, host=where)
     switch.flip_in(0.2)
     began = time.monotonic()
     if stranger_says is not None:
-        stack.enter_context(socket.create_connection(host.address)).sendall(stranger_says)
+        stack.enter_context(connect_to(host.address)).sendall(stranger_says)
     with pytest.raises(ConnectFailed, match="another rank failed"):
         host.lanes([], 1, 1, Deadline(60, switch))
     assert time.monotonic() - began < SOON_S
@@ -176,7 +235,7 @@ def test_waiting_for_peers_ends_at_once_when_it_is_interrupted(stack: ExitStack,
 def hole(stack: ExitStack) -> Address:
     """Where nobody answers: what waits there to be let in are all that may."""
     listener = stack.enter_context(socket.socket())
-    listener.bind((HERE, 0))
+    listener.bind((HOSTS[1], 0))
     listener.listen(0)
     for _ in range(4):
         waiting = stack.enter_context(socket.socket())
@@ -201,9 +260,10 @@ def test_connecting_to_a_host_that_does_not_answer_ends_in_time(
     assert time.monotonic() - began < SOON_S
 
 
-def test_connecting_where_no_one_listens_says_why(stack: ExitStack) -> None:
+@pytest.mark.parametrize("host", HOSTS)
+def test_connecting_where_no_one_listens_says_why(stack: ExitStack, host: str) -> None:
     closed = stack.enter_context(socket.socket())
-    closed.bind((HERE, 0))  # and does not listen; nobody else can
+    closed.bind((host, 0))  # and does not listen; nobody else can
     with pytest.raises(ConnectionRefusedError, match="Connection refused"):
         Rank(stack, 1).connect([Call(0, 0, closed.getsockname())], 0, Deadline(20))
 
