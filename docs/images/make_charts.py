@@ -139,7 +139,7 @@ def sums() -> str:
             curves.append(Curve(f"{name}, {size}", points, "ours" if name == "raysgd" else "other", column == 0))
     return _curves(
         "Scaling: milliseconds of one sum over all processes",
-        "all processes share 2 busy cores, so this is the work of all of them; medians of 9, one run; less is better",
+        "all processes share 2 cores, so this is the work of all of them; medians of 7, one run; less is better",
         curves,
         "number of processes. Source: examples/benchmarks/small_sums.py",
     )
@@ -199,7 +199,7 @@ class Curve:
 
 
 def _curves(title: str, note: str, curves: list[Curve], foot: str) -> str:
-    left, top, right, bottom = 48, 58, WIDTH - 130, 340
+    left, top, right, bottom = 48, 58, WIDTH - 144, 340
     numbers = sorted({number for curve in curves for number in curve.points})
     values = [value for curve in curves for value in curve.points.values()]
     low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))

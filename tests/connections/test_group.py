@@ -26,6 +26,25 @@ def test_a_replica_that_is_alone_exchanges_nothing() -> None:
     assert group.gather_rows(numbers, [3]).tolist() == [0.0, 1.0, 2.0]
 
 
+@pytest.mark.parametrize(
+    ("hosts", "quick", "slow"),
+    [
+        ("ab", [2**34], []),
+        ("abc", [2 * 2**20], [2 * 2**20 + 1]),
+        ("aabbccddee", [2**20], [2**20 + 1]),
+        ("aa", [2**34], []),
+        ("aaaaaaaa", [2**34], []),
+        ("aaaaaaaaa", [8 * 2**20], [8 * 2**20 + 1]),
+    ],
+)
+def test_which_sums_are_quick_depends_on_the_ranks_and_their_nodes(
+    hosts: str, quick: list[int], slow: list[int]
+) -> None:
+    group = Group(World(0, len(hosts)), None, tuple(hosts))
+    assert all(map(group.is_quick_for, quick))
+    assert not any(map(group.is_quick_for, slow))
+
+
 @pytest.fixture(params=[2, 3, 4])
 def groups(request: pytest.FixtureRequest) -> Iterator[list[Group]]:
     """The groups of some ranks, each to be used in a thread of its own."""

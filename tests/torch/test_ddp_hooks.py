@@ -126,7 +126,7 @@ def test_an_exchange_with_a_rank_that_is_elsewhere_is_none(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 8, 9])
-def test_large_buckets_of_several_ranks_go_through_gloo(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
+def test_large_buckets_of_many_ranks_go_through_gloo(monkeypatch: pytest.MonkeyPatch, num_ranks: int) -> None:
     at_once: list[int] = []
 
     class Many(Group):
@@ -135,12 +135,12 @@ def test_large_buckets_of_several_ranks_go_through_gloo(monkeypatch: pytest.Monk
 
     monkeypatch.setattr("raysgd.torch.ddp_hooks.exchanges_at_once", lambda: Many(World(0, num_ranks)))
     monkeypatch.setattr("raysgd.torch.ddp_hooks.is_on_one_node", lambda: True)
-    parallel, sizes = DDP(), (2**8, 2**10)
+    parallel, sizes = DDP(), (2**8, 2**11)
     models = [parallel.wrap(torch.nn.Linear(size, size, bias=False), None, {}) for size in sizes]
     parallel.arm(models, weight_in_hook=False)
     for model, size in zip(models, sizes, strict=True):
         model(torch.ones(1, size)).sum().backward()
-    assert at_once == [4 * size**2 for size in sizes if num_ranks == 2 or size == sizes[0]]
+    assert at_once == [4 * size**2 for size in sizes if num_ranks <= 8 or size == sizes[0]]
     assert models[1].module.weight.grad.norm() > 0
 
 
