@@ -20,6 +20,7 @@ MIN_HEARTBEAT_S = 0.1
 """A live process may be silent for as long, because it collects garbage for instance."""
 
 _MAX_SECONDS = 10**9
+_PART_OF_NODE = 0.001  # nodes have one `accelerator_type:...` each, which all their workers share
 """A generation; clocks and time-outs of the operating system cannot count much further."""
 
 
@@ -148,4 +149,32 @@ def warn_of_obstacle(obstacle: str | None, **options: Any) -> None:
             "growing waits for the next one; shorter calls (`num_steps`) lose less",
             given,
             obstacle,
+        )
+
+
+def accelerator(kind: Any) -> dict[str, float]:
+    """A kind of GPU, by the name that Ray has for it, as an amount of what nodes with it have; empty for None.
+
+    >>> accelerator("A100"), accelerator(None)
+    ({'accelerator_type:A100': 0.001}, {})
+
+    Raises:
+        TypeError: It is no such name.
+    """
+    if kind is None:
+        return {}
+    if not isinstance(kind, str) or not kind:
+        raise TypeError(f'`accelerator_type={kind!r}`: need the name that Ray has for it, such as "A100", or None.')
+    return {f"accelerator_type:{kind}": _PART_OF_NODE}
+
+
+def check_runtime_env(name: str, value: Any) -> None:
+    """Does nothing for what can be the environment of a process of Ray, or None.
+
+    Raises:
+        TypeError: It is of another type.
+    """
+    if value is not None and not isinstance(value, Mapping):
+        raise TypeError(
+            f'`{name}={value!r}`: need a dict as Ray takes it, such as `{{"env_vars": {{"NAME": "value"}}}}`, or None.'
         )

@@ -314,6 +314,9 @@ FUNCTIONS: list[Row] = [
     *rows("resize_check_s", *NO_TIMES, None),
     *rows("use_gpu", *TEXTS),
     *rows("resources_per_worker", 3, "CPU", ["CPU"], {"CPU": -1}, {"CPU": NAN}, {"CPU": "2"}, {"disk": INF}, {3: 1}),
+    *rows("accelerator_type", "", 100),
+    *rows("placement_strategy", "pack", "STRICT_PACK", 3),
+    *rows("runtime_env", "env.yaml", 3),
     *rows("backend", "mpi", None, 3, TorchConfig),
     *rows("logdir", 3, b"x", "", "a\0b"),
 ]

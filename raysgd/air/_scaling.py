@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
-from raysgd._checks import check_amount, check_num_workers, check_seconds, refuse_text
+from raysgd._checks import accelerator, check_amount, check_num_workers, check_seconds, refuse_text
 from raysgd.exceptions import InvalidCountError
 
 if TYPE_CHECKING:
@@ -36,9 +36,10 @@ class ScalingConfig:
         _max_cpu_fraction_per_node: Accepted for the old library's scripts. Today's Ray has no use for it.
         elastic_resize_monitor_interval_s: How often a run on fewer workers than it might have looks for room, in
             seconds; it grows after a checkpoint.
+        accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
 
     Raises:
-        ValueError: A value that cannot be, or GPUs that contradict `use_gpu`.
+        ValueError, TypeError: A value that cannot be, or GPUs that contradict `use_gpu`.
     """
 
     trainer_resources: dict[str, float] | None = None
@@ -48,6 +49,7 @@ class ScalingConfig:
     placement_strategy: str = "PACK"
     _max_cpu_fraction_per_node: float | None = None
     elastic_resize_monitor_interval_s: float = 60.0
+    accelerator_type: str | None = None
 
     def __post_init__(self) -> None:
         self.check()
@@ -56,7 +58,7 @@ class ScalingConfig:
         """Checks the values again, for instance after you have changed one. Search spaces are left alone.
 
         Raises:
-            ValueError: A value that cannot be, or GPUs that contradict `use_gpu`.
+            ValueError, TypeError: A value that cannot be, or GPUs that contradict `use_gpu`.
         """
         refuse_text(use_gpu=self.use_gpu)
         if not is_open(self.elastic_resize_monitor_interval_s):
@@ -66,6 +68,8 @@ class ScalingConfig:
         if not is_open(self.placement_strategy) and self.placement_strategy not in _STRATEGIES:
             allowed = ", ".join(f'"{name}"' for name in _STRATEGIES)
             raise ValueError(f"`placement_strategy={self.placement_strategy!r}`: allowed are {allowed}.")
+        if not is_open(self.accelerator_type):
+            accelerator(self.accelerator_type)
         for name in ("trainer_resources", "resources_per_worker"):
             _check_resources(name, getattr(self, name))
         if not is_open(self.use_gpu) and not is_open(self.resources_per_worker):
@@ -107,9 +111,10 @@ class ScalingConfig:
     @property
     def worker_bundle(self) -> dict[str, float]:
         """What one worker needs, without zeros."""
+        kind = accelerator(self.accelerator_type)
         if self.resources_per_worker is None:
-            return {"GPU": 1.0} if self.use_gpu else {"CPU": 1.0}
-        return _without_zeros({"GPU": int(self.use_gpu), **self.resources_per_worker})
+            return {"GPU" if self.use_gpu else "CPU": 1.0, **kind}
+        return _without_zeros({"GPU": int(self.use_gpu), **self.resources_per_worker, **kind})
 
     @property
     def trainer_bundle(self) -> dict[str, float]:

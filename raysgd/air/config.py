@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from raysgd._checks import is_integer, is_number
+from raysgd._checks import check_runtime_env, is_integer, is_number
 from raysgd.air._dataset_config import DatasetConfig
 from raysgd.air._scaling import ScalingConfig
 
@@ -142,6 +142,8 @@ class RunConfig:
         log_to_file: Whether what the workers print goes to files in the trial's folder: True, a file name, or two, for
             standard output and for errors.
         local_dir: The former name of `storage_path`. It is None again once it was taken over.
+        worker_runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It
+            does not reach this process.
 
     Raises:
         ValueError: A value that cannot be, or two folders.
@@ -160,6 +162,7 @@ class RunConfig:
     progress_reporter: Any = None
     log_to_file: bool | str | tuple[str, str] = False
     local_dir: str | Path | None = field(default=None, repr=False)
+    worker_runtime_env: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.failure_config = checked_config("failure_config", self.failure_config, FailureConfig)
@@ -187,6 +190,7 @@ class RunConfig:
             raise ValueError(f"`verbose={self.verbose!r}`: need 0, 1, 2 or 3, or None.")
         if self.callbacks is not None and not isinstance(self.callbacks, list | tuple):
             raise TypeError(f"`callbacks={self.callbacks!r}`: need a list of callbacks, or None.")
+        check_runtime_env("worker_runtime_env", self.worker_runtime_env)
         is_stop = self.stop is None or callable(self.stop) or isinstance(self.stop, Mapping | list | tuple)
         if not is_stop:
             raise TypeError(

@@ -11,10 +11,10 @@ from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 from raysgd import _checks
+from raysgd.engine.placement import Placement
 from raysgd.engine.snapshot_pace import EverySeconds
 from raysgd.exceptions import InvalidCountError
 from raysgd.replicas.batch_options import BatchOptions
-from raysgd.replicas.placement import Placement
 
 
 @dataclass(frozen=True, kw_only=True)

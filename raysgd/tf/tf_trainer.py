@@ -21,12 +21,12 @@ from raysgd.compat.names import former_names
 from raysgd.connections.tensorflow import MultiWorkerConnection, TensorFlowConnection, keras_of_driver
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
+from raysgd.engine.placement import Placement
 from raysgd.engine.snapshots import Snapshot
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.changing import ChangingTrainer
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest, merged
 from raysgd.replicas.history import Kind
-from raysgd.replicas.placement import Placement
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.replica_state import RESUME
 from raysgd.replicas.restoring import load_into_all, load_snapshot_into_all

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from raysgd import _trials
-from raysgd.replicas.placement import Placement
+from raysgd.engine.placement import Placement
 from raysgd.torch import arguments
 from raysgd.torch.torch_trainer import TorchTrainer
 

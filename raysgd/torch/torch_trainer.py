@@ -20,10 +20,10 @@ from raysgd.connections.horovod import HorovodConnection
 from raysgd.connections.torch import TorchConnection
 from raysgd.engine.call import Call
 from raysgd.engine.connection import Connection
+from raysgd.engine.placement import Placement
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.history import Kind
-from raysgd.replicas.placement import Placement
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.settings import GroupSettings
 from raysgd.torch import arguments, call_data, checkpoint_file, constants, epoch_checks, predicting, retired

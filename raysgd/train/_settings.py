@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from raysgd._checks import MAX_WORKERS, MIN_HEARTBEAT_S, check_amount, check_seconds
 from raysgd.engine.failures import Diagnosis
 from raysgd.engine.group_spec import GroupSpec, Words
+from raysgd.engine.placement import Placement
 from raysgd.engine.policies import FailurePolicy, ScalingPolicy
 from raysgd.engine.types import Resources
 from raysgd.train import constants
@@ -46,7 +47,6 @@ class ExecutorRules:
         on_failure: Called when the function is about to start again because of a failure.
         words: What users are told behind the facts of the engine.
         retry_advice: What the last loss that is allowed says about the number of retries.
-        packs: Whether workers go to as few nodes as they can; None leaves that to the environment.
         num_ahead: How many reports may wait for the driver while functions go on; None leaves that to the environment.
     """
 
@@ -55,7 +55,6 @@ class ExecutorRules:
     on_failure: Callable[[Diagnosis], None] = _ignore
     words: Words = WORDS
     retry_advice: str = RETRY_ADVICE
-    packs: bool | None = None
     num_ahead: int | None = None
 
 
@@ -94,6 +93,7 @@ class WorkerSettings:
         num_gpus_per_worker: float,
         additional_resources_per_worker: Mapping[str, float] | None,
         heartbeat_s: float,
+        placement: Placement,
     ) -> WorkerSettings:
         """The settings of arguments as users pass them; the environment is read here.
 
@@ -105,15 +105,17 @@ class WorkerSettings:
         check_amount("num_cpus_per_worker", num_cpus_per_worker)
         check_amount("num_gpus_per_worker", num_gpus_per_worker)
         read = constants.env_integer
+        needs = placement.resources(num_cpus_per_worker, num_gpus_per_worker)
+        spreads = bool(read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0))
         return cls(
             min_workers,
             max_workers,
-            Resources(num_cpus_per_worker, num_gpus_per_worker, dict(additional_resources_per_worker or {})),
+            replace(needs, custom={**(additional_resources_per_worker or {}), **needs.custom}),
             heartbeat_s,
             shares_gpus=bool(
                 read(constants.ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, int(backend.share_cuda_visible_devices))
             ),
-            packs=not read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0),
+            packs=not spreads if placement.placement_strategy is None else placement.packs(num_gpus_per_worker),
             reservation_timeout_s=read(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100),
             is_detailed=bool(read(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0)),
             num_ahead=max(0, read(constants.TRAIN_REPORTS_AHEAD_ENV, 0)),
@@ -140,7 +142,7 @@ class WorkerSettings:
             initialization_hook=initialization_hook,
             reservation_timeout_s=self.reservation_timeout_s,
             captures=False,
-            packs=self.packs if rules.packs is None else rules.packs,
+            packs=self.packs,
             heartbeat_s=self.heartbeat_s,
             words=rules.words,
         )

@@ -66,6 +66,7 @@ class DataParallelTrainer(BaseTrainer):
         "use_gpu",
         "resources_per_worker",
         "placement_strategy",
+        "accelerator_type",
         "_max_cpu_fraction_per_node",
         "elastic_resize_monitor_interval_s",
     )

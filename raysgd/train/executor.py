@@ -14,6 +14,7 @@ from raysgd._checks import check_seconds
 from raysgd.engine.controller import ElasticController
 from raysgd.engine.history import History
 from raysgd.engine.lifecycle import ElasticRules
+from raysgd.engine.placement import Placement
 from raysgd.engine.resources import draining_nodes, ensure_ray
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
@@ -52,6 +53,7 @@ class BackendExecutor:
             for each start, each training and each `run`, and workers that die while they are started count too.
         resize_check_s: How often a run on fewer workers than it might have looks for more.
         heartbeat_s: A worker process that gives no sign of life for so long is lost.
+        placement: What else workers need, and how they are placed.
         rules: What a front end wants otherwise than `Trainer` does.
 
     Raises:
@@ -69,6 +71,7 @@ class BackendExecutor:
         *,
         resize_check_s: float = 60.0,
         heartbeat_s: float = 60.0,
+        placement: Placement | None = None,
         rules: ExecutorRules | None = None,
     ) -> None:
         check_seconds("resize_check_s", resize_check_s)
@@ -81,6 +84,7 @@ class BackendExecutor:
             num_gpus_per_worker,
             additional_resources_per_worker,
             heartbeat_s,
+            placement or Placement(),
         )
         self._is_elastic = not isinstance(num_workers, int)
         self._rules = rules or ExecutorRules()

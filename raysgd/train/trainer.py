@@ -9,12 +9,13 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from raysgd._checks import check_amount, is_integer, refuse_text, refuse_unknown
 from raysgd.callbacks.callback import Callback
 from raysgd.compat.names import MOVED, former_names
 from raysgd.engine.history import History
+from raysgd.engine.placement import Placement
 from raysgd.engine.resources import cluster_view
 from raysgd.storage import Folder
 from raysgd.train._iterator import TrainingIterator
@@ -50,6 +51,11 @@ class Trainer:
         resize_check_s: How often a run on fewer workers than it might have looks for room; it grows after a checkpoint.
         heartbeat_s: A worker process that gives no sign of life for so long, because it is stopped or frozen, is lost;
             while it is made ready it gets at least 10 s.
+        accelerator_type: The kind of GPU that workers need, by the name that Ray has for it, such as "A100".
+        placement_strategy: "PACK" puts workers on as few nodes as there is room on, "SPREAD" on as many. None packs
+            them, unless the environment variable TRAIN_ENABLE_WORKER_SPREAD says otherwise.
+        runtime_env: The environment of the workers' processes, as Ray takes it; None for that of the job. It does not
+            reach this process.
 
     Raises:
         ValueError, TypeError: An argument is wrong. Nothing was started.
@@ -77,6 +83,9 @@ class Trainer:
         *,
         resize_check_s: float = 60.0,
         heartbeat_s: float = 60.0,
+        accelerator_type: str | None = None,
+        placement_strategy: Literal["PACK", "SPREAD"] | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
         **unknown: Any,
     ) -> None:
         refuse_unknown("Trainer", unknown, Trainer.__init__.__annotations__)
@@ -87,18 +96,20 @@ class Trainer:
         if not is_integer(max_retries):
             raise TypeError(f"`max_retries={max_retries!r}`: need an integer; -1 for any number.")
         num_cpus, num_gpus, custom = amounts_for_each(use_gpu, resources_per_worker)
+        placement = Placement(custom, accelerator_type, placement_strategy, runtime_env)
         self._config = resolve(backend)
         self._num_workers = num_workers
         self._use_gpu = use_gpu
         self._resources_per_worker = dict(resources_per_worker or {})
         self._pace: dict[str, Any] = {"resize_check_s": resize_check_s, "heartbeat_s": heartbeat_s}
+        self._placement = placement
         self._executor = BackendExecutor(
             self._config,
             num_workers,
             num_cpus,
             num_gpus,
-            custom,
-            max_retries,
+            max_retries=max_retries,
+            placement=placement,
             **self._pace,
         )
         self._folders = RunFolders(self.create_logdir(logdir))
@@ -241,12 +252,21 @@ class Trainer:
         without_arguments(train_func, None)
         check_dataset(dataset)
         make_trainer = partial(
-            Trainer, self._config, self._num_workers, self._use_gpu, dict(self._resources_per_worker), **self._pace
+            Trainer,
+            self._config,
+            self._num_workers,
+            self._use_gpu,
+            dict(self._resources_per_worker),
+            accelerator_type=self._placement.accelerator_type,
+            placement_strategy=self._placement.placement_strategy,
+            runtime_env=self._placement.runtime_env,
+            **self._pace,
         )
-        for_each = {"CPU": 1, "GPU": int(self._use_gpu), **self._resources_per_worker}
+        for_each = {"CPU": 1, "GPU": int(self._use_gpu), **self._resources_per_worker, **self._placement.custom}
         bundle = {name: float(amount) for name, amount in for_each.items() if amount > 0}
         bundles = [{"CPU": 1.0}] + [bundle] * as_range(self._num_workers)[1]
-        return make_trainable(TrialPlan(make_trainer, train_func, dataset, bundles))
+        strategy = self._placement.placement_strategy or "PACK"
+        return make_trainable(TrialPlan(make_trainer, train_func, dataset, bundles, strategy))
 
     @property
     def logdir(self) -> Path | Folder:

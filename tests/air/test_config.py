@@ -82,10 +82,12 @@ class TestScalingConfig:
             ({"trainer_resources": {"CPU": "1"}}, r"trainer_resources\['CPU'\]='1'"),
             ({"trainer_resources": {1: 1}}, "trainer_resources="),
             ({"placement_strategy": "NEAR"}, "placement_strategy='NEAR'.*STRICT_SPREAD"),
+            ({"accelerator_type": ""}, "accelerator_type=''"),
+            ({"accelerator_type": 100}, "accelerator_type=100"),
         ],
     )
     def test_what_cannot_be_is_refused(self, arguments: dict[str, Any], words: str) -> None:
-        with pytest.raises(ValueError, match=words):
+        with pytest.raises((ValueError, TypeError), match=words):
             ScalingConfig(num_workers=2, **arguments)
 
     def test_it_is_checked_again_on_request(self) -> None:
@@ -120,6 +122,8 @@ class TestScalingConfig:
             ScalingConfig(num_workers=2),
             ScalingConfig(num_workers=2, use_gpu=True, placement_strategy="SPREAD"),
             ScalingConfig({"CPU": 0}, 3, False, {"CPU": 2, "disk": 1}),
+            ScalingConfig(num_workers=2, use_gpu=True, accelerator_type="A100"),
+            ScalingConfig(num_workers=2, resources_per_worker={"CPU": 2}, accelerator_type="A100"),
             ScalingConfig(),
         ],
     )

@@ -1,17 +1,19 @@
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
 from raysgd.engine.connection import Unconnected
+from raysgd.engine.placement import Placement
 from raysgd.train._settings import WORDS, ExecutorRules, WorkerSettings
 from raysgd.train.backend import Backend, BackendConfig, Placed
 from raysgd.train.torch import TorchConfig
 
 
 def settings(**options: Any) -> WorkerSettings:
-    given = {"num_workers": 2, "num_cpus": 1, "num_gpus": 0, "custom": None, "heartbeat_s": 60.0, **options}
+    given = {"num_workers": 2, "num_cpus": 1, "num_gpus": 0, "custom": None, "heartbeat_s": 60.0}
+    given |= {"placement": Placement(), **options}
     return WorkerSettings.checked(Backend(), *given.values())
 
 
@@ -24,13 +26,22 @@ def test_groups_are_started_from_what_the_user_asked_for() -> None:
 
 
 @pytest.mark.parametrize(
-    ("spread", "packs", "expected"), [("0", None, True), ("1", None, False), ("1", True, True), ("0", False, False)]
+    ("spread", "strategy", "packs"),
+    [("0", None, True), ("1", None, False), ("1", "PACK", True), ("0", "SPREAD", False)],
 )
-def test_a_front_end_may_say_how_workers_are_placed(
-    monkeypatch: pytest.MonkeyPatch, spread: str, packs: bool | None, expected: bool
+def test_an_argument_counts_more_than_the_environment(
+    monkeypatch: pytest.MonkeyPatch, spread: str, strategy: Literal["PACK", "SPREAD"] | None, packs: bool
 ) -> None:
     monkeypatch.setenv("TRAIN_ENABLE_WORKER_SPREAD", spread)
-    assert settings().group_spec(BackendConfig(), None, ExecutorRules(packs=packs)).packs is expected
+    made = settings(placement=Placement(placement_strategy=strategy))
+    assert made.group_spec(BackendConfig(), None).packs is packs
+
+
+def test_workers_need_what_both_arguments_say_and_run_in_their_environment() -> None:
+    placement = Placement({"fast": 2}, "A100", runtime_env={"env_vars": {"A": "1"}})
+    resources = settings(custom={"disk": 1}, placement=placement).group_spec(BackendConfig(), None).resources
+    assert resources.bundle() == {"CPU": 1, "disk": 1, "fast": 2, "accelerator_type:A100": 0.001}
+    assert resources.runtime_env == {"env_vars": {"A": "1"}}
 
 
 @pytest.mark.parametrize(("shares", "num_gpus"), [("0", 1), ("1", 1), ("1", 0)])

@@ -109,6 +109,7 @@ class FitJob:
             preprocessor,
             self.begin_from,
             self._next_index,
+            worker_runtime_env=self.run_config.worker_runtime_env,
         )
         run = self._make_run(plan)
         self.recorder.watch(lambda: run.events)

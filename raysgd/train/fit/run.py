@@ -13,13 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import PurePosixPath
-from typing import Any
+from typing import Any, Literal
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import FailureConfig, ScalingConfig
 from raysgd.engine.failures import Diagnosis, words
 from raysgd.engine.group_spec import Words
 from raysgd.engine.history import Event
+from raysgd.engine.placement import Placement
 from raysgd.exceptions import WorkersLostError, worker_error
 from raysgd.train._run import FunctionRun
 from raysgd.train._settings import ExecutorRules
@@ -67,6 +68,7 @@ class FitPlan:
         begin_from: The checkpoint that the function starts from.
         next_index: The number of the first checkpoint.
         num_ahead: How many reports may wait for the driver while the function goes on.
+        worker_runtime_env: The environment of the workers' processes.
     """
 
     function: Callable[[], Any]
@@ -80,6 +82,7 @@ class FitPlan:
     begin_from: Checkpoint | None = None
     next_index: int = 0
     num_ahead: int = 64
+    worker_runtime_env: Mapping[str, Any] | None = None
 
 
 class FitRun:
@@ -245,31 +248,34 @@ def _executor(
         scaling.additional_resources_per_worker,
         max_retries=as_max_retries(plan.failures.max_failures),
         resize_check_s=scaling.elastic_resize_monitor_interval_s,
+        placement=Placement(
+            placement_strategy=followed(scaling.placement_strategy), runtime_env=plan.worker_runtime_env
+        ),
         rules=ExecutorRules(
             policy,
             checkpoints,
             on_failure,
             words=WORDS,
             retry_advice="",
-            packs=packs(scaling.placement_strategy),
             num_ahead=plan.num_ahead,
         ),
     )
 
 
-def packs(placement_strategy: str) -> bool | None:
+def followed(placement_strategy: str) -> Literal["PACK", "SPREAD"] | None:
     """What an executor takes for `ScalingConfig.placement_strategy`; of the strict ones it does as much as it can.
 
-    >>> [packs(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
-    [None, True, False, False]
+    >>> [followed(strategy) for strategy in ("PACK", "STRICT_PACK", "SPREAD", "STRICT_SPREAD")]
+    [None, 'PACK', 'SPREAD', 'SPREAD']
     """
-    if placement_strategy.startswith("STRICT_"):
+    strategy = placement_strategy.removeprefix("STRICT_")
+    if strategy != placement_strategy:
         logger.warning(
-            "`placement_strategy=%r` is followed as far as there is room, as %r is",
-            placement_strategy,
-            placement_strategy.removeprefix("STRICT_"),
+            "`placement_strategy=%r` is followed as far as there is room, as %r is", placement_strategy, strategy
         )
-    return {"STRICT_PACK": True, "SPREAD": False, "STRICT_SPREAD": False}.get(placement_strategy)
+    elif strategy == "PACK":  # the default, which an environment variable may change
+        return None
+    return "PACK" if strategy == "PACK" else "SPREAD"
 
 
 def as_max_retries(max_failures: int) -> int:

@@ -1,4 +1,4 @@
-"""Where the workers of a class-based trainer go, and in what environment they run there."""
+"""Where workers go, and in what environment they run there, as users say it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from raysgd import _checks
 from raysgd.engine.types import Resources
 
 _OWN_ARGUMENTS = {"CPU": "num_cpus_per_worker", "GPU": "num_gpus_per_worker"}
-_PART_OF_NODE = 0.001  # nodes have one `accelerator_type:...` each, which all their workers share
 _STRATEGIES = ("PACK", "SPREAD")
 
 
@@ -30,9 +29,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         self._check_resources()
-        kind = self.accelerator_type
-        if kind is not None and (not isinstance(kind, str) or not kind):
-            raise TypeError(f'`accelerator_type={kind!r}`: need the name that Ray has for it, such as "A100", or None.')
+        _checks.accelerator(self.accelerator_type)
         if self.placement_strategy not in (None, *_STRATEGIES):
             near = get_close_matches(str(self.placement_strategy).upper(), _STRATEGIES, 1)
             hint = f' Did you mean "{near[0]}"?' if near else ""
@@ -40,11 +37,7 @@ class Placement:
                 f'`placement_strategy={self.placement_strategy!r}`: allowed are "PACK" (as few nodes as there is room '
                 f'on), "SPREAD" (as many) and None (pack workers with GPUs, spread others).{hint}'
             )
-        if self.runtime_env is not None and not isinstance(self.runtime_env, Mapping):
-            raise TypeError(
-                f"`runtime_env={self.runtime_env!r}`: need a dict as Ray takes it, such as "
-                '`{"env_vars": {"NAME": "value"}}`, or None.'
-            )
+        _checks.check_runtime_env("runtime_env", self.runtime_env)
 
     def _check_resources(self) -> None:
         amounts = self.resources_per_worker
@@ -62,8 +55,7 @@ class Placement:
     @property
     def custom(self) -> dict[str, float]:
         """What a worker needs beside CPUs and GPUs, as Ray counts it."""
-        kind = {f"accelerator_type:{self.accelerator_type}": _PART_OF_NODE} if self.accelerator_type else {}
-        return {**(self.resources_per_worker or {}), **kind}
+        return {**(self.resources_per_worker or {}), **_checks.accelerator(self.accelerator_type)}
 
     def resources(self, num_cpus: float, num_gpus: float) -> Resources:
         """All that a worker needs."""
