@@ -5,23 +5,21 @@ They are not looked for while a group forms, as that takes time in which all ran
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
 from raysgd.connections._board import Board
 from raysgd.connections._sockets import OpenSocket, between_ranks, opened_since
 
-logger = logging.getLogger(__name__)
-
 LATER_S = 1.0  # by then the first steps of a group are over
 
+_HEAD = 256  # of what gloo writes: the address stands in the first bytes, and the rest grows with the number of ranks
 _FLOW = bytes(4)  # stands between port and host in an address of IPv6
 
 
 class Later:
-    """Does some things in a separate thread, each of them a second after the one before."""
+    """Calls functions in a separate thread, each of them a second after the one before."""
 
     def __init__(self, *things: Callable[[], object]) -> None:
         self._things = things
@@ -49,7 +47,7 @@ class GlooConnections:
     """Those of all groups that a rank forms with the same others.
 
     Args:
-        board: Where it stands at which addresses ranks listen: gloo writes it, or who else does takes `as_written`.
+        board: Holds the addresses at which ranks listen, written by gloo or with `as_written`.
 
     Attributes:
         found: Those of this rank; None until they have been looked for.
@@ -58,10 +56,17 @@ class GlooConnections:
     def __init__(self, board: Board) -> None:
         self._board = board
         self.found: list[OpenSocket] | None = None
+        self._written: list[bytes] = []
         self._looking: Later | None = None
 
-    def look_later(self) -> None:
-        """Looks for them in a moment. Call it when a group has formed."""
+    def look_later(self, before: Collection[bytes] = ()) -> None:
+        """Looks for them in a moment. Call it when a group has just formed.
+
+        Args:
+            before: What was on the board before: of other groups, which may end at any time.
+        """
+        self.look()
+        self._written += [value for value in self._board.values if value not in before]
         self.found = None
         self._looking = Later(self._look)
 
@@ -73,7 +78,8 @@ class GlooConnections:
     def end(self) -> None:
         """Ends all of them, also while a group forms."""
         self.look()
-        for connection in self._find() if self.found is None else self.found:
+        found = self.found
+        for connection in self._find(self._board.values) if found is None else found:
             connection.shut()
 
     @property
@@ -82,12 +88,12 @@ class GlooConnections:
         return all(connection.is_open for connection in self.found or ())
 
     def _look(self) -> None:
-        self.found = self._find()
+        self.found = self._find(self._written)
 
-    def _find(self) -> list[OpenSocket]:
+    def _find(self, written: Sequence[bytes]) -> list[OpenSocket]:
         connections = opened_since({}).connections
         hosts = {address.rpartition(":")[0] for connection in connections for address in connection.ends}
-        return between_ranks(connections, addresses_in(self._board.values, hosts))
+        return between_ranks(connections, addresses_in(written, hosts))
 
 
 def as_written(address: str) -> bytes:
@@ -99,7 +105,8 @@ def as_written(address: str) -> bytes:
 def addresses_in(values: Iterable[bytes], hosts: Iterable[str]) -> set[str]:
     """The addresses with one of these hosts that the values contain, as gloo writes them."""
     packed = {host: _packed(host) for host in hosts}
-    return {f"{host}:{port}" for value in values for host in packed for port in _ports(value, packed[host])}
+    heads = [value[:_HEAD] for value in values]
+    return {f"{host}:{port}" for head in heads for host in packed for port in _ports(head, packed[host])}
 
 
 def _packed(host: str) -> bytes:

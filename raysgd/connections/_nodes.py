@@ -26,11 +26,6 @@ class Nodes:
         return list(found.values())
 
     @cached_property
-    def are_one(self) -> bool:
-        """Whether all ranks are on the same node."""
-        return len(self.ranks) == 1
-
-    @cached_property
     def are_shared(self) -> bool:
         """Whether there are several nodes, and several ranks on one of them."""
         return 1 < len(self.ranks) < len(self.hosts)

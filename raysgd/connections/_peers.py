@@ -202,8 +202,12 @@ class _Handshakes:
                 connection, _ = self._listener.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 return
+            try:
+                _send_at_once(connection)
+            except OSError:  # it has ended already, which macOS says here
+                connection.close()
+                continue
             connection.setblocking(False)
-            _send_at_once(connection)
             self._start(connection, self._credentials.respond(connection), until)
             self._advance(connection.fileno())
 
@@ -271,7 +275,12 @@ def _listen_at_name(host: str) -> tuple[socket.socket, socket.socket]:
                 raise
         else:
             return holding, listener
-    raise OSError(errno.EADDRINUSE, f"each of {_MOST_TRIES} names was taken, at which a rank could listen")
+    raise OSError(errno.EADDRINUSE, f"no port, or no name, was free to listen at ({_MOST_TRIES} tries)")
+
+
+def are_at_names(hosts: Iterable[str]) -> bool:
+    """Whether ranks at these hosts meet at Unix sockets only."""
+    return all(map(_is_named, hosts))
 
 
 def _is_named(host: str) -> bool:

@@ -1,4 +1,4 @@
-"""The TCP connections between the ranks of a group, so that a broken group can be cut at once.
+"""The open TCP sockets of this process, so that those which lead to other ranks can be cut at once.
 
 When a rank dies, only the ranks that were talking to it notice. The others wait for ranks which have given up, and gloo
 has no call that ends such a wait. Shutting their sockets down does, from any thread, and also where no packet will ever
@@ -9,18 +9,23 @@ Linux only, as it reads `/proc`. Elsewhere nothing is found and nothing cut; suc
 
 from __future__ import annotations
 
+import ctypes
 import os
 import socket
 import stat
-from collections.abc import Sequence, Set
+import sys
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import TypeAlias
 
 Ends: TypeAlias = tuple[str, str]
 """Local and remote end of a connection, as text."""
 
 _FOLDER = "/proc/self/fd"
+_SIZE_OF_ADDRESS = 28  # that of IPv6
+_IPV4_IN_IPV6 = bytes(10) + b"\xff\xff"
 
 
 @dataclass(frozen=True)
@@ -113,28 +118,38 @@ def _shut(number: int) -> None:
 
 
 def _ends(number: int) -> Ends | tuple[str] | tuple[()]:
-    """Both ends of a TCP connection; of a socket that listens, its address; of anything else, nothing."""
-    try:
-        borrowed = socket.SocketType(fileno=number)  # `socket.socket` takes three times as long
-    except OSError:  # it was closed in this very moment
+    """Both ends of a TCP connection; of a socket that listens, its address; of anything else, nothing.
+
+    C is asked, because an object of Python's would make the socket non-blocking where `socket.setdefaulttimeout` was
+    called, and most of these sockets belong to others.
+    """
+    c = _c()
+    own = _address(c.getsockname, number)
+    if own is None:
         return ()
-    try:
-        return _ends_of(borrowed)
-    except OSError:  # it is not connected, or was closed in this very moment
-        return ()
-    finally:
-        borrowed.detach()
+    remote = _address(c.getpeername, number)
+    if remote is not None:
+        return own, remote
+    listens, size = ctypes.c_int(), ctypes.c_uint32(4)
+    c.getsockopt(number, socket.SOL_SOCKET, socket.SO_ACCEPTCONN, ctypes.byref(listens), ctypes.byref(size))
+    return (own,) if listens.value else ()
 
 
-def _ends_of(borrowed: socket.SocketType) -> Ends | tuple[str] | tuple[()]:
-    if borrowed.family not in (socket.AF_INET, socket.AF_INET6):
-        return ()
-    own = _text(borrowed.getsockname())
-    if borrowed.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-        return (own,)
-    return own, _text(borrowed.getpeername())
+@cache
+def _c() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
 
 
-def _text(address: tuple[object, ...]) -> str:
-    host = str(address[0]).removeprefix("::ffff:")
-    return f"{host}:{address[1]}"
+def _address(ask: Callable[..., int], number: int) -> str | None:
+    """What C's `getsockname` or `getpeername` says; None for what is no TCP socket, or has no such end."""
+    room, size = ctypes.create_string_buffer(_SIZE_OF_ADDRESS), ctypes.c_uint32(_SIZE_OF_ADDRESS)
+    if ask(number, room, ctypes.byref(size)) != 0:
+        return None
+    family, port = int.from_bytes(room.raw[:2], sys.byteorder), int.from_bytes(room.raw[2:4], "big")
+    if family == socket.AF_INET:
+        packed = room.raw[4:8]
+    elif family == socket.AF_INET6:
+        packed = room.raw[8:24].removeprefix(_IPV4_IN_IPV6)
+    else:
+        return None
+    return f"{socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)}:{port}"

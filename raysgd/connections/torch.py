@@ -212,13 +212,14 @@ class TorchConnection(Connection):
         """Another group of all ranks, over gloo; `interrupt` ends what waits in it, too. All ranks have to ask."""
         import torch.distributed as dist
 
-        before = open_sockets()
+        before = open_sockets() if self.transport != "gloo" else {}
+        on_board = frozenset(self._board.values) if self._board is not None else ()
         group = dist.new_group(backend="gloo")
         self._beside.append(group)
         if self._gloo is not None:
             if self.transport != "gloo":  # gloo told it to PyTorch's own store
                 self._tell_where_gloo_listens(opened_since(before).listening)
-            self._gloo.look_later()
+            self._gloo.look_later(on_board)
         if self._is_cut:  # meanwhile, by another thread
             self._cut()
         return group
@@ -243,9 +244,11 @@ class TorchConnection(Connection):
 
     def _cut(self) -> None:
         self._is_cut = True
-        if self._gloo is not None:
-            self._gloo.end()
-        self._end_exchanges()
+        try:
+            if self._gloo is not None:
+                self._gloo.end()
+        finally:
+            self._end_exchanges()
         if self.transport == "nccl" and self._has_joined and self._aborting is None:
             self._aborting = threading.Thread(target=_abort_process_group, name="raysgd-abort", daemon=True)
             self._aborting.start()  # it may take long, and the interrupting thread also answers heartbeats

@@ -283,7 +283,7 @@ class WorkerProcess:
         return None if replica is None else function(replica, *args)
 
     def send(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Does what `beside` does in a third thread, for answers that may be gigabytes: nothing else waits for them."""
+        """Does what `beside` does in a third thread, for answers that may take long: no heartbeat waits for them."""
         return self.beside(function, *args)
 
     def relay(self, references: Sequence[Any]) -> tuple[None, Any]:

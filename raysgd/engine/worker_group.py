@@ -142,7 +142,7 @@ class WorkerGroup:
         return self._platform.transfer(self._members.workers[rank].submit("beside", function, *args))
 
     def fetch(self, rank: int, function: Callable[..., Any], *args: Any) -> Transfer:
-        """Does what `beside` does, for what may be gigabytes. A heartbeat never waits until they have left."""
+        """Does what `beside` does, for what may be gigabytes or wait for the device. A heartbeat never waits for it."""
         return self._platform.transfer(self._members.workers[rank].submit("send", function, *args))
 
     def fetch_parts(self, function: Callable[..., Any], tokens: Sequence[Any]) -> FetchedParts:

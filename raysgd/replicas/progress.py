@@ -61,8 +61,11 @@ class ProgressListeners:
 
 
 def progress_of(controller: ElasticController) -> Progress | None:
-    """How far rank 0 is in a running call; None if it does not answer at once."""
-    transfer = controller.ensure_group().beside(0, ClassRunner.progress)
+    """How far rank 0 is in a running call; None if it does not answer at once.
+
+    A heartbeat must not wait for the answer: that reads metrics, which may wait for the device, and that for a rank.
+    """
+    transfer = controller.ensure_group().fetch(0, ClassRunner.progress)
     try:
         progress: Progress | None = transfer.result(1.0)
     except Exception as error:  # news are not worth a failure; the call itself reports the loss of the worker

@@ -22,11 +22,6 @@ def test_nodes_are_shared_where_there_are_several_with_more_than_one_rank_on_som
     assert Nodes(tuple(hosts)).are_shared is are_shared
 
 
-@pytest.mark.parametrize(("hosts", "are_one"), [("a", True), ("aaa", True), ("ab", False), ("aba", False)])
-def test_there_is_one_node_where_all_ranks_have_the_same(hosts: str, are_one: bool) -> None:
-    assert Nodes(tuple(hosts)).are_one is are_one
-
-
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 8, 40, 100])
 def test_the_first_of_some_ranks_reaches_all_others_once_and_in_a_few_rounds(size: int) -> None:
     ranks = [10 + 3 * place for place in range(size)]

@@ -73,6 +73,17 @@ def test_a_number_that_was_used_before_is_found_when_it_is_another_socket(socket
         os.close(number)
 
 
+def test_looking_leaves_blocking_sockets_as_they_are(sockets: Sockets) -> None:
+    near, far = sockets.connect()
+    pair = [sockets.own(each) for each in socket.socketpair()]
+    socket.setdefaulttimeout(30)
+    try:
+        opened_since({})
+    finally:
+        socket.setdefaulttimeout(None)
+    assert all(os.get_blocking(each.fileno()) for each in (near, far, *pair))
+
+
 def test_an_address_is_told_alike_by_sockets_of_either_kind() -> None:
     with socket.socket(socket.AF_INET6) as listener:
         listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

@@ -13,4 +13,4 @@ pytestmark = [pytest.mark.integration, pytest.mark.soak, pytest.mark.timeout(400
 def test_nodes_are_started_for_the_workers_that_are_needed_and_then_for_those_that_are_wanted() -> None:
     sizes = found_by(run_story("tests.scale.autoscaler_story", timeout_s=350))["sizes"]
     assert sizes == sorted(sizes)
-    assert (sizes[0], sizes[-1]) == (MIN_WORKERS, MAX_WORKERS)
+    assert MIN_WORKERS <= sizes[0] <= sizes[-1] == MAX_WORKERS, sizes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,7 @@ from raysgd.engine.resources import Reservation
 from raysgd.exceptions import WorkerError, WorkersLostError
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.utils import BATCH_SIZE
+from tests.doors import controller_of
 from tests.patience import hearing_all_ranks
 from tests.processes import is_alive
 from tests.torch.operators_for_tests import DropoutOperator, LinearOperator, equal, samples_seen
@@ -447,3 +449,38 @@ def test_a_trainer_whose_workers_are_dead_is_shut_down_all_the_same(ray_cluster:
     trainer.shutdown()
     with pytest.raises(RuntimeError, match="This trainer was shut down"):
         trainer.train()
+
+
+class OnDevice:
+    """A metric that only the process's training thread gets at once, as on a GPU that waits for another rank."""
+
+    ndim = 0
+
+    def __init__(self, value: float, patience_s: float) -> None:
+        self.value, self.patience_s, self.thread = value, patience_s, threading.get_ident()
+
+    def item(self) -> float:
+        if threading.get_ident() != self.thread:
+            time.sleep(self.patience_s)
+        return self.value
+
+    def __float__(self) -> float:
+        return self.item()
+
+
+class Waiting(LinearOperator):
+    """Trains for long, with such metrics."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        found = super().train_batch(batch, batch_info)
+        time.sleep(self.config["step_s"])
+        return {**found, "waits": OnDevice(1.0, self.config["wait_s"])}
+
+
+def test_a_progress_bar_that_waits_for_the_device_makes_no_worker_silent(ray_cluster: None) -> None:
+    config = {BATCH_SIZE: 8, "step_s": 1.5, "wait_s": 6.0}
+    with TorchTrainer(
+        training_operator_cls=Waiting, num_workers=2, config=config, use_tqdm=True, heartbeat_s=2.0
+    ) as trainer:
+        trainer.train(num_steps=4)
+        assert [event.kind for event in controller_of(trainer).history.events] == ["started"]
