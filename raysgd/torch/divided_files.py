@@ -21,8 +21,10 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.tensor import DTensor
 
 from raysgd.exceptions import CheckpointCorruptedError
+from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import _seal, checkpoint_file
-from raysgd.torch.divided_folder import DIVIDED, FORMAT_VERSION, REST, Path_, joined, name_of
+from raysgd.torch.divided_folder import DIVIDED, FORMAT_VERSION, RANKS, REST, Path_, joined, name_of
+from raysgd.torch.rng import RNG
 
 _METADATA = ".metadata"
 _PIECE_BYTES = 2**20
@@ -138,8 +140,13 @@ class DividedFolder:
         return _corrupted(self.path, finding)
 
 
-def opened(path: str, weights_only: bool) -> DividedFolder:
+def opened(path: str, weights_only: bool, *, for_rank: bool = False) -> DividedFolder:
     """Reads everything but tensors.
+
+    Args:
+        path: The folder.
+        weights_only: Whether to refuse what could run code.
+        for_rank: Whether to leave out the random states of all ranks: one rank needs its own, which the driver has.
 
     Raises:
         CheckpointCorruptedError: It is damaged, or no such folder.
@@ -149,8 +156,17 @@ def opened(path: str, weights_only: bool) -> DividedFolder:
     facts = rest.get(DIVIDED)
     if not isinstance(facts, Mapping) or facts.get("version") != FORMAT_VERSION:
         raise _corrupted(path, f"`{REST}` is of another format; a newer version of raysgd may have written it")
+    if facts.get("has_ranks") and not for_rank:
+        rest = {**rest, RESUME: {**rest[RESUME], RNG: _rank_states(path)}}
     paths = tuple(tuple(each) for each in facts["paths"])
     return DividedFolder(path, rest, paths, facts["files"], _Reader(path).read_metadata())
+
+
+def _rank_states(path: str) -> Any:
+    try:
+        return checkpoint_file.read(Path(path, RANKS))[RNG]
+    except (FileNotFoundError, KeyError) as error:
+        raise _corrupted(path, f"`{RANKS}` is missing or of another format") from error
 
 
 def _corrupted(path: str, finding: str) -> CheckpointCorruptedError:

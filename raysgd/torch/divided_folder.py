@@ -1,7 +1,8 @@
 """The folder that a checkpoint of divided models is: how it becomes whole, and which tensor belongs where.
 
-Each rank writes its part. Everything but tensors is in a checkpoint file beside them, which the driver writes last. It
-also has checksums of the other files. The folder takes its name when all of it is there.
+Each rank writes its part. Everything but tensors is in two checkpoint files beside them, which the driver writes: what
+each rank has for itself, which ranks need not read, and the rest. That comes last, and also has checksums of the other
+files. The folder takes its name when all of it is there.
 
 Why a folder: ADR 92. `raysgd.torch.divided_files` writes and reads the tensors.
 """
@@ -19,10 +20,15 @@ from typing import Any
 
 import torch
 
+from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import checkpoint_file
+from raysgd.torch.rng import RNG
 
 REST = "rest.pt"
-"""The file with everything but tensors."""
+"""The file with everything but tensors, and but the random states."""
+
+RANKS = "ranks.pt"
+"""The file with the random states of all ranks; the larger, the more there are."""
 
 DIVIDED = "divided"
 """Key in it of what there is to know about the other files."""
@@ -185,6 +191,10 @@ def finish(folder: Path, parts: Sequence[WrittenPart], rest: dict[str, Any]) -> 
             "`whole=True`, which gathers the whole state on the driver."
         )
     facts = {"version": FORMAT_VERSION, "paths": [list(path) for path in parts[0].paths], "files": files}
+    resume = dict(rest.get(RESUME) or {})
+    if RNG in resume:
+        checkpoint_file.write(folder / RANKS, {**dict.fromkeys(checkpoint_file.REQUIRED_KEYS), RNG: resume.pop(RNG)})
+        rest, facts = {**rest, RESUME: resume}, {**facts, "has_ranks": True}
     checkpoint_file.write(folder / REST, {**rest, DIVIDED: facts})
 
 

@@ -43,7 +43,7 @@ def read(place: StateInFolder, state: TorchState, parallel: NoParallel) -> Mappi
         CheckpointCorruptedError: The folder is damaged; on every rank.
         ValueError, KeyError: The state does not fit.
     """
-    folder = divided_files.opened(place.path, place.weights_only)
+    folder = divided_files.opened(place.path, place.weights_only, for_rank=True)
     outline = folder.outline()
     state.check(outline)
     _check(folder, parallel)

@@ -1,4 +1,4 @@
-"""PendingCopies and restores the state of the random number generators that training code draws from.
+"""Copies and restores the state of the random number generators that training code draws from.
 
 The captured state is a flat dict of bytes, numbers and None. So two of them compare with `==` to a plain
 bool, and `torch.load(weights_only=True)` reads one back without trusting the file.
@@ -16,6 +16,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+
+RNG = "rng"
+"""Key of the random states of all ranks, in a file."""
 
 _MERSENNE_TWISTER = "MT19937"
 _NUM_WORDS = 624

@@ -17,7 +17,8 @@ from raysgd.storage import files
 from raysgd.torch import checkpoint_file, divided_folder, partial_loading, shared_state, weights_file
 from raysgd.torch.partial_loading import LoadReport
 from raysgd.torch.replica_state import as_in_file
-from raysgd.torch.state_loader import RNG, StateLoader
+from raysgd.torch.rng import RNG
+from raysgd.torch.state_loader import StateLoader
 from raysgd.torch.torch_runner import TorchRunner
 
 FileFormat = Literal["torch", "safetensors"]

@@ -23,12 +23,10 @@ from raysgd.torch.checkpoint_file import OpenedFile, OtherFileError
 from raysgd.torch.divided_folder import StateInFolder
 from raysgd.torch.hosted import TorchFacts
 from raysgd.torch.replica_state import as_in_file
+from raysgd.torch.rng import RNG
 from raysgd.torch.torch_runner import TorchRunner
 
 logger = logging.getLogger(__name__)
-
-RNG = "rng"
-"""Key of the random states of all ranks, in a file."""
 
 
 @dataclass(frozen=True)

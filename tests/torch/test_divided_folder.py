@@ -13,8 +13,10 @@ import pytest
 import torch
 
 from raysgd.exceptions import CheckpointCorruptedError, UnsafeCheckpointError
-from raysgd.torch import divided_files, divided_folder
-from raysgd.torch.divided_folder import WrittenPart
+from raysgd.replicas.replica_state import RESUME
+from raysgd.torch import checkpoint_file, divided_files, divided_folder
+from raysgd.torch.divided_folder import RANKS, REST, WrittenPart
+from raysgd.torch.rng import RNG
 from tests.torch.operators_for_tests import equal
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -45,6 +47,27 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
     assert sorted(entry.name for entry in path.iterdir()) == [".metadata", "__0_0.distcp", "rest.pt"]
     assert divided_folder.is_folder(path)
+    assert equal(divided_files.opened(str(path), weights_only=True).read_whole(), content)
+
+
+def test_a_rank_does_not_read_the_random_states_of_all(tmp_path: Path) -> None:
+    states = [{"torch": torch.arange(5), "python": [1, 2]}] * 3
+    content = {**state(), RESUME: {"samples": 4, RNG: states}}
+    path = str(write(tmp_path / "last", content))
+    assert equal(divided_files.opened(path, weights_only=True).read_whole(), content)
+    of_rank = divided_files.opened(path, weights_only=True, for_rank=True)
+    assert of_rank.rest[RESUME] == {"samples": 4}
+    Path(path, RANKS).unlink()
+    assert equal(of_rank.read_whole(), {**content, RESUME: {"samples": 4}})
+    with pytest.raises(CheckpointCorruptedError, match=r"ranks\.pt"):
+        divided_files.opened(path, weights_only=True)
+
+
+def test_a_folder_of_before_has_them_in_the_rest(tmp_path: Path) -> None:
+    content = {**state(), RESUME: {"samples": 4, RNG: [[1], [2]]}}
+    path = write(tmp_path / "last", {**content, RESUME: {"samples": 4}})
+    rest = checkpoint_file.read(path / REST)
+    checkpoint_file.write(path / REST, {**rest, RESUME: content[RESUME]})
     assert equal(divided_files.opened(str(path), weights_only=True).read_whole(), content)
 
 

@@ -196,7 +196,9 @@ def test_files_travel_to_other_ways_of_training_and_back(
 def test_each_worker_writes_its_part_and_reads_it_back(divided: TorchTrainer, tmp_path: Path) -> None:
     divided.train()
     path, state = divided.save(tmp_path / "parts"), divided.state_dict()
-    assert {".metadata", "__0_0.distcp", "__1_0.distcp", "rest.pt"} == {entry.name for entry in path.iterdir()}
+    assert {".metadata", "__0_0.distcp", "__1_0.distcp", "ranks.pt", "rest.pt"} == {
+        entry.name for entry in path.iterdir()
+    }
     following = divided.train()["train_loss"]
     after = divided.state_dict()
     divided.load(path)
