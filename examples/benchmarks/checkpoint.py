@@ -9,6 +9,7 @@ in one remote worker, or in each of `--num-workers` remote workers; every repeti
   state that the worker makes;
 * right after another such call, `save(path, blocking=False)`: how long it takes to return, how much longer than
   usual the next call of `train` takes, and when the file is complete (on the disk, with its checksum);
+* the same save after such a call and a call of `apply_all_operators`, which may have changed the state;
 * `save(path)`, and `load(path)` against `torch.load` with `load_state_dict` of the same content, in one process, and
   in as many bare actors at once as there are remote workers.
 
@@ -16,7 +17,8 @@ Memory is what the driver has to itself, beyond what it had before, as a multipl
 store are shared and do not count.
 
 The peers save the same state from a single process: `torch.save`, `torch.distributed.checkpoint` waiting or
-not, and Ray Train, whose worker writes the file and reports it. Files are in the page cache when loaded.
+not (it copies with its `DefaultStager`), and Ray Train, whose worker writes the file and reports it. Files are in the
+page cache when loaded.
 """
 
 from __future__ import annotations
@@ -54,6 +56,7 @@ from _workloads import STATES, TimedOperator, captures, config_of, sgd, watch_ca
 from torch import nn
 
 from raysgd import TorchTrainer
+from raysgd.torch import TrainingOperator
 
 PEERS = {"torch_save": "torch", "dcp_save": "torch", "dcp_async": "torch", "ray_train": "ray.train"}
 NUM_WARM_UP_ROUNDS = 1
@@ -63,6 +66,7 @@ _FIGURES = {
     "call_beyond_loop_s": ("beyond its loop", 1e3),
     "capture_s": ("of it the copy", 1e3),
     "stall_s": ("save returns", 1e3),
+    "stall_after_other_s": ("after another call", 1e3),
     "next_train_delay_s": ("next train() delayed by", 1e3),
     "complete_s": ("file complete", 1e3),
     "blocking_save_s": ("save and wait", 1e3),
@@ -268,8 +272,13 @@ class Arrangement:
         _until_exists(self._file)
         complete_s = time.perf_counter() - began
         self._settle()
+        self._train()
+        self._trainer.apply_all_operators(_change_nothing)
+        stall_after_other_s = _seconds(lambda: self._trainer.save(self._file, blocking=False))
+        self._settle()
         return {
             "stall_s": stall_s,
+            "stall_after_other_s": stall_after_other_s,
             "next_train_delay_s": delayed_s - usual_s,
             "complete_s": complete_s,
             "blocking_save_s": _seconds(lambda: self._trainer.save(self._file)),
@@ -288,6 +297,10 @@ class Arrangement:
         import ray
 
         ray.get([actor.load.remote(self._plain_file) for actor in self._actors])
+
+
+def _change_nothing(operator: TrainingOperator) -> None:
+    """What the trainer cannot know."""
 
 
 # ------------------------------------------------------------------------------------------------------ peers

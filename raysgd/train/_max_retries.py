@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
-from raysgd.engine.policies import RetryBudget
+from raysgd.engine.failures import Diagnosis
+from raysgd.engine.policies import FailurePolicy, Raise, Rebuild, Rejoin, RetryBudget
 from raysgd.exceptions import WorkersLostError
 
 RETRY_ADVICE = (
@@ -64,6 +66,30 @@ class MaxRetries:
     @property
     def _advice(self) -> str:
         return self._words.format(allowed=self._max_retries, loss=self.num_losses)
+
+
+def _no_landing() -> bool:
+    """There are no checkpoints."""
+    return False
+
+
+@dataclass(frozen=True)
+class RenewingPolicy(FailurePolicy):
+    """Decides what follows a failure; when a checkpoint has landed since the last one, the earlier ones are forgotten.
+
+    Why, and why not after an exception of the function: ADR 94.
+
+    Attributes:
+        take_landing: Says, once, whether a checkpoint has landed since it was asked last.
+    """
+
+    take_landing: Callable[[], bool] = _no_landing
+
+    def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | Raise:
+        """What to do next."""
+        if self.take_landing():
+            budget.renew()
+        return super().decide(diagnosis, budget, can_rejoin)
 
 
 def restarts_allowed(max_retries: int) -> float:

@@ -72,6 +72,7 @@ class WorkerSettings:
         reservation_timeout_s: How long to wait until the cluster grants the resources.
         is_detailed: Whether each report also says where and when it was made.
         num_ahead: How many reports may wait for the driver while functions go on.
+        renews_retries: Whether a checkpoint that has landed starts the count of losses again.
     """
 
     min_workers: int
@@ -83,6 +84,7 @@ class WorkerSettings:
     reservation_timeout_s: float
     is_detailed: bool
     num_ahead: int = 0
+    renews_retries: bool = False
 
     @classmethod
     def checked(
@@ -119,6 +121,7 @@ class WorkerSettings:
             reservation_timeout_s=read(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100),
             is_detailed=bool(read(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0)),
             num_ahead=max(0, read(constants.TRAIN_REPORTS_AHEAD_ENV, 0)),
+            renews_retries=bool(read(constants.TRAIN_RENEW_RETRIES_ENV, 0)),
         )
 
     def num_ahead_by(self, rules: ExecutorRules) -> int:

@@ -100,6 +100,7 @@ class CheckpointManager:
         self._retention = Retention(self._strategy)
         self._store = FileStore()
         self._arrivals = Arrivals()
+        self._num_landed = self._num_counted = 0
 
     def begin_run(
         self,
@@ -154,12 +155,18 @@ class CheckpointManager:
 
     def _keep(self, identity: int, score: Any, checkpoint: dict[str, Any]) -> None:
         self._latest = self._latest_of_run = checkpoint
+        self._num_landed += 1
         verdict = self._retention.admit(identity, score)
         if not verdict.is_kept:
             return
         self._store.write(identity, checkpoint)
         if verdict.dropped is not None:
             self._store.delete(verdict.dropped)
+
+    def take_landing(self) -> bool:
+        """Whether a checkpoint has landed since this was asked last."""
+        counted, self._num_counted = self._num_counted, self._num_landed
+        return self._num_counted > counted
 
     def await_arrival(self, timeout_s: float) -> None:
         """Waits until nothing is on its way from a worker any more, whatever became of it; not until it is written."""

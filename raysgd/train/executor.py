@@ -15,6 +15,7 @@ from raysgd.engine.controller import ElasticController
 from raysgd.engine.history import History
 from raysgd.engine.lifecycle import ElasticRules
 from raysgd.engine.placement import Placement
+from raysgd.engine.policies import FailurePolicy
 from raysgd.engine.resources import draining_nodes, ensure_ray
 from raysgd.exceptions import (
     InactiveWorkerGroupError,
@@ -23,7 +24,7 @@ from raysgd.exceptions import (
 )
 from raysgd.storage import Folder
 from raysgd.train._launch import Launch, Shards
-from raysgd.train._max_retries import MaxRetries
+from raysgd.train._max_retries import MaxRetries, RenewingPolicy
 from raysgd.train._messages import FunctionSpec, TrainingResult, TrainingResultType
 from raysgd.train._plan import RunPlan
 from raysgd.train._plugin_hooks import PluginHooks
@@ -156,12 +157,17 @@ class BackendExecutor:
         return ElasticController(
             self._settings.group_spec(self._config, initialization_hook, self._rules),
             self._settings.scaling,
-            self._rules.failures,
+            self._failure_policy(),
             release_timeout_s=_RELEASE_S,
             rules=ElasticRules(leaving_nodes=self._leaving_nodes),
             start_budget=self._max_retries.budget,
             hooks=self._hooks,
         )
+
+    def _failure_policy(self) -> FailurePolicy:
+        if self._settings.renews_retries and self._rules.checkpoints is None:
+            return RenewingPolicy(take_landing=self.checkpoint_manager.take_landing)
+        return self._rules.failures
 
     def _leaving_nodes(self) -> frozenset[str]:
         """Nodes that will go away soon, where leaving them loses nothing: between runs and after a checkpoint."""

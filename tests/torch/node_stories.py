@@ -168,7 +168,9 @@ def tell_of_two() -> dict[str, Any]:
 def tell_of_a_spare() -> dict[str, Any]:
     with cluster_of(3) as cluster:
         before = RaySurroundings.now()
-        return {"spare": a_spare_steps_in_for_a_node(cluster), "left over": before.leaks()}
+        found = a_spare_steps_in_for_a_node(cluster)
+        add_node(cluster)  # as many CPUs as before
+        return {"spare": found, "left over": before.leaks()}
 
 
 def tell_of_parts() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,27 @@ def count_up(config: dict[str, Any]) -> int:
     return first
 
 
+def die_behind_each_checkpoint(config: dict[str, Any]) -> int:
+    """Saves numbers from where it was left, and dies once behind each, when it is on the disk. Returns where it began."""
+    checkpoint = train.load_checkpoint()
+    first = checkpoint["number"] + 1 if checkpoint else 0
+    for number in range(first, config["num_steps"]):
+        train.report(number=number)
+        train.save_checkpoint(number=number)
+        while not list(config["folder"].glob(f"run_*/checkpoints/checkpoint_{number + 1:06d}")):
+            time.sleep(0.01)
+        if claim(config["folder"] / f"died_{number}"):
+            os.kill(os.getpid(), signal.SIGKILL)
+    return first
+
+
+def report_and_note(config: dict[str, Any]) -> None:
+    """Reports numbers, and makes a file behind each report."""
+    for number in range(config["num_reports"]):
+        train.report(number=number)
+        (config["folder"] / f"reported_{train.world_rank()}_{number}").touch()
+
+
 def claim(flag: Path) -> bool:
     """Whether this is the first time, over all processes."""
     try:
@@ -37,8 +59,6 @@ def claim(flag: Path) -> bool:
 
 def fail_on_rank_1(config: dict[str, Any]) -> None:
     """Rank 1 raises at once; the others report without end, or block."""
-    import time
-
     if train.world_rank() == 1:
         raise KeyError("bad sample 7")
     if config["blocks"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
@@ -295,6 +296,50 @@ def test_the_last_retry_is_the_one_that_raises(tmp_path: Path) -> None:
         assert trainer.run(lab.count_up, config) == [0]  # the next run has retries of its own, and new workers
     finally:
         trainer.shutdown()
+
+
+def test_each_checkpoint_may_renew_the_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = {"num_steps": 3, "folder": tmp_path}
+    for renews, outcome in (("0", None), ("1", [3])):
+        monkeypatch.setenv("TRAIN_RENEW_RETRIES", renews)
+        trainer = Trainer(BackendConfig(), logdir=tmp_path, max_retries=2)
+        trainer.start()
+        try:
+            if outcome is None:
+                with pytest.raises(WorkersLostError, match="max_retries=2"):
+                    trainer.run(lab.die_behind_each_checkpoint, config)
+            else:
+                for path in tmp_path.glob("died_*"):
+                    path.unlink()
+                assert trainer.run(lab.die_behind_each_checkpoint, config) == outcome
+                assert trainer._executor._get_num_failures() == 1, "since the last checkpoint"
+        finally:
+            trainer.shutdown()
+
+
+@pytest.mark.parametrize(("num_ahead", "num_reported"), [("0", 1), ("64", 20)])
+def test_functions_may_run_ahead_of_what_the_driver_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ahead: str, num_reported: int
+) -> None:
+    monkeypatch.setenv("TRAIN_REPORTS_AHEAD", num_ahead)
+    trainer = Trainer(BackendConfig(), num_workers=2, logdir=tmp_path)
+    trainer.start()
+    try:
+        results = trainer.run_iterator(lab.report_and_note, {"num_reports": 20, "folder": tmp_path})
+        assert [each["number"] for each in next(results)] == [0, 0]
+        assert await_files(tmp_path, "reported_0_*", num_reported, and_no_more=num_reported < 20)
+        assert [result[1]["number"] for result in results] == list(range(1, 20))
+    finally:
+        trainer.shutdown()
+
+
+def await_files(folder: Path, pattern: str, count: int, *, and_no_more: bool) -> bool:
+    """Whether as many files appear soon; and none beyond them for a while."""
+    deadline = time.monotonic() + 30
+    while len(list(folder.glob(pattern))) < count and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.5 if and_no_more else 0)
+    return len(list(folder.glob(pattern))) == count
 
 
 def test_a_function_that_exits_takes_its_worker_along(tmp_path: Path) -> None:

@@ -22,13 +22,13 @@ from raysgd.engine.group_spec import Words
 from raysgd.engine.history import Event
 from raysgd.engine.placement import Placement
 from raysgd.exceptions import WorkersLostError, worker_error
+from raysgd.train._max_retries import RenewingPolicy
 from raysgd.train._run import FunctionRun
 from raysgd.train._settings import ExecutorRules
 from raysgd.train.backend import BackendConfig
 from raysgd.train.executor import BackendExecutor
 from raysgd.train.fit.checkpoints import FitCheckpoints, Landing
 from raysgd.train.fit.data import make_shards
-from raysgd.train.fit.failures import FitFailurePolicy
 from raysgd.train.fit.session import FitSession, TrialFacts
 
 logger = logging.getLogger(__name__)
@@ -116,7 +116,7 @@ class FitRun:
             plan.preprocessor,
             self._begin_attempt,
         )
-        policy = FitFailurePolicy(retries_user_errors=True, take_landing=self._take_landing)
+        policy = RenewingPolicy(retries_user_errors=True, take_landing=self._take_landing)
         self._executor = _executor(plan, self._checkpoints, policy, self._note_failure)
         self._run: FunctionRun | None = None
         self.events: Sequence[Event] = ()
@@ -236,7 +236,7 @@ def _is_complete(landing: Landing | None) -> bool:
 def _executor(
     plan: FitPlan,
     checkpoints: FitCheckpoints,
-    policy: FitFailurePolicy,
+    policy: RenewingPolicy,
     on_failure: Callable[[Diagnosis], None],
 ) -> BackendExecutor:
     scaling, (fewest, most) = plan.scaling, plan.scaling.worker_range

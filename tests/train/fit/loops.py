@@ -102,6 +102,13 @@ def die_behind_each_checkpoint(config: dict[str, Any]) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+def report_and_note(config: dict[str, Any]) -> None:
+    """Reports numbers, and makes a file behind each report."""
+    for number in range(config["num_reports"]):
+        train.report({"number": number})
+        Path(f"{config['flag']}-{train.get_context().get_world_rank()}-{number}").touch()
+
+
 def report_flat_out(config: dict[str, Any]) -> None:
     """Reports many times with nothing between; one rank raises at the end."""
     rank = train.get_context().get_world_rank()

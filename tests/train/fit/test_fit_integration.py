@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import pickle
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,19 @@ class TestARun:
 
 
 class TestReportsAhead:
+    def test_are_made_while_the_driver_is_busy_with_the_first(self, tmp_path: Path) -> None:
+        found: list[int] = []
+
+        def stop(trial_id: str, metrics: dict[str, Any]) -> bool:
+            deadline = time.monotonic() + 30
+            while not found and not (tmp_path / "flag-0-19").exists() and time.monotonic() < deadline:
+                time.sleep(0.05)
+            found.append(len(list(tmp_path.glob("flag-0-*"))))
+            return False
+
+        trainer(tmp_path, loops.report_and_note, num_reports=20, stop=stop).fit()
+        assert found == [20] * 20
+
     def test_are_seen_one_by_one_by_a_stop_condition_and_none_behind_it(self, tmp_path: Path) -> None:
         seen: list[int] = []
 
