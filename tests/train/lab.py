@@ -28,7 +28,7 @@ def count_up(config: dict[str, Any]) -> int:
 
 
 def die_behind_each_checkpoint(config: dict[str, Any]) -> int:
-    """Saves numbers from where it was left, and dies once behind each, when it is on the disk. Returns where it began."""
+    """Saves numbers from where it was left, and dies once behind each that is on the disk. Returns where it began."""
     checkpoint = train.load_checkpoint()
     first = checkpoint["number"] + 1 if checkpoint else 0
     for number in range(first, config["num_steps"]):
