@@ -44,10 +44,18 @@ class Costly(CountingReplica):
 class Trainer:
     """A controller over a fake cluster, whose calls take a second."""
 
-    def __init__(self, every_s: Any = "auto", *, is_large: bool = False, transfer_s: float = 0.0) -> None:
+    def __init__(
+        self, every_s: Any = "auto", *, is_large: bool = False, transfer_s: float = 0.0, heartbeat_s: float = 30.0
+    ) -> None:
         self.clock, self.call_s = FakeClock(), 1.0
         self.cluster = FakeCluster(while_waiting=lambda on_wait: self._pass())
-        spec = GroupSpec(NullConnection(), partial(Costly, is_large=is_large), snapshot_every_s=every_s, words=WORDS)
+        spec = GroupSpec(
+            NullConnection(),
+            partial(Costly, is_large=is_large),
+            snapshot_every_s=every_s,
+            heartbeat_s=heartbeat_s,
+            words=WORDS,
+        )
         self.controller = ElasticController(
             spec,
             ScalingPolicy(3, draw=lambda: 0.0),
@@ -87,6 +95,13 @@ def test_copies_take_two_percent_of_the_time() -> None:
     # One of the start, one behind the first call, whose length is not known, and then one for every 5 s.
     assert trainer.num_copies == 2 + 20 // 5
     assert trainer.group.functions == ["add"] * 21
+
+
+def test_a_copy_that_takes_longer_than_silence_is_allowed_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
+    Trainer(heartbeat_s=0.2).add(1)
+    assert "shorter than a copy" not in caplog.text
+    Trainer(heartbeat_s=0.05).add(1)
+    assert "`heartbeat_s=0.05` is shorter than a copy of the state, which took 0.1 s" in caplog.text
 
 
 def test_the_calls_that_no_snapshot_covers_are_run_again_and_the_history_says_so() -> None:

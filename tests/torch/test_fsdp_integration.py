@@ -193,6 +193,12 @@ def test_files_travel_to_other_ways_of_training_and_back(
     assert equal(divided.state_dict(), alone.state_dict())
 
 
+def test_another_class_is_refused(divided: TorchTrainer) -> None:
+    with pytest.raises(ValueError, match=r'`reload` cannot work with `parallel="fsdp"`: save, and load into'):
+        divided.reload(Blocks)
+    assert divided.train()["num_samples"] > 0
+
+
 def test_each_worker_writes_its_part_and_reads_it_back(divided: TorchTrainer, tmp_path: Path) -> None:
     divided.train()
     path, state = divided.save(tmp_path / "parts"), divided.state_dict()
