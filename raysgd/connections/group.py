@@ -19,7 +19,7 @@ from raysgd.connections._nodes import Nodes
 from raysgd.connections._peers import are_at_names
 from raysgd.connections._routes import others
 from raysgd.connections._sums import MOST, Sums, as_bytes, doubled
-from raysgd.engine.types import World
+from raysgd.engine.types import LOOPBACK, World
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -44,7 +44,7 @@ class Group:
         self.rank, self.size = world.rank, world.size
         self._connections = mesh
         self._others = sorted(others(world.rank, world.size))
-        self._nodes = Nodes(tuple(hosts) or ("",) * world.size)
+        self._nodes = Nodes(tuple(hosts) or (LOOPBACK,) * world.size)
         self._adding = None if mesh is None else Sums(world.rank, mesh, self._nodes)
         self._scratch = np.empty(0, np.uint8)
         self._sums: Array = np.empty(0)

@@ -30,6 +30,7 @@ from raysgd.engine.types import Rendezvous, World
 logger = logging.getLogger(__name__)
 
 _SETTLE_S = 0.002
+_ABORT_S = 60.0
 _STORE = "raysgd/store"
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -297,9 +298,11 @@ class TorchConnection(Connection):
         if _joined is self:
             _joined = None
         self._cut()
-        aborting, self._aborting = self._aborting, None
-        if aborting is not None:
-            aborting.join()
+        if self._aborting is not None:
+            self._aborting.join(_ABORT_S)
+            if self._aborting.is_alive():  # it would hold up the others for ever, and still give signs of life
+                raise ConnectFailed(f"NCCL did not end its connections within {_ABORT_S:g} s: this process is stuck")
+            self._aborting = None
         if self._has_joined:  # another group in this process is not ours to end
             end_process_group()
         for part in (self._mesh, self._board, self._endpoint):

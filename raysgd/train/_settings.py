@@ -95,7 +95,7 @@ class WorkerSettings:
         num_gpus_per_worker: float,
         additional_resources_per_worker: Mapping[str, float] | None,
         heartbeat_s: float,
-        placement: Placement,
+        placement: Placement | None = None,
     ) -> WorkerSettings:
         """The settings of arguments as users pass them; the environment is read here.
 
@@ -107,6 +107,7 @@ class WorkerSettings:
         check_amount("num_cpus_per_worker", num_cpus_per_worker)
         check_amount("num_gpus_per_worker", num_gpus_per_worker)
         read = constants.env_integer
+        placement = placement or Placement()
         needs = placement.resources(num_cpus_per_worker, num_gpus_per_worker)
         spreads = bool(read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0))
         return cls(

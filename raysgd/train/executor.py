@@ -85,7 +85,7 @@ class BackendExecutor:
             num_gpus_per_worker,
             additional_resources_per_worker,
             heartbeat_s,
-            placement or Placement(),
+            placement,
         )
         self._is_elastic = not isinstance(num_workers, int)
         self._rules = rules or ExecutorRules()

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import ray
 
+from raysgd.connections._handshake import ConnectFailed
 from raysgd.connections._mesh import MeshBroken
 from raysgd.connections._sockets import OpenSocket, open_sockets, opened_since
 from raysgd.connections.horovod import HorovodConnection
@@ -416,6 +417,20 @@ def test_an_interrupt_does_not_wait_until_nccl_is_aborted_but_leaving_does(monke
     connection.interrupt()
     connection.interrupt()
     threading.Timer(0.2, abort.may_end.set).start()
+    connection.leave()
+    assert abort.num_ended == 1
+
+
+def test_nobody_waits_for_ever_until_nccl_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    abort = SlowAbort()
+    monkeypatch.setattr("raysgd.connections.torch._abort_process_group", abort)
+    monkeypatch.setattr("raysgd.connections.torch._ABORT_S", 0.05)
+    connection = TorchConnection("nccl", _has_joined=True)
+    connection.interrupt()
+    with pytest.raises(ConnectFailed, match="NCCL did not end its connections") as raised:
+        connection.leave()
+    assert connection.is_connection_error(raised.value), "so the worker is replaced"
+    abort.may_end.set()
     connection.leave()
     assert abort.num_ended == 1
 
