@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from raysgd.connections._board import Board
 from raysgd.connections._sockets import OpenSocket, between_ranks, opened_since
@@ -59,14 +59,13 @@ class GlooConnections:
         self._written: list[bytes] = []
         self._looking: Later | None = None
 
-    def look_later(self, before: Collection[bytes] = ()) -> None:
+    def look_later(self) -> None:
         """Looks for them in a moment. Call it when a group has just formed.
 
-        Args:
-            before: What was on the board before: of other groups, which may end at any time.
+        What is written from now on is of groups that others form, which may end at any time.
         """
         self.look()
-        self._written += [value for value in self._board.values if value not in before]
+        self._written = self._board.values
         self.found = None
         self._looking = Later(self._look)
 

@@ -214,13 +214,12 @@ class TorchConnection(Connection):
         import torch.distributed as dist
 
         before = open_sockets() if self.transport != "gloo" else {}
-        on_board = frozenset(self._board.values) if self._board is not None else ()
         group = dist.new_group(backend="gloo")
         self._beside.append(group)
         if self._gloo is not None:
             if self.transport != "gloo":  # gloo told it to PyTorch's own store
                 self._tell_where_gloo_listens(opened_since(before).listening)
-            self._gloo.look_later(on_board)
+            self._gloo.look_later()
         if self._is_cut:  # meanwhile, by another thread
             self._cut()
         return group
