@@ -12,6 +12,10 @@ from typing import Any, Protocol
 
 logger = logging.getLogger(__name__)
 
+_ARRIVAL_S = 10.0
+"""How long a checkpoint that is on its way at a loss is waited for. One that a dead worker was sending ends at once; a
+frozen worker may never send the rest."""
+
 
 class CheckpointLostError(Exception):
     """A checkpoint was lost together with the worker that was sending it. The run goes on from the one before."""
@@ -23,6 +27,7 @@ class CheckpointTaker(Protocol):
     Attributes:
         next_index: What a worker that stores a checkpoint itself numbers it by; None where no worker does.
         restart_point: What a function that is started again goes on from; None to start from the beginning.
+        num_landed: How many checkpoints have come to where they stay.
     """
 
     @property
@@ -30,6 +35,9 @@ class CheckpointTaker(Protocol):
 
     @property
     def restart_point(self) -> Any: ...
+
+    @property
+    def num_landed(self) -> int: ...
 
     def begin_attempt(self) -> None:
         """The function is about to start on all workers, for the first time or again."""
@@ -42,6 +50,29 @@ class CheckpointTaker(Protocol):
 
     def await_arrival(self, timeout_s: float) -> None:
         """Waits until nothing is on its way from a worker any more."""
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until what arrives in time is written; errors stay for `flush`."""
+
+
+class NewLandings:
+    """Says, once, whether a checkpoint has landed since it was asked last.
+
+    One that is on its way is waited for: whether a loss came behind a checkpoint does not depend on how quick the
+    driver was.
+
+    Args:
+        checkpoints: Takes the checkpoints.
+    """
+
+    def __init__(self, checkpoints: CheckpointTaker) -> None:
+        self._checkpoints = checkpoints
+        self._num_counted = 0
+
+    def __call__(self) -> bool:
+        self._checkpoints.settle(_ARRIVAL_S)
+        counted, self._num_counted = self._num_counted, self._checkpoints.num_landed
+        return self._num_counted > counted
 
 
 class Arrivals:
@@ -95,6 +126,11 @@ class Arrivals:
             logger.warning(
                 "checkpoint %s did not arrive within %g s; stopping its worker anyway", self._identity, timeout_s
             )
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until what arrives in time is written; errors stay for `flush`."""
+        if self._landing is not None and self._has_arrived.wait(timeout_s):
+            self._landing.join()
 
     def flush(self) -> None:
         """Waits until what is on its way has arrived and is written.

@@ -87,6 +87,7 @@ class CheckpointManager:
     Attributes:
         latest_checkpoint_id: Number of the newest checkpoint of the run, from 1.
         next_index: None: no worker stores a checkpoint itself.
+        num_landed: How many checkpoints of all runs have arrived.
     """
 
     next_index: int | None = None
@@ -100,7 +101,7 @@ class CheckpointManager:
         self._retention = Retention(self._strategy)
         self._store = FileStore()
         self._arrivals = Arrivals()
-        self._num_landed = self._num_counted = 0
+        self.num_landed = 0
 
     def begin_run(
         self,
@@ -155,7 +156,7 @@ class CheckpointManager:
 
     def _keep(self, identity: int, score: Any, checkpoint: dict[str, Any]) -> None:
         self._latest = self._latest_of_run = checkpoint
-        self._num_landed += 1
+        self.num_landed += 1
         verdict = self._retention.admit(identity, score)
         if not verdict.is_kept:
             return
@@ -163,14 +164,13 @@ class CheckpointManager:
         if verdict.dropped is not None:
             self._store.delete(verdict.dropped)
 
-    def take_landing(self) -> bool:
-        """Whether a checkpoint has landed since this was asked last."""
-        counted, self._num_counted = self._num_counted, self._num_landed
-        return self._num_counted > counted
-
     def await_arrival(self, timeout_s: float) -> None:
         """Waits until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
         self._arrivals.await_arrival(timeout_s)
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until what arrives in time is written; errors stay for `flush`."""
+        self._arrivals.settle(timeout_s)
 
     def flush(self) -> None:
         """Waits until what is on its way has arrived and is written.

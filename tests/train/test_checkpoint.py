@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 from raysgd.storage import StorageError, open_folder
+from raysgd.train import _arrivals
+from raysgd.train._arrivals import NewLandings
 from raysgd.train.checkpoint import (
     CheckpointLostError,
     CheckpointManager,
@@ -193,6 +195,37 @@ class TestManager:
         made.add(2, lost)
         made.await_arrival(60)
         assert caplog.text.count("did not arrive") == 1
+
+    def test_says_once_that_one_has_landed_also_if_it_is_on_its_way(self, tmp_path: Path) -> None:
+        made = manager(tmp_path)
+        is_new = NewLandings(made)
+        assert not is_new()
+        comes = threading.Event()
+        threading.Timer(0.3, comes.set).start()
+        made.add(1, lambda: {"came": comes.wait(60)})
+        assert is_new()
+        assert not is_new()
+        made.add(2, lost)
+        assert not is_new()
+
+    def test_does_not_wait_for_ever_for_one_that_a_frozen_worker_sends(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(_arrivals, "_ARRIVAL_S", 0.01)
+        made = manager(tmp_path)
+        is_new, comes = NewLandings(made), threading.Event()
+        made.add(1, lambda: {"came": comes.wait(60)})
+        assert not is_new()
+        comes.set()
+        made.flush()
+        assert is_new()
+
+    def test_keeps_for_later_what_went_wrong_with_one(self, tmp_path: Path) -> None:
+        made = manager(tmp_path)
+        made.add(1, lambda: {}["no such module"])
+        assert not NewLandings(made)()
+        with pytest.raises(KeyError, match="no such module"):
+            made.flush()
 
     def test_keeps_the_best_in_a_store(self, s3_server: S3Server) -> None:
         folder = open_folder(s3_server.uri("manager"))

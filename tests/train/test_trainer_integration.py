@@ -299,18 +299,18 @@ def test_the_last_retry_is_the_one_that_raises(tmp_path: Path) -> None:
 
 
 def test_each_checkpoint_may_renew_the_retries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"num_steps": 3, "folder": tmp_path}
     for renews, outcome in (("0", None), ("1", [3])):
+        folder = tmp_path / renews
+        folder.mkdir()
+        config = {"num_steps": 3, "folder": folder}
         monkeypatch.setenv("TRAIN_RENEW_RETRIES", renews)
-        trainer = Trainer(BackendConfig(), logdir=tmp_path, max_retries=2)
+        trainer = Trainer(BackendConfig(), logdir=folder, max_retries=2)
         trainer.start()
         try:
             if outcome is None:
                 with pytest.raises(WorkersLostError, match="max_retries=2"):
                     trainer.run(lab.die_behind_each_checkpoint, config)
             else:
-                for path in tmp_path.glob("died_*"):
-                    path.unlink()
                 assert trainer.run(lab.die_behind_each_checkpoint, config) == outcome
                 assert trainer._executor._get_num_failures() == 1, "since the last checkpoint"
         finally:

@@ -53,6 +53,7 @@ class FitCheckpoints:
     Attributes:
         next_index: The number of the next checkpoint, from 0.
         landing: The checkpoint that was taken last; None before the first one.
+        num_landed: How many checkpoints are where they stay.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class FitCheckpoints:
         self._arrivals = Arrivals()
         self._restart_point: Any = begin_from
         self.landing: Landing | None = None
+        self.num_landed = 0
 
     @property
     def restart_point(self) -> Any:
@@ -101,7 +103,7 @@ class FitCheckpoints:
         index, self.next_index = self.next_index, self.next_index + 1
         self.landing = landing = Landing()
         if receive is None:
-            landing.end(self._commit(index))
+            self._end(landing, self._commit(index))
         else:
             self._arrivals.begin(index, _telling(landing, receive), lambda content: self._keep(index, landing, content))
 
@@ -133,11 +135,19 @@ class FitCheckpoints:
             _write_dict(content, staged)
             checkpoint = self._commit(index, own)
         self._restart_point = content
+        self._end(landing, checkpoint)
+
+    def _end(self, landing: Landing, checkpoint: Checkpoint) -> None:
+        self.num_landed += 1
         landing.end(checkpoint)
 
     def await_arrival(self, timeout_s: float) -> None:
         """Waits until nothing is on its way from a worker any more, whatever became of it; not until it is written."""
         self._arrivals.await_arrival(timeout_s)
+
+    def settle(self, timeout_s: float) -> None:
+        """Waits until what arrives in time is written; errors stay for `flush`."""
+        self._arrivals.settle(timeout_s)
 
     def flush(self) -> None:
         """Waits until what is on its way has arrived and is written.

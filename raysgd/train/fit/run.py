@@ -22,6 +22,7 @@ from raysgd.engine.group_spec import Words
 from raysgd.engine.history import Event
 from raysgd.engine.placement import Placement
 from raysgd.exceptions import WorkersLostError, worker_error
+from raysgd.train._arrivals import NewLandings
 from raysgd.train._max_retries import RenewingPolicy
 from raysgd.train._run import FunctionRun
 from raysgd.train._settings import ExecutorRules
@@ -124,7 +125,7 @@ class FitRun:
         self._too_late: deque[tuple[dict[str, Any], Landing | None]] = deque()
         self._failure: Exception | None = None
         self._has_raised = False
-        self._counted: Landing | None = None
+        self._new_landings = NewLandings(self._checkpoints)
 
     def run(self) -> None:
         """Runs the function until it ends on all workers, or a stop condition is met. Ends the workers in any case.
@@ -209,11 +210,7 @@ class FitRun:
 
     def _take_landing(self) -> bool:
         """Whether a checkpoint has landed since the last failure. Not after an exception: it may come behind each."""
-        landing = self._checkpoints.landing
-        if landing is None or landing is self._counted or landing.checkpoint is None:
-            return False
-        self._counted = landing
-        return not self._has_raised
+        return self._new_landings() and not self._has_raised
 
     def _note_failure(self, diagnosis: Diagnosis) -> None:
         is_of_user = diagnosis.kind == "user"

@@ -11,6 +11,7 @@ from raysgd.air import Checkpoint, FailureConfig, ScalingConfig
 from raysgd.engine.failures import Diagnosis
 from raysgd.engine.policies import Raise, Rebuild, RetryBudget
 from raysgd.storage import open_folder
+from raysgd.train._arrivals import CheckpointLostError
 from raysgd.train._messages import TrainingResultType
 from raysgd.train._run import Step
 from raysgd.train.backend import BackendConfig
@@ -124,8 +125,7 @@ class Failing:
         self.policy = run._executor._rules.failures
 
     def land(self) -> None:
-        landing = self.run._checkpoints.landing = Landing()
-        landing.end(Checkpoint.from_dict({"a": 1}))
+        self.run._checkpoints.add(None, lambda: {"a": 1})
 
     def fail(self, diagnosis: Diagnosis) -> type[object]:
         decision = self.policy.decide(diagnosis, self.budget, can_rejoin=False)
@@ -143,14 +143,26 @@ def test_each_checkpoint_that_has_landed_renews_the_failures_that_are_allowed(tm
     assert failing.fail(DEATH) is Raise
 
 
-def test_a_checkpoint_that_is_on_its_way_or_was_lost_renews_nothing(tmp_path: Path) -> None:
+def test_a_checkpoint_that_was_lost_renews_nothing(tmp_path: Path) -> None:
+    def lose() -> dict[str, Any]:
+        raise CheckpointLostError("its worker died")
+
     failing = Failing(run_of(tmp_path, Seen()), 1)
     assert failing.fail(DEATH) is Rebuild
-    landing = failing.run._checkpoints.landing = Landing()
-    assert failing.fail(DEATH) is Raise
-    landing.end()
+    failing.run._checkpoints.add(None, lose)
     assert failing.fail(DEATH) is Raise
     failing.land()
+    assert failing.fail(DEATH) is Rebuild
+
+
+def test_a_checkpoint_behind_one_that_has_landed_does_not_hide_it(tmp_path: Path) -> None:
+    def lose() -> dict[str, Any]:
+        raise CheckpointLostError("its worker died")
+
+    failing = Failing(run_of(tmp_path, Seen()), 1)
+    assert failing.fail(DEATH) is Rebuild
+    failing.land()
+    failing.run._checkpoints.add(None, lose)
     assert failing.fail(DEATH) is Rebuild
 
 
