@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from raysgd._ranks import named
+
 LEVEL_VARIABLE = "RAYSGD_LOG_LEVEL"
 
 _NAME = "raysgd"
@@ -153,7 +155,5 @@ def _taken_from(notes: deque[Note]) -> tuple[Note, ...]:
 
 
 def _named(who: Sequence[str]) -> str:
-    ranks = [each for each in who if each.isdigit()]
-    if not ranks:
-        return who[0]
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(ranks)}"
+    ranks = [int(each) for each in who if each.isdigit()]
+    return named(ranks) if ranks else who[0]

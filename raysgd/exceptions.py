@@ -14,6 +14,10 @@ from dataclasses import dataclass
 from types import GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
+from raysgd._ranks import named
+
+_MOST_NODES = 8
+
 
 class RaySGDError(Exception):
     """Base class of the errors that only raysgd raises."""
@@ -318,11 +322,15 @@ def describe_faults(faults: tuple[WorkerFault, ...], aftermath: str = "") -> str
         groups.setdefault((fault.type_name, fault.message, fault.location), []).append(fault)
     parts = []
     for (type_name, message, location), members in groups.items():
-        ranks = ", ".join(str(fault.rank) for fault in members)
-        nodes = ", ".join(dict.fromkeys(fault.node for fault in members))
-        who = f"rank {ranks}" if len(members) == 1 else f"ranks {ranks}"
-        parts.append(f"{type_name}: {message}\n  raised at {location}\n  on {who}, node {nodes}")
+        who, where = named([fault.rank for fault in members]), _nodes([fault.node for fault in members])
+        parts.append(f"{type_name}: {message}\n  raised at {location}\n  on {who}, node {where}")
     if aftermath:
         parts.append(aftermath)
     trace = faults[0].traceback_text.rstrip()
     return "\n".join(parts) + (f"\n\nTraceback of rank {faults[0].rank}:\n{trace}" if trace else "")
+
+
+def _nodes(nodes: list[str]) -> str:
+    distinct = list(dict.fromkeys(nodes))
+    shown = ", ".join(distinct[:_MOST_NODES])
+    return shown if len(distinct) <= _MOST_NODES else f"{shown} and {len(distinct) - _MOST_NODES} others"

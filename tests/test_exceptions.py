@@ -216,6 +216,11 @@ def test_each_distinct_message_is_said_once_with_its_ranks() -> None:
     ]
 
 
+def test_what_a_thousand_ranks_raise_is_told_in_one_line() -> None:
+    text = describe_faults(tuple(fault(rank, node=f"n{rank // 8}") for rank in range(1000)))
+    assert text.splitlines()[2] == "  on ranks 0-999, node n0, n1, n2, n3, n4, n5, n6, n7 and 117 others"
+
+
 def test_the_same_message_from_two_places_is_said_twice() -> None:
     text = describe_faults((fault(0, location="a.py:1 in f"), fault(1, location="b.py:2 in g")))
     assert "raised at a.py:1 in f\n  on rank 0," in text

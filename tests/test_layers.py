@@ -33,6 +33,7 @@ UTILITIES = {
     "raysgd._optional",
     "raysgd._paths",
     "raysgd._ranking",
+    "raysgd._ranks",
     "raysgd._ray_data",
     "raysgd._timers",
     "raysgd._version",

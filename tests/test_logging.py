@@ -128,6 +128,7 @@ def test_a_line_is_told_once_with_all_who_said_it(caplog: pytest.LogCaptureFixtu
     assert caplog.records[0].name == "raysgd.torch.feed"
     assert told(relay, {"1": [UNEVEN, EMPTY]}, caplog) == []
     assert told(Relay(), {"1": [UNEVEN]}, caplog) == ["rank 1: uneven"]
+    assert told(Relay(), {str(rank): [UNEVEN] for rank in range(1000)}, caplog) == ["ranks 0-999: uneven"]
 
 
 def test_a_worker_without_a_rank_is_named_in_words(caplog: pytest.LogCaptureFixture) -> None:

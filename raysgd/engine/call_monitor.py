@@ -7,12 +7,12 @@ each worker; between two rounds nothing is asked, so a call that takes less than
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
 from raysgd import _logging
-from raysgd.engine.failures import listed
+from raysgd._ranks import named
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import History
 from raysgd.engine.liveness import LivenessCheck
@@ -144,7 +144,7 @@ class CallMonitor:
         group = self._lifecycle.group
         assert group is not None
         silent_s = max(silent.values())
-        cause = f"{_named(silent)} did not respond for {silent_s:.0f} s"
+        cause = f"{named(silent)} did not respond for {silent_s:.0f} s"
         logger.warning("%s\n%s", cause, self.report())
         self._lifecycle.history.record("hung", len(group), len(group), silent_s, cause)
         for rank in silent:
@@ -206,14 +206,10 @@ def _place(heartbeat: Heartbeat | None) -> str:
     )
 
 
-def _named(ranks: Collection[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {listed(ranks)}"
-
-
 def _reported(alike: Mapping[str, Sequence[int]]) -> str:
     """A few of the texts, by rank: those of the fewest ranks, who are what the others wait for."""
     few = sorted(alike.items(), key=lambda item: len(item[1]))[:_MOST_STACKS]
-    lines = [f"{_named(ranks)}: {text}" for text, ranks in sorted(few, key=lambda item: item[1][0])]
+    lines = [f"{named(ranks)}: {text}" for text, ranks in sorted(few, key=lambda item: item[1][0])]
     num_others = sum(map(len, alike.values())) - sum(len(ranks) for _, ranks in few)
     return "\n".join([*lines, f"{num_others} other ranks are elsewhere"] if num_others else lines)
 

@@ -12,9 +12,10 @@ from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
+from raysgd._ranks import listed
 from raysgd.engine.call import Call
 from raysgd.engine.call_monitor import CallMonitor, ask_heartbeats
-from raysgd.engine.failures import Diagnosis, classify, failed_alike, listed, words
+from raysgd.engine.failures import Diagnosis, classify, failed_alike, words
 from raysgd.engine.group_hooks import GroupHooks
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.group_starter import GroupStarter

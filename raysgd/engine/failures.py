@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from textwrap import shorten
 
+from raysgd._ranks import listed
 from raysgd.engine.types import Failure, FailureKind, GroupReport
 from raysgd.exceptions import WorkerFault
 
@@ -83,17 +84,6 @@ def _said(fault: WorkerFault) -> str:
         is_of_node = any(phrase in str(fault.error) for phrase in _OF_A_NODE)
         return _DEATHS["NodeDiedError" if is_of_node else fault.type_name]
     return f"{fault.type_name}: {shorten(fault.message.partition(chr(10))[0], _REASON_LENGTH, placeholder=' ...')}"
-
-
-def listed(ranks: Collection[int]) -> str:
-    """Ranks in order, for sentences; four or more in a row as a range."""
-    runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 3 else ", ".join(map(str, run)) for run in runs)
 
 
 def _of_kind(failures: list[Failure], kind: str) -> tuple[WorkerFault, ...]:

@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from raysgd.engine.failures import Diagnosis, classify, listed, words
+from raysgd._ranks import listed
+from raysgd.engine.failures import Diagnosis, classify, words
 from raysgd.engine.group_former import STANDBY_WAIT_S, CannotForm, GroupFormer
 from raysgd.engine.growth import Growth
 from raysgd.engine.history import EventKind

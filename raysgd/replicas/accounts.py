@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from raysgd._once import Once
+from raysgd._ranks import named
 from raysgd.engine.time_spent import AGAIN, BINS, EXCHANGE, REPLACE, START_UP, USEFUL, TimeLedger, TimeSpent
 
 _WARN_ABOVE = 0.2
@@ -138,9 +139,9 @@ class Accounts:
             notes.append("the trainer was shut down, the ledger ends there")
         if not self._has_trained:
             notes.append("no training call was made yet")
-        silent = [str(rank) for rank in range(num_ranks or 0) if rank not in self._accounts]
+        silent = [rank for rank in range(num_ranks or 0) if rank not in self._accounts]
         if silent and not self._is_over:
-            notes.append(f"rank {', '.join(silent)} has not answered yet")
+            notes.append(f"{named(silent)} {'has' if len(silent) == 1 else 'have'} not answered yet")
         if self._has_trained and not self._tells_exchanges:
             notes.append(_UNTOLD)
         return notes

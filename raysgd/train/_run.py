@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+from raysgd._ranks import named
 from raysgd._state_codec import EncodedState, decode
 from raysgd.engine.call import Call
 from raysgd.engine.controller import ElasticController
-from raysgd.engine.failures import listed
 from raysgd.engine.policies import RetryBudget
 from raysgd.engine.types import World
 from raysgd.exceptions import StepMismatchError, WorkerError
@@ -65,7 +65,7 @@ def check_step(messages: Sequence[Message | Ended]) -> Step:
         ranks = [rank for rank, message in enumerate(messages) if isinstance(message, Ended)]
         raise StepMismatchError(
             "The functions made a different number of calls: they ended on "
-            f"{_ranks(ranks)}, and still report or save on the others. Every worker has to call `report` and "
+            f"{named(ranks)}, and still report or save on the others. Every worker has to call `report` and "
             "`save_checkpoint` equally often."
         )
     found = [message for message in messages if isinstance(message, Message)]
@@ -73,17 +73,13 @@ def check_step(messages: Sequence[Message | Ended]) -> Step:
     if len(kinds) > 1:
         saving = [rank for rank, message in enumerate(found) if message.kind is TrainingResultType.CHECKPOINT]
         raise StepMismatchError(
-            f"The functions are out of step: {_ranks(saving)} called `save_checkpoint` where the others called "
+            f"The functions are out of step: {named(saving)} called `save_checkpoint` where the others called "
             "`report`. Every worker must make the same calls in the same order."
         )
     refs = {rank: m.checkpoint_ref for rank, m in enumerate(found) if m.checkpoint_ref is not None}
     source = min((rank for rank, ref in refs.items() if not ref.is_stored), default=min(refs, default=0))
     refused = tuple((rank, p.token) for rank, p in refs.items() if rank != source and p.token is not None)
     return Step(kinds.pop(), tuple(message.data for message in found), refs.get(source), source, refused)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {listed(ranks)}"
 
 
 class FunctionRun:

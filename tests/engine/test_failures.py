@@ -1,11 +1,10 @@
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 import pytest
 
-from raysgd.engine.failures import classify, failed_alike, listed, words
+from raysgd.engine.failures import classify, failed_alike, words
 from raysgd.engine.types import Failure, FailureKind, GroupReport, Outcome
 from tests.fakes import failure, fault
 
@@ -101,17 +100,3 @@ def test_a_death_is_named_in_a_few_words(type_name: str, text: str, expected: st
 )
 def test_those_who_lost_a_connection_report_it(kinds: tuple[FailureKind | None, ...], who: str) -> None:
     assert words(classify(report(*kinds))).startswith(f"{who}: connection to another rank lost (")
-
-
-@pytest.mark.parametrize(
-    ("ranks", "expected"),
-    [
-        ((), ""),
-        ((2, 0, 1), "0, 1, 2"),
-        ((3, 0, 1, 2), "0-3"),
-        ({9, 4, 5, 6, 7, 8, 1}, "1, 4-9"),
-        (range(1000), "0-999"),
-    ],
-)
-def test_many_ranks_in_a_row_are_a_range(ranks: Collection[int], expected: str) -> None:
-    assert listed(ranks) == expected
