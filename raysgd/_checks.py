@@ -20,8 +20,9 @@ MIN_HEARTBEAT_S = 0.1
 """A live process may be silent for as long, because it collects garbage for instance."""
 
 _MAX_SECONDS = 10**9
-_PART_OF_NODE = 0.001  # nodes have one `accelerator_type:...` each, which all their workers share
 """A generation; clocks and time-outs of the operating system cannot count much further."""
+
+_PART_OF_NODE = 0.001  # nodes have one `accelerator_type:...` each, which all their workers share
 
 
 def is_integer(value: Any) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from textwrap import shorten
 
-from raysgd._ranks import listed
+from raysgd._ranks import listed, named
 from raysgd.engine.types import Failure, FailureKind, GroupReport
 from raysgd.exceptions import WorkerFault
 
@@ -74,9 +74,8 @@ def words(diagnosis: Diagnosis, gone: Collection[int] = ()) -> str:
     if diagnosis.kind == "user":
         return f"rank {listed(diagnosis.ranks)} raised {reason}"
     lost = f"lost rank {listed(gone)}; " if gone else ""
-    who = "rank" if len(diagnosis.ranks) == 1 else "ranks"
     verb = "reports" if len(diagnosis.ranks) == 1 else "report"
-    return f"{lost}{who} {listed(diagnosis.ranks)} {verb}: connection to another rank lost ({reason})"
+    return f"{lost}{named(diagnosis.ranks)} {verb}: connection to another rank lost ({reason})"
 
 
 def _said(fault: WorkerFault) -> str:

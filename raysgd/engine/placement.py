@@ -35,7 +35,7 @@ class Placement:
             hint = f' Did you mean "{near[0]}"?' if near else ""
             raise ValueError(
                 f'`placement_strategy={self.placement_strategy!r}`: allowed are "PACK" (as few nodes as there is room '
-                f'on), "SPREAD" (as many) and None (pack workers with GPUs, spread others).{hint}'
+                f'on), "SPREAD" (as many) and None (what the trainer does by itself).{hint}'
             )
         _checks.check_runtime_env("runtime_env", self.runtime_env)
 
@@ -61,10 +61,10 @@ class Placement:
         """All that a worker needs."""
         return Resources(num_cpus, num_gpus, self.custom, dict(self.runtime_env or {}))
 
-    def packs(self, num_gpus: float) -> bool:
-        """Whether workers go to as few nodes as they can.
+    def packs(self, by_default: bool) -> bool:
+        """Whether workers go to as few nodes as they can; `by_default` counts where the user leaves it open.
 
-        >>> Placement().packs(1), Placement().packs(0), Placement(placement_strategy="PACK").packs(0)
+        >>> Placement().packs(True), Placement().packs(False), Placement(placement_strategy="PACK").packs(False)
         (True, False, True)
         """
-        return num_gpus > 0 if self.placement_strategy is None else self.placement_strategy == "PACK"
+        return by_default if self.placement_strategy is None else self.placement_strategy == "PACK"

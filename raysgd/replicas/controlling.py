@@ -54,7 +54,7 @@ def make_controller(
         connection=connection,
         make_replica=make_replica,
         resources=settings.placement.resources(settings.num_cpus_per_worker, num_gpus),
-        packs=settings.placement.packs(num_gpus),
+        packs=settings.placement.packs(by_default=num_gpus > 0),
         use_local=settings.use_local,
         initialization_hook=settings.initialization_hook,
         reservation_timeout_s=reservation_timeout_s,

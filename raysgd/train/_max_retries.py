@@ -1,4 +1,4 @@
-"""`max_retries`: how many losses of workers one piece of work may meet, and what is said at the last one."""
+"""`max_retries`: how many losses of workers one piece of work may meet, what renews them, and what is said last."""
 
 from __future__ import annotations
 
@@ -68,12 +68,7 @@ class MaxRetries:
         return self._words.format(allowed=self._max_retries, loss=self.num_losses)
 
 
-def _no_landing() -> bool:
-    """There are no checkpoints."""
-    return False
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class RenewingPolicy(FailurePolicy):
     """Decides what follows a failure; when a checkpoint has landed since the last one, the earlier ones are forgotten.
 
@@ -83,7 +78,7 @@ class RenewingPolicy(FailurePolicy):
         take_landing: Says, once, whether a checkpoint has landed since it was asked last.
     """
 
-    take_landing: Callable[[], bool] = _no_landing
+    take_landing: Callable[[], bool]
 
     def decide(self, diagnosis: Diagnosis, budget: RetryBudget, can_rejoin: bool) -> Rejoin | Rebuild | Raise:
         """What to do next."""

@@ -109,7 +109,6 @@ class WorkerSettings:
         read = constants.env_integer
         placement = placement or Placement()
         needs = placement.resources(num_cpus_per_worker, num_gpus_per_worker)
-        spreads = bool(read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0))
         return cls(
             min_workers,
             max_workers,
@@ -118,7 +117,7 @@ class WorkerSettings:
             shares_gpus=bool(
                 read(constants.ENABLE_SHARE_CUDA_VISIBLE_DEVICES_ENV, int(backend.share_cuda_visible_devices))
             ),
-            packs=not spreads if placement.placement_strategy is None else placement.packs(num_gpus_per_worker),
+            packs=placement.packs(by_default=not read(constants.TRAIN_ENABLE_WORKER_SPREAD_ENV, 0)),
             reservation_timeout_s=read(constants.TRAIN_PLACEMENT_GROUP_TIMEOUT_S_ENV, 100),
             is_detailed=bool(read(constants.ENABLE_DETAILED_AUTOFILLED_METRICS_ENV, 0)),
             num_ahead=max(0, read(constants.TRAIN_REPORTS_AHEAD_ENV, 0)),

@@ -117,6 +117,10 @@ DEATH = Diagnosis("died", ())
 EXCEPTION = Diagnosis("user", ())
 
 
+def lose() -> dict[str, Any]:
+    raise CheckpointLostError("its worker died")
+
+
 class Failing:
     """A run whose function fails; pays as the engine does."""
 
@@ -144,9 +148,6 @@ def test_each_checkpoint_that_has_landed_renews_the_failures_that_are_allowed(tm
 
 
 def test_a_checkpoint_that_was_lost_renews_nothing(tmp_path: Path) -> None:
-    def lose() -> dict[str, Any]:
-        raise CheckpointLostError("its worker died")
-
     failing = Failing(run_of(tmp_path, Seen()), 1)
     assert failing.fail(DEATH) is Rebuild
     failing.run._checkpoints.add(None, lose)
@@ -156,9 +157,6 @@ def test_a_checkpoint_that_was_lost_renews_nothing(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_behind_one_that_has_landed_does_not_hide_it(tmp_path: Path) -> None:
-    def lose() -> dict[str, Any]:
-        raise CheckpointLostError("its worker died")
-
     failing = Failing(run_of(tmp_path, Seen()), 1)
     assert failing.fail(DEATH) is Rebuild
     failing.land()
