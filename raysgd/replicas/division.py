@@ -1,7 +1,8 @@
 """How one joint batch is divided over workers by uneven shares: arithmetic on counts, without any data.
 
 A joint batch of any size goes over any number of workers. Each worker has one run of its samples, lower ranks first.
-Above a cap a worker takes its run in several batches, whose gradients add up to one step.
+Above a cap a worker takes its run in several batches, whose gradients add up to one step. No batch has a single sample
+where another split exists, because layers such as batch norms cannot train on one.
 
 Why the joint batch stays what it is: ADR 98.
 """
@@ -11,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 
@@ -37,6 +38,7 @@ class Shards:
         joint_size: Samples of a full joint batch.
         world_size: How many workers there are.
         num_shards: How many shards. Each worker takes a run of them, one after the other.
+        cap: The most samples in a shard; None without a limit.
 
     Example:
         >>> [len(Shards(16, world_size=3, num_shards=4).parts(16, rank)) for rank in range(3)]
@@ -46,19 +48,22 @@ class Shards:
     joint_size: int
     world_size: int
     num_shards: int
+    cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """How many batches a worker takes at most, one after the other."""
+        """Return how many batches a worker takes at most, one after the other."""
         return -(-self.num_shards // self.world_size)
 
     def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[Part]:
-        """The shards that `rank` takes of a joint batch, without empty ones; one without samples where it has none."""
-        stops = list(accumulate(even_counts(num_samples, self.num_shards), initial=0))
-        counts = even_counts(self.num_shards, self.world_size)
+        """Return the shards that `rank` takes of a joint batch, without empty ones; one without samples if it has none.
+
+        Workers have as many of those with samples as of all, or fewer: there is room for the gradients of each.
+        """
+        stops = accumulate(even_shares(num_samples, self.num_shards, self.cap), initial=0)
+        parts = [Part(start, stop, num_samples) for start, stop in pairwise(stops) if start < stop]
+        counts = even_counts(len(parts), self.world_size)
         first = sum(counts[:rank])
-        own = range(first, first + counts[rank])
-        parts = [Part(stops[shard], stops[shard + 1], num_samples) for shard in own if stops[shard] < stops[shard + 1]]
-        return parts or [Part(0, 0, num_samples)]
+        return parts[first : first + counts[rank]] or [Part(0, 0, num_samples)]
 
 
 def even_counts(num_samples: int, num_shares: int) -> list[int]:
@@ -69,6 +74,23 @@ def even_counts(num_samples: int, num_shares: int) -> list[int]:
     """
     base, num_larger = divmod(num_samples, num_shares)
     return [base + 1] * num_larger + [base] * (num_shares - num_larger)
+
+
+def even_shares(num_samples: int, num_shares: int, most: int | None = None) -> list[int]:
+    """The same, but without shares of a single sample where another split exists: a batch norm refuses one.
+
+    Args:
+        num_samples: What is divided.
+        num_shares: How many shares; the last ones may be empty.
+        most: The most samples in a share; None without a limit.
+
+    >>> even_shares(5, 3), even_shares(5, 3, most=2)
+    ([3, 2, 0], [2, 2, 1])
+    """
+    num_pairs = num_samples // 2
+    is_possible = 0 < num_pairs < num_shares and (most is None or num_samples <= num_pairs * most)
+    num_used = num_pairs if is_possible else num_shares
+    return even_counts(num_samples, num_used) + [0] * (num_shares - num_used)
 
 
 def proportional_counts(num_samples: int, speeds: Sequence[float], most: int | None = None) -> list[int]:
@@ -144,7 +166,7 @@ class Division:
     cap: int | None = None
 
     def num_batches(self, num_samples: int) -> int:
-        """How many batches one after the other each worker takes for a joint batch of so many samples; at least 1.
+        """Return how many batches, one after the other, each worker takes for a joint batch; at least 1.
 
         It depends on the sizes only: shares by speed keep to it.
         """
@@ -152,27 +174,34 @@ class Division:
         return 1 if self.cap is None else max(1, -(-largest // self.cap))
 
     def counts(self, num_samples: int, speeds: Sequence[float] = ()) -> list[int]:
-        """Each worker's samples of a joint batch; by speed, where speeds are given, else evenly.
-
-        By speed each worker keeps one sample, if there are enough: one without samples could not be measured any more.
-        """
-        if not speeds:
-            return even_counts(num_samples, self.world_size)
-        most = None if self.cap is None else self.cap * self.num_batches(num_samples)
-        counts = proportional_counts(num_samples, speeds, most)
-        while min(counts) == 0 and num_samples >= self.world_size:
-            counts[counts.index(max(counts))] -= 1
-            counts[counts.index(0)] += 1
-        return counts
+        """Return each worker's samples of a joint batch; by speed, where speeds are given, else evenly."""
+        return list(map(sum, self._batches(num_samples, speeds)))
 
     def parts(self, num_samples: int, rank: int, speeds: Sequence[float] = ()) -> list[Part]:
-        """The batches that `rank` takes for a joint batch, one after the other: as many as any other rank."""
-        counts = self.counts(num_samples, speeds)
+        """Return the batches that `rank` takes for a joint batch, one after the other: as many as any other rank."""
+        batches = self._batches(num_samples, speeds)
+        together = map(sum, zip(*batches, strict=True))
+        stops = accumulate(batches[rank], initial=sum(map(sum, batches[:rank])))
+        return [Part(*bounds, number) for bounds, number in zip(pairwise(stops), together, strict=True)]
+
+    def _batches(self, num_samples: int, speeds: Sequence[float]) -> list[list[int]]:
+        """Return the samples in each batch of each worker.
+
+        Speeds make no difference in a joint batch of less than two samples for each worker.
+        """
         num_batches = self.num_batches(num_samples)
-        cut = [even_counts(count, num_batches) for count in counts]
-        together = [sum(batches) for batches in zip(*cut, strict=True)]
-        stops = list(accumulate(cut[rank], initial=sum(counts[:rank])))
-        return [
-            Part(start, stop, num_together)
-            for start, stop, num_together in zip(stops, stops[1:], together, strict=False)
-        ]
+        if speeds and num_samples >= 2 * self.world_size:
+            counts = self._counts_by_speed(num_samples, speeds)
+            return [even_shares(count, num_batches, self.cap) for count in counts]
+        shares = even_shares(num_samples, self.world_size * num_batches, self.cap)
+        return [shares[rank :: self.world_size] for rank in range(self.world_size)]
+
+    def _counts_by_speed(self, num_samples: int, speeds: Sequence[float]) -> list[int]:
+        """Return shares by speed, of two samples at least: a worker without any could not be measured any more."""
+        unit = 2 if self.cap == 2 and num_samples % 2 == 0 else 1  # pairs, so that no batch has a single sample
+        most = None if self.cap is None else self.cap * self.num_batches(num_samples) // unit
+        counts = [unit * count for count in proportional_counts(num_samples // unit, speeds, most)]
+        while min(counts) < 2:
+            counts[counts.index(max(counts))] -= unit
+            counts[counts.index(min(counts))] += unit
+        return counts

@@ -7,18 +7,29 @@ from contextlib import contextmanager
 
 import torch
 
+from raysgd.torch.batch_norms import SINGLE_SAMPLE
+from raysgd.torch.step import Step
+
 _UNUSED = "Expected to have finished reduction in the prior iteration"
+_SINGLE = "Expected more than 1 value per channel when training"
 _MOST_NAMES = 5
 
 
 @contextmanager
-def with_advice(models: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Puts advice before the words of an exception that it knows; the exception stays the same object."""
+def with_advice(models: Iterable[torch.nn.Module], divided: Step | None = None) -> Iterator[None]:
+    """Put advice before the words of an exception that it knows; the exception stays the same object.
+
+    Args:
+        models: Those that are trained.
+        divided: The step, if its batches are shares of joint batches.
+    """
     try:
         yield
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:
         if _UNUSED in str(error):
             error.args = (f"{_of_unused_parameters(models)}\n\nPyTorch says: {error}",)
+        elif _SINGLE in str(error) and divided is not None and divided.num_samples in (0, 1):
+            error.args = (f"{SINGLE_SAMPLE}\n\nPyTorch says: {error}",)
         raise
 
 

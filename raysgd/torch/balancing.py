@@ -50,7 +50,7 @@ class Balancing:
         self._num_steps, self._num_samples, self._since_s = 0, 0, self._own_s()
 
     def speeds_at(self, position: int) -> Sequence[float]:
-        """See `JointPlan`."""
+        """See `PassPlan`."""
         return self._plan.at(position)
 
     def begin_pass(self) -> None:

@@ -1,8 +1,8 @@
 """The position in the data: which samples of a pass come next, for a group of any size.
 
 All ranks step together. A *pass* is one order of all samples, the same on every rank. One *step* takes the
-next `world_size * batch_size` samples of that order and divides them over the ranks, contiguously and as
-evenly as possible. So what has been used is always a prefix of the order, and a position is just (pass index,
+next `world_size * batch_size` samples of that order and divides them over the ranks, contiguously and
+evenly. So what has been used is always a prefix of the order, and a position is just (pass index,
 samples consumed): it stays valid when the group shrinks or grows, and each sample of a pass is used exactly
 once whatever happens to the group.
 
@@ -26,8 +26,7 @@ import torch
 from torch.utils.data import Sampler
 
 from raysgd.replicas.division import Division, Shards
-from raysgd.torch.joint_plan import JointPlan, SpeedsAt, no_speeds
-from raysgd.torch.pass_plan import PassPlan, check_range
+from raysgd.torch.pass_plan import PassPlan, SpeedsAt, check_range, no_speeds
 from raysgd.torch.sample_order import Indices, SampleOrder, SamplerOrder
 
 _SEED_BY_HAND = 0
@@ -40,7 +39,7 @@ class JointBatches:
 
     Attributes:
         cap: The most samples in a batch of one rank.
-        speeds_at: See `JointPlan`.
+        speeds_at: See `PassPlan`.
         num_shards: How many logical shards a joint batch has; 0 where it is divided by ranks.
         multiple: The joint batch has as many times the size of the loader.
     """
@@ -51,11 +50,12 @@ class JointBatches:
     multiple: int = 1
 
     def division(self, joint_size: int, world_size: int) -> Division | Shards:
-        """How joint batches of a size are divided."""
+        """Return how joint batches of a size are divided."""
         if not self.num_shards:
             return Division(joint_size, world_size, self.cap)
-        num_parts = Division(joint_size, self.num_shards, self.cap).num_batches(joint_size)
-        return Shards(joint_size, world_size, self.num_shards * num_parts)
+        cap = self.cap or (joint_size // self.multiple if self.multiple > 1 else None)
+        num_parts = Division(joint_size, self.num_shards, cap).num_batches(joint_size)
+        return Shards(joint_size, world_size, self.num_shards * num_parts, cap)
 
 
 class SeededIndices(list[int]):
@@ -101,18 +101,18 @@ class ElasticBatchSampler(Sampler[list[int]]):
 
     Example:
         >>> from raysgd.torch.sample_order import SequentialOrder
-        >>> order = SequentialOrder(10)
+        >>> order = SequentialOrder(12)
         >>> sampler = ElasticBatchSampler(order, 2, drop_last=False, pad=True, rank=1, world_size=2)
         >>> plan = sampler.begin_pass(0, seed=1)
         >>> list(sampler)
-        [[2, 3], [6, 7], [9]]
+        [[2, 3], [6, 7], [10, 11]]
         >>> sampler.reshape(rank=0, world_size=1)
         >>> plan = sampler.begin_pass(0, seed=1, consumed=plan.consumed_after(2))
         >>> list(sampler)
-        [[8, 9]]
+        [[8, 9], [10, 11]]
     """
 
-    plan: PassPlan | JointPlan | None
+    plan: PassPlan | None
 
     def __init__(
         self,
@@ -134,9 +134,7 @@ class ElasticBatchSampler(Sampler[list[int]]):
         self._num_by_hand = 0
         self.reshape(rank, world_size, batch_size)
 
-    def begin_pass(
-        self, pass_index: int, seed: int, consumed: int = 0, order: SampleOrder | None = None
-    ) -> PassPlan | JointPlan:
+    def begin_pass(self, pass_index: int, seed: int, consumed: int = 0, order: SampleOrder | None = None) -> PassPlan:
         """Start a pass, or resume it after `consumed` samples, and return the plan for the rest of it.
 
         Args:
@@ -197,22 +195,23 @@ class ElasticBatchSampler(Sampler[list[int]]):
     @property
     def most_batches(self) -> int:
         """How many batches a rank takes for a full step, one after the other."""
-        return 1 if self.joint is None else self._division(self.joint).num_batches(self.batch_size)
+        return self._division.num_batches(self._division.joint_size)
 
     @property
     def num_shards(self) -> int:
         """How many logical shards a joint batch has; 0 where it is divided by ranks."""
-        division = None if self.joint is None else self._division(self.joint)
+        division = self._division
         return division.num_shards if isinstance(division, Shards) else 0
 
-    def _division(self, joint: JointBatches) -> Division | Shards:
-        return joint.division(self.batch_size, self.world_size)
+    @property
+    def _division(self) -> Division | Shards:
+        if self.joint is None:
+            return Division(self.batch_size * self.world_size, self.world_size, cap=self.batch_size)
+        return self.joint.division(self.batch_size, self.world_size)
 
-    def _plan(self, num_samples: int, consumed: int) -> PassPlan | JointPlan:
-        if self.joint is not None:
-            division, speeds_at = self._division(self.joint), self.joint.speeds_at
-            return JointPlan(num_samples, consumed, division, self.drop_last, self.pad, speeds_at)
-        return PassPlan(num_samples, consumed, self.batch_size, self.world_size, self.drop_last, self.pad)
+    def _plan(self, num_samples: int, consumed: int) -> PassPlan:
+        speeds_at = no_speeds if self.joint is None else self.joint.speeds_at
+        return PassPlan(num_samples, consumed, self._division, self.drop_last, self.pad, speeds_at)
 
     def _draw(self, order: SampleOrder, seed: int, pass_index: int) -> Indices:
         # Resuming a pass is the common case in recovery: the order is known and drawing may cost seconds.
@@ -222,13 +221,13 @@ class ElasticBatchSampler(Sampler[list[int]]):
         return self._indices
 
 
-def _seeded(indices: Indices, plan: PassPlan | JointPlan, rank: int, drawn_for: tuple[int, int]) -> Iterator[list[int]]:
+def _seeded(indices: Indices, plan: PassPlan, rank: int, drawn_for: tuple[int, int]) -> Iterator[list[int]]:
     starts = (share.start for share in plan.shares(rank) if share.start < share.stop)
     for start, batch in zip(starts, _batches(indices, plan, rank), strict=True):
         yield SeededIndices(batch, seed_of(*drawn_for, start, _WHEN_LOADED))
 
 
-def _batches(indices: Indices, plan: PassPlan | JointPlan, rank: int) -> Iterator[list[int]]:
+def _batches(indices: Indices, plan: PassPlan, rank: int) -> Iterator[list[int]]:
     for share in plan.shares(rank):
         batch = indices[share.start : share.stop]
         if len(batch):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 
 from raysgd.engine.types import World
 from raysgd.replicas import hosted
+from raysgd.replicas.division import Division
 from raysgd.replicas.epoch_run import EpochRun
 from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.facts import RunnerFacts
@@ -20,11 +21,12 @@ from raysgd.replicas.ledger import Ledger
 from raysgd.replicas.operator import Internals, take_place
 from raysgd.replicas.prediction import PredictRequest, Work
 from raysgd.replicas.putting_back import MOST_BYTES, putting_back
-from raysgd.torch import handover, hyperparameters, metric_objects, predicting, rng
+from raysgd.torch import batch_norms, handover, hyperparameters, metric_objects, predicting, rng
 from raysgd.torch.advice import with_advice
 from raysgd.torch.arming import Arming
 from raysgd.torch.ddp import DDP
 from raysgd.torch.feed import Feed
+from raysgd.torch.gathers import comparing_sizes
 from raysgd.torch.hyperparameters import Hyperparameters
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.modes import Modes
@@ -104,6 +106,7 @@ class TorchHosted(hosted.Hosted):
         self.operator = settings.training_operator_cls(settings.config_for(world.size), context)
         self._check_data()
         self._warn_of_batch_norms()
+        self._warn_of_idle_workers()
         self._arming = Arming(self.operator, self.parallel)
         self.state = TorchState(self.operator, self.parallel, self.feed)
         self.loop = StepLoop(self.operator, self.parallel, self.feed)
@@ -132,12 +135,29 @@ class TorchHosted(hosted.Hosted):
     def _warn_of_batch_norms(self) -> None:
         """Says once what shares by speed mean to them."""
         models = self.internals.registered.original_models
-        kinds = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d)
-        has_some = any(isinstance(module, kinds) for model in models for module in model.modules())
+        has_some = any(isinstance(module, batch_norms.LOCAL) for model in models for module in model.modules())
         if self.settings.batch_options.balance is not None and has_some and self.world.rank == 0:
             logger.warning(
                 '`balance="speed"` with batch norms: each worker normalizes over its own share, whose size follows its '
                 "speed. Gradients of other layers are exact. Use another norm, or `sync_batchnorm=True` on GPUs"
+            )
+
+    def _warn_of_idle_workers(self) -> None:
+        """Says that some wait for others that take longer because no share is a single sample."""
+        train, options, num_workers = self._data("train"), self.settings.batch_options, self.world.size
+        if self.world.rank or not options.is_constant or options.deterministic or not isinstance(train, ShardedLoader):
+            return
+        size = train.sampler.batch_size
+        counts = Division(size, num_workers, options.max_batch_per_worker).counts(size)
+        largest = -(-size // num_workers)
+        if max(counts) > largest:
+            logger.warning(
+                "of %d workers, %d have no samples of a joint batch of %d, because layers such as batch norms cannot "
+                "train on a single sample. If yours can, pass `max_batch_per_worker=%d`",
+                num_workers,
+                counts.count(0),
+                size,
+                largest,
             )
 
     def _part_ways(self) -> None:
@@ -220,6 +240,7 @@ class TorchHosted(hosted.Hosted):
         self._part_ways()
         take_place(self.operator, world)
         self.feed.take_place(world.rank, world.size, now, before)
+        self._warn_of_idle_workers()
         self.parallel.step.own_s = 0.0  # the ranks are compared, and some of them are new
 
     def send(self, state: Any, takers: Sequence[int]) -> None:
@@ -242,13 +263,28 @@ class TorchHosted(hosted.Hosted):
         stream.prepare = partial(self.parallel.match, registered.wrapped)
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
         try:
-            with with_advice(registered.wrapped):
+            with self._in_shares(run, stream.source):
                 yield
             self._arming.finish(stream.num_steps_taken - began_at)
             if not stream.is_mid_pass:
                 idle.warn(self.operator, internals.once)
         finally:
             self.parallel.step.close_call()
+
+    @contextmanager
+    def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:
+        """What user code is told about shares of joint batches that do not work, and about PyTorch's own errors."""
+        models, step = self.internals.registered.wrapped, self.parallel.step
+        is_divided = isinstance(source, DividedSource) and (self.world.is_distributed or bool(source.num_shards))
+        is_stock = not any(overrides(self.operator, name) for name in ("train_epoch", "train_batch"))
+        with ExitStack() as stack:
+            stack.enter_context(with_advice(models, step if is_divided else None))
+            if is_divided and self.world.is_distributed and not self.parallel.is_sharded:
+                is_balanced = self.settings.batch_options.balance is not None
+                stack.enter_context(comparing_sizes(lambda: is_balanced or step.weight != 1.0))
+            if is_divided and is_stock and run.num_steps is None:
+                stack.enter_context(batch_norms.refusing_single_samples(models, source, step))
+            yield
 
     @contextmanager
     def evaluating(self) -> Iterator[None]:
@@ -293,8 +329,11 @@ class TorchHosted(hosted.Hosted):
             torch.cuda.empty_cache()
 
     def _undo(self) -> Callable[[], None]:
-        """Remembers what padding must not change: what metric objects have seen."""
-        return metric_objects.remember(self.operator, self.internals.registered)
+        """Remembers what padding must not change: what metric objects and synchronized batch norms have seen."""
+        registered, stack = self.internals.registered, ExitStack()
+        stack.callback(metric_objects.remember(self.operator, registered))
+        stack.callback(batch_norms.leave_out(registered.wrapped))
+        return stack.close
 
     def _data(self, name: str) -> Any:
         """What is registered under "train" or "validation"."""

@@ -1,11 +1,25 @@
-"""How the rest of a pass is divided over a group: arithmetic on positions, without any data."""
+"""How the rest of a pass is divided over a group: arithmetic on positions, without any data.
+
+Each step takes the next samples of the order, as many as the joint batch has. A position is the number of samples used
+so far, so it means the same for any group.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from raysgd.replicas.division import Division, Part, Shards
+
+SpeedsAt = Callable[[int], Sequence[float]]
+"""Position in the pass -> how fast each rank is in the step that begins there; empty for even shares."""
+
+
+def no_speeds(position: int) -> Sequence[float]:
+    """Even shares, wherever."""
+    return ()
 
 
 class Share(NamedTuple):
@@ -33,53 +47,49 @@ class Share(NamedTuple):
 
 @dataclass(frozen=True)
 class PassPlan:
-    """How the rest of a pass is divided over a group. Pure arithmetic on positions, no data.
+    """How the rest of a pass is divided over a group, by joint batches of one size.
 
     Attributes:
         num_samples: Samples in the whole pass.
         consumed: Samples already used, by whatever group used them.
-        batch_size: Samples per rank in a full step.
-        world_size: Ranks that step together.
+        division: How a joint batch is divided.
         drop_last: Leave out a last step that is not full.
-        pad: What a rank does for which the last step has no sample. True: it repeats samples of that step
-            with weight 0, so that it can take part in the collectives (training). False: it has no batch
-            (evaluation).
+        pad: What a rank does that has no sample where others have some. True: it repeats samples of that step with
+            weight 0 (training). False: it has no batch (evaluation).
+        speeds_at: How fast each rank is; asked when a step is divided, and has to answer alike on all ranks.
 
     Raises:
         ValueError: A number is out of range.
 
     Example:
-        >>> plan = PassPlan(num_samples=11, consumed=0, batch_size=4, world_size=2, drop_last=False, pad=True)
-        >>> plan.num_steps
-        2
-        >>> [(share.start, share.stop) for share in (plan.share(1, rank=0), plan.share(1, rank=1))]
-        [(8, 10), (10, 11)]
+        >>> plan = PassPlan(20, consumed=0, division=Division(18, world_size=7), drop_last=False, pad=False)
+        >>> [len(list(plan.shares(rank))) for rank in range(7)], plan.consumed_after(1)
+        ([2, 2, 2, 2, 2, 2, 2], 18)
+        >>> [(share.start, share.stop) for share in plan.shares(rank=5)]
+        [(14, 16), (18, 18)]
     """
 
     num_samples: int
     consumed: int
-    batch_size: int
-    world_size: int
+    division: Division | Shards
     drop_last: bool
     pad: bool
+    speeds_at: SpeedsAt = no_speeds
 
     def __post_init__(self) -> None:
         check_range("num_samples", self.num_samples, minimum=0)
         check_range("consumed", self.consumed, minimum=0, maximum=self.num_samples)
-        check_range("batch_size", self.batch_size, minimum=1)
-        check_range("world_size", self.world_size, minimum=1)
+        check_range("world_size", self.division.world_size, minimum=1)
+        check_range("joint_size", self.division.joint_size, minimum=1)
 
     @cached_property
     def num_steps(self) -> int:
         """Joint steps still to come in this pass."""
-        full, rest = divmod(self.num_samples - self.consumed, self._step_size)
+        full, rest = divmod(self.num_samples - self.consumed, self.division.joint_size)
         return full if rest == 0 or self.drop_last else full + 1
 
     def consumed_after(self, steps: int) -> int:
-        """Return the position in the pass after `steps` more joint steps.
-
-        After the last step the pass is over, also where `drop_last` left samples out: then this is
-        `num_samples`.
+        """Return the position in the pass after `steps` more joint steps; after the last one the pass is over.
 
         Raises:
             ValueError: `steps` is negative or more than are left.
@@ -87,59 +97,70 @@ class PassPlan:
         check_range("steps", steps, minimum=0, maximum=self.num_steps)
         if steps == self.num_steps:
             return self.num_samples
-        return self.consumed + steps * self._step_size
+        return self.consumed + steps * self.division.joint_size
 
-    def share(self, step: int, rank: int) -> Share:
-        """Return what `rank` does in joint step `step`, counted from `consumed`.
+    @property
+    def has_single_samples(self) -> bool:
+        """Whether a batch of a rank has one sample somewhere in the rest, because sizes leave no other split."""
+        starts, cap = self._starts(), self.division.cap
+        sizes = [self._size_at(start) for start in (*starts[:1], *starts[-1:])]
+        return any(size == 1 or cap == 1 or (cap == 2 and size % 2 == 1) for size in sizes)
 
-        Lower ranks come first in the order, and get the larger share where the samples do not divide evenly.
+    def shares(self, rank: int) -> Iterator[Share]:
+        """Return the batches of `rank`, one after the other, also those without a sample.
+
+        Raises:
+            ValueError: There is no such rank.
+        """
+        check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
+        before: tuple[Any, ...] = ()
+        parts: list[Part] = []
+        for start in self._starts():
+            terms = self._size_at(start), self.speeds_at(start)
+            if terms != before:
+                parts, before = self.division.parts(terms[0], rank, terms[1]), terms
+            for index in range(len(parts)):
+                yield self._share(start, index, parts)
+
+    def _starts(self) -> range:
+        size = self.division.joint_size
+        return range(self.consumed, self.consumed + self.num_steps * size, size)
+
+    def _size_at(self, start: int) -> int:
+        return min(self.division.joint_size, self.num_samples - start)
+
+    def shares_of_step(self, step: int, rank: int) -> list[Share]:
+        """Return the batches that `rank` takes in joint step `step`, counted from `consumed`.
 
         Raises:
             ValueError: There is no such step or no such rank.
         """
         check_range("step", step, minimum=0, maximum=self.num_steps - 1)
-        check_range("rank", rank, minimum=0, maximum=self.world_size - 1)
-        start = self.consumed + step * self._step_size
-        stop = min(start + self._step_size, self.num_samples)
-        base, num_larger = divmod(stop - start, self.world_size)
-        own = base + 1 if rank < num_larger else base
-        if own == 0:
-            return self._idle_share(start, stop)
-        own_start, joint = start + rank * base + min(rank, num_larger), stop - start
-        return Share(own_start, own_start + own, own, own * self.world_size / joint, joint)
+        check_range("rank", rank, minimum=0, maximum=self.division.world_size - 1)
+        start = self._starts()[step]
+        parts = self.division.parts(self._size_at(start), rank, self.speeds_at(start))
+        return [self._share(start, index, parts) for index in range(len(parts))]
 
-    def shares(self, rank: int) -> Iterator[Share]:
-        """Return what `rank` does in each joint step, one after the other: quicker than one at a time.
-
-        Raises:
-            ValueError: There is no such rank.
-        """
-        check_range("rank", rank, minimum=0, maximum=self.world_size - 1)
-        batch_size, step_size = self.batch_size, self._step_size
-        num_full = (self.num_samples - self.consumed) // step_size
-        first = self.consumed + rank * batch_size
-        for start in range(first, first + num_full * step_size, step_size):
-            yield Share(start, start + batch_size, batch_size, 1.0, step_size)
-        if num_full < self.num_steps:
-            yield self.share(num_full, rank)
+    def _share(self, start: int, index: int, parts: Sequence[Part]) -> Share:
+        first, stop, together = parts[index]
+        own, place = stop - first, (index == 0, index == len(parts) - 1)
+        if own:
+            weight = own * self.division.world_size / together
+            return Share(start + first, start + stop, own, weight, together, *place)
+        # Real samples, so that the forward pass is an ordinary one; two, because batch norms refuse a single one.
+        num_shown = min(2, self.division.cap or 2, self._size_at(start)) if self.pad else 0
+        return Share(start, start + num_shown, 0, 0.0, together, *place)
 
     def num_batches(self, rank: int) -> int:
-        """Return how many batches `rank` sees: one per step, save perhaps the last if nothing is padded."""
-        check_range("rank", rank, minimum=0, maximum=self.world_size - 1)
-        if self.pad or self.num_steps == 0:
-            return self.num_steps
-        last = self.share(self.num_steps - 1, rank)
-        return self.num_steps if last.num_samples else self.num_steps - 1
+        """Return how many batches `rank` sees in the rest of the pass."""
+        full = (self.num_samples - self.consumed) // self.division.joint_size
+        steps = [(full, 0)] if full else []
+        steps += [(1, full)] if full < self.num_steps else []
+        return sum(count * sum(map(_is_batch, self.shares_of_step(step, rank))) for count, step in steps)
 
-    @cached_property
-    def _step_size(self) -> int:
-        return self.batch_size * self.world_size
 
-    def _idle_share(self, start: int, stop: int) -> Share:
-        if not self.pad:
-            return Share(stop, stop, num_samples=0, weight=0.0, num_joint=stop - start)
-        # Real samples, so that the forward pass is an ordinary one; not more than a worker has memory for.
-        return Share(start, min(stop, start + self.batch_size), num_samples=0, weight=0.0, num_joint=stop - start)
+def _is_batch(share: Share) -> bool:
+    return share.stop > share.start
 
 
 def check_range(name: str, value: int, *, minimum: int, maximum: int | None = None) -> None:

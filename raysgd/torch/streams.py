@@ -19,6 +19,7 @@ from raysgd.torch.balancing import Balancing
 from raysgd.torch.batch_sampler import seed_of
 from raysgd.torch.batches import count_samples
 from raysgd.torch.parallel import Summation
+from raysgd.torch.pass_plan import PassPlan
 from raysgd.torch.sampling import ShardedLoader
 from raysgd.torch.step import Step
 
@@ -83,6 +84,7 @@ class DividedSource:
     Attributes:
         order: That of every pass. It belongs to the seed: a saved position brings both.
         check_order: Called whenever a pass is opened or resumed.
+        check_plan: The same, with the plan for the rest of the pass.
         balancing: What the shares follow; None where they are even.
     """
 
@@ -90,6 +92,7 @@ class DividedSource:
         self._sharded = sharded
         self._generator = torch.Generator() if sharded.loader.generator is None else None
         self.check_order: Callable[[], None] = lambda: None
+        self.check_plan: Callable[[PassPlan], None] | None = None
         self.balancing: Balancing | None = None
         self.seed = seed
         self.order = sharded.sampler.order
@@ -124,6 +127,8 @@ class DividedSource:
             balancing.begin_pass()
         plan, rank = sampler.begin_pass(pass_index, self.seed, consumed, self.order), sampler.rank
         self.check_order()
+        if self.check_plan is not None:
+            self.check_plan(plan)
         if self._generator is not None:
             self._generator.manual_seed(seed_of(self.seed, pass_index, consumed, rank))
             self._sharded.loader.generator = self._generator

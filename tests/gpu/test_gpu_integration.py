@@ -312,7 +312,7 @@ def test_workers_side_by_side_have_a_gpu_each_and_see_all(ray_cluster: None, use
 
 @RunIf(min_gpus=2)
 def test_batch_norms_look_at_the_batches_of_all_workers(ray_cluster: None) -> None:
-    config = {"num_samples": 16, "batch_size": 4}
+    config = {"num_samples": 19, "batch_size": 4}  # of the last three, one worker gets none
     options = {"use_gpu": True, "num_workers": 2, "sync_batchnorm": True}
     with TorchTrainer(training_operator_cls=BatchNormOperator, config=config, **options) as trainer:
         trainer.train()

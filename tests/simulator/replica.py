@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from raysgd.engine.replica import Capture
 from raysgd.engine.types import Handover, Heartbeat, Held, ReplicaProgress, World
 from raysgd.replicas.copies import MidCallSnapshots, PendingCopies
+from raysgd.replicas.division import Division
 from raysgd.torch.pass_plan import PassPlan
 from raysgd.torch.sample_order import ShuffledOrder
 from tests.simulator.kernel import Future, Task
@@ -124,8 +125,9 @@ def next_part(
     num_samples: int, consumed: int, batch_size: int, world_size: int, rank: int, epoch: int
 ) -> tuple[int, int]:
     """A rank's next step, as the library divides it: its samples as bits, and how far the pass is then."""
-    plan = PassPlan(num_samples, consumed, batch_size, world_size, drop_last=False, pad=True)
-    share = plan.share(0, rank)
+    division = Division(batch_size * world_size, world_size, cap=batch_size)
+    plan = PassPlan(num_samples, consumed, division, drop_last=False, pad=True)
+    [share] = plan.shares_of_step(0, rank)
     own = sum(bits_in_order(num_samples, epoch)[share.start : share.stop]) if share.num_samples else 0
     return own, plan.consumed_after(1)
 

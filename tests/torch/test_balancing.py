@@ -11,7 +11,7 @@ import torch
 
 from raysgd.replicas.division import Division
 from raysgd.torch.balancing import Balancing
-from raysgd.torch.joint_plan import JointPlan
+from raysgd.torch.pass_plan import PassPlan
 
 JOINT_SIZE = 64
 
@@ -60,7 +60,7 @@ class Ranks:
         for balancing in self.all:
             balancing.begin_pass()
         plans = [
-            JointPlan(num_samples, consumed, self.division, drop_last=False, pad=True, speeds_at=balancing.speeds_at)
+            PassPlan(num_samples, consumed, self.division, drop_last=False, pad=True, speeds_at=balancing.speeds_at)
             for balancing in self.all
         ]
         for step in range(plans[0].num_steps):

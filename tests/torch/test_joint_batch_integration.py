@@ -8,14 +8,19 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from raysgd import testing
 from raysgd.data import Dataset
+from raysgd.engine.types import World
 from raysgd.replicas.batch_options import BatchOptions
 from raysgd.torch import TorchTrainer
+from raysgd.torch.options import ModelOptions
 from raysgd.utils import BATCH_SIZE
 from tests.doors import controller_of
 from tests.torch.lab import Experiment, run_alone, run_together
@@ -145,6 +150,146 @@ def test_shares_follow_the_speed_and_the_training_stays_that_of_one_process(two:
     for epoch in range(2):  # each of ten steps
         of_epoch = [batch for of_rank in together.seen for batch in of_rank[10 * epoch : 10 * epoch + 10]]
         assert sorted(number for batch in of_epoch for number in batch) == list(range(180))
+
+
+@pytest.mark.parametrize(("size", "num_samples"), [(16, 3), (2, 4)])
+def test_batch_norms_train_where_shares_leave_a_worker_without_samples(
+    size: int, num_samples: int, two: TorchTrainer
+) -> None:
+    config = {"num_samples": num_samples, "batch_size": size}
+    calls = (("train", None), ("train", None))
+    together = run_together(
+        two, Experiment(BatchNormOperator, config, calls, {"batch_options": BatchOptions("constant")})
+    )
+    alone = run_alone(Experiment(BatchNormOperator, config, calls))
+    assert_close(together.model[0], alone.model[0])
+    weights = [{name: tensor for name, tensor in model.items() if "1." not in name} for model in together.model]
+    assert_close(weights[1], weights[0])
+
+
+def kernels_of_synchronized_norms() -> dict[str, Any]:
+    """What PyTorch has for GPUs only, here in its words for the CPU."""
+
+    def over_samples(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.double().sum(0)
+
+    def stats(given: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+        return given.mean(0), (given.var(0, unbiased=False) + eps).rsqrt()
+
+    def gather(
+        given: Any, means: Any, scales: Any, mean: Any, var: Any, momentum: float, eps: float, counts: Any
+    ) -> Any:
+        counts = counts[:, None].double()
+        joint = (counts * means).sum(0) / counts.sum()
+        spread = (counts * (scales.double() ** -2 - eps + (means - joint) ** 2)).sum(0)
+        mean.lerp_(joint.to(mean.dtype), momentum)
+        var.lerp_((spread / (counts.sum() - 1)).to(var.dtype), momentum)
+        return joint.to(mean.dtype), (spread / counts.sum() + eps).rsqrt().to(mean.dtype)
+
+    def apply(given: Any, weight: Any, bias: Any, mean: Any, scale: Any, eps: float) -> Any:
+        return (given - mean) * scale * weight + bias
+
+    def reduce(gradient: Any, given: Any, mean: Any, scale: Any, weight: Any, *needed: bool) -> Any:
+        both = over_samples(gradient).float(), over_samples(gradient * (given - mean)).float()
+        return *both, both[1] * scale, both[0]
+
+    def back(gradient: Any, given: Any, mean: Any, scale: Any, weight: Any, total: Any, moved: Any, counts: Any) -> Any:
+        centered = gradient - total / counts.sum() - (given - mean) * scale**2 * moved / counts.sum()
+        return centered * scale * weight
+
+    return {
+        "batch_norm_stats": stats,
+        "batch_norm_gather_stats_with_counts": gather,
+        "batch_norm_elemt": apply,
+        "batch_norm_backward_reduce": reduce,
+        "batch_norm_backward_elemt": back,
+    }
+
+
+def test_synchronized_batch_norms_do_not_count_padding(two: TorchTrainer) -> None:
+    config = {"num_samples": 35, "batch_size": 16}
+    calls = (("train", None), ("train", None), ("validate", None))
+    options = {"batch_options": BatchOptions("constant"), "model_options": ModelOptions(sync_batchnorm=True)}
+    synchronized, kernels = Experiment(BatchNormOperator, config, calls, options), kernels_of_synchronized_norms
+
+    def run(operator: Any) -> Any:
+        on_cpu = mock.patch("torch._C._get_privateuse1_backend_name", return_value="cpu")
+        in_wrapper = mock.patch.object(DistributedDataParallel, "_passing_sync_batchnorm_handle")
+        with on_cpu, in_wrapper, mock.patch.multiple(torch, **kernels()):
+            return synchronized.run_in(World(operator.world_rank, operator.world_size))
+
+    models = [end["models"][0] for _, end in two.apply_all_operators(run)]
+    alone = run_alone(Experiment(BatchNormOperator, config, calls))
+    for model in models:
+        assert_close(model, alone.model[0])
+
+
+class Gathers(LinearOperator):
+    """Gathers the output of all workers for its loss."""
+
+    def forward(self, features: Any, target: Any) -> tuple[Any, ...]:
+        output = self.model(*features)
+        shown = self.to_gather(output.detach())
+        dist.all_gather([torch.empty_like(shown) for _ in range(self.world_size)], shown)
+        return output, self.criterion(output, target)
+
+    def to_gather(self, shown: torch.Tensor) -> torch.Tensor:
+        return shown
+
+
+class GathersOneSize(Gathers):
+    def to_gather(self, shown: torch.Tensor) -> torch.Tensor:
+        return torch.cat([shown, shown.new_zeros(16 - len(shown), 1)])
+
+
+def test_a_loss_that_gathers_shares_of_different_sizes_is_told_so(two: TorchTrainer) -> None:
+    uneven, even = {"num_samples": 35, "batch_size": 16}, {"num_samples": 32, "batch_size": 16}
+    kinds: list[tuple[type[LinearOperator], dict[str, int]]] = [(GathersOneSize, uneven), (Gathers, even)]
+    joint = {"batch_options": BatchOptions("constant")}
+
+    def outcome(operator: Any) -> str:
+        world = World(operator.world_rank, operator.world_size)
+        for operator_cls, sizes in kinds:
+            Experiment(operator_cls, sizes, options=joint).run_in(world)
+        with pytest.raises(ValueError, match="different sizes") as caught:
+            Experiment(Gathers, uneven, options=joint).run_in(world)
+        return str(caught.value)
+
+    for words in two.apply_all_operators(outcome):
+        assert "of 2 to 3 numbers, because their shares of this joint batch differ" in words
+        assert "`drop_last=True`" in words
+
+
+def test_a_loss_while_a_worker_has_no_samples_leaves_the_training_as_it_was(ray_cluster: None) -> None:
+    config = {"num_samples": 20, "batch_size": 5}
+    with TorchTrainer(training_operator_cls=LinearOperator, config=config, seed=3, use_local=True) as alone:
+        alone.train()
+        one = alone.state_dict()
+    options: dict[str, Any] = {"num_workers": 3, "num_cpus_per_worker": 0.25, "resize_check_s": 600.0}
+    options |= {"seed": 3, "use_gpu": False, "joint_batch": "constant"}
+    with TorchTrainer(training_operator_cls=LinearOperator, config=config, **options) as trainer:
+        testing.kill_worker(trainer, 1, at="step:2")  # shares of 3, 2 and 0
+        trainer.train()
+        assert any(event.is_loss for event in controller_of(trainer).history.events)
+        assert_close(trainer.state_dict()["models"], one["models"])
+
+
+def test_workers_that_wait_for_others_with_more_samples_are_warned_of(
+    two: TorchTrainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    def warnings(operator: Any) -> list[Any]:
+        found = []
+        for size, cap in ((2, None), (2, 1), (3, None), (4, None), (1, None)):
+            with mock.patch("raysgd.torch.hosted.logger.warning") as warn:
+                options = {"batch_options": BatchOptions("constant", cap)}
+                experiment = Experiment(LinearOperator, {"batch_size": size}, (), options)
+                experiment.run_in(World(operator.world_rank, operator.world_size))
+            found.append([call.args[1:] for call in warn.call_args_list])
+        return found
+
+    of_first, of_second = two.apply_all_operators(warnings)
+    assert of_first == [[(2, 1, 2, 1)], [], [(2, 1, 3, 2)], [], []]
+    assert of_second == [[]] * 5
 
 
 def test_batch_norms_are_warned_of(make_local: Callable[..., TorchTrainer], caplog: pytest.LogCaptureFixture) -> None:
