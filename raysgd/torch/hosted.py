@@ -113,6 +113,7 @@ class TorchHosted(hosted.Hosted):
         self.internals.chosen = hyperparameters.read(self.internals.registered.optimizers)
         self.install_callbacks(settings.worker_callbacks)
         facts = self.facts()
+        self._drawn = rng.capture()
         self._part_ways()
         return facts
 
@@ -162,8 +163,12 @@ class TorchHosted(hosted.Hosted):
 
     def _part_ways(self) -> None:
         """Gives this rank its own random numbers, unless it has drawn some already."""
-        if self.settings.seed is not None and not self.has_trained:
+        if self.has_trained:
+            return
+        if self.settings.seed is not None:
             rng.part_ways(self.settings.seed, self.world.rank)
+        elif not self.settings.batch_options.deterministic:  # `setup` may have seeded all ranks alike
+            rng.fork(self._drawn, self.world.rank)
 
     def facts(self) -> TorchFacts:
         registered = self.internals.registered

@@ -75,7 +75,26 @@ def seed_alike(seed: int) -> None:
 
 def part_ways(seed: int, rank: int) -> None:
     """Seed them so that what a rank draws from now on, for dropout for example, is its own."""
-    seed_alike(int.from_bytes(hashlib.blake2b(f"{seed}/{rank}".encode(), digest_size=8).digest(), "little") >> 1)
+    seed_alike(_seed_of(str(seed).encode(), rank))
+
+
+def fork(state: Mapping[str, Any], rank: int) -> None:
+    """Go on where `capture` returned `state`; other ranks than the first one with numbers that follow from it.
+
+    Every generator has its own successor: one that was seeded repeats its numbers also where another was not.
+    """
+    restore(state)
+    if rank == 0:
+        return
+    torch.manual_seed(_seed_of(state["torch"], rank))  # CUDA too
+    random.seed(_seed_of(state["python_words"], rank))
+    if state["numpy_words"] is not None:
+        sys.modules["numpy"].random.seed(_seed_of(state["numpy_words"], rank) % 2**32)
+
+
+def _seed_of(origin: bytes, rank: int) -> int:
+    digest = hashlib.blake2b(origin + f"/{rank}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def check(state: Any) -> None:

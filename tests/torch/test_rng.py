@@ -60,6 +60,29 @@ def test_capturing_does_not_disturb_the_generators() -> None:
     assert draw() == expected
 
 
+def test_other_ranks_fork_from_where_the_first_one_goes_on() -> None:
+    state = rng.capture()
+    expected, drawn = draw(), []
+    for rank in (0, 1, 2, 1):
+        rng.fork(state, rank)
+        drawn.append(draw())
+    assert drawn[0] == expected
+    assert drawn[1] == drawn[3], "it can be repeated"
+    for numbers in zip(*drawn[:3], strict=True):
+        assert len(set(map(str, numbers))) == 3, "each generator has its own numbers on each rank"
+
+
+def test_a_generator_that_was_seeded_forks_to_the_same_numbers_whatever_the_others_do() -> None:
+    drawn = []
+    for seed in (4, 5):
+        torch.manual_seed(1)
+        random.seed(seed)
+        rng.fork({**rng.capture(), "numpy_words": None}, rank=1)
+        drawn.append(draw())
+    assert drawn[0][:2] == drawn[1][:2]
+    assert drawn[0][2] != drawn[1][2]
+
+
 def _fresh_again() -> None:
     torch.manual_seed(1)
     random.seed(2)

@@ -27,6 +27,7 @@ from raysgd._state_codec import StateEncoder, decode
 from raysgd.engine.types import DataLedger, Handover, Held, World
 from raysgd.exceptions import NotRegisteredError
 from raysgd.replicas import copies
+from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import TrainingOperator
@@ -452,6 +453,35 @@ def test_a_snapshot_of_fewer_ranks_restores_random_state_where_it_has_one() -> N
     before = torch.get_rng_state()
     other.restore(state, None)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def drawn_at(*places: World, **options: Any) -> list[float]:
+    """What a replica draws that was built at the first of some places, and took the others before its training."""
+    runner = TorchRunner(TorchSettings(LinearOperator, {}, parallel="none", **options), places[0])
+    runner.setup()
+    for place in places[1:]:
+        torch.rand(3)  # the step ahead of time of a standby worker, for example
+        runner.regroup(place, Handover())
+    drawn: list[float] = torch.rand(3).tolist()
+    return drawn
+
+
+def test_ranks_that_setup_seeds_alike_have_their_own_random_numbers_afterwards() -> None:
+    alone, first, second, third = (drawn_at(World(*place)) for place in ((0, 1), (0, 3), (1, 3), (2, 3)))
+    assert first == alone, "that of the seed"
+    assert len({*map(tuple, (first, second, third))}) == 3
+    assert drawn_at(World(1, 3)) == second, "a second run has the same"
+
+
+def test_the_place_in_the_group_decides_on_random_numbers_before_a_training() -> None:
+    first, second = drawn_at(World(0, 2)), drawn_at(World(1, 2))
+    assert drawn_at(World(1, 2), World(0, 2)) == first
+    assert drawn_at(World(0, 2), World(1, 2)) == drawn_at(World(2, 3), World(0, 1), World(1, 2)) == second
+
+
+def test_where_nothing_random_belongs_to_a_rank_it_goes_on_as_setup_left_it() -> None:
+    options = {"batch_options": BatchOptions(deterministic=True)}
+    assert drawn_at(World(1, 2), **options) == drawn_at(World(0, 2))
 
 
 def broken_states(state: dict[str, Any]) -> dict[str, tuple[dict[str, Any], type[Exception], str]]:
