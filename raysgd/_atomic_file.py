@@ -25,7 +25,7 @@ _LEFTOVER_S = 600.0  # age of a leftover; decides where file locks do not work
 @contextlib.contextmanager
 def replacing(target: str) -> Iterator[IO[bytes]]:
     """Open a new file that becomes `target` when the block ends well, and vanishes when it does not."""
-    folder = os.path.dirname(target)
+    folder = os.path.dirname(target) or os.curdir
     if not os.path.isdir(folder):
         raise FileNotFoundError(errno.ENOENT, "the checkpoint's folder does not exist: create it first", folder)
     if os.path.isdir(target):

@@ -79,10 +79,14 @@ class FunctionCalls:
         """Whether a callback has called `run.stop`."""
         return self._run.is_stopping
 
-    def begin(self) -> None:
-        """The function is started; when it is started again, nothing happens."""
+    def begin(self, num_reports: int = 0) -> None:
+        """The function is started; when it is started again, nothing happens.
+
+        Args:
+            num_reports: How many reports the checkpoint has from which it continues.
+        """
         if not self._has_begun:
-            self._has_begun = True
+            self._has_begun, self._run.epoch = True, num_reports
             self._calls.begin()
 
     def report(self, metrics: Mapping[str, Any], events: Sequence[Event] = ()) -> None:
@@ -121,12 +125,14 @@ class InTrial:
     Attributes:
         error: What the run failed with; set before `on_trial_error`.
         events: Asks what happened to the workers.
+        num_reports: How many reports the checkpoint has from which the function continues.
     """
 
     def __init__(self, calls: FunctionCalls) -> None:
         self._calls = calls
         self.error: BaseException | None = None
         self.events: Callable[[], Sequence[Event]] = tuple
+        self.num_reports = 0
 
     @property
     def is_stopping(self) -> bool:
@@ -134,7 +140,7 @@ class InTrial:
         return self._calls.is_stopping
 
     def on_trial_start(self) -> None:
-        self._calls.begin()
+        self._calls.begin(self.num_reports)
 
     def on_trial_result(self, result: Mapping[str, Any]) -> None:
         self._calls.report(result, self.events())

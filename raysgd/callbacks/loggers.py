@@ -1,76 +1,56 @@
-"""Loggers: write the metrics of every epoch, or of every report of a function, to files and services.
-
-A logger that cannot write warns and tries again with the next report; the run goes on.
-"""
+"""Loggers: write the metrics of every epoch, or of every report of a function, to files and services."""
 
 from __future__ import annotations
 
-import logging
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from raysgd._once import Once
 from raysgd._optional import require_installed
 from raysgd._paths import check_local
+from raysgd.callbacks.adapters import TRAINING_ITERATION
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.writers.comet_run import CometRun
 from raysgd.writers.csv_table import CsvTable, keep_rows
 from raysgd.writers.event_file import LateEventFile
+from raysgd.writers.failing import never_ends_a_run
 from raysgd.writers.json_files import JsonLines, keep_lines
 from raysgd.writers.mlflow_run import MLflowRun
 from raysgd.writers.wandb_run import WandbRun
-
-logger = logging.getLogger(__name__)
 
 
 class MetricsLogger(Callback):
     """What all loggers share: they open a target with the first report, write to it, and close it at the end."""
 
-    _errors: tuple[type[Exception], ...] = (OSError,)
-
     def __init__(self) -> None:
         self._is_open = False
         self._first_epoch = 0
-        self._once = Once()
 
+    @never_ends_a_run
     def on_run_begin(self, run: Run) -> None:
         """Notes where the run begins, and opens the target."""
         self._first_epoch = run.epoch
-        self._attempt(partial(self._open_once, run))
+        self._open_once(run)
 
+    @never_ends_a_run
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Writes one report."""
-        self._attempt(partial(self._take, run, result))
+        self._open_once(run)
+        self._write(result, run.epoch)
 
+    @never_ends_a_run
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Closes the target."""
         if self._is_open:
             self._is_open = False
-            self._attempt(partial(self._close, has_failed=error is not None))
-
-    def _take(self, run: Run, result: Mapping[str, Any]) -> None:
-        self._open_once(run)
-        self._write(result, run.epoch)
+            self._close(has_failed=error is not None)
 
     def _open_once(self, run: Run) -> None:
         if not self._is_open:
             self._open(run)
             self._is_open = True
-
-    def _attempt(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except self._errors as error:
-            if self._once.is_first(str(error)):
-                logger.warning(
-                    "%s: could not write (%s: %s); the run goes on, and the next report is tried again",
-                    type(self).__name__,
-                    type(error).__name__,
-                    error,
-                )
 
     @abstractmethod
     def _open(self, run: Run) -> None:
@@ -80,9 +60,8 @@ class MetricsLogger(Callback):
     def _write(self, result: Mapping[str, Any], step: int) -> None:
         """Writes one report."""
 
-    @abstractmethod
     def _close(self, *, has_failed: bool) -> None:
-        """Closes the target."""
+        """Closes the target, if it stays open between two reports."""
 
 
 class _FileLogger(MetricsLogger):
@@ -93,7 +72,7 @@ class _FileLogger(MetricsLogger):
     def __init__(self, path: str | Path | None = None) -> None:
         super().__init__()
         check_local("path", path)
-        self._given = Path(path).expanduser() if path is not None else None
+        self._given = Path(path).expanduser().absolute() if path is not None else None
         self.path: Path | None = self._given
         self._file: Any = None
 
@@ -108,9 +87,6 @@ class _FileLogger(MetricsLogger):
 
     def _write(self, result: Mapping[str, Any], step: int) -> None:
         self._file.write({"epoch": step, **result})
-
-    def _close(self, *, has_failed: bool) -> None:
-        self._file.close()
 
 
 class CSVLogger(_FileLogger):
@@ -191,7 +167,6 @@ class _ServiceLogger(MetricsLogger):
     def __init__(self, service: Any, name: str | None) -> None:
         super().__init__()
         self._service, self._name = service, name
-        self._errors = service.errors
         self.run_id: str | None = None
 
     def on_run_begin(self, run: Run) -> None:
@@ -306,8 +281,8 @@ class CometLogger(_ServiceLogger):
 
 
 def _is_of_before(epoch: int, row: Mapping[str, Any]) -> bool:
-    """Whether a row is of one of the first epochs."""
+    """Whether a row is of one of the first epochs, or of the first reports of a function, which may count otherwise."""
     try:
-        return int(row["epoch"]) <= epoch
+        return int(row.get(TRAINING_ITERATION) or row["epoch"]) <= epoch
     except (KeyError, TypeError, ValueError):
         return False

@@ -17,6 +17,7 @@ from raysgd._secrets import masked
 from raysgd._version import __version__
 from raysgd.callbacks._page import RunFacts, page_of
 from raysgd.callbacks.callback import Callback, Run
+from raysgd.writers.failing import never_ends_a_run
 
 if TYPE_CHECKING:
     from raysgd.engine.history import Event
@@ -39,9 +40,6 @@ class HTMLReport(Callback):
 
     Args:
         path: The file; None means `report.html` in the folder of the run.
-
-    Raises:
-        OSError: The file could not be written.
 
     Example:
         >>> trainer.fit(10, callbacks=[HTMLReport()])  # doctest: +SKIP
@@ -75,6 +73,7 @@ class HTMLReport(Callback):
         """Where the report of a run is."""
         return self._given if self._given is not None else run.folder / "report.html"
 
+    @never_ends_a_run
     def _write(self, run: Run, state: str, reason: str = "") -> None:
         began, path = time.monotonic(), self.path(run)
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -69,8 +69,3 @@ class CometRun:
             self._experiment.log_other("status", "failed" if has_failed else "finished")
             self._experiment.end()
         self._experiment = None
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """What is raised when the service cannot be reached or the disk is full."""
-        return (OSError, self._comet.exceptions.CometException)

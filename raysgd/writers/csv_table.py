@@ -7,7 +7,7 @@ import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from raysgd._atomic_file import replacing
 from raysgd._nested import flattened
@@ -24,7 +24,7 @@ class CsvTable:
     def __init__(self, path: Path) -> None:
         self._path = path
         self._columns = self._found_columns()
-        self._file = self._open()
+        appending(path).close()
 
     def write(self, report: Mapping[str, Any]) -> None:
         """Writes a row, which is in the file when this returns."""
@@ -32,16 +32,8 @@ class CsvTable:
         added = [key for key in row if key not in self._columns]
         if added:
             self._widen(added)
-        csv.DictWriter(self._file, self._columns, lineterminator="\n").writerow(row)
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-    def _open(self) -> IO[str]:
-        appending(self._path).close()
-        return open(self._path, "a", encoding="utf-8", newline="")
+        with appending(self._path) as file:
+            file.write(_encoded(self._columns, [row]))
 
     def _found_columns(self) -> list[str]:
         """The columns of the run that this one continues."""
@@ -51,13 +43,12 @@ class CsvTable:
             return next(csv.reader(lines), [])
 
     def _widen(self, added: Sequence[str]) -> None:
-        self._file.close()
-        self._columns = [*self._columns, *added]
+        columns = [*self._columns, *added]
         with _reading(self._path) as lines:
             rows = list(csv.DictReader(lines))
         with replacing(str(self._path)) as new:
-            new.write(_encoded(self._columns, rows))
-        self._file = self._open()
+            new.write(_table(columns, rows))
+        self._columns = columns
 
 
 def keep_rows(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -68,7 +59,7 @@ def keep_rows(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
         reader = csv.DictReader(lines)
         columns, rows = list(reader.fieldnames or ()), [row for row in reader if is_kept(row)]
     with replacing(str(path)) as new:
-        new.write(_encoded(columns, rows))
+        new.write(_table(columns, rows))
 
 
 @contextmanager
@@ -78,10 +69,11 @@ def _reading(path: Path) -> Iterator[Iterator[str]]:
         yield (line.replace("\0", "") for line in file)
 
 
+def _table(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
+    return _encoded(columns, [dict(zip(columns, columns, strict=True)), *rows])
+
+
 def _encoded(columns: Sequence[str], rows: Sequence[Mapping[str, Any]]) -> bytes:
     text = io.StringIO(newline="")
-    writer = csv.DictWriter(text, columns, lineterminator="\n")
-    writer.writeheader()
-    for row in rows:
-        writer.writerow({key: value for key, value in row.items() if key in columns})
+    csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n").writerows(rows)
     return text.getvalue().encode()

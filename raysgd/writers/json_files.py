@@ -25,7 +25,7 @@ class SafeFallbackEncoder(json.JSONEncoder):
 
 
 class JsonLines:
-    """Writes one JSON object a line. A line that was cut off when a driver was killed stays alone in its line.
+    """Writes one JSON object a line. One that was cut off, by a full disk or a killed driver, stays alone in its line.
 
     Args:
         path: The file; one that is there is continued.
@@ -33,18 +33,16 @@ class JsonLines:
     """
 
     def __init__(self, path: Path, last: Mapping[str, Any] | None = None) -> None:
-        self._file = appending(path)
+        appending(path).close()
+        self._path = path
         self._last = as_json(dict(last))[1:] if last else "}"
 
     def write(self, report: Mapping[str, Any]) -> None:
         """Writes a line, which is in the file when this returns."""
         text = as_json(dict(report))[:-1]
         separator = ", " if report and self._last != "}" else ""
-        self._file.write(f"{text}{separator}{self._last}\n".encode())
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
+        with appending(self._path) as file:
+            file.write(f"{text}{separator}{self._last}\n".encode())
 
 
 def keep_lines(path: Path, is_kept: Callable[[Mapping[str, Any]], bool]) -> None:
@@ -74,16 +72,16 @@ class JsonList:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._is_empty = True
-        path.write_text("[]")
+        self._num_bytes = path.write_text("[]") - 1
 
     def write(self, report: Any) -> None:
-        """Puts a report before the closing bracket."""
-        text = as_json(report)
+        """Puts a report before the closing bracket, also of a file where one before could not be written."""
+        text = f"{', ' if self._num_bytes > 1 else ''}{as_json(report)}".encode()
         with open(self._path, "r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(f"{'' if self._is_empty else ', '}{text}]".encode())
-        self._is_empty = False
+            file.truncate(self._num_bytes)
+            file.seek(self._num_bytes)
+            file.write(text + b"]")
+        self._num_bytes += len(text)
 
 
 def as_json(value: Any, indent: int | None = None) -> str:
@@ -105,8 +103,11 @@ def _plain(value: Any, depth: int) -> Any:
 
 
 def appending(path: Path) -> IO[bytes]:
-    """Opens a file of lines to write on. A last line without an end gets one."""
-    file = open(path, "ab+", buffering=0)  # noqa: SIM115
+    """Opens a file of lines to write on. A last line without an end gets one.
+
+    Open it for one report and close it: a handle that has failed would refuse all that follow.
+    """
+    file = open(path, "ab+")  # noqa: SIM115
     if file.tell():
         file.seek(-1, os.SEEK_END)
         if file.read(1) != b"\n":

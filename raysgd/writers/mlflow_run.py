@@ -93,11 +93,6 @@ class MLflowRun:
         if self._is_own:
             self._mlflow.end_run(status="FAILED" if has_failed else "FINISHED")
 
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """What is raised when the store cannot be reached or is full."""
-        return (OSError, self._mlflow.exceptions.MlflowException)
-
     def _choose_store(self, default: Path) -> None:
         mlflow = self._mlflow
         is_chosen = mlflow.is_tracking_uri_set() and mlflow.get_tracking_uri() not in _default_stores

@@ -57,8 +57,3 @@ class WandbRun:
         if self._is_own and self._run is not None:
             self._run.finish(exit_code=int(has_failed))
         self._run = None
-
-    @property
-    def errors(self) -> tuple[type[Exception], ...]:
-        """What is raised when the service cannot be reached or the disk is full."""
-        return (OSError, self._wandb.Error)

@@ -73,6 +73,34 @@ class TestFiles:
         assert [(str(row["epoch"]), str(row["a"])) for row in read(path)] == [("1", "1"), ("2", "2"), ("3", "9")]
 
     @pytest.mark.parametrize(("logger", "read"), [(CSVLogger, rows_of), (JSONLogger, lines_of)])
+    def test_with_a_name_alone_are_in_the_current_folder_and_go_on_there(
+        self, tmp_path: Path, logger: Any, read: Callable[[Path], Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        play(logger("log"), tmp_path, {"a": 1}, {"a": 2, "later": 1})
+        play(logger("log"), tmp_path, {"a": 3}, epoch=2)
+        assert [str(row["a"]) for row in read(tmp_path / "log")] == ["1", "2", "3"]
+
+    @pytest.mark.parametrize(("logger", "read"), [(CSVLogger, rows_of), (JSONLogger, lines_of)])
+    def test_that_fail_for_a_while_miss_only_that(
+        self, tmp_path: Path, logger: Any, read: Callable[[Path], Any], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder, away = tmp_path / "mounted", tmp_path / "away"
+        writing, run = logger(folder / "log"), Run(name="run", folder=tmp_path)
+        writing.on_run_begin(run)
+        for run.epoch, result in enumerate([{"a": 1}, {"a": 2, "b": 1}, {"a": 3, "b": 1}, {"a": 4, "b": 1}], start=1):
+            if run.epoch == 2:
+                folder.rename(away)
+            if run.epoch == 4:
+                away.rename(folder)
+            writing.on_result(run, result)
+        writing.on_run_end(run, None)
+        assert [str(row["a"]) for row in read(folder / "log")] == ["1", "4"]
+        assert [record.getMessage().split(" (")[0] for record in caplog.records] == [
+            f"{logger.__name__}: could not write"
+        ]
+
+    @pytest.mark.parametrize(("logger", "read"), [(CSVLogger, rows_of), (JSONLogger, lines_of)])
     def test_of_a_new_run_begin_again(self, tmp_path: Path, logger: Any, read: Callable[[Path], Any]) -> None:
         for value in (1, 2):
             play(logger(tmp_path / "log"), tmp_path, {"a": value})

@@ -312,3 +312,11 @@ def test_a_page_that_takes_long_to_write_is_not_written_after_every_epoch(
 def test_what_is_no_path_is_refused(path: Any) -> None:
     with pytest.raises(TypeError, match="path="):
         HTMLReport(path)
+
+
+def test_a_report_that_cannot_be_written_costs_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").write_text("")
+    report, run = HTMLReport(tmp_path / "file" / "report.html"), Run(name="run", folder=tmp_path)
+    report.on_run_begin(run)
+    report.on_run_end(run, None)
+    assert caplog.text.count("HTMLReport: could not write") == 1

@@ -13,7 +13,6 @@ def test_rows_that_are_kept_stay_and_the_table_goes_on_behind_them(tmp_path: Pat
     keep_rows(path, lambda row: int(row["epoch"]) < 3)
     table = CsvTable(path)
     table.write({"epoch": 3, "text": "e"})
-    table.close()
     assert path.read_text() == 'epoch,text\n1,"a, b"\n2,c\n3,e\n'
 
 

@@ -12,7 +12,6 @@ def test_what_stands_at_the_end_of_each_line_also_ends_an_empty_one(tmp_path: Pa
     file = JsonLines(tmp_path / "a.jsonl", {"config": {"lr": 1}})
     file.write({"n": 1})
     file.write({})
-    file.close()
     lines = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     assert lines == [{"n": 1, "config": {"lr": 1}}, {"config": {"lr": 1}}]
 
@@ -21,8 +20,16 @@ def test_lines_without_an_end_of_their_own(tmp_path: Path) -> None:
     file = JsonLines(tmp_path / "a.jsonl")
     for report in ({"n": 1}, {}):
         file.write(report)
-    file.close()
     assert (tmp_path / "a.jsonl").read_text() == '{"n": 1}\n{}\n'
+
+
+def test_a_line_that_was_cut_off_costs_no_other(tmp_path: Path) -> None:
+    file = JsonLines(tmp_path / "a.jsonl")
+    file.write({"n": 1})
+    with open(tmp_path / "a.jsonl", "a") as disk:  # which was full after so many bytes
+        disk.write('{"n": ')
+    file.write({"n": 3})
+    assert (tmp_path / "a.jsonl").read_text() == '{"n": 1}\n{"n": \n{"n": 3}\n'
 
 
 def test_lines_that_are_kept_stay_as_they_are(tmp_path: Path) -> None:
@@ -41,3 +48,11 @@ def test_a_list_is_whole_after_each_report(tmp_path: Path) -> None:
     for expected in ([], [{"n": 0}], [{"n": 0}, {"n": 1}]):
         assert json.loads(path.read_text()) == expected
         file.write({"n": len(expected)})
+
+
+def test_a_list_is_whole_again_after_a_report_that_was_cut_off(tmp_path: Path) -> None:
+    file = JsonList(tmp_path / "a.json")
+    file.write(1)
+    (tmp_path / "a.json").write_text('[1, {"n": ')
+    file.write(3)
+    assert json.loads((tmp_path / "a.json").read_text()) == [1, 3]

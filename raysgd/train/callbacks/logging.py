@@ -20,6 +20,7 @@ from raysgd.train.constants import (
     TRAINING_ITERATION,
 )
 from raysgd.writers.event_file import EventFile
+from raysgd.writers.failing import never_ends_a_run
 from raysgd.writers.json_files import JsonList
 from raysgd.writers.json_files import SafeFallbackEncoder as SafeFallbackEncoder
 from raysgd.writers.mlflow_run import MLflowRun
@@ -106,6 +107,7 @@ class JsonLoggerCallback(TrainingCallback):
         self._logdir.setup_logdir(logdir)
         self._file = JsonList(self.log_path)
 
+    @never_ends_a_run
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         assert self._file is not None
         self._file.write(results)
@@ -136,6 +138,7 @@ class TBXLoggerCallback(TrainingCallback):
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         self._file = EventFile(self._logdir.setup_logdir(logdir), "ray/train")
 
+    @never_ends_a_run
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         [result] = results
         assert self._file is not None
@@ -143,6 +146,7 @@ class TBXLoggerCallback(TrainingCallback):
         self._file.write(shown, result[TRAINING_ITERATION])
         self._file.flush()
 
+    @never_ends_a_run
     def finish_training(self, error: bool = False, **info: Any) -> None:
         if self._file is not None:
             self._file.close()
@@ -209,10 +213,12 @@ class MLflowLoggerCallback(TrainingCallback):
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         self._run.start(self._logdir.setup_logdir(logdir), config)
 
+    @never_ends_a_run
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         [result] = results
         self._run.write(result, result[TRAINING_ITERATION])
 
+    @never_ends_a_run
     def finish_training(self, error: bool = False, **info: Any) -> None:
         checkpoints = self.logdir / TRAIN_CHECKPOINT_SUBDIR
         if self._save_artifact and checkpoints.is_dir():

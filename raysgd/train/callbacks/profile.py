@@ -10,6 +10,7 @@ from raysgd.train.callbacks.callback import TrainingCallback
 from raysgd.train.callbacks.logging import LogdirManager
 from raysgd.train.callbacks.results_preprocessors import IndexedResultsPreprocessor
 from raysgd.train.constants import PYTORCH_PROFILER_KEY
+from raysgd.writers.failing import never_ends_a_run
 
 _FOLDER = "pytorch_profiler"
 
@@ -31,6 +32,7 @@ class TorchTensorboardProfilerCallback(TrainingCallback):
     def start_training(self, logdir: str, config: Any = None, **info: Any) -> None:
         self._logdir.setup_logdir(str(Path(logdir) / _FOLDER))
 
+    @never_ends_a_run
     def handle_result(self, results: list[dict[str, Any]], **info: Any) -> None:
         for result in results:
             for name, text in result.get(PYTORCH_PROFILER_KEY, ()):

@@ -70,13 +70,16 @@ class RunCallbacks:
         for callback in self._callbacks:
             self._call(callback, "setup", stop=stop, num_samples=1, total_num_samples=1)
 
-    def start(self, *, after_failure: bool, restores: bool) -> None:
+    def start(self, *, after_failure: bool, restores: bool, num_reports: int = 0) -> None:
         """An attempt starts.
 
         Args:
             after_failure: Whether one has failed before it.
             restores: Whether it continues from a checkpoint.
+            num_reports: How many reports that checkpoint has.
         """
+        for own in self._own:
+            own.num_reports = num_reports
         if after_failure:
             self._on_trial("on_trial_recover")
         self._on_trial("on_trial_start")

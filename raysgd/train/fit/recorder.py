@@ -89,7 +89,9 @@ class Recorder:
             self._open()
         self._filler.begin(self._checkpoints.progress)
         self._callbacks.start(
-            after_failure=self._last_failure is not None, restores=self._checkpoints.latest is not None
+            after_failure=self._last_failure is not None,
+            restores=self._checkpoints.latest is not None,
+            num_reports=self._filler.progress.iteration,
         )
         self._trial.set_status(Trial.RUNNING)
 

@@ -19,6 +19,7 @@ from raysgd._secrets import masked
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE, RESULT_FILE
 from raysgd.writers.csv_table import CsvTable
 from raysgd.writers.event_file import LateEventFile
+from raysgd.writers.failing import never_ends_a_run
 from raysgd.writers.json_files import JsonLines, as_json
 
 logger = logging.getLogger(__name__)
@@ -53,13 +54,17 @@ class ReportWriter(abc.ABC):
 
     tune_name: str
 
-    @abc.abstractmethod
+    @never_ends_a_run
     def write(self, result: Mapping[str, Any]) -> None:
         """Writes one report."""
+        self._write(result)
 
     @abc.abstractmethod
-    def close(self) -> None:
-        """Closes the file."""
+    def _write(self, result: Mapping[str, Any]) -> None:
+        """Writes one report."""
+
+    def close(self) -> None:  # noqa: B027
+        """Closes the file, if it stays open between two reports."""
 
 
 class ResultFile(ReportWriter):
@@ -75,11 +80,8 @@ class ResultFile(ReportWriter):
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         self._file = JsonLines(folder / RESULT_FILE, {"config": config})
 
-    def write(self, result: Mapping[str, Any]) -> None:
+    def _write(self, result: Mapping[str, Any]) -> None:
         self._file.write(_without_config(result))
-
-    def close(self) -> None:
-        self._file.close()
 
 
 class ProgressFile(ReportWriter):
@@ -94,11 +96,8 @@ class ProgressFile(ReportWriter):
     def __init__(self, folder: Path) -> None:
         self._table = CsvTable(folder / PROGRESS_FILE)
 
-    def write(self, result: Mapping[str, Any]) -> None:
+    def _write(self, result: Mapping[str, Any]) -> None:
         self._table.write(_without_config(result))
-
-    def close(self) -> None:
-        self._table.close()
 
 
 class TensorBoardFile(ReportWriter):
@@ -116,10 +115,11 @@ class TensorBoardFile(ReportWriter):
     def __init__(self, folder: Path) -> None:
         self._file = LateEventFile(folder, "ray/tune")
 
-    def write(self, result: Mapping[str, Any]) -> None:
+    def _write(self, result: Mapping[str, Any]) -> None:
         shown = {key: value for key, value in result.items() if key not in _NOT_FOR_TENSORBOARD}
         self._file.write(shown, int(result["training_iteration"]))
 
+    @never_ends_a_run
     def close(self) -> None:
         self._file.close()
 

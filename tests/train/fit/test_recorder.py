@@ -18,6 +18,7 @@ import pytest
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import CheckpointConfig, RunConfig
 from raysgd.air.result import Result
+from raysgd.callbacks import JSONLogger
 from raysgd.exceptions import CallbackError
 from raysgd.train.fit.kept_checkpoints import number_of
 from raysgd.train.fit.layout import TrialFolder, new_trial_folder
@@ -390,6 +391,20 @@ class TestInAStore:
         found = Result.from_path(folder.trial.uri)
         assert list(found.metrics_dataframe["loss"]) == [1.0, 2.0]
         assert found.error is None
+
+    def test_loggers_keep_what_was_reported_up_to_the_checkpoint(self, tmp_path: Path) -> None:
+        folder, path = make_folder(tmp_path), tmp_path / "own.jsonl"
+        first = make_recorder(folder, callbacks=[JSONLogger(path)])
+        first.begin()
+        for number in range(3):
+            first.take({"epoch": number}, save(folder, 0) if number == 1 else None)
+        first.end(ValueError("x"))
+        later = make_recorder(TrialFolder(folder.experiment, folder.dir_name), callbacks=[JSONLogger(path)])
+        later.begin()
+        later.take({"epoch": 2}, None)
+        later.end()
+        written = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(line["epoch"], line["training_iteration"]) for line in written] == [(0, 1), (1, 2), (2, 3)]
 
     def test_logs_that_cannot_be_copied_stay(
         self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -5,7 +5,6 @@ import json
 import math
 import pickle
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +28,8 @@ def read_table(folder: Path) -> list[dict[str, str]]:
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Iterator[ProgressFile]:
-    file = ProgressFile(tmp_path)
-    yield file
-    file.close()
+def table(tmp_path: Path) -> ProgressFile:
+    return ProgressFile(tmp_path)
 
 
 class TestResults:
@@ -41,19 +38,16 @@ class TestResults:
         for number in range(2):
             file.write({"n": number, "config": {"lr": 0.1}})
             assert read_lines(tmp_path)[-1] == {"n": number, "config": {"lr": 0.1}}
-        file.close()
 
     def test_a_line_without_an_end_stays_alone(self, tmp_path: Path) -> None:
         (tmp_path / "result.json").write_text('{"n": 0}\n{"n": 1, "lo')
         file = ResultFile(tmp_path, {})
         file.write({"n": 2})
-        file.close()
         assert (tmp_path / "result.json").read_text().splitlines()[1:] == ['{"n": 1, "lo', '{"n": 2, "config": {}}']
 
     def test_values_that_json_does_not_know(self, tmp_path: Path) -> None:
         file = ResultFile(tmp_path, {"model": Path})
         file.write({"a": np.float32(0.5), "b": np.arange(2), "c": float("nan"), "d": {("x", 1): {1: 2}}, "e": b"z"})
-        file.close()
         [line] = read_lines(tmp_path)
         assert math.isnan(line.pop("c"))
         assert line == {
@@ -90,7 +84,6 @@ class TestTable:
         (tmp_path / "progress.csv").write_text((tmp_path / "progress.csv").read_text() + "2,cut o")
         later = ProgressFile(tmp_path)
         later.write({"n": 3, "text": "", "loss": 1})
-        later.close()
         assert [row["n"] for row in read_table(tmp_path)] == ["1", "2", "3"]
         assert read_table(tmp_path)[0]["text"] == 'a "b", c\nd'
 
@@ -99,7 +92,6 @@ class TestTable:
         (tmp_path / "progress.csv").write_bytes(content)
         file = ProgressFile(tmp_path)
         file.write({"loss": 0.5})
-        file.close()
         assert read_table(tmp_path)[-1]["loss"] == "0.5"
 
 
@@ -133,6 +125,23 @@ def test_a_broken_tensorboardx_costs_only_its_file(
     close_all(writers)
     assert len(read_lines(tmp_path)) == 3
     assert [record.getMessage() for record in caplog.records] == ["no file for TensorBoard: libprotobuf is missing"]
+
+
+def test_files_that_cannot_be_written_cost_a_warning_each(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = tmp_path / "trial"
+    folder.mkdir()
+    writers = open_writers(folder, {}, frozenset({"TBXLoggerCallback"}))
+    for iteration in (1, 2, 3):
+        if iteration == 2:
+            folder.rename(tmp_path / "away")
+        write_all(writers, {"training_iteration": iteration})
+        if iteration == 2:
+            (tmp_path / "away").rename(folder)
+    close_all(writers)
+    assert [line["training_iteration"] for line in read_lines(folder)] == [1, 3]
+    assert [row["training_iteration"] for row in read_table(folder)] == ["1", "3"]
+    warned = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert warned == ["ResultFile", "ProgressFile"]
 
 
 def test_loggers_of_the_user_replace_ours(tmp_path: Path) -> None:
