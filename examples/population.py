@@ -56,7 +56,7 @@ def train_population(size: int, num_intervals: int, use_gpu: bool) -> tuple[floa
         return TorchTrainer(training_operator_cls=DigitsOperator, config=config, num_workers=1, use_gpu=use_gpu)
 
     num_copies = 0
-    with Population(make_trainer, SPACE, size, metric="val_accuracy", mode="max", seed=0) as population:
+    with Population(make_trainer, SPACE, size, metric="val_accuracy", seed=0) as population:
         for interval in range(num_intervals):
             if interval:
                 exploits = population.evolve()

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import math
+import re
 from numbers import Real
 from typing import Any
 
 MAX = "max"
 MIN = "min"
+
+_HIGH_IS_BEST = (
+    *("acc", "accuracy", "auc", "auroc", "bleu", "dice", "f1", "f1score", "iou", "kappa", "map", "mcc", "mrr", "ndcg"),
+    *("precision", "psnr", "r2", "r2score", "recall", "reward", "rouge", "ssim"),
+)
+_LOW_IS_BEST = (
+    *("cer", "divergence", "entropy", "err", "error", "fid", "loss", "mae", "mape", "mse", "msle", "nll"),
+    *("perplexity", "ppl", "wer"),
+)
 
 _Rank = tuple[bool, float, int]
 
@@ -88,3 +98,19 @@ def is_number(value: Any) -> bool:
     except (TypeError, ValueError, RuntimeError):
         return False
     return True
+
+
+def mode_of(metric: str) -> str | None:
+    """Return whether "max" or "min" of a metric is best, as its name says; None if it does not. The last word counts.
+
+    >>> [mode_of(name) for name in ("val_accuracy", "val/top_5_acc", "MulticlassF1Score", "mIoU", "mAP50")]
+    ['max', 'max', 'max', 'max', 'max']
+    >>> [mode_of(name) for name in ("val_loss", "rmse", "accuracy_loss", "word_errors", "val_score", "seconds")]
+    ['min', 'min', 'min', 'min', None, None]
+    """
+    for word in reversed(re.split(r"[^a-z0-9]+", metric.lower())):
+        forms = word, word.rstrip("s0123456789")
+        for mode, endings in ((MAX, _HIGH_IS_BEST), (MIN, _LOW_IS_BEST)):
+            if any(form.endswith(endings) for form in forms):
+                return mode
+    return None

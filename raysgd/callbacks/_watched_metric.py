@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from raysgd._checks import did_you_mean
 from raysgd._nested import flattened, value_at
-from raysgd._ranking import MAX, MIN, is_number
+from raysgd._ranking import MAX, MIN, is_number, mode_of
+
+logger = logging.getLogger(__name__)
+
+AUTO = "auto"
+Mode = Literal["auto", "min", "max"]
 
 _OF_VALIDATION = ("val_", "last_val_")
 
@@ -19,7 +25,7 @@ class WatchedMetric:
     Args:
         owner: The callback, for messages.
         name: The metric; slashes lead into nested dicts.
-        mode: Whether "min" or "max" of it is best.
+        mode: Whether "min" or "max" of it is best; "auto" goes by the name.
 
     Raises:
         TypeError: `name` is no text.
@@ -29,9 +35,7 @@ class WatchedMetric:
     def __init__(self, owner: str, name: Any, mode: Any) -> None:
         if not isinstance(name, str) or not name:
             raise TypeError(f"`{owner}(metric={name!r})`: need the name of a metric, such as 'val_loss'.")
-        if mode not in (MIN, MAX):
-            raise ValueError(f'`{owner}(mode={mode!r})`: allowed are "{MIN}" and "{MAX}".')
-        self.name, self.mode = name, mode
+        self.name, self.mode = name, chosen_mode(owner, name, mode)
         self.was_found = False
         self._owner = owner
 
@@ -67,3 +71,24 @@ class WatchedMetric:
             f"`{self._owner}(metric={self.name!r})`: there is no such metric.{did_you_mean(self.name, known)} There "
             f"are {', '.join(known) or 'none'}."
         )
+
+
+def chosen_mode(owner: str, metric: str, mode: Any) -> str:
+    """Return "min" or "max"; warn where that was not given and the name does not say it.
+
+    Raises:
+        ValueError: Another mode.
+    """
+    if mode not in (AUTO, MIN, MAX):
+        raise ValueError(f'`{owner}(mode={mode!r})`: allowed are "{AUTO}", "{MIN}" and "{MAX}".')
+    found = mode_of(metric) if mode == AUTO else mode
+    if found is None:
+        logger.warning(
+            "`%s(metric=%r)`: the name does not say which values are best, so low ones are. Pass `mode=%r` if high "
+            "ones are, or `mode=%r` to silence this",
+            owner,
+            metric,
+            MAX,
+            MIN,
+        )
+    return str(found or MIN)

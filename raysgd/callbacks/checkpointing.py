@@ -7,12 +7,12 @@ import logging
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from raysgd import _checks
 from raysgd._ranking import Ranking
 from raysgd.callbacks import sidecar
-from raysgd.callbacks._watched_metric import WatchedMetric
+from raysgd.callbacks._watched_metric import Mode, WatchedMetric
 from raysgd.callbacks.callback import Callback, Run
 from raysgd.exceptions import StorageError
 from raysgd.storage import Folder, open_folder
@@ -55,7 +55,8 @@ class Checkpointing(Callback):
         keep_last: How many of the newest files to keep; None for all.
         keep_best: How many of the best files to keep as well. Default: 1 if there is a metric, else 0.
         metric: The metric that says which ones are best, such as "val_loss". An epoch without it is never the best.
-        mode: Whether "min" or "max" of the metric is best.
+        mode: Whether "min" or "max" of the metric is best. "auto" goes by its name: "max" for an accuracy, "min" for a
+            loss. Where the name does not say it, a warning does, and it is "min".
         max_failures: After how many failed saves in a row the run ends: 1 for the first one, None for never.
         restore_best_at_end: Whether to load the best file into the trainer when the run ends well.
 
@@ -63,7 +64,7 @@ class Checkpointing(Callback):
         ValueError, TypeError: An argument is wrong. In a run: there is no such metric.
 
     Example:
-        >>> saving = Checkpointing("runs/digits", keep_last=2, keep_best=1, metric="val_accuracy", mode="max")
+        >>> saving = Checkpointing("runs/digits", keep_last=2, keep_best=1, metric="val_accuracy")
     """
 
     runs_last = True
@@ -76,7 +77,7 @@ class Checkpointing(Callback):
         keep_last: int | None = 1,
         keep_best: int | None = None,
         metric: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Mode = "auto",
         max_failures: int | None = 3,
         restore_best_at_end: bool = False,
     ) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from raysgd import _checks
-from raysgd.callbacks._watched_metric import WatchedMetric
+from raysgd._nested import value_at
+from raysgd.callbacks._watched_metric import Mode, WatchedMetric
 from raysgd.callbacks.callback import Callback, Run
 
 logger = logging.getLogger(__name__)
@@ -22,7 +23,8 @@ class EarlyStopping(Callback):
 
     Args:
         metric: Its name in the results, such as "val_loss".
-        mode: Whether "min" or "max" of it is best.
+        mode: Whether "min" or "max" of it is best. "auto" goes by its name: "max" for an accuracy, "min" for a loss.
+            Where the name does not say it, a warning does, and it is "min".
         patience: After how many results without improvement the run ends.
         min_delta: By how much a result has to be better than the best one to count as an improvement.
         threshold: End the run as soon as the metric is as good as this; None for never.
@@ -37,13 +39,13 @@ class EarlyStopping(Callback):
         ValueError, TypeError: An argument is wrong. In a run: there is no such metric.
 
     Example:
-        >>> stopping = EarlyStopping("val_accuracy", mode="max", patience=5)
+        >>> stopping = EarlyStopping("val_accuracy", patience=5)
     """
 
     def __init__(
         self,
         metric: str = "val_loss",
-        mode: Literal["min", "max"] = "min",
+        mode: Mode = "auto",
         patience: int = 3,
         min_delta: float = 0.0,
         *,
@@ -67,9 +69,11 @@ class EarlyStopping(Callback):
         self.num_without_improvement = 0
 
     def on_run_begin(self, run: Run) -> None:
-        """Begins to count, unless a checkpoint has brought the counts of its run."""
+        """Begins to count; if a checkpoint has brought the counts of its run, stops at once where that one stopped."""
         if not self._is_loaded:
             self._begin()
+        elif len(run.history) and value_at(run.history[-1], self._metric.name) is not None:
+            self._judge(run, self._metric.value_in(run.history[-1]))
         self._is_loaded = False
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
@@ -78,9 +82,7 @@ class EarlyStopping(Callback):
         if value is None:
             return
         self._count(value, run.epoch)
-        reason = self._reason_to_stop(value)
-        if reason is not None:
-            run.stop(reason)
+        self._judge(run, value)
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         """Warns if the metric was never there."""
@@ -89,6 +91,11 @@ class EarlyStopping(Callback):
                 "EarlyStopping: no epoch had `%s`, because there was no validation; nothing was decided by it",
                 self._metric.name,
             )
+
+    def _judge(self, run: Run, value: float | None) -> None:
+        reason = self._reason_to_stop(value) if value is not None else None
+        if reason is not None:
+            run.stop(reason)
 
     def _count(self, value: float, epoch: int) -> None:
         if self._metric.is_better(value, self.best, self.min_delta if self.best is not None else 0.0):

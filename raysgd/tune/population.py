@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from raysgd import _checks
+from raysgd.callbacks._watched_metric import Mode, chosen_mode
 from raysgd.tune._explore import Exploration, Space, draw
 
 __all__ = ["Exploit", "Exploration", "Member", "Population", "train_and_validate"]
@@ -76,7 +77,7 @@ class Population:
             value.
         size: How many members. All their workers have to fit into the cluster at the same time.
         metric: The name of the result that members are compared by.
-        mode: "min" or "max".
+        mode: "min" or "max"; "auto" goes by the name of the metric, as in `EarlyStopping`.
         step: `trainer` -> the result of an interval. Default: `train`, then `validate`.
         quantile: Which share of the members copies, and which share is copied from, at most a half.
         exploration: How much a config is changed.
@@ -100,7 +101,7 @@ class Population:
         size: int,
         *,
         metric: str = "val_loss",
-        mode: str = "min",
+        mode: Mode = "auto",
         step: Callable[[Any], Mapping[str, Any]] = train_and_validate,
         quantile: float = 0.25,
         exploration: Exploration | None = None,
@@ -110,11 +111,10 @@ class Population:
         if not isinstance(space, Mapping):
             raise TypeError(f"`space={space!r}`: need a dict, with a list or a function for each name.")
         size = _checks.check_count("size", size, hint="It is the number of trainers.")
-        if mode not in ("min", "max"):
-            raise ValueError(f'`mode={mode!r}`: allowed are "min" and "max".')
         if not _checks.is_number(quantile) or not 0 < quantile <= 0.5:
             raise ValueError(f"`quantile={quantile!r}`: need a number above 0, and at most 0.5.")
-        self._space, self._metric, self._sign = space, metric, 1 if mode == "max" else -1
+        self._space, self._metric = space, metric
+        self._sign = 1 if chosen_mode("Population", metric, mode) == "max" else -1
         self._step, self._quantile = step, quantile
         self._exploration = exploration or Exploration()
         self._random = Random(seed)

@@ -23,7 +23,7 @@ def never_ends_a_run(method: Method) -> Method:
             return method(self, *args, **kwargs)
         except Exception as error:  # of a disk, of a service, or a mistake: days of training do not end for it
             once: Once = vars(self).setdefault("_warned", Once())
-            if once.is_first(type(error)):
+            if once.is_first(type(error).__name__):
                 logger.warning(
                     "%s: could not write (%s: %s); the run goes on, and it tries again with the next result",
                     type(self).__name__,

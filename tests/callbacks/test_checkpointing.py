@@ -24,13 +24,13 @@ Make = Callable[..., TorchTrainer]
 class Scores(Callback):
     """Puts given values into the results, for those behind it to see."""
 
-    def __init__(self, *scores: float | None) -> None:
-        self._scores = scores
+    def __init__(self, *scores: float | None, name: str = "val_score") -> None:
+        self._scores, self._name = scores, name
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         score = self._scores[run.epoch - 1]
         if score is not None:
-            result["val_score"] = score
+            result[self._name] = score
 
 
 def files_in(folder: Path) -> list[str]:
@@ -65,6 +65,11 @@ class TestWhatIsKept:
         make_local().fit(5, callbacks=[Scores(5.0, 1.0, float("nan"), 4.0, 3.0), saving])
         assert checkpoints_in(tmp_path) == expected
         assert saving.newest == str(tmp_path / "epoch_0005.ckpt")
+
+    def test_the_highest_accuracy_is_the_best(self, make_local: Make, tmp_path: Path) -> None:
+        saving = Checkpointing(tmp_path, metric="val_accuracy")
+        make_local().fit(3, callbacks=[Scores(0.2, 0.9, 0.1, name="val_accuracy"), saving])
+        assert (checkpoints_in(tmp_path), saving.best_score) == ([2, 3], 0.9)
 
     def test_best_and_newest(self, make_local: Make, tmp_path: Path) -> None:
         saving = Checkpointing(tmp_path, metric="val_score")
@@ -107,6 +112,18 @@ class TestResuming:
         assert [row["val_loss"] for row in history] == pytest.approx([row["val_loss"] for row in whole], abs=1e-6)
         assert checkpoints_in(tmp_path) == [4]  # also the best one: the two before were found and deleted
         assert (stopping.best_epoch, saving.best) == (4, saving.newest)
+
+    def test_where_it_was_stopped_early_trains_no_more(self, make_local: Make, tmp_path: Path) -> None:
+        for _ in range(3):
+            stopping = EarlyStopping("val_score", "min", patience=1)
+            callbacks = [Scores(1.0, 2.0, 3.0, 4.0), Checkpointing(tmp_path), stopping]
+            trainer = make_local()
+            history = trainer.fit(4, callbacks=callbacks, resume_from="auto")
+            assert (len(history), checkpoints_in(tmp_path)) == (2, [2])
+            assert history.stop_reason is not None
+        assert len(trainer.history) == 0
+        later = [Scores(1.0, 2.0, 3.0, 4.0), Checkpointing(tmp_path), EarlyStopping("val_score", "min", patience=2)]
+        assert len(make_local().fit(4, callbacks=later, resume_from="auto")) == 3
 
     def test_states_are_those_after_the_epoch_wherever_it_stands_in_the_list(
         self, make_local: Make, tmp_path: Path

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from raysgd.callbacks import EarlyStopping, Run
+from raysgd.replicas.history import History
 
 
 def play(stopping: EarlyStopping, *values: float | None, run: Run | None = None) -> Run:
@@ -15,7 +16,8 @@ def play(stopping: EarlyStopping, *values: float | None, run: Run | None = None)
     stopping.on_run_begin(run)
     for value in values:
         run.epoch += 1
-        stopping.on_result(run, {"train_loss": 1.0} | ({"val_loss": value} if value is not None else {}))
+        row = run.history.add_row({"train_loss": 1.0} | ({"val_loss": value} if value is not None else {}))
+        stopping.on_result(run, row)
         if run.is_stopping:
             break
     stopping.on_run_end(run, None)
@@ -60,6 +62,49 @@ def test_a_run_that_resumes_goes_on_counting() -> None:
     later.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert play(later, 2.0, run=run).is_stopping
     assert (later.best, later.best_epoch) == (1.0, 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "values", "stops"),
+    [
+        ({"patience": 2}, [1.0, 2.0, 2.0], True),
+        ({"patience": 2}, [1.0, 2.0], False),
+        ({"threshold": 0.5}, [1.0, 0.4], True),
+        ({}, [1.0, math.nan], True),
+        ({"patience": 2, "longer": 3}, [1.0, 2.0, 2.0], False),
+    ],
+)
+def test_a_run_that_resumes_where_it_was_stopped_stops_at_once(
+    options: dict[str, Any], values: list[float], stops: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    longer = options.pop("longer", options.get("patience", 3))
+    first, later = EarlyStopping(**options), EarlyStopping(**{**options, "patience": longer})
+    former = play(first, *values).history
+    later.load_state_dict(json.loads(json.dumps(first.state_dict())))
+    run = Run(name="run", history=History())
+    run.history.take_over(former)
+    run.epoch = len(values)
+    later.on_run_begin(run)
+    assert run.is_stopping == stops
+    if stops:
+        assert run.history.stop_reason == former.stop_reason
+        later.on_run_end(run, None)
+    assert caplog.records == []
+
+
+def test_the_mode_follows_the_name(caplog: pytest.LogCaptureFixture) -> None:
+    assert not play(EarlyStopping("val_loss", patience=1), 3.0, 2.0).is_stopping
+    for metric, better in (("val_accuracy", 0.9), ("val_loss", 0.1)):
+        stopping, run = EarlyStopping(metric, patience=1), Run(name="run")
+        for run.epoch, value in enumerate([0.5, better], start=1):
+            stopping.on_result(run, {metric: value})
+        assert (run.is_stopping, stopping.best) == (False, better)
+    assert caplog.records == []
+    EarlyStopping("val_score", "min")
+    assert caplog.records == []
+    EarlyStopping("val_score")
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("`EarlyStopping(metric='val_score')`: the name does not say which values are best, so lo")
 
 
 def test_a_second_run_counts_from_the_beginning() -> None:

@@ -84,6 +84,13 @@ def test_what_is_no_number_is_the_worst() -> None:
         assert [member.result["val_loss"] for member in population.ranked][:2] == [1.0, -1.0]
 
 
+def test_the_highest_accuracy_is_the_best() -> None:
+    shares = iter([0.5, 0.9])
+    with make_population({}, 2, step=lambda trainer: {"val_accuracy": next(shares)}, metric="val_accuracy") as found:
+        found.train()
+        assert found.best.result == {"val_accuracy": 0.9}
+
+
 def test_an_error_of_one_is_raised_when_all_are_done() -> None:
     done = []
 
@@ -135,5 +142,5 @@ def test_when_one_cannot_be_made_the_others_are_shut_down() -> None:
 )
 def test_a_wrong_argument_is_named_before_anything_starts(options: dict[str, Any], error: type[Exception]) -> None:
     [name] = options
-    with pytest.raises(error, match=f"`{name}="):
+    with pytest.raises(error, match=f"{name}="):
         Population(**{"trainer_factory": make_local, "space": {}, "size": 1, **options})
