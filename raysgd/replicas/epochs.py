@@ -12,6 +12,9 @@ from raysgd.replicas import results
 from raysgd.replicas.results import WorkerMetrics
 from raysgd.replicas.whole_data import Place
 
+VALIDATES = "validates"
+"""In the `info` of an epoch: whether `fit` validates after epochs."""
+
 
 @dataclass(frozen=True)
 class EpochRequest:

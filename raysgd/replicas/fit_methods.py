@@ -55,6 +55,9 @@ class FitMethods(ABC):
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
         """Makes sure of what has to hold when all workers have answered."""
 
+    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> None:  # noqa: B027
+        """Lets what follows the results of an epoch see them, when `fit` has validated."""
+
     def _merged(self, answers: Sequence[EpochAnswer], reduce_results: bool) -> Any:
         """The result of a call."""
         return merged(answers, reduce_results)

@@ -16,6 +16,7 @@ from raysgd.callbacks.calling import CallbackCalls
 from raysgd.callbacks.sidecar import Sidecar
 from raysgd.engine.call import Call
 from raysgd.exceptions import InvalidCountError
+from raysgd.replicas.epochs import VALIDATES
 from raysgd.replicas.history import History
 from raysgd.replicas.runner import ClassRunner
 
@@ -131,18 +132,18 @@ class Fit:
         run.epoch += 1
         with trainer._listeners.listening(self._calls.progress) if self._calls.wants_progress else nullcontext():
             given = {} if options.dataset is None else {"dataset": options.dataset}
-            trainer.train(info={"num_epochs": self._last_epoch}, **given)
-            if self._is_validation_due:
-                trainer.validate(dataset=options.validation_dataset)
+            info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
+            trained = trainer.train(info=info, **given)
+            if self._validates and run.epoch % options.validation_freq == 0:
+                trainer._after_validation(trained, trainer.validate(dataset=options.validation_dataset))
         self._calls.check_progress()
         self._tell_of_events()
         self._tell_of_result()
 
     @property
-    def _is_validation_due(self) -> bool:
-        every, run = self._options.validation_freq, self._run
+    def _validates(self) -> bool:
         has_data = self._options.validation_dataset is not None or self._trainer._facts.has_validation
-        return has_data and every > 0 and run.epoch % every == 0
+        return has_data and self._options.validation_freq > 0
 
     def _tell_of_events(self) -> None:
         events = self._trainer.history.events[self._num_events :]

@@ -55,11 +55,13 @@ class TorchFacts(RunnerFacts):
         num_schedulers: How many schedulers are registered; None when there are none.
         is_synchronous: Whether every step involves all ranks.
         is_sharded: Whether it takes all ranks to read a model.
+        plateau_metrics: The metrics of an epoch that schedulers go by.
     """
 
     num_schedulers: int | None
     is_synchronous: bool
     is_sharded: bool = False
+    plateau_metrics: tuple[str, ...] = ()
 
     @property
     def counts(self) -> dict[str, int]:
@@ -186,6 +188,7 @@ class TorchHosted(hosted.Hosted):
             epoch_obstacle=self.epoch_obstacle,
             ray_batches={} if self.world.rank else self.internals.data.ray_batches,
             has_validation=validation is not None or overrides(self.operator, "validate"),
+            plateau_metrics=tuple(metric for metric, _ in self.operator._plateaus(0)),
         )
 
     def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -21,6 +22,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd._optional import require
+from raysgd.replicas.epochs import VALIDATES
 from raysgd.torch._lightning_module import (
     PER_BATCH,
     PER_EPOCH,
@@ -37,6 +39,7 @@ from raysgd.torch._lightning_progress import Progress
 from raysgd.torch._lightning_subset import check_optimizers, warn_of_what_is_not_called
 from raysgd.torch._lightning_values import EpochValues, detached, loss_of, numbers_in, result_of_hook
 from raysgd.torch.modes import begin_training
+from raysgd.torch.schedulers import Plateau
 from raysgd.torch.streams import length_of
 from raysgd.torch.training_operator import TrainingOperator
 
@@ -156,7 +159,7 @@ class LightningOperator(TrainingOperator):
             self._hooks.call("on_train_epoch_start")
             self._train_on_batches(iterator, info)
             result = self._end_epoch("training_epoch_end", "on_train_epoch_end")
-            self._step_schedulers(PER_EPOCH, epoch_idx + 1, result)
+            self._step_schedulers(PER_EPOCH, epoch_idx + 1, result, waits=info.get(VALIDATES, False))
         return result
 
     def _train_on_batches(self, iterator: Iterable[Any], info: dict[str, Any]) -> None:
@@ -283,7 +286,9 @@ class LightningOperator(TrainingOperator):
             for _ in iterator:
                 pass
 
-    def _step_schedulers(self, intervals: tuple[str, ...], count: int, metrics: Mapping[str, Any]) -> None:
+    def _step_schedulers(
+        self, intervals: tuple[str, ...], count: int, metrics: Mapping[str, Any], waits: bool = False
+    ) -> None:
         if not self._module.automatic_optimization:
             return
         for entry in self._scheduler_dicts:
@@ -291,10 +296,18 @@ class LightningOperator(TrainingOperator):
                 continue
             needs_value, mean_of = entry["reduce_on_plateau"], self._raysgd.mean_over_workers
             value = mean_of(str(entry["monitor"]), metrics) if needs_value else None
-            if needs_value and value is None:
-                logger.warning("no metric `%s` here: its scheduler waits for `update_scheduler`", entry["monitor"])
-            else:
+            if not needs_value or value is not None:
                 self._hooks.call("lr_scheduler_step", entry["scheduler"], value)
+            elif not waits:
+                logger.warning("no metric `%s` here: its scheduler waits for `update_scheduler`", entry["monitor"])
+
+    def _plateaus(self, epoch: int) -> list[Plateau]:
+        entries = self._scheduler_dicts if self._module.automatic_optimization else []
+        return [
+            (str(entry["monitor"]), partial(self._hooks.call, "lr_scheduler_step", entry["scheduler"]))
+            for entry in entries
+            if entry["reduce_on_plateau"] and entry["interval"] in PER_EPOCH and epoch % entry["frequency"] == 0
+        ]
 
     def validate(self, val_iterator: Iterable[Any], info: dict[str, Any] | None = None) -> dict[str, Any]:
         """Evaluates on all batches; returns as `train_epoch` does, with `validation_epoch_end` and `val_loss`."""

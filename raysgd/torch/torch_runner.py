@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -64,3 +65,9 @@ class TorchRunner(ClassRunner):
             raise NotRegisteredError("`update_scheduler` was called, but `setup` registered no scheduler.")
         for scheduler in schedulers:
             scheduler.step(metric)
+
+    def step_plateaus(self, values: Mapping[str, float]) -> None:
+        """Steps the schedulers that go by these metrics of an epoch."""
+        for metric, step in self.operator._plateaus(self.epochs_done):
+            if metric in values:
+                step(values[metric])

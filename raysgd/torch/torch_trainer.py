@@ -26,7 +26,16 @@ from raysgd.replicas.epochs import EpochAnswer, EpochRequest
 from raysgd.replicas.history import Kind
 from raysgd.replicas.prediction_data import Asked, Found
 from raysgd.replicas.settings import GroupSettings
-from raysgd.torch import arguments, call_data, checkpoint_file, constants, epoch_checks, predicting, retired
+from raysgd.torch import (
+    arguments,
+    call_data,
+    checkpoint_file,
+    constants,
+    epoch_checks,
+    predicting,
+    retired,
+    schedulers,
+)
 from raysgd.torch.changing import ChangingTorchTrainer
 from raysgd.torch.options import ModelOptions, StepOptions
 from raysgd.torch.progress import EpochBar
@@ -299,12 +308,17 @@ class TorchTrainer(ChangingTorchTrainer):
 
     def update_scheduler(self, metric: Any) -> None:
         """Steps every registered scheduler with `metric`, as `ReduceLROnPlateau` wants it."""
-        call = Call(
-            TorchRunner.update_schedulers,
-            lambda worlds: [(metric,)] * len(worlds),
-            changes_state=True,
-            keeps_alike=True,
-        )
+        self._schedule(TorchRunner.update_schedulers, metric)
+
+    def _after_validation(self, trained: Mapping[str, Any], validated: Mapping[str, Any]) -> None:
+        if metrics := self._facts.plateau_metrics:
+            values = schedulers.values_after_validation(metrics, trained, validated)
+            if values:
+                self._schedule(TorchRunner.step_plateaus, values)
+
+    def _schedule(self, function: Callable[..., Any], value: Any) -> None:
+        """Lets all workers set their learning rates by the same value."""
+        call = Call(function, lambda worlds: [(value,)] * len(worlds), changes_state=True, keeps_alike=True)
         self._controller.run(call)
 
     def get_model(self, to_cpu: bool = False) -> Any:

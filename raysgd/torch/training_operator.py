@@ -30,7 +30,7 @@ from raysgd.torch.moving import to_device
 from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 from raysgd.torch.registrar import Given, register_data
-from raysgd.torch.schedulers import SchedulerSteps
+from raysgd.torch.schedulers import Plateau, SchedulerSteps, plateaus_of
 from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ class TrainingOperator(BaseOperator):
         warms_up_standby: Whether a standby worker calls `train_batch` once on the first batch, so that it is fast when
             it steps in. Attributes are put back afterwards. Files and logs are not: check `batch_info.get("warm_up")`
             before you write, or set this to False.
-        scheduler_metric: Name of the metric of `train_batch` whose mean over an epoch a `ReduceLROnPlateau` goes by,
-            with `scheduler_step_freq="epoch"`.
+        scheduler_metric: Name of the metric whose mean over an epoch a `ReduceLROnPlateau` goes by, with
+            `scheduler_step_freq="epoch"`: one of `train_batch`, or in `fit` one of the validation; None is `val_loss`.
     """
 
     scheduler_metric: str | None = None
@@ -123,7 +123,7 @@ class TrainingOperator(BaseOperator):
         internals = self._raysgd
         begin_training(required(self, "model"))
         info = {**internals.info_of_call(num_steps, epoch_idx), **(info or {})}
-        schedulers = SchedulerSteps(getattr(self, "scheduler", None), self.scheduler_step_freq, self.scheduler_metric)
+        schedulers = SchedulerSteps.of(self, info)
         meters, step, train_batch = internals.take_meters(), internals.parallel.step, bind_batch_info(self.train_batch)
         for batch_idx, batch in enumerate(iterator, start=meters.num_batches):
             metrics = train_batch(batch, {**internals.info_of_batch(batch_idx), **info})
@@ -141,6 +141,10 @@ class TrainingOperator(BaseOperator):
         summary = meters.summary()
         schedulers.after_epoch(summary, internals.mean_over_workers)
         return summary
+
+    def _plateaus(self, epoch: int) -> list[Plateau]:
+        """Returns the schedulers that go by a metric of this epoch, counted from 1; the validation may have it."""
+        return plateaus_of(self)
 
     def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Takes one optimizer step on one batch; with accumulation, on the last of several.

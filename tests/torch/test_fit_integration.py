@@ -6,12 +6,15 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from raysgd import testing
 from raysgd.callbacks import Callback, Run, WorkerCallback
 from raysgd.engine.history import Event
 from raysgd.torch import TorchTrainer
 from tests.torch.ledger import Ledger, uses
+from tests.torch.operators_for_tests import LinearOperator
 
 pytestmark = pytest.mark.integration
 
@@ -58,6 +61,35 @@ def trainer(ray_cluster: None) -> Iterator[TorchTrainer]:
     made = TorchTrainer(training_operator_cls=Ledger, num_workers=2, resize_check_s=0.2)
     yield made
     made.shutdown(force=True)
+
+
+class OnPlateau(LinearOperator):
+    """Goes by `val_loss`, and is never content with it."""
+
+    def register(self, **parts: Any) -> Any:
+        plateau = ReduceLROnPlateau(parts["optimizers"], factor=0.5, patience=0, threshold=0.9)
+        *others, self.scheduler = super().register(**parts, schedulers=plateau)
+        return others
+
+
+class LoseOne(Callback):
+    def on_epoch_begin(self, run: Run) -> None:
+        if run.epoch == 1:
+            testing.kill_worker(run.trainer, 1, at="step:1")
+
+
+def test_all_workers_lower_the_rate_by_the_same_validation_also_behind_a_loss(ray_cluster: None) -> None:
+    options: dict[str, Any] = {"training_operator_cls": OnPlateau, "scheduler_step_freq": "epoch"}
+    with TorchTrainer(**options, num_workers=2, resize_check_s=0.2) as trainer:
+        history = trainer.fit(3, callbacks=[LoseOne()])
+        told = trainer.apply_all_operators(lambda operator: operator.scheduler.state_dict())
+        rates = trainer.apply_all_operators(lambda operator: operator.optimizer.param_groups[0]["lr"])
+    plateau = ReduceLROnPlateau(torch.optim.SGD([torch.zeros(1)], lr=0.05), factor=0.5, patience=0, threshold=0.9)
+    for loss in history["val_loss"]:
+        plateau.step(loss)
+    assert sum(event.is_loss for event in history.events) == 1
+    assert told == [plateau.state_dict()] * len(told)
+    assert rates == plateau.get_last_lr() * len(told)
 
 
 def test_the_state_of_callbacks_survives_losses_and_reaches_new_workers(trainer: TorchTrainer) -> None:

@@ -226,6 +226,18 @@ def test_weights_are_those_of_lightnings_own_trainer(name: str) -> None:
     assert not torch.allclose(weights(ours), weights(module_cls()), atol=1e-3), "it was trained"
 
 
+def test_a_plateau_of_the_validation_in_fit_is_that_of_lightnings_own_trainer() -> None:
+    for entry in ({"monitor": "val_loss"}, {"monitor": "val_loss", "frequency": 2}):
+        module_cls = scheduled(impatient, **entry)
+        theirs = by_lightning(module_cls, 5)
+        with TorchTrainer(training_operator_cls=TrainingOperator.from_ptl(module_cls), use_local=True) as trainer:
+            trainer.fit(5)
+            ours = trainer.get_model()
+        torch.testing.assert_close(weights(ours), weights(theirs), rtol=0, atol=1e-6)
+        assert ours.seen == theirs.seen, "learning rates"
+        assert min(ours.seen) < max(ours.seen)
+
+
 class Predicts(Plain):
     def predict_step(self, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> Any:
         return {"twice": 2 * self(batch[0]), "batch": torch.full((len(batch[0]),), batch_idx)}

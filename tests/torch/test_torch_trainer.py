@@ -659,6 +659,63 @@ def test_a_scheduler_that_waits_for_a_metric_gets_it(make_local: MakeTrainer) ->
     assert group["lr"] == pytest.approx(0.1)
 
 
+PLATEAU: dict[str, Any] = {"factor": 0.5, "patience": 2, "threshold": 0.9999}
+
+
+class Scores(Scheduled):
+    def validate(self, val_iterator: Iterable[Any]) -> dict[str, Any]:  # type: ignore[override]
+        return {"score": 3.0, "last_val_loss": 4.0}
+
+
+def on_plateau(make_local: MakeTrainer, operator_cls: type[Scheduled] = Scheduled) -> TorchTrainer:
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau, PLATEAU
+    return make_local(operator_cls, config={"scheduler": scheduler}, scheduler_step_freq="epoch")
+
+
+def rate_of(trainer: TorchTrainer) -> float:
+    return trainer.get_local_operator().optimizer.param_groups[0]["lr"]  # type: ignore[attr-defined, no-any-return]
+
+
+def test_fit_steps_a_plateau_by_the_loss_of_each_validation(make_local: MakeTrainer) -> None:
+    trainer, replayed = on_plateau(make_local), on_plateau(make_local)
+    plateau = replayed.get_local_operator().scheduler  # type: ignore[attr-defined]
+    for _ in range(3):
+        for row in trainer.fit(4, validation_freq=2):
+            if "val_loss" in row:
+                plateau.step(row["val_loss"])
+        assert trainer.get_local_operator().scheduler.state_dict() == plateau.state_dict()  # type: ignore[attr-defined]
+    assert plateau.last_epoch == 6
+    assert rate_of(trainer) == rate_of(replayed) < 0.05
+
+
+def test_a_run_that_resumes_lowers_the_rate_when_the_whole_one_does(make_local: MakeTrainer, tmp_path: Path) -> None:
+    whole, first, resumed = (on_plateau(make_local) for _ in range(3))
+    whole.fit(9)
+    first.fit(6)
+    assert rate_of(first) != rate_of(whole)
+    resumed.fit(9, resume_from=first.save(tmp_path / "six.pt"))
+    assert rate_of(resumed) == rate_of(whole)
+    for name, value in whole.get_model().state_dict().items():
+        assert torch.equal(resumed.get_model().state_dict()[name], value)
+
+
+def test_a_plateau_may_go_by_any_metric_of_training_or_validation(make_local: MakeTrainer) -> None:
+    for metric in ("val_score", "score", "train_loss", "last_val_loss"):
+        operator_cls = type("Named", (Scores,), {"scheduler_metric": metric})
+        trainer = on_plateau(make_local, operator_cls)
+        row = trainer.fit(1)[0]
+        assert trainer.get_local_operator().scheduler.best == row.get(metric, 3.0)  # type: ignore[attr-defined]
+
+
+def test_a_plateau_without_a_metric_to_go_by_is_an_error(make_local: MakeTrainer) -> None:
+    for call in (lambda each: each.train(), lambda each: each.fit(1, validation_freq=0)):
+        with pytest.raises(ValueError, match=r"in `fit` with validation data it goes by `val_loss`"):
+            call(on_plateau(make_local))
+    other = on_plateau(make_local, type("Named", (Scores,), {"scheduler_metric": "val_loss"}))
+    with pytest.raises(ValueError, match=r"goes by `val_loss`, and neither .* There are .*`train_loss`.*`val_score`"):
+        other.fit(1)
+
+
 def test_a_metric_without_a_scheduler_is_an_error(make_local: MakeTrainer) -> None:
     with pytest.raises(RuntimeError, match="registered no scheduler"):
         make_local().update_scheduler(1.0)
