@@ -239,7 +239,7 @@ class DataLedger:
 
     def __str__(self) -> str:
         used = f"{self.used}" if self.due is None else f"{self.used} of {self.due}"
-        return f"pass {self.pass_index}: {used} {self.unit} used"
+        return f"epoch {self.pass_index + 1}: {used} {self.unit} used"
 
 
 @dataclass(frozen=True)

@@ -33,10 +33,10 @@ _NUMBERS = {
         lambda status: _NOBODY if status.straggler is None else status.straggler,
     ),
     "raysgd_samples_due": _Number(
-        "Samples of the pass over the data", lambda status: None if status.data is None else status.data.due
+        "Samples of the epoch", lambda status: None if status.data is None else status.data.due
     ),
     "raysgd_samples_used": _Number(
-        "Samples used in the pass over the data", lambda status: None if status.data is None else status.data.used
+        "Samples used in the epoch", lambda status: None if status.data is None else status.data.used
     ),
     "raysgd_losses": _Number("Losses of workers that a trainer recovered from", lambda status: status.num_failures),
     "raysgd_rejoins": _Number("Losses after which the survivors went on", lambda status: status.num_rejoins),

@@ -58,7 +58,7 @@ def test_a_rank_that_does_not_answer_is_shown_as_such() -> None:
 
 def test_the_text_says_what_there_is() -> None:
     text = str(status())
-    for part in ("2 of 3, 1 spare", "1234 samples/s", "wait for rank 1", "pass 2: 60 of 100 samples used", "step 17"):
+    for part in ("2 of 3, 1 spare", "1234 samples/s", "wait for rank 1", "epoch 3: 60 of 100 samples used", "step 17"):
         assert part in text
 
 
@@ -77,9 +77,9 @@ def test_the_data_are_told_by_whoever_answers() -> None:
 @pytest.mark.parametrize(
     ("ledger", "text"),
     [
-        (LEDGER, "pass 2: 60 of 100 samples used"),
-        (DataLedger(0, None, 60), "pass 0: 60 samples used"),
-        (DataLedger(1, 8, 5, unit="batches"), "pass 1: 5 of 8 batches used"),
+        (LEDGER, "epoch 3: 60 of 100 samples used"),
+        (DataLedger(0, None, 60), "epoch 1: 60 samples used"),
+        (DataLedger(1, 8, 5, unit="batches"), "epoch 2: 5 of 8 batches used"),
     ],
 )
 def test_a_ledger_says_what_is_known(ledger: DataLedger, text: str) -> None:

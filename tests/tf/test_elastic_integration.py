@@ -139,8 +139,8 @@ def test_survivors_go_on_and_each_sample_of_a_shuffled_pass_is_used_once(
     assert np.isfinite(result["train_loss"])
     status = trainer.status()
     assert status.losses == (
-        "no sample lost, 6 in flight are repeated (pass 1: 12 of 48 samples used)",
-    ) or status.losses == ("no sample lost, 6 in flight are repeated (pass 1: 18 of 48 samples used)",), (
+        "no sample lost, 6 in flight are repeated (epoch 2: 12 of 48 samples used)",
+    ) or status.losses == ("no sample lost, 6 in flight are repeated (epoch 2: 18 of 48 samples used)",), (
         "rank 1 dies before its fourth step, and the others may have finished the third or not"
     )
     assert status.data == DataLedger(1, due=NUM_SAMPLES, used=NUM_SAMPLES)

@@ -824,7 +824,7 @@ def test_a_survivor_stands_at_the_steps_it_completed_and_says_so_in_samples(proc
     runner = broken_off(survivor(), in_step=2)
     replica_progress = runner.replica_progress()
     assert (replica_progress.progress, replica_progress.is_whole, replica_progress.obstacle) == (2, True, None)
-    assert replica_progress.words == "no sample lost, 4 in flight are repeated (pass 0: 8 of 20 samples used)"
+    assert replica_progress.words == "no sample lost, 4 in flight are repeated (epoch 1: 8 of 20 samples used)"
     heartbeat = runner.heartbeat()
     assert (heartbeat.epoch, heartbeat.step, heartbeat.phase) == (1, 2, "broken off")
     assert heartbeat.data == DataLedger(0, due=20, used=8, in_flight=4)
@@ -1076,7 +1076,7 @@ def test_a_held_call_stops_between_two_steps_and_goes_on_as_if_nothing_had_been(
     expected = train(whole)
     held = held_after(runner, 3)
     assert (held.step, runner.replica_progress().progress) == (3, 3)
-    assert runner.replica_progress().words == "no sample lost, 0 in flight are repeated (pass 0: 12 of 20 samples used)"
+    assert runner.replica_progress().words == "no sample lost, 0 in flight are repeated (epoch 1: 12 of 20 samples used)"
     answer = resume(runner)
     assert samples(runner) == samples(whole)
     assert values(answer) == values(expected)

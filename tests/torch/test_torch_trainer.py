@@ -716,6 +716,16 @@ def test_a_plateau_without_a_metric_to_go_by_is_an_error(make_local: MakeTrainer
         other.fit(1)
 
 
+def test_the_status_counts_epochs_as_the_history_does(make_local: MakeTrainer) -> None:
+    trainer = make_local()
+    for _ in range(2):
+        trainer.train()
+    assert trainer.history[-1]["epoch"] == 2
+    shown = f"{trainer.status()} {trainer._repr_html_()}"
+    assert set(re.findall(r"epoch (\d+)", shown)) == {"2"}
+    assert "pass" not in shown
+
+
 def test_a_metric_without_a_scheduler_is_an_error(make_local: MakeTrainer) -> None:
     with pytest.raises(RuntimeError, match="registered no scheduler"):
         make_local().update_scheduler(1.0)
