@@ -39,7 +39,8 @@ _BIN_CLASSES = {
     USEFUL: "train", DATA: "c3", EXCHANGE: "c1", SLOWER_RANK: "c5", SNAPSHOT: "c2", AGAIN: "bad",
     **dict.fromkeys(RECOVERY, "bad"),
 }  # fmt: skip
-_CALLS = {"train": "training", "validation": "validation", "test": "test", "predict": "prediction"}
+_CALLS = {"train": "training", "validation": "validation", "test": "test", "predict": "prediction", "bad": "recovery"}
+_MOST_SIZES = 6
 
 
 @dataclass(frozen=True)
@@ -139,13 +140,25 @@ def _tiles(facts: RunFacts, history: History) -> str:
         tiles.append(_tile("throughput", readable.rate(speeds[-1]), f"at best {readable.rate(max(speeds))}"))
     counts = [record.num_workers for record in history.records]
     if counts:
-        spread = f"between {min(counts)} and {max(counts)}" if min(counts) < max(counts) else "all the time"
-        tiles.append(_tile("workers", str(counts[-1]), spread))
+        tiles.append(_tile("workers", str(counts[-1]), _sizes(history)))
     losses = [event for event in history.events if event.is_loss]
     if losses:
         took = readable.seconds(sum(event.seconds for event in losses))
         tiles.append(_tile("losses of workers", str(len(losses)), f"{took} to recover"))
     return f'<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _sizes(history: History) -> str:
+    """The numbers of workers that there were, in their order."""
+    changes = [event for event in shown_events(history) if event.is_loss or event.old_size != event.new_size]
+    if not changes:
+        return "all the time"
+    sizes = [changes[0].old_size, *(event.new_size for event in changes)]
+    if len(set(sizes)) == 1:
+        return f"{sizes[0]} again after each loss"
+    if len(sizes) > _MOST_SIZES:
+        return f"between {min(sizes)} and {max(sizes)}"
+    return " → ".join(map(str, sizes))
 
 
 def _headline_metrics(history: History) -> list[str]:
@@ -206,8 +219,9 @@ def _what_happened(history: History) -> str:
     zero = min(record.began_at for record in history.records[-_MOST_SPANS:])
     events = [event for event in shown_events(history) if event.at >= zero]
     spans = [_span(record, zero) for record in history.records[-_MOST_SPANS:]]
+    spans += [_lost_span(event, zero) for event in events if _is_recovery(event)]
     marks = [
-        Mark(event.at - zero, "bad" if event.is_loss or event.kind == "hung" else "change", number, str(event))
+        Mark(_began(event, zero), "bad" if event.is_loss or event.kind == "hung" else "change", number, str(event))
         for number, event in enumerate(events, start=1)
     ]
     kinds = dict.fromkeys(span.kind for span in spans)
@@ -227,11 +241,23 @@ def _span(record: CallRecord, zero: float) -> Span:
     return Span(begin, begin + record.seconds, record.kind, told, speed)
 
 
+def _lost_span(event: Event, zero: float) -> Span:
+    return Span(_began(event, zero), event.at - zero, "bad", f"recovery: {readable.seconds(event.seconds)}")
+
+
+def _began(event: Event, zero: float) -> float:
+    """The second in which an event began; it may have done so before the first call that is shown."""
+    return max(0.0, event.began_at - zero)
+
+
 def _workers_over_time(history: History, zero: float) -> list[tuple[float, int]]:
-    """From which second on there were how many workers."""
+    """From which second on how many workers were at work: none in a recovery."""
     changes = [event for event in shown_events(history) if event.at >= zero]
     first = changes[0].old_size if changes else history.records[0].num_workers
-    steps = [(0.0, first), *((event.at - zero, event.new_size) for event in changes)]
+    steps = [(0.0, first)]
+    for event in changes:
+        steps += [(_began(event, zero), 0)] if _is_recovery(event) else []
+        steps.append((event.at - zero, event.new_size))
     last = history.records[-1]
     if steps[-1][1] != last.num_workers:
         steps.append((last.began_at - zero, last.num_workers))
@@ -244,7 +270,7 @@ def _events(events: Sequence[Event], zero: float) -> str:
     rows = [
         (
             str(number),
-            f"+{readable.seconds(max(0.0, event.at - zero))}",
+            f"+{readable.seconds(_began(event, zero))}",
             event.kind,
             f"{event.old_size} → {event.new_size}",
             readable.seconds(event.seconds),
@@ -310,7 +336,8 @@ def time_by_part(history: History) -> dict[str, float]:
 
 
 def _is_recovery(event: Event) -> bool:
-    return event.kind in ("rejoined", "rebuilt", "lost", "grown", "left")
+    """Whether no step was taken until it was over; `hung` is the time in which the others waited for a worker."""
+    return event.kind in ("hung", "rejoined", "rebuilt", "lost", "grown", "left")
 
 
 def _is_inside(event: Event, record: CallRecord) -> bool:

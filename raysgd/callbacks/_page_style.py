@@ -46,6 +46,7 @@ svg{display:block;width:100%;height:auto;overflow:visible}
 i.c0{background:var(--c0)}i.c1{background:var(--c1)}i.c2{background:var(--c2)}i.c3{background:var(--c3)}
 i.c4{background:var(--c4)}i.c5{background:var(--c5)}
 rect.train{fill:var(--c0)}rect.validation{fill:var(--c1)}rect.test{fill:var(--c2)}rect{fill:var(--c5)}
+rect.bad{fill:var(--bad)}
 i.train{background:var(--c0)}i.validation{background:var(--c1)}i.test{background:var(--c2)}i.predict{background:var(--c5)}
 i.bad{background:var(--bad)}i.other{background:var(--other)}
 .level{fill:none;stroke:var(--c0);stroke-width:2}

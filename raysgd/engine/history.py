@@ -46,6 +46,11 @@ class Event:
     num_kept: int = 0
 
     @property
+    def began_at(self) -> float:
+        """When it began, in seconds since the epoch: for a loss, when it was noticed."""
+        return self.at - self.seconds
+
+    @property
     def is_loss(self) -> bool:
         """Whether workers were lost, whatever came of it."""
         return self.kind in ("rejoined", "rebuilt", "lost")

@@ -1,7 +1,7 @@
 """Pure: numbers -> SVG. Lines over epochs, and what happened when; colors come from the page around them.
 
 A page gives the classes their colors: `c0` to `c5` for series, `grid`, `axis`, `ink`, and for the time line the kinds
-of calls (`train`, `validation`, `test`, `other`) and of events (`bad`, `change`).
+of calls (`train`, `validation`, `test`, `other`), of lost time (`bad`) and of events (`bad`, `change`).
 """
 
 from __future__ import annotations
@@ -129,12 +129,12 @@ def _line(series: Series, x: Axis, y: Axis, x_label: str) -> str:
 def time_line(
     spans: Sequence[Span], marks: Sequence[Mark], workers: Sequence[tuple[float, int]], width: int = 1080
 ) -> str:
-    """What ran when, how fast it was, how many workers there were, and what happened to them.
+    """What ran when, how fast it was, how many workers were at work, and what happened to them.
 
     Args:
         spans: The calls; those with a level are drawn at their height in the lane of the throughput.
         marks: The events.
-        workers: From which second on there were how many workers.
+        workers: From which second on how many workers were at work.
         width: Of the picture.
     """
     end = max([span.end for span in spans] + [mark.at for mark in marks] + [1e-3])
@@ -190,7 +190,7 @@ class _Lanes:
             for index, (at, count) in enumerate(workers)
         )
         path += f"H{self._x.place(end)}"
-        parts = [self._name("workers", top + 28), self._rule(y, 0.0), self._rule(y, y.high)]
+        parts = [self._name("at work", top + 28), self._rule(y, 0.0), self._rule(y, y.high)]
         return top + 58, "".join(parts) + f'<path class="level" d="{path}"/>'
 
     def times(self, end: float, top: float) -> str:

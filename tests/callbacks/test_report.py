@@ -145,11 +145,40 @@ def test_losses_are_marked_where_they_happened(tmp_path: Path) -> None:
     marks = [attributes for attributes in page.all("g") if "mark" in (attributes["class"] or "")]
     assert [mark["class"] for mark in marks] == ["mark bad"]
     assert "rank 1 was lost; no sample was lost" in page.text
-    assert "+23.0 s" in page.text
+    assert "+21.5 s" in page.text
     assert "4 → 3" in page.text
     bars = [float(each["x"] or 0) for each in page.all("rect") if each["class"] == "train"]
     place = next(float(each["x1"] or 0) for each in page.all("line") if each.get("y1") == "18")
     assert bars[2] < place < bars[3]
+    [recovery] = [each for each in page.all("rect") if each["class"] == "bad"]
+    per_second = (bars[1] - bars[0]) / 10
+    assert float(recovery["x"] or 0) == pytest.approx(place, abs=0.2)
+    assert float(recovery["width"] or 0) == pytest.approx(1.5 * per_second, abs=0.7)
+    assert page.text.split().count("recovery") == 2, "below the drawing, and among what the time was spent on"
+
+
+@pytest.mark.parametrize(
+    ("events", "told"),
+    [
+        ([], "all the time"),
+        ([("rejoined", 4, 3)], "4 → 3"),
+        ([("rejoined", 4, 3), ("grown", 3, 4)], "4 → 3 → 4"),
+        ([("hung", 4, 4), ("rebuilt", 4, 4)], "4 again after each loss"),
+        ([("rejoined", 4, 3), ("grown", 3, 4)] * 4, "between 3 and 4"),
+    ],
+)
+def test_the_numbers_of_workers_are_named(tmp_path: Path, events: list[Any], told: str) -> None:
+    history = make_history()
+    history.events[:] = [Event(kind, *sizes, 0.5, "lost", at=133.0) for kind, *sizes in events]
+    assert told in written(make_run(tmp_path, history=history)).text
+
+
+def test_no_worker_is_at_work_until_a_recovery_is_over(tmp_path: Path) -> None:
+    page = written(make_run(tmp_path))
+    [path] = [each["d"] or "" for each in page.all("path")]
+    heights = [float(part) for part in re.findall(r"[,V]([\d.]+)", path)]
+    low, high = max(heights), min(heights)
+    assert heights == [high, low, pytest.approx(low - (low - high) * 3 / 4)]
 
 
 def test_the_page_needs_nothing_else_and_runs_nothing(tmp_path: Path) -> None:

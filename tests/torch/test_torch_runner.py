@@ -1076,7 +1076,9 @@ def test_a_held_call_stops_between_two_steps_and_goes_on_as_if_nothing_had_been(
     expected = train(whole)
     held = held_after(runner, 3)
     assert (held.step, runner.replica_progress().progress) == (3, 3)
-    assert runner.replica_progress().words == "no sample lost, 0 in flight are repeated (epoch 1: 12 of 20 samples used)"
+    assert (
+        runner.replica_progress().words == "no sample lost, 0 in flight are repeated (epoch 1: 12 of 20 samples used)"
+    )
     answer = resume(runner)
     assert samples(runner) == samples(whole)
     assert values(answer) == values(expected)
