@@ -35,6 +35,10 @@ class NotRegisteredError(RuntimeError, ValueError):
     """The operator needs something (a loader, a model) that its `setup` never registered."""
 
 
+class NoDataError(NotRegisteredError):
+    """There is no data to train or to validate on: neither registered nor passed to the call."""
+
+
 class InvalidRegistrationError(TypeError, ValueError, AssertionError):
     """`register` was given something of the wrong kind.
 

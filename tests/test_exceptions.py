@@ -260,6 +260,7 @@ def test_every_exception_pickles_with_its_message(cls: type[BaseException]) -> N
     [
         (exceptions.InvalidCountError, (ValueError, AssertionError)),
         (exceptions.NotRegisteredError, (RuntimeError, ValueError)),
+        (exceptions.NoDataError, (exceptions.NotRegisteredError,)),
         (exceptions.InvalidRegistrationError, (TypeError, ValueError, AssertionError)),
         (exceptions.TrainerShutdownError, (exceptions.RaySGDError, RuntimeError)),
         (exceptions.ReservationTimeoutError, (exceptions.RaySGDError, TimeoutError)),

@@ -21,7 +21,7 @@ class RunnerFacts:
         keeps_own_state: Whether the operator has its own state, which evaluation may change.
         epoch_obstacle: Why an epoch can only start over, in any case; None when it can continue.
         ray_batches: What is registered of Ray Data, for the driver to divide; rank 0 says it for all.
-        has_validation: Whether there is something to validate on.
+        has_validation: Whether there is data to validate on, or a `validate` of the user's, which may need none.
     """
 
     num_models: int

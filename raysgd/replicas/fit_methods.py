@@ -196,7 +196,7 @@ class FitMethods(ABC):
                 count.
             callbacks: Objects of subclasses of `raysgd.callbacks.Callback`, called in this order.
             validation_freq: Validate after every so many epochs; 0 for never. Without validation data, nothing is
-                validated.
+                validated, unless your class has its own `validate` and that needs none.
             dataset: Trained on instead of the registered data, as in `train`.
             validation_dataset: Validated on instead of the registered data, as in `validate`.
             resume_from: A file that `run.save` or `save` wrote, or its URI: loaded first. "auto" is the newest

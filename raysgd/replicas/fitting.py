@@ -15,7 +15,7 @@ from raysgd.callbacks.callback import Callback, Run
 from raysgd.callbacks.calling import CallbackCalls
 from raysgd.callbacks.sidecar import Sidecar
 from raysgd.engine.call import Call
-from raysgd.exceptions import InvalidCountError
+from raysgd.exceptions import InvalidCountError, NoDataError
 from raysgd.replicas.epochs import VALIDATES
 from raysgd.replicas.history import History
 from raysgd.replicas.runner import ClassRunner
@@ -79,6 +79,7 @@ class Fit:
         self._calls = CallbackCalls(self._callbacks, self._run)
         self._num_records = len(trainer.history.records)
         self._num_events = len(trainer.history.events)
+        self._lacks_data = False
 
     def run(self) -> History:
         """Trains; returns the history of this run."""
@@ -135,15 +136,25 @@ class Fit:
             info = {"num_epochs": self._last_epoch, VALIDATES: self._validates}
             trained = trainer.train(info=info, **given)
             if self._validates and run.epoch % options.validation_freq == 0:
-                trainer._after_validation(trained, trainer.validate(dataset=options.validation_dataset))
+                self._validate(trained)
         self._calls.check_progress()
         self._tell_of_events()
         self._tell_of_result()
 
     @property
     def _validates(self) -> bool:
-        has_data = self._options.validation_dataset is not None or self._trainer._facts.has_validation
-        return has_data and self._options.validation_freq > 0
+        can_validate = self._options.validation_dataset is not None or self._trainer._facts.has_validation
+        return can_validate and not self._lacks_data and self._options.validation_freq > 0
+
+    def _validate(self, trained: Any) -> None:
+        """Validates; a `validate` of the user's that turns out to need data, where there is none, is not run again."""
+        try:
+            validated = self._trainer.validate(dataset=self._options.validation_dataset)
+        except NoDataError as error:
+            self._lacks_data = True
+            logger.warning("`%s.validate` needs data, so `fit` does not validate: %s", self._run.name, error.args[0])
+        else:
+            self._trainer._after_validation(trained, validated)
 
     def _tell_of_events(self) -> None:
         events = self._trainer.history.events[self._num_events :]

@@ -128,6 +128,11 @@ class Hosted(ABC):
             return f"`{name}` overrides `train_epoch` and does not set `resumes_epochs`"
         return self.feed.obstacle("train")
 
+    @property
+    def has_own_validate(self) -> bool:
+        """Whether the `validate` of the operator is the user's, which may need no data. The library's needs some."""
+        return not type(self.operator).validate.__module__.startswith("raysgd.")
+
     def change_config(self, config: Mapping[str, Any], changed: Mapping[str, Any]) -> list[str]:
         """Changes entries of the config in the operator.
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from raysgd.connections import tensorflow as connections
-from raysgd.exceptions import IncompatibleModelError, NotRegisteredError
+from raysgd.exceptions import IncompatibleModelError, NoDataError
 from raysgd.tf import datasets, registration, shared_variables
 from raysgd.tf.datasets import check_dataset, is_divided
 from raysgd.tf.fit_callbacks import merger, one_part, tracker
@@ -188,7 +188,7 @@ class CreatorOperator(TrainingOperator):
         """One `evaluate` with the options under `evaluate_config`; every sample counts once."""
         dataset = self.validation_dataset
         if dataset is None:
-            raise NotRegisteredError("`validate` needs a test dataset, but `data_creator` returned None instead.")
+            raise NoDataError("`validate` needs a test dataset, but `data_creator` returned None instead.")
         options = dict(self.config.get(_EVALUATE_CONFIG) or {})
         options["verbose"], options["return_dict"] = self._verbosity(options), True
         if num_steps is not None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from raysgd.connections import tensorflow as connections
 from raysgd.engine.types import DataLedger, World
-from raysgd.exceptions import NotRegisteredError
+from raysgd.exceptions import NoDataError
 from raysgd.replicas import feed
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayLoader
@@ -206,7 +206,7 @@ class _Missing:
         self._name = name
 
     def open(self, consumed: int) -> Any:
-        raise NotRegisteredError(f"`{self._name}` was not registered: pass it to `register_data` in `setup`.")
+        raise NoDataError(f"`{self._name}` was not registered: pass it to `register_data` in `setup`.")
 
     def num_steps(self) -> int | None:
         return None

@@ -100,7 +100,7 @@ class TFHosted(hosted.Hosted):
             keeps_own_state=type(operator).state_dict is not TrainingOperator.state_dict,
             epoch_obstacle=self.epoch_obstacle,
             ray_batches={} if self.world.rank else ray_batches_of(operator._raysgd.data.ray_loaders),
-            has_validation=operator.validation_dataset is not None,
+            has_validation=operator.validation_dataset is not None or self.has_own_validate,
         )
 
     def _signature(self, dataset: Any) -> DatasetSignature | None:

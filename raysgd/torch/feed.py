@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from raysgd.engine.types import DataLedger, World
-from raysgd.exceptions import NotRegisteredError
+from raysgd.exceptions import NoDataError
 from raysgd.replicas import feed
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.replicas.ray_batches import RayLoader, RayShare
@@ -288,9 +288,7 @@ class _Missing:
 
     def __iter__(self) -> Iterator[Any]:
         way_out = ", or pass `dataset` to `train`." if self._name == "train" else " before you call `validate`."
-        raise NotRegisteredError(
-            f"`{self._name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}"
-        )
+        raise NoDataError(f"`{self._name}_loader` was not registered: pass it to `register_data` in `setup`{way_out}")
 
 
 class _DataOfCall:

@@ -187,7 +187,7 @@ class TorchHosted(hosted.Hosted):
             is_sharded=self.parallel.is_sharded,
             epoch_obstacle=self.epoch_obstacle,
             ray_batches={} if self.world.rank else self.internals.data.ray_batches,
-            has_validation=validation is not None or overrides(self.operator, "validate"),
+            has_validation=validation is not None or self.has_own_validate,
             plateau_metrics=tuple(metric for metric, _ in self.operator._plateaus(0)),
         )
 

@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from raysgd.callbacks import Callback, Run
-from raysgd.exceptions import CallbackError, InvalidCountError
+from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError
 from raysgd.replicas.epochs import Progress
 from raysgd.replicas.history import name_in_test
 from raysgd.torch import TorchTrainer
@@ -28,6 +28,27 @@ class NoValidation(LinearOperator):
 
     def register_data(self, *, train_loader: Any = None, validation_loader: Any = None) -> None:
         super().register_data(train_loader=train_loader)
+
+
+class NeedsNoData(NoValidation):
+    """Validates on what it has."""
+
+    def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
+        return {"val_distance": 3.0}
+
+
+class NeedsData(NoValidation):
+    """Adds to the stock `validate`."""
+
+    def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
+        return {**super().validate(val_iterator, info), "val_distance": 3.0}
+
+
+class FailsToValidate(NoValidation):
+    """Has a mistake in its `validate`."""
+
+    def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
+        raise NotRegisteredError("a mistake")
 
 
 class Counts(Callback):
@@ -132,6 +153,21 @@ class TestEpochs:
     def test_are_not_validated_without_data_for_it(self, make_local: Make) -> None:
         [row] = make_local(NoValidation).fit(1)
         assert not [name for name in row if name.startswith("val_")]
+
+    def test_are_validated_by_a_method_of_the_user_as_long_as_it_needs_no_data(
+        self, make_local: Make, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        assert make_local(NeedsNoData).fit(2)["val_distance"] == [3, 3]
+        assert not caplog.records
+        trainer = make_local(NeedsData)
+        history = trainer.fit(2)
+        assert (history["epoch"], "val_distance" in history[-1]) == ([1, 2], False)
+        [warning] = [record.getMessage() for record in caplog.records]
+        assert warning.startswith("`NeedsData.validate` needs data, so `fit` does not validate: `validation_loader`")
+        data = DataLoader(dataset(7, seed=2), batch_size=4)
+        assert trainer.fit(1, validation_dataset=data)["val_distance"] == [3]
+        with pytest.raises(NotRegisteredError, match="a mistake"):
+            make_local(FailsToValidate).fit(1)
 
     def test_show_how_many_there_will_be(self, make_local: Make) -> None:
         seen: list[Progress] = []

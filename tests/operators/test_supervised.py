@@ -138,6 +138,15 @@ class TestSegmentation:
 
 
 class TestParts:
+    def test_fit_needs_no_data_to_validate_on(self) -> None:
+        class Unvalidated(Numbers):
+            def build_data(self, config: dict[str, Any]) -> Any:
+                return super().build_data(config)[0], None
+
+        with trainer_of(Unvalidated) as trainer:
+            history = trainer.fit(2)
+        assert (history["epoch"], "val_loss" in history[-1]) == ([1, 2], False)
+
     def test_a_collator_makes_the_batches_of_datasets(self) -> None:
         class Collated(Numbers):
             def build_collator(self, config: dict[str, Any]) -> Any:

@@ -25,6 +25,19 @@ def runner(keras_here: Any) -> TFRunner:
     return runner
 
 
+def test_fit_is_to_validate_where_there_is_data_or_a_method_of_the_user(keras_here: Any) -> None:
+    class Unvalidated(Line):
+        def register_data(self, **given: Any) -> None:
+            super().register_data(**{**given, "validation_dataset": None})
+
+    class Own(Unvalidated):
+        def validate(self, val_iterator: Any, info: Any = None) -> dict[str, Any]:
+            return {}
+
+    found = [TFRunner(TFSettings(each, {}, seed=0), World(0, 1)).setup() for each in (Line, Unvalidated, Own)]
+    assert [facts.has_validation for facts in found] == [True, False, True]
+
+
 def test_a_state_is_taken_over_as_it_was(runner: TFRunner) -> None:
     runner.train_epoch(REQUEST)
     capture = runner.capture(None)

@@ -425,6 +425,18 @@ def test_minus_one_at_the_very_first_batch_is_an_epoch_without_metrics(train_loc
     assert weights(module) == before
 
 
+def test_fit_neither_validates_nor_calls_hooks_of_validation_without_a_loader(train_local: Train) -> None:
+    class Unvalidated(Line):
+        val_dataloader = lightning.pytorch.LightningModule.val_dataloader
+
+        def on_validation_start(self) -> None:
+            self.seen.append("validation")
+
+    trainer, module = train_local(Unvalidated)
+    history = trainer.fit(2)
+    assert (history["epoch"], "val_loss" in history[-1], module.seen) == ([1, 2], False, [])
+
+
 class Endless(IterableDataset[Any]):
     def __iter__(self) -> Iterator[Any]:
         index = 0
