@@ -77,7 +77,7 @@ def room_for(
         state: What they are divided like.
         parallel: Divides them.
     """
-    like = _Like(state.registered, state.criterion, outline)
+    like = _Like(state.registered, state.criterion, state.optimizers_as_in(outline), outline)
     return {path: parallel.empty_like(like.tensor(path), _at(outline, path).dtype) for path in paths}
 
 
@@ -93,6 +93,7 @@ class _Like:
 
     registered: Registered
     criterion: Any
+    optimizers: list[Any]
     outline: Mapping[str, Any]
 
     def tensor(self, path: Path_) -> torch.Tensor:
@@ -113,7 +114,7 @@ class _Like:
         """That of an optimizer's state: entries are by the index of the parameter."""
         number, _, index, *_ = rest
         saved = self.outline["optimizers"][number]["param_groups"]
-        own = self.registered.optimizers[number].param_groups
+        own = self.optimizers[number].param_groups
         indices = [each for group in saved for each in group["params"]]
         parameters = [each for group in own for each in group["params"]]
         return dict(zip(indices, parameters, strict=True)).get(index)

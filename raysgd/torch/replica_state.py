@@ -12,6 +12,7 @@ from raysgd.engine.transfers import Parts
 from raysgd.replicas.replica_state import RESUME, ReplicaState, StateCopy
 from raysgd.torch import rng
 from raysgd.torch._fitting import check_model, check_optimizer, check_precision, check_schedulers
+from raysgd.torch.added_groups import AddedGroups
 from raysgd.torch.divided_folder import StateInFolder
 from raysgd.torch.feed import Feed
 from raysgd.torch.parallel import NoParallel
@@ -34,6 +35,7 @@ class TorchState(ReplicaState):
         self._parallel = parallel
         self._encoder = StateEncoder()
         self._flags = self._read_flags()
+        self._added = AddedGroups(self._internals.registered.optimizers)
         self._state_of = parallel.state_of
 
     def _parts(self) -> dict[str, Any]:
@@ -98,10 +100,11 @@ class TorchState(ReplicaState):
 
     def read_parts(self) -> dict[str, Any]:
         """The state of what is trained, and of optimizers. Where these are sharded, all ranks ask at the same time."""
-        read, criterion = self._state_of, self.criterion
+        read, criterion, registered = self._state_of, self.criterion, self.registered
+        added = zip(registered.optimizers, self._added.in_states(registered), strict=True)
         return {
-            "models": [read(model) for model in self.registered.original_models],
-            "optimizers": [read(optimizer) for optimizer in self.registered.optimizers],
+            "models": [read(model) for model in registered.original_models],
+            "optimizers": [{**read(optimizer), **names} for optimizer, names in added],
             **({} if criterion is None else {CRITERION: read(criterion)}),
         }
 
@@ -130,6 +133,10 @@ class TorchState(ReplicaState):
             raise self.not_registered()
         return registered
 
+    def optimizers_as_in(self, state: Mapping[str, Any]) -> list[Any]:
+        """The optimizers with the groups that they have in a state."""
+        return self._added.fitted(self.registered, state["optimizers"], in_place=False)
+
     def objects(self) -> list[Any]:
         """All that a state has a place for, down to the tensors."""
         registered = self.registered
@@ -140,7 +147,7 @@ class TorchState(ReplicaState):
         registered, precision = self.registered, self._internals.precision
         for model, saved in zip(registered.original_models, state["models"], strict=True):
             check_model(model, saved)
-        for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
+        for optimizer, saved in zip(self.optimizers_as_in(state), state["optimizers"], strict=True):
             check_optimizer(optimizer, saved)
         if self.criterion is not None and CRITERION in state:
             check_model(self.criterion, state[CRITERION])
@@ -159,7 +166,8 @@ class TorchState(ReplicaState):
             self._parallel.load_model(model, saved)
         if self.criterion is not None:
             self._load_criterion(self.criterion, state.get(CRITERION))
-        for optimizer, saved in zip(registered.optimizers, state["optimizers"], strict=True):
+        optimizers = self._added.fitted(registered, state["optimizers"], in_place=True)
+        for optimizer, saved in zip(optimizers, state["optimizers"], strict=True):
             self._parallel.load_optimizer(optimizer, saved)
         for scheduler, saved in zip(registered.schedulers, schedulers, strict=False):
             scheduler.load_state_dict(saved)

@@ -1,0 +1,87 @@
+"""Parameter groups that optimizers were given after `setup`: a state names them, so that other processes add them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from raysgd._fitting import require
+from raysgd.torch.registrar import Registered
+
+ADDED = "added_groups"  # key in the state of an optimizer: for each such group, the names of its parameters
+
+Names = list[list[str | None]]
+
+
+class AddedGroups:
+    """The groups behind those of `setup`.
+
+    Args:
+        optimizers: As `setup` has left them.
+    """
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        self._counts = [len(getattr(optimizer, "param_groups", ())) for optimizer in optimizers]
+
+    def in_states(self, registered: Registered) -> list[dict[str, Names]]:
+        """Return what the state of each optimizer says of them. A parameter that nothing saves has the name None."""
+        groups = [self._of(index, optimizer) for index, optimizer in enumerate(registered.optimizers)]
+        if not any(groups):
+            return [{} for _ in groups]
+        names = {id(parameter): name for name, parameter in _parameters(registered).items()}
+        named = [[[names.get(id(parameter)) for parameter in group["params"]] for group in each] for each in groups]
+        return [{ADDED: each} if each else {} for each in named]
+
+    def fitted(self, registered: Registered, states: Sequence[Any], *, in_place: bool) -> list[Any]:
+        """Return the optimizers with the groups of their states; unless `in_place`, copies where these are others.
+
+        Raises:
+            ValueError: A group has parameters that are not registered here.
+        """
+        optimizers, parameters = list(registered.optimizers), _parameters(registered)
+        for index, (own, saved) in enumerate(zip(self.in_states(registered), states, strict=True)):
+            names = saved.get(ADDED, []) if isinstance(saved, Mapping) else []
+            if names == own.get(ADDED, []):
+                continue
+            _check(names, parameters)
+            optimizers[index] = optimizers[index] if in_place else _copied(optimizers[index])
+            self._drop(index, optimizers[index])
+            for group in names:
+                optimizers[index].add_param_group({"params": [parameters[name] for name in group]})
+        return optimizers
+
+    def _of(self, index: int, optimizer: Any) -> list[dict[str, Any]]:
+        is_known = index < len(self._counts)  # not one of those that were registered later
+        groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
+        return groups[self._counts[index] :] if is_known else []
+
+    def _drop(self, index: int, optimizer: Any) -> None:
+        for group in self._of(index, optimizer):
+            for parameter in group["params"]:
+                optimizer.state.pop(parameter, None)
+        del optimizer.param_groups[self._counts[index] :]
+
+
+def _parameters(registered: Registered) -> dict[Any, torch.Tensor]:
+    return {
+        f"{index}.{name}": parameter
+        for index, part in enumerate(registered.trained)
+        for name, parameter in part.named_parameters()
+    }
+
+
+def _check(names: Any, parameters: Mapping[Any, torch.Tensor]) -> None:
+    is_list = isinstance(names, list) and all(isinstance(group, list) for group in names)
+    require(is_list, "the groups that were added to an optimizer are no lists of names")
+    strangers = [str(name or "no name")[:100] for group in names for name in group if name not in parameters]
+    found = ", ".join(strangers[:3])
+    require(not strangers, f"a group of an optimizer has parameters that are not registered here ({found})")
+
+
+def _copied(optimizer: Any) -> Any:
+    copied = copy.copy(optimizer)
+    copied.param_groups, copied.state = list(optimizer.param_groups), copy.copy(optimizer.state)
+    return copied
