@@ -73,6 +73,10 @@ class HorovodConnection(Connection):
     def load_in_driver(self) -> None:
         import_horovod()
 
+    @property
+    def listens_alone(self) -> bool:
+        return True
+
     def open_endpoint(self, host: str, rank: int) -> int:
         """Opens Horovod's rendezvous server on rank 0; no other rank listens before `hvd.init`."""
         self._is_interrupted = False

@@ -43,6 +43,11 @@ class Connection(ABC):
         """Whether `open_endpoint` does the same for each rank, so that it can be called before the rank is known."""
         return False
 
+    @property
+    def listens_alone(self) -> bool:
+        """Whether a driver that is the only worker has to open an endpoint, too, though no other rank looks for it."""
+        return False
+
     @abstractmethod
     def open_endpoint(self, host: str, rank: int) -> int:
         """Begins to listen for the other ranks of the next group, where this one needs to; returns the port.

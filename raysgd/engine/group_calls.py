@@ -68,6 +68,8 @@ class GroupCalls:
         hosts = hosts_of(members.infos)
         listening, self._listening = self._listening, {}
         addresses = {rank: listening[w] for rank, w in enumerate(members.workers) if w in listening}
+        if not members.remote_ranks and not self._spec.connection.listens_alone:
+            addresses.setdefault(0, (hosts[0], 0))
         opening = {rank: host for rank, host in enumerate(hosts) if addresses.get(rank, ("", 0))[0] != host}
         calls = {rank: members.workers[rank].submit("open_endpoint", host, rank) for rank, host in opening.items()}
         opened = self.gather(calls, on_wait)

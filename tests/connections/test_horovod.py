@@ -92,6 +92,7 @@ def test_a_single_rank_has_horovod_too_and_leaves_no_trace(monkeypatch: pytest.M
     before = dict(os.environ)
     for _ in range(2):
         connection = HorovodConnection()
+        assert connection.listens_alone
         hvd = join_alone(connection)
         assert (hvd.rank(), hvd.size(), hvd.local_size()) == (0, 1, 1)
         connection.leave()

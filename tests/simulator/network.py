@@ -161,10 +161,10 @@ class SimConnection(Connection):
 
     def joining(self, rendezvous: Rendezvous, world: World, even_alone: bool = False) -> Task:
         """Returns when all ranks have joined."""
-        if rendezvous.addresses[world.rank][1] != self._port:
-            raise LostConnectionError("another process listens at this rank's address")
         if world.size == 1 and not even_alone:
             return
+        if rendezvous.addresses[world.rank][1] != self._port:
+            raise LostConnectionError("another process listens at this rank's address")
         group = self._network.group(rendezvous)
         self.group, self._world = group, world
         group.add(world.rank, self)
