@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -24,8 +24,8 @@ class GANOperator(TrainingOperator):
     batch is a tensor of real samples, or a sequence whose first element is one (labels are left alone).
 
     `train` reports `loss_d` and `loss_g`. `validate` reports `val_loss_d` and `val_loss_g`, which say little about
-    how good the samples are; override `score_samples` to add what does. `TorchTrainer.get_model()` returns
-    `[discriminator, generator]`.
+    how good the samples are; override `score_samples` to add what does. `TorchTrainer.predict(noise)` returns a sample
+    of the generator for each row. `TorchTrainer.get_model()` returns `[discriminator, generator]`.
 
     More rungs that may be overridden alone: `build_optimizers`, `sample_noise`, `discriminator_loss`, `generator_loss`,
     `real_samples`. `setup` calls the `build_...` methods; leave it, or call `super().setup(config)`.
@@ -184,6 +184,12 @@ class GANOperator(TrainingOperator):
             loss_d, loss_g = self.discriminator_loss(real, generated), self.generator_loss(generated)
         scores = self.score_samples(real, generated)
         return {"val_loss_d": loss_d, "val_loss_g": loss_g, **scores, NUM_SAMPLES: len(real)}
+
+    def predict_batch(self, batch: Any, batch_info: Mapping[str, Any]) -> Any:
+        """Generate one sample from each row, which is noise, as `sample_noise` draws it."""
+        noise: torch.Tensor = batch[0] if isinstance(batch, list | tuple) else batch
+        with self._autocast():
+            return self.generator(noise.to(self.device, non_blocking=True))
 
     def _loss(self, scores: torch.Tensor, target: float) -> torch.Tensor:
         loss: torch.Tensor = self.criterion(scores, torch.full_like(scores, target))

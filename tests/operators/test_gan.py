@@ -173,6 +173,17 @@ class TestValidation:
         }
 
 
+class TestPrediction:
+    def test_the_generator_makes_a_sample_of_each_row_of_noise(self) -> None:
+        noise = torch.randn(7, 4, generator=torch.Generator().manual_seed(1))
+        with local_trainer() as trainer:
+            trainer.train()
+            _, generator = trainer.get_model()
+            expected = generator(noise).detach()
+            for data in (noise, torch.utils.data.TensorDataset(noise)):
+                torch.testing.assert_close(trainer.predict(data, batch_size=3), expected)
+
+
 class TestRefusals:
     @pytest.mark.parametrize("part", ["build_discriminator", "build_generator", "build_data"])
     def test_a_part_that_is_not_given(self, part: str) -> None:
