@@ -97,8 +97,8 @@ def check_dataset(dataset: Any, *, steps_apart: bool = False, joint_option: str 
     if not (hasattr(dataset, "set_num_shards") and hasattr(dataset, "get_shard")) and not call_data.is_known(dataset):
         raise TypeError(
             f"`dataset=` got `{type(dataset).__name__}`: need a `DataLoader`, a dataset of PyTorch or of Ray Data, "
-            "arrays or a data frame, a function `(config, batch_size)` that returns a loader, or an object with "
-            "`set_num_shards(n)` and `get_shard(i)`."
+            "arrays or a data frame, a list of dicts (the samples), a function `(config, batch_size)` that returns a "
+            "loader, or an object with `set_num_shards(n)` and `get_shard(i)`."
         )
 
 

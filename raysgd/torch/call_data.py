@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,9 +66,9 @@ class OfRows:
     batch_size: int
     options: Mapping[str, Any]
 
-    def make(self) -> DataLoader[Any]:
-        """The loader."""
-        return DataLoader(self.dataset, self.batch_size, **self.options)
+    def make(self, collate_fn: Any = None) -> DataLoader[Any]:
+        """The loader; `collate_fn` makes its batches, unless the options say what does."""
+        return DataLoader(self.dataset, self.batch_size, **{"collate_fn": collate_fn, **self.options})
 
 
 @dataclass(frozen=True)
@@ -90,12 +90,21 @@ def is_known(dataset: Any) -> bool:
     """Whether it is data that every worker can be given whole."""
     if isinstance(dataset, Arrays | DataLoader | Dataset) or is_frame(dataset) or is_of_arrays(dataset):
         return True
-    return _is_like_dataset(dataset) or is_creator(dataset)
+    return has_samples(dataset) or is_creator(dataset)
 
 
-def _is_like_dataset(dataset: Any) -> bool:
+def has_samples(dataset: Any) -> bool:
+    """Whether it gives samples by their numbers: a map-style dataset, something like one, or a list of dicts."""
+    if isinstance(dataset, list):
+        return bool(dataset) and all(isinstance(sample, Mapping) for sample in dataset)
     has_rows = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
     return has_rows and not isinstance(dataset, Sequence | Mapping)
+
+
+def collate_fn_of(loaders: Iterable[Any]) -> Any:
+    """What makes the batches of the first of these loaders that makes batches of samples; None where none does."""
+    found = (each for each in loaders if isinstance(each, DataLoader) and each.batch_sampler is not None)
+    return next((loader.collate_fn for loader in found), None)
 
 
 def whole(dataset: Any, config: Mapping[str, Any]) -> OfRows | OfLoader | Creator | None:
@@ -114,7 +123,7 @@ def whole(dataset: Any, config: Mapping[str, Any]) -> OfRows | OfLoader | Creato
         return _of_arrays(dataset, config)
     if is_frame(dataset) or is_of_arrays(dataset):
         return _of_arrays(Arrays(dataset), config)
-    if isinstance(dataset, Dataset) or _is_like_dataset(dataset):
+    if isinstance(dataset, Dataset) or has_samples(dataset):
         return OfRows(dataset, size_of(f"a `{type(dataset).__name__}`", None, config), {})
     return creator_of(dataset, config)
 

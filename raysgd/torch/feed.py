@@ -121,9 +121,15 @@ class Feed(feed.Feed):
         """What a share makes, once for all calls that use it."""
         key, loader = self._loaders.get(name, (None, None))
         if key != request.shard_key:
-            loader = share.data.make()
+            data = share.data
+            loader = data.make(self.collate_fn(name)) if isinstance(data, call_data.OfRows) else data.make()
             self._loaders[name] = request.shard_key, loader
         return loader
+
+    def collate_fn(self, name: str) -> Any:
+        """What makes a batch of samples in the loader under "train" or "validation", or else in the other one."""
+        other = "train" if name == "validation" else "validation"
+        return call_data.collate_fn_of(getattr(self._data_of(each), "loader", None) for each in (name, other))
 
     def _go_to_place(self, stream: BatchStream, share: Any) -> None:
         """Goes on where the last call with the same data stopped, if the workers were given them again."""

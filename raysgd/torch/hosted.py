@@ -92,7 +92,7 @@ class TorchHosted(hosted.Hosted):
         feed = Feed(self._data, self.parallel, world.size, self._undo, world.rank, joint, is_balanced)
         super().__init__(settings, world, feed, ledger)
         self._modes = Modes()
-        self._prediction = ToPredict()
+        self._prediction = ToPredict(partial(feed.collate_fn, "validation"))
 
     @property
     def internals(self) -> TorchInternals:

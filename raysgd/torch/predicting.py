@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -18,12 +18,13 @@ from raysgd.replicas.prediction import PredictRequest, Rows, Slice, Work
 from raysgd.replicas.prediction_data import Asked, BatchSource, Found, InRanges, refuse
 from raysgd.torch._loader_process import EndsWithParent, kept_options
 from raysgd.torch.batches import count_samples
+from raysgd.torch.call_data import has_samples
 from raysgd.torch.ray_tensors import as_batch
 from raysgd.torch.streams import length_of
 
 KINDS = (
-    "an array or tensor, a tuple or dict of them, a data frame, a dataset or `DataLoader` of PyTorch, a dataset of Ray "
-    "Data, or an iterator over batches"
+    "an array or tensor, a tuple or dict of them, a data frame, a dataset or `DataLoader` of PyTorch, a list of "
+    "dicts (the samples), a dataset of Ray Data, or an iterator over batches"
 )
 
 
@@ -58,7 +59,7 @@ def source_of(data: Any, asked: Asked) -> Found:
     if isinstance(data, DataLoader):
         _check_iterable(data)
         return BatchSource(_apart(data), length_of(data)), Plain(as_tensor)
-    if isinstance(data, Dataset) or (hasattr(data, "__getitem__") and not isinstance(data, Sequence | Mapping)):
+    if isinstance(data, Dataset) or has_samples(data):
         return InRanges(len(cast(Sized, data)), asked.batch_size, LoaderParts(data, {})), Plain(as_tensor)
     if not isinstance(data, Iterable) or isinstance(data, Sequence | Mapping | set | frozenset):
         raise refuse(data, KINDS)
@@ -123,9 +124,14 @@ def _apart(loader: DataLoader[Any]) -> Iterator[Any]:
 
 
 class ToPredict:
-    """The batches of one worker, for one prediction after the other."""
+    """The batches of one worker, for one prediction after the other.
 
-    def __init__(self) -> None:
+    Args:
+        collate_fn: Returns what makes batches of samples, where the data do not say it.
+    """
+
+    def __init__(self, collate_fn: Callable[[], Any]) -> None:
+        self._collate_fn = collate_fn
         self._key: str | None = None
         self._indices: list[range] = []
         self._loader: DataLoader[Any] | None = None
@@ -147,7 +153,7 @@ class ToPredict:
 
     def _loaded(self, request: PredictRequest, work: Rows, share: LoaderParts | None) -> Iterator[tuple[Any, int]]:
         if share is not None:
-            self._key, self._loader = request.key, _loader_of(share, self._indices)
+            self._key, self._loader = request.key, _loader_of(share, self._indices, self._collate_fn())
         assert self._loader is not None, "the first round brings the dataset"
         self._indices[:] = work.ranges
         if self._indices:
@@ -158,8 +164,8 @@ class ToPredict:
         self._key = self._loader = None
 
 
-def _loader_of(parts: LoaderParts, indices: list[range]) -> DataLoader[Any]:
-    options = dict(parts.options)
+def _loader_of(parts: LoaderParts, indices: list[range], collate_fn: Any) -> DataLoader[Any]:
+    options = {"collate_fn": collate_fn, **parts.options}
     if options.get("num_workers"):
         options["worker_init_fn"] = EndsWithParent(options["worker_init_fn"])
         options["persistent_workers"] = True

@@ -87,6 +87,51 @@ def test_a_call_with_data_of_its_own_is_as_one_with_registered_data(
     assert found[1:] == pytest.approx(expected[1:], abs=1e-6)
 
 
+class Texts(Line):
+    """Samples are dicts with lists of different length, which only its loader can make batches of."""
+
+    samples = [{"x": [1.0] * (1 + index % 3), "y": float(index)} for index in range(NUM_ROWS)]
+
+    def register_data(self, **loaders: Any) -> None:
+        name = self.config.get("registers", "train_loader")
+        super().register_data(**{name: DataLoader(self.samples, batch_size=4, collate_fn=self.collate)})  # type: ignore[arg-type]
+
+    @staticmethod
+    def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
+        x = [[sum(sample["x"]), float(len(sample["x"]))] for sample in samples]
+        return {"input": torch.tensor(x), "target": torch.tensor([[sample["y"]] for sample in samples])}
+
+    def prepare_batch(self, batch: Any) -> Any:
+        return (batch["input"],), batch["target"]
+
+    train_batch = TrainingOperator.train_batch
+
+
+class LikeADataset:
+    """Samples by their numbers."""
+
+    def __len__(self) -> int:
+        return len(Texts.samples)
+
+    def __getitem__(self, index: int) -> Any:
+        return Texts.samples[index]
+
+
+@pytest.mark.parametrize("samples", [Texts.samples, LikeADataset()])
+@pytest.mark.parametrize("registers", ["train_loader", "validation_loader"])
+def test_samples_become_batches_as_those_of_the_registered_loader(
+    make_local: Callable[..., TorchTrainer], samples: Any, registers: str
+) -> None:
+    trainer = make_local(Texts, config={"batch_size": 4, "registers": registers})
+    assert trainer.train(dataset=samples)["num_samples"] == NUM_ROWS
+    loss, model = trainer.validate(dataset=samples)["val_loss"], trainer.get_model()
+    assert trainer.test(samples)["test_loss"] == loss
+    batch = Texts.collate(Texts.samples)
+    expected = model(batch["input"])
+    assert loss == pytest.approx(torch.nn.functional.mse_loss(expected, batch["target"]).item(), rel=1e-5)
+    torch.testing.assert_close(trainer.predict(samples), expected.detach())
+
+
 @pytest.mark.parametrize("kind", ["loader", "dataset", "creator"])
 def test_calls_with_the_same_object_go_on_where_the_last_one_stopped(trainer: TorchTrainer, kind: str) -> None:
     for _ in range(4):
