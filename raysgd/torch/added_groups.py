@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from raysgd._fitting import require
+from raysgd.torch.plain_names import plain
 from raysgd.torch.registrar import Registered
 
 ADDED = "added_groups"  # key in the state of an optimizer: for each such group, the names of its parameters
@@ -67,7 +68,7 @@ class AddedGroups:
 
 def _parameters(registered: Registered) -> dict[Any, torch.Tensor]:
     return {
-        f"{index}.{name}": parameter
+        f"{index}.{plain(name)}": parameter
         for index, part in enumerate(registered.trained)
         for name, parameter in part.named_parameters()
     }

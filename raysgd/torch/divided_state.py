@@ -17,6 +17,7 @@ from raysgd.exceptions import CheckpointCorruptedError
 from raysgd.torch import divided_files
 from raysgd.torch.divided_files import DividedFolder
 from raysgd.torch.divided_folder import Path_, StateInFolder, WrittenPart, joined, split
+from raysgd.torch.plain_names import plain, with_plain_names
 
 if TYPE_CHECKING:
     from raysgd.torch.parallel import NoParallel
@@ -105,10 +106,13 @@ class _Like:
     def _owner(self, path: Path_) -> Any:
         part, *rest = path
         if part == "models":
-            return self.registered.original_models[int(rest[0])].state_dict().get(str(rest[1]))
+            return self._in(self.registered.original_models[int(rest[0])], rest[1])
         if part == "criterion":
-            return self.criterion.state_dict().get(str(rest[0]))
+            return self._in(self.criterion, rest[0])
         return self._parameter(rest) if rest[1] == "state" else None
+
+    def _in(self, model: torch.nn.Module, name: Any) -> Any:
+        return with_plain_names(model.state_dict()).get(plain(str(name)))
 
     def _parameter(self, rest: list[Any]) -> Any:
         """That of an optimizer's state: entries are by the index of the parameter."""

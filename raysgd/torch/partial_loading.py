@@ -13,6 +13,7 @@ from raysgd import _checks
 from raysgd.engine.snapshots import Snapshot
 from raysgd.replicas.replica_state import RESUME
 from raysgd.torch import checkpoint_file, divided_folder, shared_state, weights_file
+from raysgd.torch.plain_names import with_plain_names
 from raysgd.torch.replica_state import CRITERION, as_in_file
 
 PARTS = ("models", "criterion", "optimizers", "schedulers", "precision", "operator", "progress")
@@ -163,6 +164,7 @@ def _take_models(own: list[Any], saved: Any, strict: bool) -> tuple[ModelReport,
         raise ValueError(f"The file holds {found} models, but the operator registered {len(own)}. Nothing was loaded.")
     reports = []
     for index, (mine, theirs) in enumerate(zip(own, saved, strict=True)):
+        theirs = with_plain_names(theirs)
         full = weights_file.with_tied(theirs, mine) if isinstance(theirs, Mapping) else theirs
         if strict:
             own[index], report = full, ModelReport(num_loaded=len(full))

@@ -16,6 +16,7 @@ from raysgd.torch.added_groups import AddedGroups
 from raysgd.torch.divided_folder import StateInFolder
 from raysgd.torch.feed import Feed
 from raysgd.torch.parallel import NoParallel
+from raysgd.torch.plain_names import with_names_of, with_plain_names
 from raysgd.torch.precision import saved_state
 from raysgd.torch.registrar import Registered
 from raysgd.torch.training_operator import TrainingOperator
@@ -103,9 +104,9 @@ class TorchState(ReplicaState):
         read, criterion, registered = self._state_of, self.criterion, self.registered
         added = zip(registered.optimizers, self._added.in_states(registered), strict=True)
         return {
-            "models": [read(model) for model in registered.original_models],
+            "models": [with_plain_names(read(model)) for model in registered.original_models],
             "optimizers": [{**read(optimizer), **names} for optimizer, names in added],
-            **({} if criterion is None else {CRITERION: read(criterion)}),
+            **({} if criterion is None else {CRITERION: with_plain_names(read(criterion))}),
         }
 
     def read_divided(self) -> dict[str, Any]:
@@ -146,11 +147,11 @@ class TorchState(ReplicaState):
     def _check_parts(self, state: Mapping[str, Any]) -> None:
         registered, precision = self.registered, self._internals.precision
         for model, saved in zip(registered.original_models, state["models"], strict=True):
-            check_model(model, saved)
+            check_model(model, with_names_of(model, saved))
         for optimizer, saved in zip(self.optimizers_as_in(state), state["optimizers"], strict=True):
             check_optimizer(optimizer, saved)
         if self.criterion is not None and CRITERION in state:
-            check_model(self.criterion, state[CRITERION])
+            check_model(self.criterion, with_names_of(self.criterion, state[CRITERION]))
         if registered.schedulers:
             check_schedulers(registered.schedulers, state["schedulers"])
         precision_state = saved_state(precision, dict(state))
@@ -163,7 +164,7 @@ class TorchState(ReplicaState):
         schedulers = copy.deepcopy(list(state.get("schedulers", ())))
         precision_state = copy.deepcopy(saved_state(precision, dict(state)))
         for model, saved in zip(registered.original_models, state["models"], strict=True):
-            self._parallel.load_model(model, saved)
+            self._parallel.load_model(model, with_names_of(model, saved))
         if self.criterion is not None:
             self._load_criterion(self.criterion, state.get(CRITERION))
         optimizers = self._added.fitted(registered, state["optimizers"], in_place=True)
@@ -178,7 +179,7 @@ class TorchState(ReplicaState):
         if saved is None:
             logger.warning("the state has none of the criterion, whose parameters stay as they are")
         else:
-            self._parallel.load_model(criterion, saved)
+            self._parallel.load_model(criterion, with_names_of(criterion, saved))
 
 
 def as_in_file(state: Mapping[str, Any]) -> dict[str, Any]:
