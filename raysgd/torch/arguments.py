@@ -291,6 +291,12 @@ def check_joint_batches(settings: TorchSettings) -> None:
                 "`sync_batchnorm=True`",
                 "workers take different numbers of shards, and would wait for each other. Omit one of the two",
             ),
+            (
+                is_deterministic and hasattr(settings.training_operator_cls, "_lightning_module_cls"),
+                "an operator made of a `LightningModule`",
+                'its hooks run the backward pass. Pass `joint_batch="constant"` instead, with which any number of '
+                "workers takes the same steps up to rounding, or write a `TrainingOperator`",
+            ),
         ]
     )
 

@@ -69,9 +69,9 @@ class Arming:
         if step.window > 1 and num_batches and not step.is_used:
             option = f"accumulate_grad_batches={step.window}" if step.most_parts == 1 else "max_batch_per_worker"
             raise ValueError(
-                f"`{option}` had no effect: `{name}` computes its "
-                "gradients by itself. Call `self.backward(loss)` and `self.optimizer_step()` in `train_batch`, for "
-                "every batch, or accumulate by hand and omit the option."
+                f"`{option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` and "
+                "`self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
+                "optimization), or accumulate by hand and omit the option."
             )
         if num_batches and internals.own_steps.misses_clipping:
             raise ValueError(

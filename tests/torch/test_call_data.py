@@ -87,14 +87,15 @@ def test_a_call_with_data_of_its_own_is_as_one_with_registered_data(
     assert found[1:] == pytest.approx(expected[1:], abs=1e-6)
 
 
+SAMPLES = [{"x": [1.0] * (1 + index % 3), "y": float(index)} for index in range(NUM_ROWS)]
+
+
 class Texts(Line):
     """Samples are dicts with lists of different length, which only its loader can make batches of."""
 
-    samples = [{"x": [1.0] * (1 + index % 3), "y": float(index)} for index in range(NUM_ROWS)]
-
     def register_data(self, **loaders: Any) -> None:
         name = self.config.get("registers", "train_loader")
-        super().register_data(**{name: DataLoader(self.samples, batch_size=4, collate_fn=self.collate)})  # type: ignore[arg-type]
+        super().register_data(**{name: DataLoader(SAMPLES, batch_size=4, collate_fn=self.collate)})  # type: ignore[arg-type]
 
     @staticmethod
     def collate(samples: list[Any]) -> dict[str, torch.Tensor]:
@@ -111,13 +112,13 @@ class LikeADataset:
     """Samples by their numbers."""
 
     def __len__(self) -> int:
-        return len(Texts.samples)
+        return len(SAMPLES)
 
     def __getitem__(self, index: int) -> Any:
-        return Texts.samples[index]
+        return SAMPLES[index]
 
 
-@pytest.mark.parametrize("samples", [Texts.samples, LikeADataset()])
+@pytest.mark.parametrize("samples", [SAMPLES, LikeADataset()])
 @pytest.mark.parametrize("registers", ["train_loader", "validation_loader"])
 def test_samples_become_batches_as_those_of_the_registered_loader(
     make_local: Callable[..., TorchTrainer], samples: Any, registers: str
@@ -126,7 +127,7 @@ def test_samples_become_batches_as_those_of_the_registered_loader(
     assert trainer.train(dataset=samples)["num_samples"] == NUM_ROWS
     loss, model = trainer.validate(dataset=samples)["val_loss"], trainer.get_model()
     assert trainer.test(samples)["test_loss"] == loss
-    batch = Texts.collate(Texts.samples)
+    batch = Texts.collate(SAMPLES)
     expected = model(batch["input"])
     assert loss == pytest.approx(torch.nn.functional.mse_loss(expected, batch["target"]).item(), rel=1e-5)
     torch.testing.assert_close(trainer.predict(samples), expected.detach())

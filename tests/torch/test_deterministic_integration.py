@@ -155,9 +155,13 @@ def test_steps_that_cannot_be_repeated_are_refused(operator_cls: type[TrainingOp
         ({"accumulate_grad_batches": 2}, "cannot work with `accumulate_grad_batches=2`"),
         ({"parallel": "fsdp"}, '`deterministic=True` cannot work with `parallel="fsdp"`'),
         ({"add_dist_sampler": False}, "`deterministic=True` cannot work with `add_dist_sampler=False`"),
+        (
+            {"training_operator_cls": type("Lit", (LinearOperator,), {"_lightning_module_cls": None})},
+            'cannot work with an operator made of a `LightningModule`: .* Pass `joint_batch="constant"` instead',
+        ),
         ({"deterministic": "yes"}, "need True or False"),
     ],
 )
 def test_what_cannot_be_repeated_is_refused_before_workers_start(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        TorchTrainer(training_operator_cls=LinearOperator, num_workers=2, **{"deterministic": True, **options})
+        TorchTrainer(**{"training_operator_cls": LinearOperator, "num_workers": 2, "deterministic": True, **options})

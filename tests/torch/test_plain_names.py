@@ -47,7 +47,7 @@ def test_a_state_with_the_names_of_a_compiled_model_fits_too(compiled: str, make
     trainer = make_local(MayBeCompiled, config={"compiled": compiled})
     state = trainer.state_dict()
     state["models"] = [make_model("whole").state_dict()]
-    assert list(state["models"][0])[0] == "_orig_mod.0.weight"
+    assert next(iter(state["models"][0])) == "_orig_mod.0.weight"
     trainer.load_state_dict(state)
     assert equal(dict(trainer.state_dict()["models"][0]), dict(with_plain_names(state["models"][0])))
     torch.save(state, tmp_path / "other.pt")
