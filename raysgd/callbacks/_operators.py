@@ -15,6 +15,11 @@ def models_of(operator: Any) -> list[Any]:
     return list(operator._raysgd.registered.original_models)
 
 
+def state_of(operator: Any, key: str) -> Any:
+    """Return the state of a worker callback by its `state_key`; None if there is none."""
+    return operator._raysgd.callbacks.state_of(key)
+
+
 def rank_of(operator: Any) -> int:
     """Its rank among all workers."""
     return int(operator._raysgd.world.rank)

@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-import uuid
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary, WeakValueDictionary
 
 from raysgd import _checks
-from raysgd.callbacks._operators import is_sharded, models_of, rank_of
-from raysgd.callbacks.callback import Callback, Run
+from raysgd.callbacks._operators import index_of, is_sharded, models_of, optimizers_of, rank_of, state_of
+from raysgd.callbacks.callback import Callback
 from raysgd.callbacks.worker_callback import WorkerCallback
 
 Weights = list[dict[str, Any]]
 """For each model its tensors by name."""
-
-_averagers: WeakKeyDictionary[Any, WeakValueDictionary[str, Averager]] = WeakKeyDictionary()
-"""In a worker: the averagers that run beside an operator, by key."""
 
 
 class AveragedWeights(Callback):
@@ -29,22 +24,9 @@ class AveragedWeights(Callback):
     `TorchTrainer`, but not with `parallel="fsdp"`.
     """
 
-    def __init__(self) -> None:
-        self._key = uuid.uuid4().hex
-        self._kept: dict[str, Any] | None = None
-
-    def worker_callback(self) -> WorkerCallback:
-        """Keeps the averages in the workers. A second run of the same trainer goes on with them."""
-        return self._averager(self._key)
-
     @abstractmethod
-    def _averager(self, key: str) -> Averager:
-        """Makes what keeps the averages in a worker."""
-
-    def on_run_end(self, run: Run, error: BaseException | None) -> None:
-        """Keeps a copy of the averages, for the time after the run."""
-        if error is None:
-            self._kept = self._fetch(run.trainer) or self._kept
+    def worker_callback(self) -> Averager:
+        """Keeps the averages in the workers. A second run of the same trainer continues them."""
 
     def get_model(self, trainer: Any) -> Any:
         """A copy of the model with the averaged weights, on the CPU, or a list of models.
@@ -78,7 +60,8 @@ class AveragedWeights(Callback):
             trainer.apply_all_operators(partial(_put_all, weights=own))
 
     def _weights(self, trainer: Any) -> Weights:
-        state = self._fetch(trainer) or self._kept
+        found = trainer.apply_all_operators(partial(_state_of, key=self.worker_callback().state_key()))
+        state = next((each for each in found if each is not None), None)
         if state is None or not state["weights"]:
             raise RuntimeError(
                 f"`{type(self).__name__}` has averaged nothing yet: pass it to `trainer.fit(callbacks=[...])` first."
@@ -86,14 +69,11 @@ class AveragedWeights(Callback):
         weights: Weights = state["weights"]
         return weights
 
-    def _fetch(self, trainer: Any) -> dict[str, Any] | None:
-        """The state of the averagers while they run, from rank 0; None where there are none."""
-        found = trainer.apply_all_operators(partial(_state_of, key=self._key))
-        return next((each for each in found if each is not None), None)
-
 
 class EMA(AveragedWeights):
-    """Keeps an exponential moving average of the weights, updated after each optimizer step.
+    """Keeps an exponential moving average of the weights, updated after each optimizer step, in any training loop.
+
+    With several optimizers, each average follows the steps of the optimizer that trains the weight.
 
     Args:
         decay: How much of the average stays in each update, such as 0.999.
@@ -108,14 +88,13 @@ class EMA(AveragedWeights):
     """
 
     def __init__(self, decay: float = 0.999, *, warmup: bool = False) -> None:
-        super().__init__()
         if not _checks.is_number(decay) or not 0 <= decay < 1:
             raise ValueError(f"`decay={decay!r}`: need a number from 0 to less than 1, such as 0.999.")
         _checks.refuse_text(warmup=warmup)
         self.decay, self.warmup = float(decay), bool(warmup)
 
-    def _averager(self, key: str) -> Averager:
-        return EMAInWorker(key, self.decay, self.warmup)
+    def worker_callback(self) -> Averager:
+        return EMAInWorker(self.decay, self.warmup)
 
 
 class SWA(AveragedWeights):
@@ -136,107 +115,119 @@ class SWA(AveragedWeights):
     """
 
     def __init__(self, start_epoch: int = 1, every_n_epochs: int = 1) -> None:
-        super().__init__()
         self.start_epoch = _checks.check_count("start_epoch", start_epoch, "Epochs count from 1.")
         self.every_n_epochs = _checks.check_count("every_n_epochs", every_n_epochs, "1 takes every epoch.")
 
-    def _averager(self, key: str) -> Averager:
-        return SWAInWorker(key, self.start_epoch, self.every_n_epochs)
+    def worker_callback(self) -> Averager:
+        return SWAInWorker(self.start_epoch, self.every_n_epochs)
 
 
 class Averager(WorkerCallback):
-    """Keeps an average of the weights in one worker.
+    """An average of the weights, kept in one worker."""
 
-    Args:
-        key: Which callback of the driver it belongs to.
-    """
-
-    def __init__(self, key: str) -> None:
-        self._key = key
-        self.num_updates = 0
+    def __init__(self) -> None:
         self.weights: Weights = []
 
     def on_begin(self, operator: Any) -> None:
         if is_sharded(operator):
             raise ValueError('Averages of weights need whole models in each worker: `parallel="fsdp"` divides them.')
-        _averagers.setdefault(operator, WeakValueDictionary())[self._key] = self
-        self.num_updates, self.weights = 0, []
-
-    def update(self, operator: Any, share: float) -> None:
-        """Moves the averages towards the present weights.
-
-        Args:
-            operator: Whose models are averaged.
-            share: How much of the present weights goes in; 1 replaces the averages.
-        """
-        import torch
-
-        with torch.no_grad():
-            if not self.weights:
-                self.weights = [_copied(model) for model in models_of(operator)]
-            for model, weights in zip(models_of(operator), self.weights, strict=True):
-                _mix(model, weights, share)
-        self.num_updates += 1
+        self.weights = []
 
     def state_dict(self) -> dict[str, Any]:
-        on_cpu = [{name: tensor.cpu() for name, tensor in weights.items()} for weights in self.weights]
-        return {"num_updates": self.num_updates, "weights": on_cpu}
+        return {"weights": [{name: tensor.cpu() for name, tensor in weights.items()} for weights in self.weights]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.num_updates = int(state["num_updates"])
         self.weights = [{name: tensor.clone() for name, tensor in weights.items()} for weights in state["weights"]]
 
 
 class EMAInWorker(Averager):
-    """Updates the averages after each step."""
+    """Updates an average after each step of the optimizer that trains the weight."""
 
-    def __init__(self, key: str, decay: float, warmup: bool) -> None:
-        super().__init__(key)
+    def __init__(self, decay: float, warmup: bool) -> None:
+        super().__init__()
         self._decay, self._warmup = decay, warmup
-        self._has_stepped = False
+        self._num_updates: list[int] = []  # of each optimizer
+        self._before: tuple[list[int], dict[int, int]] = self._num_updates, {}
 
     def on_begin(self, operator: Any) -> None:
         super().on_begin(operator)
+        optimizers = optimizers_of(operator)
+        if not optimizers or not all(hasattr(each, "register_step_post_hook") for each in optimizers):
+            names = ", ".join(type(each).__name__ for each in optimizers) or "none"
+            raise ValueError(
+                f"`EMA` follows the steps of optimizers and cannot see those of the registered ones ({names}): pass "
+                "objects of subclasses of `torch.optim.Optimizer` to `register`."
+            )
         self.weights = [_copied(model) for model in models_of(operator)]
+        self._num_updates = [0] * len(optimizers)
+        self._before = self._num_updates, {}
 
-    def on_gradients(self, operator: Any, optimizer: Any) -> None:
-        self._has_stepped = True
+    def on_epoch_begin(self, operator: Any) -> None:
+        self._before = list(self._num_updates), _changes_of(optimizers_of(operator))
 
-    def on_step_end(self, operator: Any, step: int, metrics: Mapping[str, Any]) -> None:
-        if self._has_stepped:  # without it, nothing counted in the step
-            self._has_stepped = False
-            self.update(operator, 1 - self._present_decay)
+    def on_optimizer_step(self, operator: Any, optimizer: Any) -> None:
+        optimizers, index = optimizers_of(operator), index_of(operator, optimizer)
+        for model, weights in zip(models_of(operator), self.weights, strict=True):
+            _mix(_trained_by(optimizer, optimizers, model), weights, 1 - self._decay_of(self._num_updates[index]))
+        self._num_updates[index] += 1
 
-    @property
-    def _present_decay(self) -> float:
-        num = self.num_updates
-        return min(self._decay, (1 + num) / (10 + num)) if self._warmup else self._decay
+    def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
+        num_before, before = self._before
+        counts = zip(optimizers_of(operator), self._num_updates, num_before, strict=True)
+        seen = _changes_of([optimizer for optimizer, num, before in counts if num > before])
+        now = _changes_of(optimizers_of(operator))
+        if any(count > before.get(each, count) for each, count in now.items() if each not in seen):
+            raise ValueError(
+                "`EMA` saw no step of a registered optimizer in this epoch, and its weights changed: pass the "
+                "optimizer whose `step` your code calls to `register`, and keep what that returns."
+            )
+
+    def _decay_of(self, num_updates: int) -> float:
+        return min(self._decay, (1 + num_updates) / (10 + num_updates)) if self._warmup else self._decay
+
+    def state_key(self) -> str:
+        return f"EMA(decay={self._decay}, warmup={self._warmup})"
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "num_updates": list(self._num_updates)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._num_updates = list(state["num_updates"])
+        self._before = self._num_updates, {}  # the weights were changed, too
 
 
 class SWAInWorker(Averager):
     """Updates the averages at the end of epochs."""
 
-    def __init__(self, key: str, start_epoch: int, every_n_epochs: int) -> None:
-        super().__init__(key)
+    def __init__(self, start_epoch: int, every_n_epochs: int) -> None:
+        super().__init__()
         self._start, self._every = start_epoch, every_n_epochs
-        self._num_epochs = 0
+        self._num_epochs = self._num_updates = 0
 
     def on_begin(self, operator: Any) -> None:
         super().on_begin(operator)
-        self._num_epochs = 0
+        self._num_epochs = self._num_updates = 0
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
         self._num_epochs += 1
         since = self._num_epochs - self._start
-        if since >= 0 and since % self._every == 0:
-            self.update(operator, 1 / (self.num_updates + 1))
+        if since < 0 or since % self._every:
+            return
+        self.weights = self.weights or [_copied(model) for model in models_of(operator)]
+        self._num_updates += 1
+        for model, weights in zip(models_of(operator), self.weights, strict=True):
+            _mix(_tensors_of(model), weights, 1 / self._num_updates)
+
+    def state_key(self) -> str:
+        return f"SWA(start_epoch={self._start}, every_n_epochs={self._every})"
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "num_epochs": self._num_epochs}
+        return {**super().state_dict(), "num_updates": self._num_updates, "num_epochs": self._num_epochs}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)
-        self._num_epochs = int(state["num_epochs"])
+        self._num_updates, self._num_epochs = int(state["num_updates"]), int(state["num_epochs"])
 
 
 # ---------------------------------------------------------------------------------------------------- tensors
@@ -244,6 +235,32 @@ class SWAInWorker(Averager):
 
 def _tensors_of(model: Any) -> dict[str, Any]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _parameters_of(optimizer: Any) -> Iterator[Any]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _changes_of(optimizers: Sequence[Any]) -> dict[int, int]:
+    """Return how often each parameter of these optimizers was changed, by identity."""
+    return {id(parameter): parameter._version for each in optimizers for parameter in _parameters_of(each)}
+
+
+def _trained_by(optimizer: Any, optimizers: Sequence[Any], model: Any) -> dict[str, Any]:
+    """Return the tensors of a model that an optimizer trains.
+
+    What no optimizer trains, such as statistics of batch norms, goes with the first one that trains a part of it.
+    """
+    tensors = _tensors_of(model)
+    trained = [set(map(id, _parameters_of(each))) for each in optimizers]
+    parts = [each for each, ids in zip(optimizers, trained, strict=True) if ids & set(map(id, tensors.values()))]
+    own, all_trained = set(map(id, _parameters_of(optimizer))), set().union(*trained)
+    takes_rest = optimizer is (parts or optimizers)[0]
+    return {
+        name: tensor
+        for name, tensor in tensors.items()
+        if id(tensor) in own or (takes_rest and id(tensor) not in all_trained)
+    }
 
 
 def _copied(model: Any) -> dict[str, Any]:
@@ -255,14 +272,18 @@ def _precise(tensor: Any) -> Any:
     return tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
 
 
-def _mix(model: Any, weights: dict[str, Any], share: float) -> None:
-    for name, tensor in _tensors_of(model).items():
-        if weights[name].device != tensor.device:  # it came out of a state
-            weights[name] = weights[name].to(tensor.device)
-        if tensor.is_floating_point() or tensor.is_complex():
-            weights[name].lerp_(_precise(tensor.detach()), share)
-        else:
-            weights[name].copy_(tensor)
+def _mix(tensors: Mapping[str, Any], weights: dict[str, Any], share: float) -> None:
+    """Moves averages towards tensors of the same names; `share` is how much of these goes in."""
+    import torch
+
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            if weights[name].device != tensor.device:  # it came out of a state
+                weights[name] = weights[name].to(tensor.device)
+            if tensor.is_floating_point() or tensor.is_complex():
+                weights[name].lerp_(_precise(tensor.detach()), share)
+            else:
+                weights[name].copy_(tensor)
 
 
 def _put(model: Any, weights: Mapping[str, Any]) -> None:
@@ -277,8 +298,8 @@ def _put(model: Any, weights: Mapping[str, Any]) -> None:
 
 
 def _state_of(operator: Any, key: str) -> dict[str, Any] | None:
-    averager = _averagers[operator].get(key) if operator in _averagers else None
-    return averager.state_dict() if averager is not None and rank_of(operator) == 0 else None
+    found: dict[str, Any] | None = state_of(operator, key) if rank_of(operator) == 0 else None
+    return found
 
 
 def _own_weights(operator: Any) -> Weights | None:

@@ -29,6 +29,12 @@ class WorkerCallback:
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
         """Called before each optimizer step. Gradients are those of all workers, unscaled, and not clipped yet."""
 
+    def on_optimizer_step(self, operator: Any, optimizer: Any) -> None:
+        """Called after each step of a registered `torch.optim.Optimizer`, also of one that your own code steps.
+
+        A step that mixed precision skips, and one without gradients, does not count.
+        """
+
     def on_step_end(self, operator: Any, step: int, metrics: Mapping[str, Any]) -> Mapping[str, Any] | None:
         """Called after each optimizer step that `train_batch` made.
 
@@ -44,6 +50,13 @@ class WorkerCallback:
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
         """Called when this worker has its results of the epoch. You may add entries."""
+
+    def state_key(self) -> str:
+        """Return the name of the state, by default that of the class.
+
+        A run continues with the state of the same name. Override this to use several callbacks of one class in a run.
+        """
+        return type(self).__name__
 
     def state_dict(self) -> Any:
         """State that survives losses, and that `save` writes: tensors and plain data. Rank 0 answers for all."""

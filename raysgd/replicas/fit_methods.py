@@ -23,6 +23,7 @@ from raysgd.replicas.making import ReplicaMaker
 from raysgd.replicas.recording import CallRecorder, as_test, recorded
 from raysgd.replicas.results import Metrics
 from raysgd.replicas.settings import GroupSettings
+from raysgd.replicas.worker_callbacks import refuse_equal_keys
 
 
 class FitMethods(ABC):
@@ -236,6 +237,7 @@ class FitMethods(ABC):
 
         Raises:
             TypeError: This trainer has none in its workers.
+            ValueError: Two of them cannot be told apart.
             UnpicklableError: One of them cannot be sent to a worker.
         """
         for name, callback in callbacks:
@@ -247,6 +249,7 @@ class FitMethods(ABC):
             if not is_sendable(callback):
                 raise UnpicklableError(f"`{name}` runs in the workers, and `{callback!r}` cannot be pickled.")
         chosen = tuple(callback for _, callback in callbacks)
+        refuse_equal_keys(chosen)
         self._settings = replace(self._settings, worker_callbacks=chosen)
         self._replicas.settings = replace(self._replicas.settings, worker_callbacks=chosen)
         group = self._controller.group

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
@@ -17,19 +19,22 @@ CALLBACKS = "callbacks"
 
 _LIBRARIES = ("torch", "horovod", "raysgd")
 
+logger = logging.getLogger(__name__)
+
 
 class InstalledCallbacks:
     """The worker callbacks of one operator.
 
-    A state that no callback has claimed is kept: the next callback of its class gets it.
+    A state that no callback has claimed is kept: the next callback with the same `state_key` gets it.
     """
 
     def __init__(self) -> None:
         self._callbacks: list[WorkerCallback] = []
-        self._unclaimed: list[dict[str, Any]] = []
+        self._unclaimed: dict[str, Any] = {}
         self._epoch: Any = None
         self._operator: Any = None
         self._on_gradients: list[WorkerCallback] = []
+        self._on_steps: list[WorkerCallback] = []
 
     def install(self, callbacks: Sequence[WorkerCallback], operator: Any) -> None:
         """Puts copies of `callbacks` in the place of those that there are."""
@@ -64,11 +69,12 @@ class InstalledCallbacks:
 
         if watching:
             operator.train_batch = watched
-        self._on_gradients, self._operator = self._with("on_gradients"), operator
+        self._on_gradients, self._on_steps = self._with("on_gradients"), self._with("on_optimizer_step")
+        self._operator = operator
         try:
             yield
         finally:
-            self._on_gradients, self._operator = [], None
+            self._on_gradients, self._on_steps, self._operator = [], [], None
             if watching:
                 del operator.train_batch
                 if before is not None:
@@ -83,6 +89,16 @@ class InstalledCallbacks:
         """Called before an optimizer steps, with gradients that are complete."""
         for each in self._on_gradients:
             _call(each, "on_gradients", self._operator, optimizer)
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether a callback is to be called after an optimizer has stepped."""
+        return bool(self._on_steps)
+
+    def stepped(self, optimizer: Any) -> None:
+        """Called after an optimizer has stepped."""
+        for each in self._on_steps:
+            _call(each, "on_optimizer_step", self._operator, optimizer)
 
     def end_epoch(self, operator: Any, returned: Any) -> Any:
         """Called with what `train_epoch` returned; returns that with what callbacks have added."""
@@ -100,10 +116,14 @@ class InstalledCallbacks:
 
     # ---------------------------------------------------------------------------------------------- their state
 
-    def states(self) -> list[dict[str, Any]]:
-        """The class and the state of each callback, and what no callback has claimed yet."""
-        own = [{"name": type(each).__name__, "state": _call(each, "state_dict")} for each in self._callbacks]
-        return [*own, *self._unclaimed]
+    def states(self) -> dict[str, Any]:
+        """The state of each callback by its `state_key`, and what no callback has claimed yet."""
+        return {**self._unclaimed, **{_key_of(each): _call(each, "state_dict") for each in self._callbacks}}
+
+    def state_of(self, key: str) -> Any:
+        """Return one of these states; None if there is none."""
+        found = next((each for each in self._callbacks if _key_of(each) == key), None)
+        return self._unclaimed.get(key) if found is None else _call(found, "state_dict")
 
     def part_of_state(self) -> dict[str, Any]:
         """Their part of the state of a replica; empty if there is none."""
@@ -116,28 +136,52 @@ class InstalledCallbacks:
         Raises:
             ValueError: It is.
         """
-        entries = state.get(CALLBACKS, [])
-        if not isinstance(entries, list) or not all(isinstance(each, Mapping) and "name" in each for each in entries):
-            raise ValueError(f"The state's {CALLBACKS!r} is no list of the states of callbacks. Nothing was loaded.")
+        if not isinstance(state.get(CALLBACKS, {}), Mapping):
+            raise ValueError(f"The state's {CALLBACKS!r} does not have the states of callbacks. Nothing was loaded.")
 
     def apply(self, state: Mapping[str, Any], operator: Any) -> None:
         """Takes over their part of a state. A callback that has none in it begins again: the model is another one."""
-        for each in self._claim(copy.deepcopy(list(state.get(CALLBACKS, ())))):
+        without = self._claim(copy.deepcopy(dict(state.get(CALLBACKS, {}))))
+        for each in without:
             _call(each, "on_begin", operator)
+        missing = [_key_of(each) for each in without if _has_state(each)]
+        if missing and self._unclaimed and operator._raysgd.world.rank == 0:
+            logger.warning(
+                "the state that was loaded has no part for the callback `%s`, which begins again; it has one for `%s`",
+                "`, `".join(missing),
+                "`, `".join(self._unclaimed),
+            )
 
-    def _claim(self, states: Iterable[Mapping[str, Any]]) -> list[WorkerCallback]:
-        """Gives each callback the first state of its class that is left; returns callbacks that got none."""
-        left, without = [dict(each) for each in states], []
+    def _claim(self, states: Mapping[str, Any]) -> list[WorkerCallback]:
+        """Gives each callback its state; returns callbacks that have none."""
+        self._unclaimed = {key: state for key, state in states.items() if state is not None}
         for each in self._callbacks:
-            index = next((i for i, entry in enumerate(left) if entry["name"] == type(each).__name__), None)
-            if index is None:
-                without.append(each)
-                continue
-            found = left.pop(index).get("state")
-            if found is not None:
-                _call(each, "load_state_dict", found)
-        self._unclaimed = left
-        return without
+            state = self._unclaimed.pop(_key_of(each), None)
+            if state is not None:
+                _call(each, "load_state_dict", state)
+        return [each for each in self._callbacks if _key_of(each) not in states]
+
+
+def refuse_equal_keys(callbacks: Sequence[WorkerCallback]) -> None:
+    """Refuses callbacks whose states could not be told apart.
+
+    Raises:
+        ValueError: Two of them have one `state_key`.
+    """
+    for key, count in Counter(_key_of(each) for each in callbacks if _has_state(each)).items():
+        if count > 1:
+            raise ValueError(
+                f"`callbacks` has {count} of `{key}`, whose states could not be told apart: pass one of them, or "
+                "override `state_key` in their class."
+            )
+
+
+def _key_of(callback: WorkerCallback) -> str:
+    return str(_call(callback, "state_key"))
+
+
+def _has_state(callback: WorkerCallback) -> bool:
+    return type(callback).state_dict is not WorkerCallback.state_dict
 
 
 def _after_step(callbacks: Sequence[WorkerCallback], operator: Any, metrics: Any) -> Any:

@@ -25,7 +25,7 @@ class Bounds(Protocol):
 
 
 class Watcher(Protocol):
-    """Sees gradients before they are clipped."""
+    """Sees gradients before they are clipped, and steps."""
 
     @property
     def wants_gradients(self) -> bool:
@@ -33,6 +33,13 @@ class Watcher(Protocol):
 
     def gradients(self, optimizer: Any) -> None:
         """Called before an optimizer steps."""
+
+    @property
+    def wants_steps(self) -> bool:
+        """Whether it is to be called after steps."""
+
+    def stepped(self, optimizer: Any) -> None:
+        """Called after an optimizer has stepped."""
 
 
 class OwnSteps:
@@ -46,16 +53,18 @@ class OwnSteps:
         self._options = options
         self._bounds = bounds
         self._is_clipped = self._has_clipped = False
-        self._num_optimizers = 0
+        self._sees_all = True
         self._handles: list[Any] = []
+        self._about_to_step: set[int] = set()  # by identity: those with gradients
 
     def watch(self, optimizers: Sequence[Any]) -> None:
         """Lets the bounds act, or be missed, also where user code steps an optimizer by itself."""
         for handle in self._handles:
             handle.remove()
-        self._num_optimizers = len(optimizers)
         hooked = [each for each in optimizers if hasattr(each, "register_step_pre_hook")]
+        self._sees_all = len(hooked) == len(optimizers)
         self._handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
+        self._handles += [each.register_step_post_hook(self._after_step) for each in hooked]
 
     def begin_call(self) -> None:
         """Begins a training call."""
@@ -65,7 +74,7 @@ class OwnSteps:
     @property
     def misses_clipping(self) -> bool:
         """Whether a bound was not used in this call, and user code may have stepped past it."""
-        return self._options.clips and not self._has_clipped and len(self._handles) != self._num_optimizers
+        return self._options.clips and not self._has_clipped and not self._sees_all
 
     def step(self, optimizer: Any) -> None:
         """Steps an optimizer whose gradients are clipped already."""
@@ -99,6 +108,7 @@ class OwnSteps:
 
     def _before_step(self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs in each step of an optimizer, from any caller."""
+        self._about_to_step.discard(id(optimizer))
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             self._check_gradients(optimizer)
@@ -114,10 +124,19 @@ class OwnSteps:
     def _check_gradients(self, optimizer: Any) -> None:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
             return  # such a step changes nothing: some programs take one ahead of a scheduler
+        self._about_to_step.add(id(optimizer))
         self._precision.check_use()
         if not self._is_clipped and self._acts:
             _unscale_for_step(optimizer)
             self._clip(optimizer)
+
+    def _after_step(self, optimizer: Any, *_: Any) -> None:
+        """Runs after each step of an optimizer, from any caller."""
+        if self._watcher is None or not self._watcher.wants_steps or id(optimizer) not in self._about_to_step:
+            return
+        overflow = getattr(optimizer, "found_inf", None)  # of a fused optimizer, which skips its step by itself
+        if overflow is None or not overflow.item():
+            self._watcher.stepped(optimizer)
 
 
 def _unscale_for_step(optimizer: Any) -> None:

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from raysgd.callbacks import EMA, SWA, Callback, Run
+from raysgd.exceptions import CallbackError
 from raysgd.torch import TorchTrainer, TrainingOperator
-from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator
+from tests.torch.operators_for_tests import BatchNormOperator, LinearOperator, OwnBatchOperator, OwnEpochOperator
 
 Make = Callable[..., TorchTrainer]
 
@@ -44,6 +45,84 @@ def averaged(weights: list[torch.Tensor], decay: float) -> torch.Tensor:
     return average
 
 
+def num_updates(trainer: TorchTrainer) -> Any:
+    [state] = trainer.state_dict()["callbacks"].values()
+    return state["num_updates"]
+
+
+class SeveralSteps(LinearOperator):
+    """Takes three steps on each batch, in a loop that bypasses `train_batch`."""
+
+    def train_epoch(self, iterator: Any) -> dict[str, Any]:  # type: ignore[override]
+        self.steps = [self.model.weight.detach().clone()]
+        for features, _, target in iterator:
+            for _ in range(3):
+                self.optimizer.zero_grad()
+                self.criterion(self.model(features), target).backward()
+                self.optimizer.step()
+                self.steps.append(self.model.weight.detach().clone())
+        return {}
+
+
+class Pair(TrainingOperator):
+    """Two models, the second of which takes two steps on each batch."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        self.models, self.optimizers = self.register(models=models, optimizers=optimizers)
+        self.model = self.models[0]
+        self.register_data(train_loader=torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2))
+        self.steps = [[model.weight.detach().clone()] for model in self.models]
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        for index in (0, 1, 1):
+            loss = self.models[1](self.models[0](batch)).square().mean()
+            self.backward(loss, optimizer=self.optimizers[index])
+            self.optimizer_step(self.optimizers[index])
+            self.steps[index].append(self.models[index].weight.detach().clone())
+        return {"train_loss": loss.detach(), "num_samples": len(batch)}
+
+
+class TwoOptimizers(BatchNormOperator):
+    """One model whose matrices and vectors have an optimizer each."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        of_matrices = torch.optim.SGD([p for p in self.model.parameters() if p.ndim > 1], lr=0.05)
+        of_vectors = torch.optim.SGD([p for p in self.model.parameters() if p.ndim == 1], lr=0.05)
+        self.model, self.optimizers = self.register(models=self.model, optimizers=[of_vectors, of_matrices])
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, _, target = batch
+        self.backward(self.criterion(self.model(features), target), optimizer=self.optimizers)
+        self.optimizer_step(self.optimizers)
+        return {"num_samples": len(target)}
+
+
+class WithoutARegisteredOptimizer(OwnBatchOperator):
+    """Steps an optimizer that the library does not know."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        super().setup(config)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+
+class OwnKindOfOptimizer(OwnBatchOperator):
+    """Has an optimizer that tells of no steps."""
+
+    def register(self, *, models: Any, optimizers: Any, **parts: Any) -> Any:
+        mine = SimpleNamespace(
+            step=optimizers.step,
+            zero_grad=optimizers.zero_grad,
+            param_groups=optimizers.param_groups,
+            state_dict=optimizers.state_dict,
+            load_state_dict=optimizers.load_state_dict,
+        )
+        return super().register(models=models, optimizers=mine, **parts)
+
+
 def near(left: torch.Tensor, right: torch.Tensor) -> bool:
     return torch.allclose(left, right, rtol=0, atol=1e-6)
 
@@ -56,6 +135,85 @@ class TestEMA:
         model = ema.get_model(trainer)
         assert near(model.weight, averaged(weights_after_steps(2, **options), 0.8))
         assert not near(model.weight, trainer.get_model().weight)
+
+    def test_follows_the_steps_of_a_loop_of_the_user(self, make_local: Make) -> None:
+        ema, trainer = EMA(decay=0.8), make_local(OwnEpochOperator)
+        trainer.fit(2, callbacks=[ema])
+        assert near(ema.get_model(trainer).weight, averaged(weights_after_steps(2), 0.8))
+
+    def test_counts_each_step_on_a_batch(self, make_local: Make) -> None:
+        ema, trainer = EMA(decay=0.8), make_local(SeveralSteps)
+        trainer.fit(1, callbacks=[ema])
+        assert num_updates(trainer) == [15]
+        steps = trainer.get_local_operator().steps  # type: ignore[attr-defined]
+        assert near(ema.get_model(trainer).weight, averaged(steps, 0.8))
+
+    @pytest.mark.parametrize("is_fused", [False, True])
+    def test_leaves_out_steps_that_mixed_precision_skips(self, make_local: Make, is_fused: bool) -> None:
+        class Overflowing(LinearOperator):
+            def register(self, *, models: Any, optimizers: Any, **parts: Any) -> Any:
+                own = torch.optim.SGD(models.parameters(), lr=0.05, fused=is_fused)
+                return super().register(models=models, optimizers=own, **parts)
+
+            def forward(self, features: Any, target: Any) -> Any:
+                output, loss = super().forward(features, target)
+                return output, loss * (float("inf") if self.global_step == 1 else 1)
+
+            def optimizer_step(self, optimizer: Any = None) -> None:
+                before = self.model.weight.detach().clone()
+                super().optimizer_step(optimizer)
+                self.num_taken = getattr(self, "num_taken", 0) + (not torch.equal(before, self.model.weight))
+
+        trainer = make_local(Overflowing, precision="fp16")
+        trainer.fit(1, callbacks=[EMA()])
+        num_taken = trainer.get_local_operator().num_taken  # type: ignore[attr-defined]
+        assert num_updates(trainer) == [num_taken]
+        assert 0 < num_taken < 5
+
+    def test_follows_for_each_weight_the_optimizer_that_trains_it(self, make_local: Make) -> None:
+        ema, trainer = EMA(decay=0.5), make_local(Pair)
+        trainer.fit(1, callbacks=[ema])
+        assert num_updates(trainer) == [4, 8]
+        steps = trainer.get_local_operator().steps  # type: ignore[attr-defined]
+        for weights, average in zip(steps, ema.get_model(trainer), strict=True):
+            assert near(average.weight, averaged(weights, 0.5))
+
+    def test_of_one_model_with_two_optimizers_is_that_with_one(self, make_local: Make) -> None:
+        models = []
+        for operator_cls in (BatchNormOperator, TwoOptimizers):
+            ema, trainer = EMA(decay=0.5), make_local(operator_cls)
+            trainer.fit(1, callbacks=[ema])
+            models.append(ema.get_model(trainer).state_dict())
+        assert models[0].keys() == models[1].keys()
+        assert all(near(models[0][name], models[1][name]) for name in models[0])
+
+    @pytest.mark.parametrize(
+        ("operator_cls", "words"),
+        [
+            (WithoutARegisteredOptimizer, "`EMA` saw no step of a registered optimizer in this epoch"),
+            (OwnKindOfOptimizer, r"cannot see those of the registered ones \(SimpleNamespace\)"),
+        ],
+    )
+    def test_is_refused_where_steps_cannot_be_seen(
+        self, make_local: Make, operator_cls: type[TrainingOperator], words: str
+    ) -> None:
+        with pytest.raises(CallbackError, match=words):
+            make_local(operator_cls).fit(1, callbacks=[EMA()])
+
+    def test_stays_with_its_decay_whatever_the_order(self, make_local: Make, tmp_path: Path) -> None:
+        slow, fast, trainer = EMA(decay=0.99), EMA(decay=0.1), make_local()
+        trainer.fit(1, callbacks=[slow, fast])
+        trainer.save(tmp_path / "file")
+        trainer.fit(1, callbacks=[fast, slow])
+        other = make_local()
+        other.fit(2, callbacks=[EMA(decay=0.1), EMA(decay=0.99)], resume_from=tmp_path / "file")
+        for decay in (0.1, 0.99):
+            expected = averaged(weights_after_steps(2), decay)
+            assert all(near(EMA(decay).get_model(each).weight, expected) for each in (trainer, other))
+
+    def test_of_the_same_kind_is_refused_twice(self, make_local: Make) -> None:
+        with pytest.raises(ValueError, match=r"2 of `EMA\(decay=0.9, warmup=False\)`, whose states"):
+            make_local().fit(1, callbacks=[EMA(0.9), EMA(0.9)])
 
     def test_warms_up(self, make_local: Make) -> None:
         ema, trainer = EMA(decay=0.999, warmup=True), make_local()
@@ -120,7 +278,7 @@ class TestEMA:
 
         ema, trainer = EMA(decay=0.999), make_local(Coarse)
         trainer.fit(1, callbacks=[ema])
-        [weights] = ema._kept["weights"]  # type: ignore[index]
+        [weights] = trainer.state_dict()["callbacks"]["EMA(decay=0.999, warmup=False)"]["weights"]
         assert weights["weight"].dtype == torch.float32
         assert ema.get_model(trainer).weight.dtype == torch.bfloat16
 
@@ -141,34 +299,16 @@ class TestSWA:
         mean = (collecting.weights[1] + collecting.weights[3]) / 2
         assert near(swa.get_model(trainer).weight, mean)
 
+    def test_takes_the_weights_after_a_loop_of_the_user(self, make_local: Make) -> None:
+        swa, trainer = SWA(start_epoch=2), make_local(SeveralSteps)
+        trainer.fit(2, callbacks=[swa])
+        assert near(swa.get_model(trainer).weight, trainer.get_model().weight)
+
     def test_has_nothing_before_its_first_epoch(self, make_local: Make) -> None:
         swa, trainer = SWA(start_epoch=2), make_local()
         trainer.fit(1, callbacks=[swa])
         with pytest.raises(RuntimeError, match="`SWA` has averaged nothing yet"):
             swa.get_model(trainer)
-
-
-def test_several_models(make_local: Make) -> None:
-    class Pair(TrainingOperator):
-        def setup(self, config: dict[str, Any]) -> None:
-            torch.manual_seed(0)
-            models = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
-            optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
-            self.models, self.optimizers = self.register(models=models, optimizers=optimizers)
-            self.model = self.models[0]
-            self.register_data(train_loader=torch.utils.data.DataLoader(torch.ones(8, 2), batch_size=2))
-
-        def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-            loss = self.models[1](self.models[0](batch)).mean()
-            self.backward(loss, optimizer=self.optimizers)
-            self.optimizer_step(self.optimizers)
-            return {"train_loss": loss.detach(), "num_samples": len(batch)}
-
-    ema, trainer = EMA(decay=0.5), make_local(Pair)
-    trainer.fit(1, callbacks=[ema])
-    for model, average in zip(trainer.get_model(), ema.get_model(trainer), strict=True):
-        assert not near(model.bias, average.bias)
-    assert ema._kept["num_updates"] == 4  # type: ignore[index]
 
 
 def test_models_that_are_divided_are_refused() -> None:

@@ -44,6 +44,16 @@ class Mean(WorkerCallback):
         self.total, self.count = state["total"], state["count"]
 
 
+class NamedMean(Mean):
+    """One of several."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def state_key(self) -> str:
+        return self.name
+
+
 class Norms(WorkerCallback):
     """Notes the norms of gradients when they are complete."""
 
@@ -163,9 +173,19 @@ class TestTheirState:
 
     def test_of_another_form_is_refused(self, make_local: Make) -> None:
         trainer = make_local()
-        state = {**trainer.state_dict(), "callbacks": {"Mean": 3}}
-        with pytest.raises(ValueError, match=r"'callbacks' is no list of the states of callbacks\. Nothing was loaded"):
+        state = {**trainer.state_dict(), "callbacks": [3]}
+        with pytest.raises(ValueError, match=r"'callbacks' does not have the states of callbacks\. Nothing was loaded"):
             trainer.load_state_dict(state)
+
+    def test_goes_by_name_and_its_absence_is_logged(
+        self, make_local: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        first, second = make_local(), make_local()
+        first.fit(1, callbacks=[NamedMean("left"), NamedMean("right")])
+        first.save(tmp_path / "last.pt")
+        history = second.fit(2, callbacks=[NamedMean("middle")], resume_from=tmp_path / "last.pt")
+        assert history["count"] == [5]
+        assert "no part for the callback `middle`, which begins again; it has one for `left`, `right`" in caplog.text
 
     def test_is_gone_with_another_config(self, make_local: Make) -> None:
         trainer = make_local()

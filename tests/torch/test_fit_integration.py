@@ -103,9 +103,8 @@ def test_the_state_of_callbacks_survives_losses_and_reaches_new_workers(trainer:
     assert uses(trainer) == {2}, "no sample was lost or used twice"
     steps = trainer.get_model()  # keeps the trainer in use while its state is read
     assert steps is not None
-    [state] = trainer.state_dict()["callbacks"]
-    assert state["name"] == "Steps"
+    state = trainer.state_dict()["callbacks"]["Steps"]
     per_worker = trainer.apply_all_operators(lambda operator: operator.global_step)
-    assert set(per_worker) == {state["state"]["count"]}, "each step that counts was counted once, on each worker"
-    assert second[-1]["steps"] == state["state"]["count"]
-    assert second[-1]["total"] == pytest.approx(state["state"]["total"])
+    assert set(per_worker) == {state["count"]}, "each step that counts was counted once, on each worker"
+    assert second[-1]["steps"] == state["count"]
+    assert second[-1]["total"] == pytest.approx(state["total"])
