@@ -67,9 +67,8 @@ class Arming:
         internals, step, name = self._internals, self._parallel.step, type(self._operator).__name__
         internals.finish_window()
         if step.window > 1 and num_batches and not step.is_used:
-            option = f"accumulate_grad_batches={step.window}" if step.most_parts == 1 else "max_batch_per_worker"
             raise ValueError(
-                f"`{option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` and "
+                f"`{step.option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` and "
                 "`self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
                 "optimization), or accumulate by hand and omit the option."
             )

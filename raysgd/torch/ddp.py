@@ -193,12 +193,33 @@ class DDP(NoParallel):
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         groups = {id(p): each.model.process_group for each in self._wrapped for p in each.model.parameters()}
-        for parameter in parameters:
-            if parameter.grad is None:  # of this rank; others may have one
-                parameter.grad = torch.zeros_like(parameter)
-            group = groups.get(id(parameter), dist.group.WORLD)
-            dist.all_reduce(parameter.grad, group=group)
-            parameter.grad.div_(dist.get_world_size(group))
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        if not trained:
+            return
+        has_gradient = torch.tensor([float(each.grad is not None) for each in trained], device=_reachable())
+        with self.exchanges.noting():
+            self.all_sum(has_gradient)
+            used = [parameter for parameter, count in zip(trained, has_gradient.tolist(), strict=True) if count]
+            for parameter in used:
+                if parameter.grad is None:  # of this rank; others have one
+                    parameter.grad = torch.zeros_like(parameter)
+                group = groups.get(id(parameter), dist.group.WORLD)
+                dist.all_reduce(parameter.grad, group=group)
+                parameter.grad.div_(dist.get_world_size(group))
+
+    @contextmanager
+    def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Exchanges what `DistributedDataParallel` does not: it exchanges gradients once after each forward pass.
+
+        Gradients that were averaged before are alike on all ranks, and stay as they are in another average.
+        """
+        self.exchanged.clear()
+        with super().further_pass(parameters):
+            yield
+        if self.step.is_boundary:
+            models = [{*map(id, each.model.parameters())} for each in self._wrapped]
+            done = set().union(*(ids for ids in models if ids & self.exchanged))
+            self.exchange([parameter for parameter in parameters if id(parameter) not in done])
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

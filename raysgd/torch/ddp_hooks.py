@@ -85,6 +85,7 @@ def without_hook(options: dict[str, Any]) -> dict[str, Any]:
 
 def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:  # type: ignore[name-defined]
     parallel = state.parallel
+    _note_exchange(parallel, bucket)
     if parallel.weights_in_hook:
         _weight(parallel.step, bucket.buffer())
     group = exchanges_at_once() if state.goes_at_once else None
@@ -94,6 +95,11 @@ def _average(state: _HookState, bucket: dist.GradBucket) -> torch.futures.Future
 
     future = allreduce_hook(state.process_group or dist.group.WORLD, bucket)  # type: ignore[arg-type]
     return parallel.exchanges.track(future, bucket.is_last())
+
+
+def _note_exchange(parallel: NoParallel, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]
+    if bucket.is_last():
+        parallel.exchanged.add(id(bucket.parameters()[0]))
 
 
 def _average_at_once(parallel: NoParallel, group: Group, bucket: Any) -> Any:
@@ -159,6 +165,7 @@ def _weight_and_call(state: _HookState, bucket: dist.GradBucket) -> torch.future
     """Does what a user's hook does."""
     function, parallel = state.function, state.parallel
     assert function is not None
+    _note_exchange(parallel, bucket)
     if parallel.weights_in_hook:
         _weight(parallel.step, bucket.buffer())
     elif not parallel.times_exchanges:

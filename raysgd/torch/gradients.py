@@ -6,6 +6,7 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ class Gradients:
         weight: Any,
         trained: Callable[[], Iterable[torch.Tensor]],
     ) -> None:
-        """Clears the gradients, unless there are some to add to, and computes new ones.
+        """Clears the gradients, unless there are some to add to, and computes those of a loss.
 
         Args:
             loss: The mean over what the batch counts by.
@@ -50,17 +51,47 @@ class Gradients:
             self._compute_shard(loss, cleared, weight, list(trained()))
             return
         own = None if weight is None else as_weight("weight", weight)
-        if not step.keeps_gradients(cleared if step.window == 1 else chosen, own):
-            for each in cleared:
-                each.zero_grad()
-        if own is None:
-            self._precision.backward(self._parallel.weighted(loss, chosen[0]), chosen[0])
-            return
-        counting = 0.0 if step.is_padding else own
-        with self._parallel.weighting(loss, chosen, counting, trained()) as weighted:
-            self._precision.backward(weighted, chosen[0])
-        if step.window == 1:
+        self._clear(chosen, bystanders)
+        is_further = step.note_backward(cleared if step.window == 1 else chosen, own)
+        parameters = (parameter for each in cleared for parameter in self._precision.parameters(each))
+        further_pass = self._parallel.further_pass(parameters) if is_further else nullcontext()
+        with further_pass, self._own_steps.sparing(chosen):
+            if own is None:
+                self._precision.backward(self._parallel.weighted(loss, chosen[0], is_further), chosen[0])
+            else:
+                counting = 0.0 if step.is_padding else own
+                with self._parallel.weighting(loss, chosen, counting, trained()) as weighted:
+                    self._precision.backward(weighted, chosen[0])
+        if own is not None and step.window == 1:
             self._complete_all(cleared)
+
+    def _clear(self, chosen: Sequence[Any], bystanders: Sequence[Any]) -> None:
+        """Clears the gradients that this batch does not add to.
+
+        Raises:
+            ValueError: Gradients that it is to add to are gone, or it is unknown whether they were used.
+        """
+        stale = [each for each in chosen if not self._waits(each)]
+        for each in [*stale, *(bystanders if chosen[0] in stale else ())]:
+            each.zero_grad()
+
+    def _waits(self, optimizer: Any) -> bool:
+        step = self._parallel.step
+        if not step.waits_for(optimizer):
+            return False
+        if step.window == 1 and not self._own_steps.sees(optimizer):
+            raise ValueError(
+                f"`self.backward` was called again for a batch, and it is unknown whether `{type(optimizer).__name__}` "
+                "has stepped, which is not registered or no `torch.optim.Optimizer`: call `self.optimizer_step()` to "
+                "step it, or add the losses up and call `self.backward` once."
+            )
+        if step.window > 1 and all(each.grad is None for each in self._precision.parameters(optimizer)):
+            raise ValueError(
+                f"`{step.option}`: the gradients of earlier batches of this step are gone. `self.backward` clears "
+                "gradients where a step begins: remove `zero_grad()` from `train_batch`. To leave a batch out, "
+                "multiply its loss by 0."
+            )
+        return True
 
     def _compute_shard(
         self, loss: torch.Tensor, optimizers: list[Any], weight: Any, trained: list[torch.Tensor]
@@ -91,7 +122,7 @@ class Gradients:
         for optimizer in optimizers:
             self.complete(optimizer)
         for optimizer in optimizers:
-            self._parallel.step.stepped(optimizer)
+            self._parallel.step.settle(optimizer)
 
     def complete(self, optimizer: Any) -> None:
         """Makes of the gradients of several batches what one batch of all their samples would have given.
@@ -121,7 +152,10 @@ class Gradients:
     def apply(self, optimizers: Iterable[Any]) -> None:
         """Steps optimizers, if all their gradients are there."""
         step = self._parallel.step
-        for optimizer in optimizers if step.is_boundary else ():
+        for optimizer in optimizers:
+            step.end_batch(optimizer)
+            if not step.is_boundary:
+                continue
             if step.window > 1:
                 self.complete(optimizer)
             if not step.is_left_out(optimizer):

@@ -50,7 +50,8 @@ class TorchInternals(Internals):
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision, self.parallel = context.precision, context.parallel
         self.choice = OptimizerChoice(lambda: self.registered.optimizers, lambda: required(operator, "optimizer"))
-        self.own_steps = OwnSteps(context.precision, context.settings.step_options, operator, self.callbacks)
+        options, step = context.settings.step_options, context.parallel.step
+        self.own_steps = OwnSteps(context.precision, options, operator, step, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.followed: set[str] = set()
         self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)

@@ -224,7 +224,10 @@ class LightningOperator(TrainingOperator):
 
     def _keeps_gradients(self, optimizer: Any, skips: bool) -> bool:
         step = self._raysgd.parallel.step
-        return step.waits_for(optimizer) if skips else step.keeps_gradients((optimizer,))
+        keeps: bool = step.window > 1 and step.waits_for(optimizer)
+        if step.window > 1 and not skips:
+            step.note_backward((optimizer,))
+        return keeps
 
     def _training_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor | None, Any]:
         """The loss to run the backward pass on, and the step's output without its graph."""

@@ -1,17 +1,20 @@
-"""Bounds for gradients, which act wherever an optimizer steps: in stock code, or in user code.
+"""Bounds, callbacks and accumulation of gradients, which act wherever an optimizer steps: in stock code or user code.
 
 Why hooks do this is in docs/adr/0049-options-act-where-the-optimizer-steps.md.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import torch
 
 from raysgd.torch.options import StepOptions
 from raysgd.torch.precision import Precision
+from raysgd.torch.step import Step
 
 
 class Bounds(Protocol):
@@ -43,28 +46,68 @@ class Watcher(Protocol):
 
 
 class OwnSteps:
-    """Shows gradients to a watcher and clips them, right before an optimizer steps, once."""
+    """Shows gradients to a watcher and clips them right before an optimizer steps, once; notes that it has stepped."""
 
     def __init__(
-        self, precision: Precision, options: StepOptions, bounds: Bounds, watcher: Watcher | None = None
+        self,
+        precision: Precision,
+        options: StepOptions,
+        bounds: Bounds,
+        step: Step,
+        watcher: Watcher | None = None,
     ) -> None:
         self._watcher = watcher
         self._precision = precision
         self._options = options
         self._bounds = bounds
+        self._step = step
         self._is_clipped = self._has_clipped = False
+        self._optimizers: Sequence[Any] = ()
         self._sees_all = True
-        self._handles: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         self._about_to_step: set[int] = set()  # by identity: those with gradients
 
     def watch(self, optimizers: Sequence[Any]) -> None:
         """Lets the bounds act, or be missed, also where user code steps an optimizer by itself."""
-        for handle in self._handles:
-            handle.remove()
-        hooked = [each for each in optimizers if hasattr(each, "register_step_pre_hook")]
+        for undo in self._undo:
+            undo()
+        self._optimizers = optimizers
+        hooked = list(filter(tells_of_steps, optimizers))
         self._sees_all = len(hooked) == len(optimizers)
-        self._handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
-        self._handles += [each.register_step_post_hook(self._after_step) for each in hooked]
+        handles = [each.register_step_pre_hook(self._before_step) for each in hooked]
+        handles += [each.register_step_post_hook(self._after_step) for each in hooked]
+        self._undo = [*(each.remove for each in handles), *map(self._protect, optimizers)]
+
+    def _protect(self, optimizer: Any) -> Callable[[], None]:
+        """Lets `zero_grad` spare gradients that wait for more batches, as the stock step waits for them."""
+        clear = optimizer.zero_grad
+
+        @wraps(clear)
+        def zero_grad(*args: Any, **kwargs: Any) -> None:
+            if not self._step.protects(optimizer):
+                clear(*args, **kwargs)
+
+        optimizer.zero_grad = zero_grad
+        return partial(setattr, optimizer, "zero_grad", clear)
+
+    def sees(self, optimizer: Any) -> bool:
+        """Whether each step of an optimizer is noted here."""
+        return tells_of_steps(optimizer) and any(each is optimizer for each in self._optimizers)
+
+    @contextmanager
+    def sparing(self, chosen: Sequence[Any]) -> Iterator[None]:
+        """Inside, a loss for the chosen optimizers adds nothing to gradients of others that wait for more batches."""
+        others = [each for each in self._optimizers if self._step.protects(each)]
+        own = {id(parameter) for each in (chosen if others else ()) for parameter in self._precision.parameters(each)}
+        waiting = (parameter for each in others for parameter in self._precision.parameters(each))
+        held = [(parameter, parameter.grad) for parameter in waiting if id(parameter) not in own]
+        for parameter, _ in held:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            for parameter, gradient in held:
+                parameter.grad = gradient
 
     def begin_call(self) -> None:
         """Begins a training call."""
@@ -115,6 +158,7 @@ class OwnSteps:
             return None
 
         def compute() -> Any:
+            self._step.stepped(optimizer)  # each call of the closure begins with no gradients
             loss = closure()
             self._check_gradients(optimizer)
             return loss
@@ -124,6 +168,11 @@ class OwnSteps:
     def _check_gradients(self, optimizer: Any) -> None:
         if all(parameter.grad is None for parameter in self._precision.parameters(optimizer)):
             return  # such a step changes nothing: some programs take one ahead of a scheduler
+        if not self._is_clipped and self._step.window > 1 and self._step.waits_for(optimizer):
+            raise ValueError(
+                f"`{self._step.option}`: your code calls `step` of `{type(optimizer).__name__}`, and its gradients "
+                "wait for more batches: call `self.optimizer_step()` for every batch instead."
+            )
         self._about_to_step.add(id(optimizer))
         self._precision.check_use()
         if not self._is_clipped and self._acts:
@@ -132,11 +181,17 @@ class OwnSteps:
 
     def _after_step(self, optimizer: Any, *_: Any) -> None:
         """Runs after each step of an optimizer, from any caller."""
+        self._step.stepped(optimizer)
         if self._watcher is None or not self._watcher.wants_steps or id(optimizer) not in self._about_to_step:
             return
         overflow = getattr(optimizer, "found_inf", None)  # of a fused optimizer, which skips its step by itself
         if overflow is None or not overflow.item():
             self._watcher.stepped(optimizer)
+
+
+def tells_of_steps(optimizer: Any) -> bool:
+    """Whether an optimizer has hooks for its steps, as those of PyTorch do."""
+    return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
 
 
 def _unscale_for_step(optimizer: Any) -> None:

@@ -50,6 +50,7 @@ class NoParallel:
         is_sharded: Whether a rank holds a part of each model only, so that its whole state takes all ranks to read.
         step: The step that the replica is in.
         exchanges: What became of the exchanges of that step.
+        exchanged: The parameters, by identity, with which exchanges of gradients ended: one for each model.
         times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
 
@@ -62,6 +63,7 @@ class NoParallel:
         self.step.is_joint = self.synchronizes
         self.exchanges = Exchanges()
         self.weights_in_hook = self.times_exchanges = False
+        self.exchanged: set[int] = set()
         self._left_out: list[tuple[torch.nn.Module, Any]] = []  # with the group that each is kept equal in
 
     def take_time(self, device: torch.device) -> None:
@@ -137,15 +139,20 @@ class NoParallel:
         """Connects the models to the new group; they stay the same objects."""
         self.exchanges.forget()
 
-    def weighted(self, loss: torch.Tensor, optimizer: Any = None) -> torch.Tensor:
+    def weighted(self, loss: torch.Tensor, optimizer: Any = None, is_further: bool = False) -> torch.Tensor:
         """The loss to run the backward pass on, of a batch that counts by its samples.
+
+        Args:
+            loss: The mean over the samples.
+            optimizer: The one that it trains.
+            is_further: Whether the batch had a backward pass before, so that no hook may see this one.
 
         Raises:
             RuntimeError: It is unknown which batch it is of.
         """
         step = self.step
         step.end_forward()
-        if step.window == 1 and (self.weights_in_hook or not self.synchronizes):
+        if step.window == 1 and ((self.weights_in_hook and not is_further) or not self.synchronizes):
             return loss
         step.use()
         factor = step.factor_of(optimizer) if step.window > 1 else step.weight
@@ -176,6 +183,12 @@ class NoParallel:
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         """Averages gradients over the ranks whose exchange was put off for a batch that never came."""
+
+    @contextmanager
+    def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+        """Inside is a backward pass for these parameters that is not the first one of a batch, on a weighted loss."""
+        with self.step.weighting():
+            yield
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

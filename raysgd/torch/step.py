@@ -73,6 +73,7 @@ class _Tally:
         num_batches: How many batches are in it.
         last: The batch that was counted last, and its weight.
         is_unexchanged: Whether the gradients are this rank's own, because their exchange was put off.
+        used_in: The batch of the last backward pass.
     """
 
     is_weighted: bool
@@ -84,6 +85,7 @@ class _Tally:
     num_untold: int = 0
     last: tuple[int, float | None] | None = None
     is_unexchanged: bool = False
+    used_in: int = 0
 
 
 class Shards(Protocol):
@@ -149,6 +151,8 @@ class Step:
         self._tallies: dict[int, _Tally] = {}  # by identity of the optimizer whose gradients wait
         self._usual: dict[int, float] = {}  # by optimizer too: how much a batch of all ranks weighed last
         self._empty: set[int] = set()  # optimizers, by identity, for which nothing counted
+        self._ended_in: dict[int, int] = {}  # the batch that an optimizer was last asked to step for, by identity
+        self._used_in: int | None = None  # the batch of the last backward pass
         self._index = self._num_batches = 0
         self.is_last_part, self.fraction, self.seed_of_step = True, 1.0, 0
         self._drawn: DrawnAhead[_Terms] = DrawnAhead()
@@ -257,27 +261,50 @@ class Step:
         """
         return self.window > 1 and bool(self._tallies)
 
-    def keeps_gradients(self, optimizers: Sequence[Any], weight: float | None = None) -> bool:
-        """Notes a backward pass for optimizers; returns whether it adds to gradients that wait.
+    def note_backward(self, optimizers: Sequence[Any], weight: float | None = None) -> bool:
+        """Notes a backward pass for optimizers; returns whether this batch had one before, for any optimizer.
 
         Raises:
-            ValueError: The gradients that wait were weighted in another way.
+            ValueError: The gradients that wait were weighted in another way, or belong to a step that has ended.
         """
         self._empty.difference_update(map(id, optimizers))
         if weight is not None:
             self.weights.append(weight)
-        elif self.window == 1:
-            return False
         self.is_used = True
-        tally = self._tallies.get(id(optimizers[0])) if self.window > 1 else None
-        is_waiting = tally is not None
-        if tally is None:
-            tally = _Tally(weight is not None, self._guess(optimizers[0], weight))
+        first = optimizers[0]
+        tally = self._waiting(first) or _Tally(weight is not None, self._guess(first, weight))
         if tally.is_weighted != (weight is not None):
             raise ValueError(_weighted_in_part(self.window))
+        if self.window > 1 and self._ended_in.get(id(first)) == self._num_batches:
+            raise ValueError(
+                "`self.backward` was called after `self.optimizer_step` for the same batch and optimizer. With "
+                f"`{self.option}` a batch is a part of one step: call each once for a batch, or omit the option."
+            )
         self._tallies.update((id(optimizer), tally) for optimizer in optimizers)
-        tally.is_unexchanged = not self.is_boundary
-        return is_waiting
+        is_further, self._used_in = self._used_in == self._num_batches, self._num_batches
+        tally.used_in, tally.is_unexchanged = self._num_batches, not self.is_boundary
+        return is_further
+
+    def _waiting(self, optimizer: Any) -> _Tally | None:
+        """What a backward pass adds to; without accumulation only what this batch has computed."""
+        tally = self._tallies.get(id(optimizer))
+        return None if tally is None or (self.window == 1 and tally.used_in != self._num_batches) else tally
+
+    @property
+    def option(self) -> str:
+        """The option of the trainer that makes several batches one step."""
+        return f"accumulate_grad_batches={self.window}" if self.most_parts == 1 else "max_batch_per_worker"
+
+    def end_batch(self, optimizer: Any) -> None:
+        """Says that `optimizer` was asked to step, whether it will or not."""
+        self._ended_in[id(optimizer)] = self._num_batches
+
+    def protects(self, optimizer: Any) -> bool:
+        """Whether the gradients of `optimizer` are not user code's to clear: earlier batches made them."""
+        tally, now = self._tallies.get(id(optimizer)), self._num_batches
+        return (
+            self.window > 1 and tally is not None and (tally.used_in != now or self._ended_in.get(id(optimizer)) == now)
+        )
 
     def _guess(self, optimizer: Any, weight: float | None) -> float | None:
         """What a window will hold that begins with this batch; None where there is nothing to go by."""
@@ -285,7 +312,7 @@ class Step:
         return self.window * amount if amount else None
 
     def factor_of(self, optimizer: Any, weight: float | None = None) -> float:
-        """What to multiply this batch's loss with, after `keeps_gradients`. With a weight all ranks have to ask."""
+        """What to multiply this batch's loss with, after `note_backward`. With a weight all ranks have to ask."""
         tally = self._tallies.get(id(optimizer))
         if weight is not None:
             assert tally is not None
@@ -344,8 +371,8 @@ class Step:
         return tally.seen
 
     def waits_for(self, optimizer: Any) -> bool:
-        """Whether gradients wait for a step of `optimizer`."""
-        return id(optimizer) in self._tallies
+        """Whether gradients wait for a step of `optimizer`, so that a backward pass adds to them."""
+        return self._waiting(optimizer) is not None
 
     def is_unexchanged(self, optimizer: Any) -> bool:
         """Whether the gradients that wait for `optimizer` are this rank's own, because their exchange was put off."""
@@ -364,6 +391,10 @@ class Step:
             self._usual[id(optimizer)] = seen / tally.num_batches
         return tally.expected / seen if tally.expected and seen else 0.0
 
+    def settle(self, optimizer: Any) -> None:
+        """Says that the gradients were corrected; what this batch adds to them needs no correction."""
+        self._tallies[id(optimizer)].expected = self._tallies[id(optimizer)].seen
+
     def leave_out(self, optimizer: Any) -> None:
         """Says that nothing counts in the gradients of `optimizer`."""
         self._empty.add(id(optimizer))
@@ -378,7 +409,7 @@ class Step:
         return bool(self._empty)
 
     def stepped(self, optimizer: Any) -> None:
-        """Notes that `optimizer` has stepped."""
+        """Notes that `optimizer` has stepped: the next backward pass begins with no gradients."""
         self._tallies.pop(id(optimizer), None)
 
     @contextmanager
@@ -409,7 +440,8 @@ def _drawn_ahead(waiting: Iterable[_Terms], window: int) -> str:
 
 
 def _weighted_in_part(window: int) -> str:
+    losses = f"of the {window} batches of an optimizer step" if window > 1 else "losses of a batch"
     return (
-        f"`self.backward` was called with `weight=` for some of the {window} batches of an optimizer step and without "
-        "it for others: pass it for all of them, or for none."
+        f"`self.backward` was called with `weight=` for some {losses} and without it for others: pass it for all of "
+        "them, or for none."
     )

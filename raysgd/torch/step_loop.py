@@ -9,6 +9,7 @@ import torch
 from raysgd._meters import AverageMeterCollection
 from raysgd.replicas.loop import Loop
 from raysgd.torch.feed import Feed
+from raysgd.torch.own_steps import tells_of_steps
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.training_operator import TrainingOperator
 
@@ -36,10 +37,10 @@ class StepLoop(Loop):
         operator = self._operator
         registered = operator._raysgd.registered
         optimizers = registered.optimizers
-        is_close = _may_change_models_early(operator) or not all(map(_tells_of_steps, optimizers))
+        is_close = _may_change_models_early(operator) or not all(map(tells_of_steps, optimizers))
         if is_close:
             self._watched = [parameter for part in registered.trained for parameter in part.parameters()]
-        for optimizer in filter(_tells_of_steps, optimizers):
+        for optimizer in filter(tells_of_steps, optimizers):
             register = optimizer.register_step_post_hook if is_close else optimizer.register_step_pre_hook
             register(self._note_step)
 
@@ -81,10 +82,6 @@ def _may_change_models_early(operator: TrainingOperator) -> bool:
     """Whether a batch may change a model and need the other ranks after that."""
     names = ("train_batch", "forward", "backward", "optimizer_step")
     return len(operator._raysgd.registered.optimizers) > 1 or any(overrides(operator, name) for name in names)
-
-
-def _tells_of_steps(optimizer: Any) -> bool:
-    return hasattr(optimizer, "register_step_post_hook") and hasattr(optimizer, "register_step_pre_hook")
 
 
 def overrides(operator: TrainingOperator, name: str) -> bool:

@@ -195,7 +195,7 @@ class TrainingOperator(BaseOperator):
         return output, required(self, "criterion")(batches.prediction(output), target)
 
     def backward(self, loss: torch.Tensor, *, optimizer: Any = None, weight: Any = None) -> None:
-        """Clears the gradients, unless there are some to add to, and computes new ones.
+        """Computes gradients, which add up over the losses of a batch until its `optimizer_step`; needs no `zero_grad`.
 
         Args:
             loss: The mean over the samples of the batch; with a weight the mean over what that counts.
@@ -205,7 +205,7 @@ class TrainingOperator(BaseOperator):
                 on, such as the number of tokens. All workers have to give one, or none. None: its samples.
 
         Raises:
-            ValueError: It is unknown which optimizer the loss is for, or the weight is invalid.
+            ValueError: It is unknown which optimizer the loss is for, a weight is invalid, or gradients were cleared.
             RuntimeError: It is not known which batch the loss is of.
         """
         internals = self._raysgd

@@ -258,7 +258,7 @@ def test_the_loss_is_weighted_where_gradients_are_not(parallel: HorovodParallel)
 
 def test_weights_of_the_users_are_refused_by_name_where_there_are_others(parallel: HorovodParallel) -> None:
     loss, optimizer = torch.tensor(8.0), object()
-    parallel.step.keeps_gradients([optimizer], 2.0)
+    parallel.step.note_backward([optimizer], 2.0)
     with parallel.weighting(loss, [optimizer], 2.0, ()) as weighted:
         assert weighted.item() == 8.0
     parallel.synchronizes = True

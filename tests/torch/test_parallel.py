@@ -54,7 +54,7 @@ def weighed(parallel: NoParallel, model: torch.nn.Module, weight: float, factor:
     """The gradient of one step on inputs of 1, of a batch with this weight."""
     model.zero_grad()
     optimizer = object()
-    parallel.step.keeps_gradients([optimizer], weight)
+    parallel.step.note_backward([optimizer], weight)
     loss = factor * model(torch.ones(1, 2)).sum()
     with parallel.weighting(loss, [optimizer], weight, model.parameters()) as loss:
         loss.backward()

@@ -19,7 +19,8 @@ def joint(window: int) -> Step:
 
 
 def backward(step: Step, optimizer: object) -> bool:
-    keeps = step.keeps_gradients([optimizer])
+    keeps = step.waits_for(optimizer)
+    step.note_backward([optimizer])
     step.factor_of(optimizer)
     return keeps
 
@@ -29,7 +30,7 @@ def run(step: Step, totals: list[int], last: int | None = None) -> tuple[list[bo
     boundaries, factors, window = [], [], []
     for index, total in enumerate(totals):
         step.begin(1.0, total, total, is_last=index in (last, len(totals) - 1))
-        step.keeps_gradients([OPTIMIZER])
+        step.note_backward([OPTIMIZER])
         window.append(step.factor_of(OPTIMIZER))
         boundaries.append(step.is_boundary)
         if step.is_boundary:
@@ -44,7 +45,8 @@ def test_without_accumulation_every_batch_is_a_boundary_and_nothing_is_noted() -
     for _ in range(3):
         step.begin(0.5, 4)
         assert step.is_boundary
-        assert not step.keeps_gradients([OPTIMIZER])
+        assert not step.waits_for(OPTIMIZER)
+        step.note_backward([OPTIMIZER])
         assert not step.is_pending
     assert (step.weight, step.num_samples) == (0.5, 4)
 
@@ -76,7 +78,7 @@ def test_equal_batches_need_no_correction() -> None:
     step = joint(2)
     for is_last in (False, True):
         step.begin(1.0, 8, 8, is_last)
-        step.keeps_gradients([OPTIMIZER])
+        step.note_backward([OPTIMIZER])
         step.factor_of(OPTIMIZER)
     assert step.correction(OPTIMIZER) == 1.0
 
@@ -93,21 +95,21 @@ def test_a_replica_by_itself_counts_its_own_samples_only() -> None:
     step = Step()
     step.open_call(2)
     step.begin(1.5, 3, 4, is_last=False)
-    step.keeps_gradients([OPTIMIZER])
+    step.note_backward([OPTIMIZER])
     assert step.factor_of(OPTIMIZER) == pytest.approx(3 / 6)
     step.begin(1.0, None, 5, is_last=True)
-    step.keeps_gradients([OPTIMIZER])
+    step.note_backward([OPTIMIZER])
     assert step.factor_of(OPTIMIZER) == pytest.approx(5 / 6)
 
 
 def test_gradients_wait_between_the_first_and_the_last_batch_of_a_window() -> None:
     step = joint(2)
     step.begin(1.0, 4, 4, is_last=False)
-    assert not step.keeps_gradients([OPTIMIZER]), "the first clears what is left from the window before"
+    assert not backward(step, OPTIMIZER), "the first clears what is left from the window before"
     assert step.is_pending
     assert step.is_unexchanged(OPTIMIZER)
     step.begin(1.0, 4, 4, is_last=True)
-    assert step.keeps_gradients([OPTIMIZER])
+    assert backward(step, OPTIMIZER)
     assert not step.is_unexchanged(OPTIMIZER)
     step.stepped(OPTIMIZER)
     assert not step.is_pending
@@ -156,7 +158,7 @@ def test_a_window_whose_last_batch_was_left_out_goes_on() -> None:
 def test_a_new_call_forgets_what_a_failed_one_left() -> None:
     step = joint(2)
     step.begin(1.0, 4, 4, is_last=False)
-    step.keeps_gradients([OPTIMIZER])
+    step.note_backward([OPTIMIZER])
     step.open_call(2)
     assert not step.is_pending
     assert step.is_boundary
@@ -207,7 +209,7 @@ def test_after_a_call_that_accumulated_nothing_is_accumulated() -> None:
     step = joint(2)
     backward(step, [hand_out(step, 0.5)] and OPTIMIZER)
     step.close_call()
-    assert not step.keeps_gradients([OPTIMIZER])
+    assert not backward(step, OPTIMIZER)
     assert (step.window, step.is_boundary, step.factor_of(OPTIMIZER), step.correction(OPTIMIZER)) == (1, True, 1.0, 1.0)
 
 
@@ -343,7 +345,7 @@ class Weighed:
     def take(self, own: float, other: float, is_last: bool = False) -> float:
         self.given.append((own, other))
         self.step.begin(1.5, 3, 4, is_last)
-        self.step.keeps_gradients([OPTIMIZER], own)
+        self.step.note_backward([OPTIMIZER], own)
         return self.step.factor_of(OPTIMIZER, own)
 
 
@@ -408,8 +410,8 @@ def test_weights_are_for_all_batches_of_a_step_and_one_for_a_batch() -> None:
     step.begin(1.0, 4, 8, is_last=False)
     backward(step, OPTIMIZER)
     with pytest.raises(ValueError, match=r"`weight=` for some of the 3 batches .* for all of them, or for none"):
-        step.keeps_gradients([OPTIMIZER], 2.0)
-    step.keeps_gradients([OTHER], 2.0)
+        step.note_backward([OPTIMIZER], 2.0)
+    step.note_backward([OTHER], 2.0)
     assert step.factor_of(OTHER, 2.0) == step.factor_of(OTHER, 2.0), "two losses of one batch count once"
     assert step.correction(OTHER) == 3.0
     with pytest.raises(ValueError, match=r"`self.backward\(loss, weight=3.0\)`: another loss of this batch .*=2.0"):
@@ -420,7 +422,8 @@ def test_a_loss_may_be_for_several_optimizers() -> None:
     step = joint(2)
     for is_last in (False, True):
         step.begin(1.0, 4, 8, is_last)
-        assert step.keeps_gradients([OPTIMIZER, OTHER]) == is_last
+        assert step.waits_for(OTHER) == is_last
+        step.note_backward([OPTIMIZER, OTHER])
         step.factor_of(OPTIMIZER)
     step.stepped(OPTIMIZER)
     assert (step.waits_for(OPTIMIZER), step.waits_for(OTHER)) == (False, True)
