@@ -68,8 +68,8 @@ class Arming:
         internals.finish_window()
         if step.window > 1 and num_batches and not step.is_used:
             raise ValueError(
-                f"`{step.option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` and "
-                "`self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
+                f"`{step.option}` had no effect: `{name}` computes its gradients by itself. Call `self.backward(loss)` "
+                "and `self.optimizer_step()` in `train_batch`, for every batch (a `LightningModule` needs automatic "
                 "optimization), or accumulate by hand and omit the option."
             )
         if num_batches and internals.own_steps.misses_clipping:
