@@ -63,7 +63,7 @@ def train(num_epochs: int, **options: Any) -> tuple[float, list[float]]:
     config = {"lr": 0.002, BATCH_SIZE: 64, "seed": 0}
     with TorchTrainer(training_operator_cls=SortingOperator, config=config, **options) as trainer:
         shares = trainer.apply_all_operators(share_held)
-        for row in trainer.fit(num_epochs):
+        for row in trainer.epochs(num_epochs):
             print(f"  epoch {row['epoch']}: train loss {row['train_loss']:.3f}", flush=True)
         model = trainer.get_model(to_cpu=True).eval()  # the whole model
     rows, in_order = make_data(512, seed=2).tensors

@@ -31,7 +31,7 @@ def train(num_epochs: int, **options: Any) -> float:
     """Trains with these options of a trainer; returns the last accuracy."""
     config = {"lr": 0.003, BATCH_SIZE: 64, "seed": 0}
     with TorchTrainer(training_operator_cls=DigitsOperator, config=config, backend="horovod", **options) as trainer:
-        for row in trainer.fit(num_epochs):
+        for row in trainer.epochs(num_epochs):
             print(f"  epoch {row['epoch']:2d}: accuracy {row['val_accuracy']:.3f}", flush=True)
     return row["val_accuracy"]
 

@@ -66,7 +66,7 @@ def train(num_epochs: int, folder: Path, **options: Any) -> float:
     """Trains with these options of a trainer; returns the last accuracy."""
     datasets = {name: read(str(folder / name), shuffles=name == "train") for name in ("train", "validation")}
     with TorchTrainer(training_operator_cls=DigitsOperator, config={**CONFIG, **datasets}, **options) as trainer:
-        for row in trainer.fit(num_epochs):
+        for row in trainer.epochs(num_epochs):
             counts = f"{row['num_samples']} rows in training, {row['val_num_samples']} in validation"
             print(f"  epoch {row['epoch']}: accuracy {row['val_accuracy']:.3f}; {counts}", flush=True)
     return row["val_accuracy"]

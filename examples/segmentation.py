@@ -72,7 +72,7 @@ class Digits(SegmentationOperator):
 def train(config: dict[str, Any], num_epochs: int, **options: Any) -> dict[str, Any]:
     """Trains with these options of a trainer, and returns the metrics of the images that test."""
     with TorchTrainer(training_operator_cls=Digits, config=config, **options) as trainer:
-        for row in trainer.fit(num_epochs):
+        for row in trainer.epochs(num_epochs):
             background, digits = row["val_iou"]
             scores = f"IoU of digits {digits:.3f}, of the background {background:.3f}"
             print(f"epoch {row['epoch']:2d}: train loss {row['train_loss']:.3f}, {scores}", flush=True)

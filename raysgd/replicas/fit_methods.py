@@ -1,9 +1,9 @@
-"""What class-based trainers do with epochs: `train`, `validate`, `test`, `fit`, and the history of all calls."""
+"""What class-based trainers do with epochs: `train`, `validate`, `test`, `fit`, `epochs`, and their history."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -211,16 +211,46 @@ class FitMethods(ABC):
             CallbackError: A callback failed. The state of the training is kept.
             WorkerError, WorkersLostError: As in `train`.
         """
-        options = FitOptions(
-            epochs=epochs,
-            callbacks=callbacks,
-            validation_freq=validation_freq,
-            dataset=dataset,
-            validation_dataset=validation_dataset,
-            resume_from=resume_from,
-            folder=folder,
-        )
+        options = FitOptions(epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder)
         return Fit(self, options).run()
+
+    def epochs(
+        self,
+        epochs: int,
+        *,
+        callbacks: Iterable[Any] = (),
+        validation_freq: int = 1,
+        dataset: Any = None,
+        validation_dataset: Any = None,
+        resume_from: str | Path | None = None,
+        folder: str | Path | None = None,
+    ) -> Iterator[dict[str, Any]]:
+        """Trains as `fit` does, and gives you the results of each epoch when it ends.
+
+        The next epoch begins when you ask for it. If you leave the loop, the run is stopped: callbacks see its end, and
+        the trainer stays usable.
+
+        Args:
+            epochs: How many more epochs to train, as in `fit`.
+            callbacks: As in `fit`, and so are the others.
+            validation_freq: After how many epochs to validate.
+            dataset: Trained on instead of the registered data.
+            validation_dataset: Validated on instead of the registered data.
+            resume_from: A file to load first, or "auto".
+            folder: Where callbacks put their files.
+
+        Returns:
+            The rows of the history, one after the other.
+
+        Raises:
+            CallbackError, WorkerError, WorkersLostError: As in `fit`.
+
+        Example:
+            >>> for epoch in trainer.epochs(5):  # doctest: +SKIP
+            ...     print(epoch["epoch"], epoch["train_loss"])
+        """
+        options = FitOptions(epochs, callbacks, validation_freq, dataset, validation_dataset, resume_from, folder)
+        return Fit(self, options).epochs()
 
     def test(self, dataset: Any) -> Metrics:
         """Evaluates on other data than the registered ones, as `validate(dataset=...)`; names begin with `test_`."""

@@ -1,4 +1,4 @@
-"""The loop behind `trainer.fit`: epochs, validation, callbacks, and where a run resumes."""
+"""The loop behind `trainer.fit` and `trainer.epochs`: epochs, validation, callbacks, and where a run resumes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ AUTO = "auto"
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class FitOptions:
-    """What `fit` is asked, checked. The docstring of `fit` says what each field means.
+    """What `fit` and `epochs` are asked, checked. The docstring of `fit` says what each field means.
 
     Raises:
         InvalidCountError: A count is out of range.
@@ -56,7 +56,7 @@ class FitOptions:
 
 
 class Fit:
-    """One call of `fit`.
+    """One call of `fit` or `epochs`.
 
     Args:
         trainer: The trainer.
@@ -83,12 +83,19 @@ class Fit:
 
     def run(self) -> History:
         """Trains; returns the history of this run."""
+        for _ in self.epochs():
+            pass
+        return self._run.history
+
+    def epochs(self) -> Iterator[dict[str, Any]]:
+        """Trains; yields the row of each epoch as it ends. Closing the iterator stops the run."""
         with self._in_workers():
             self._resume()
             with self._told_of_the_run():
                 while self._run.epoch < self._last_epoch and not self._run.is_stopping:
-                    self._epoch()
-        return self._run.history
+                    row = self._epoch()
+                    if row is not None:
+                        yield row
 
     @contextmanager
     def _in_workers(self) -> Iterator[None]:
@@ -114,6 +121,9 @@ class Fit:
         try:
             self._calls.begin()
             yield
+        except GeneratorExit:
+            self._run.stop("the program has left the loop over the epochs")
+            raise
         except BaseException as raised:  # Ctrl-C too
             error = raised
             raise
@@ -125,11 +135,12 @@ class Fit:
         assert self._run.epochs is not None
         return self._run.epochs
 
-    def _epoch(self) -> None:
+    def _epoch(self) -> dict[str, Any] | None:
+        """Trains an epoch; returns its row, None if a callback has stopped the run before."""
         run, trainer, options = self._run, self._trainer, self._options
         self._calls.begin_epoch()
         if run.is_stopping:
-            return
+            return None
         run.epoch += 1
         with trainer._listeners.listening(self._calls.progress) if self._calls.wants_progress else nullcontext():
             given = {} if options.dataset is None else {"dataset": options.dataset}
@@ -139,7 +150,7 @@ class Fit:
                 self._validate(trained)
         self._calls.check_progress()
         self._tell_of_events()
-        self._tell_of_result()
+        return self._tell_of_result()
 
     @property
     def _validates(self) -> bool:
@@ -163,13 +174,14 @@ class Fit:
             self._run.history.events.append(event)
             self._calls.event(event)
 
-    def _tell_of_result(self) -> None:
+    def _tell_of_result(self) -> dict[str, Any]:
         row = self._take_records()
         row["epoch"] = self._run.epoch
         self._calls.result(row)
         if len(self._trainer.history):
             self._trainer.history[-1].update(row)
         self._take_records()
+        return row
 
     def _take_records(self) -> dict[str, Any]:
         """Takes over what the trainer has recorded since; returns the row of the epoch."""

@@ -5,6 +5,7 @@ Covers `raysgd.replicas.fitting` and `raysgd.replicas.fit_methods`; `raysgd.repl
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from raysgd.callbacks import Callback, Run
+from raysgd.callbacks import Callback, Checkpointing, GradientNorms, HTMLReport, JSONLogger, Run
 from raysgd.exceptions import CallbackError, InvalidCountError, NotRegisteredError
 from raysgd.replicas.epochs import Progress
 from raysgd.replicas.history import name_in_test
@@ -130,6 +131,48 @@ class TestEpochs:
         assert history["train_loss"] == [train["train_loss"] for train, _ in results]
         assert history["val_loss"] == [validation["val_loss"] for _, validation in results]
         assert (history["epoch"], history["num_workers"]) == ([1, 2, 3], [1, 1, 1])
+
+    def test_come_one_by_one_as_they_end(self, make_local: Make) -> None:
+        looped, fitted, counts = make_local(), make_local(), Counts()
+        rows = []
+        for row in looped.epochs(3, callbacks=[counts], validation_freq=2):
+            rows.append(row)
+            assert (len(looped.history), counts.calls[-1][0]) == (len(rows), "result")
+        assert counts.calls[-1] == ("end", None)
+        expected = fitted.fit(3, callbacks=[Counts()], validation_freq=2)
+        assert [row.keys() for row in rows] == [row.keys() for row in expected]
+        assert [row["train_loss"] for row in rows] == expected["train_loss"]
+        assert rows[0]["double"] == 2 * rows[0]["train_loss"]
+
+    @pytest.mark.parametrize("how", ["break", "error"])
+    def test_end_where_the_loop_is_left(self, how: str, make_local: Make, tmp_path: Path) -> None:
+        trainer, counts, norms = make_local(), Counts(), GradientNorms()
+        saving, log = Checkpointing(tmp_path / "saved", every_n_epochs=9), JSONLogger(tmp_path / "log.jsonl")
+        reporting = HTMLReport(tmp_path / "report.html")
+        with contextlib.suppress(LookupError):
+            for row in trainer.epochs(9, callbacks=[counts, norms, saving, log, reporting]):
+                if row["epoch"] == 2 and how == "error":
+                    raise LookupError
+                if row["epoch"] == 2:
+                    break
+        assert counts.calls[-2:] == [("end", None), ("checkpoint", "epoch_0002.ckpt")]
+        assert saving.newest == str(tmp_path / "saved" / "epoch_0002.ckpt")
+        assert len((tmp_path / "log.jsonl").read_text().splitlines()) == 2
+        assert "the program has left the loop over the epochs" in (tmp_path / "report.html").read_text()
+        assert trainer.worker_callbacks == ()
+        assert trainer.fit(1)["epoch"] == [3]
+
+    def test_wait_until_the_first_one_is_wanted(self, make_local: Make) -> None:
+        trainer = make_local()
+        with pytest.raises(InvalidCountError, match="`epochs=-1`"):
+            trainer.epochs(-1)
+        with pytest.raises(TypeError, match="need a list of callbacks"):
+            trainer.epochs(1, callbacks="all")
+        rows = trainer.epochs(2)
+        assert len(trainer.history) == 0
+        assert next(rows)["epoch"] == 1
+        assert trainer.validate()["num_samples"] == 13, "calls in between are possible"
+        assert [row["epoch"] for row in rows] == [2]
 
     def test_go_on_where_the_last_call_stopped(self, make_local: Make) -> None:
         trainer = make_local()

@@ -49,6 +49,7 @@ def test_a_loss_is_in_the_report_and_the_log_stays_clean(ray_cluster: None, tmp_
     assert [row["train_loss"] for row in page.data["history"]["rows"]] == history["train_loss"]
     assert [event["kind"] for event in page.data["history"]["events"] if event["cause"].startswith("lost rank 1")]
     assert any("mark bad" in (attributes["class"] or "") for attributes in page.all("g"))
+    assert any(attributes["class"] == "bad" for attributes in page.all("rect"))
     lines = stream.getvalue().splitlines()
     assert [line.split("  ")[0] for line in lines if line.startswith("epoch")] == [
         "epoch 1/3",

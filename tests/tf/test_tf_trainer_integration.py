@@ -592,6 +592,11 @@ def test_callbacks_of_the_driver_work_in_fit_and_a_later_trainer_resumes(keras_h
         with TFTrainer(make_model, make_data, **options) as trainer:
             histories.append(trainer.fit(epochs, callbacks=[stopping, saving], resume_from="auto"))
             assert len(trainer.history) == 2
+            for row in trainer.epochs(9):
+                assert row["epoch"] == epochs + 1
+                break
+            trainer.train()
+            assert len(trainer.history) == 4
             trainer.load(saving.best)
     assert histories[1]["val_loss"][:2] == histories[0]["val_loss"]
     assert histories[1]["epoch"] == [1, 2, 3, 4]

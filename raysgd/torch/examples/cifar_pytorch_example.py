@@ -99,10 +99,9 @@ def train_cifar(
         scheduler_step_freq="epoch",
         use_fp16=fp16,
     ) as trainer:
-        history = trainer.fit(1 if test_mode else num_epochs)
-    for row in history:
-        print(row)
-    return {name: value for name, value in history[-1].items() if name.startswith("val_")}
+        for row in trainer.epochs(1 if test_mode else num_epochs):
+            print(row)
+    return {name: value for name, value in trainer.history[-1].items() if name.startswith("val_")}
 
 
 if __name__ == "__main__":
