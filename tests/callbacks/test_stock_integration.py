@@ -60,8 +60,8 @@ class Story:
     saving: Checkpointing
 
 
-def train(trainer: TorchTrainer, folder: Path, *more: Callback, epochs: int = 9) -> Story:
-    ema, stopping = EMA(decay=0.8), EarlyStopping("val_loss", patience=1, min_delta=0.3)
+def train(trainer: TorchTrainer, folder: Path, *more: Callback, epochs: int = 9, patience: int = 1) -> Story:
+    ema, stopping = EMA(decay=0.8), EarlyStopping("val_loss", patience=patience, min_delta=0.3)
     saving = Checkpointing(folder / "checkpoints", metric="val_loss", keep_last=2)
     callbacks = [saving, ema, GradientNorms(), LearningRateMonitor(), stopping, *more]
     history = trainer.fit(epochs, callbacks=callbacks, resume_from="auto")
@@ -93,7 +93,7 @@ def test_two_workers_one_of_which_is_killed_find_what_one_process_finds(
 
     num_epochs = len(alone.history) + 1
     later = [
-        train(make_local(config={"batch_size": JOINT_BATCH}), tmp_path / name, epochs=num_epochs)
+        train(make_local(config={"batch_size": JOINT_BATCH}), tmp_path / name, epochs=num_epochs, patience=2)
         for name in ("alone", "together")
     ]
     assert [len(each.history) for each in later] == [num_epochs] * 2
