@@ -122,7 +122,8 @@ class Fit:
             self._calls.begin()
             yield
         except GeneratorExit:
-            self._run.stop("the program has left the loop over the epochs")
+            if self._run.epoch < self._last_epoch:
+                self._run.stop("the program has left the loop over the epochs")
             raise
         except BaseException as raised:  # Ctrl-C too
             error = raised

@@ -114,14 +114,15 @@ def values_after_validation(
     reported = {**{validation_name(name): value for name, value in validated.items()}, **validated}
     values: dict[str, float] = {}
     for name in names:
+        if name in trained:
+            continue
         value = as_number(reported.get(name))
-        if value is None and name not in trained:
+        if value is None:
             raise ValueError(
                 f"`ReduceLROnPlateau` goes by `{name}`, and neither training nor validation reported a number with "
                 f"that name. There are {', '.join(f'`{each}`' for each in [*trained, *reported])}."
             )
-        if value is not None and name not in trained:
-            values[name] = float(value)
+        values[name] = float(value)
     return values
 
 
