@@ -114,8 +114,8 @@ class TorchHosted(hosted.Hosted):
         self.loop = StepLoop(self.operator, self.parallel, self.feed)
         self.internals.chosen = hyperparameters.read(self.internals.registered.optimizers)
         self.install_callbacks(settings.worker_callbacks)
+        self._drawn, self._initial_seed = rng.capture(), torch.initial_seed()
         facts = self.facts()
-        self._drawn = rng.capture()
         self._part_ways()
         return facts
 
@@ -164,13 +164,15 @@ class TorchHosted(hosted.Hosted):
             )
 
     def _part_ways(self) -> None:
-        """Gives this rank its own random numbers, unless it has drawn some already."""
+        """Gives this rank random numbers that no other one has."""
+        rank = self.world.rank
         if self.has_trained:
-            return
-        if self.settings.seed is not None:
-            rng.part_ways(self.settings.seed, self.world.rank)
+            if rank != self.operator.world_rank:  # a new worker may begin with those of the former place
+                rng.fork(rng.capture(), ~rank)
+        elif self.settings.seed is not None:
+            rng.part_ways(self.settings.seed, rank)
         elif not self.settings.batch_options.deterministic:  # `setup` may have seeded all ranks alike
-            rng.fork(self._drawn, self.world.rank)
+            rng.fork(self._drawn, rank)
 
     def facts(self) -> TorchFacts:
         registered = self.internals.registered
@@ -181,7 +183,7 @@ class TorchHosted(hosted.Hosted):
             num_schedulers=len(registered.schedulers) or None,
             train_data=train.signature if isinstance(train, ShardedLoader) else None,
             validation_data=validation.signature if isinstance(validation, ShardedLoader) else None,
-            seed=train.seed_hint if isinstance(train, ShardedLoader) else torch.initial_seed(),
+            seed=train.seed_hint if isinstance(train, ShardedLoader) else self._initial_seed,
             keeps_own_state=overrides(self.operator, "state_dict"),
             is_synchronous=self.parallel.synchronizes,
             is_sharded=self.parallel.is_sharded,

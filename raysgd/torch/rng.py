@@ -78,22 +78,22 @@ def part_ways(seed: int, rank: int) -> None:
     seed_alike(_seed_of(str(seed).encode(), rank))
 
 
-def fork(state: Mapping[str, Any], rank: int) -> None:
-    """Go on where `capture` returned `state`; other ranks than the first one with numbers that follow from it.
+def fork(state: Mapping[str, Any], number: int) -> None:
+    """Go on where `capture` returned `state`; but for the number 0, with random numbers that follow from it.
 
     Every generator has its own successor: one that was seeded repeats its numbers also where another was not.
     """
     restore(state)
-    if rank == 0:
+    if number == 0:
         return
-    torch.manual_seed(_seed_of(state["torch"], rank))  # CUDA too
-    random.seed(_seed_of(state["python_words"], rank))
+    torch.manual_seed(_seed_of(state["torch"], number))  # CUDA too
+    random.seed(_seed_of(state["python_words"], number))
     if state["numpy_words"] is not None:
-        sys.modules["numpy"].random.seed(_seed_of(state["numpy_words"], rank) % 2**32)
+        sys.modules["numpy"].random.seed(_seed_of(state["numpy_words"], number) % 2**32)
 
 
-def _seed_of(origin: bytes, rank: int) -> int:
-    digest = hashlib.blake2b(origin + f"/{rank}".encode(), digest_size=8).digest()
+def _seed_of(origin: bytes, number: int) -> int:
+    digest = hashlib.blake2b(origin + f"/{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
 

@@ -77,7 +77,7 @@ def test_a_generator_that_was_seeded_forks_to_the_same_numbers_whatever_the_othe
     for seed in (4, 5):
         torch.manual_seed(1)
         random.seed(seed)
-        rng.fork({**rng.capture(), "numpy_words": None}, rank=1)
+        rng.fork({**rng.capture(), "numpy_words": None}, 1)
         drawn.append(draw())
     assert drawn[0][:2] == drawn[1][:2]
     assert drawn[0][2] != drawn[1][2]

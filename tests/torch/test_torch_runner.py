@@ -479,6 +479,40 @@ def test_the_place_in_the_group_decides_on_random_numbers_before_a_training() ->
     assert drawn_at(World(0, 2), World(1, 2)) == drawn_at(World(2, 3), World(0, 1), World(1, 2)) == second
 
 
+class WithoutData(LinearOperator):
+    def register_data(self, **loaders: Any) -> None:
+        """Leaves the data to each call."""
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_the_order_of_data_of_a_call_does_not_change_with_who_is_the_first_rank(seed: int | None) -> None:
+    runner = TorchRunner(TorchSettings(WithoutData, {}, parallel="none", seed=seed), World(1, 2))
+    facts = runner.setup()
+    assert runner.regroup(World(0, 2), Handover()).seed == facts.seed
+
+
+class SeedsNumPy(LinearOperator):
+    def setup(self, config: dict[str, Any]) -> None:
+        numpy.random.seed(0)
+        super().setup(config)
+
+
+@pytest.mark.parametrize("seed", [None, 4])
+def test_a_new_worker_has_other_random_numbers_than_who_had_its_place_before(seed: int | None) -> None:
+    def drawn_after(*places: World) -> tuple[float, float]:
+        runner = TorchRunner(TorchSettings(SeedsNumPy, {}, parallel="none", seed=seed), places[0])
+        runner.setup()
+        for place in places[1:]:
+            train(runner, num_steps=1)  # without a random number
+            runner.regroup(place, Handover())
+        return float(torch.rand(())), float(numpy.random.rand())
+
+    kept, moved = drawn_after(World(1, 2), World(1, 2)), drawn_after(World(1, 2), World(0, 2))
+    new = drawn_after(World(1, 2))
+    assert kept == new, "it keeps what it has where it stays"
+    assert not {*moved} & {*new}
+
+
 def test_where_nothing_random_belongs_to_a_rank_it_goes_on_as_setup_left_it() -> None:
     options = {"batch_options": BatchOptions(deterministic=True)}
     assert drawn_at(World(1, 2), **options) == drawn_at(World(0, 2))
