@@ -80,7 +80,9 @@ class OwnSteps:
 
     def _protect(self, optimizer: Any) -> Callable[[], None]:
         """Lets `zero_grad` spare gradients that wait for more batches, as the stock step waits for them."""
-        clear = optimizer.zero_grad
+        clear = getattr(optimizer, "zero_grad", None)
+        if clear is None:
+            return lambda: None
 
         @wraps(clear)
         def zero_grad(*args: Any, **kwargs: Any) -> None:

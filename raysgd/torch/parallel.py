@@ -280,19 +280,25 @@ def take_from_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
     """
     present = list(_with_numbers(tensors))
     if present:
-        _verify_param_shape_across_processes(group or dist.group.WORLD, present)
+        _verify_param_shape_across_processes(_group_or_all(group), present)
         repeat_first(present, group)
 
 
 def repeat_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
     """Do the same where it is known that the tensors have one shape on all ranks."""
-    group = group or dist.group.WORLD
+    group = _group_or_all(group)
     first = dist.get_global_rank(group, 0)
     for tensor in _with_numbers(tensors):
         flat = tensor.contiguous().reshape(-1)
         dist.broadcast(flat.view(torch.uint8), first, group=group)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.reshape(tensor.shape))
+
+
+def _group_or_all(group: Any) -> dist.ProcessGroup:
+    found = group or dist.group.WORLD
+    assert found is not None, "this process is in a group"
+    return found
 
 
 def _with_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
