@@ -48,16 +48,17 @@ def _rates_of(operator: Any, index: int, optimizer: Any) -> Iterator[tuple[str, 
 
 
 class ThroughputMonitor(Callback):
-    """Adds `samples_per_s` and `steps_per_s` of all workers together to the results of each epoch.
+    """Adds `samples_per_s` of all workers and `batches_per_s` of one worker to the results of each epoch.
 
-    The time is that of the training call, recoveries included and validation excluded. For functions it is the time
-    since the report before, and the reports need `num_samples`.
+    With accumulation, an optimizer step takes several batches. The time is that of the training call, recoveries
+    included and validation excluded. For functions it is the time since the report before, and the reports need
+    `num_samples`.
     """
 
     def on_result(self, run: Run, result: dict[str, Any]) -> None:
         """Adds the rates."""
         seconds = _seconds_of(result)
-        for name, counted in (("samples_per_s", "num_samples"), ("steps_per_s", "batch_count")):
+        for name, counted in (("samples_per_s", "num_samples"), ("batches_per_s", "batch_count")):
             if counted in result and seconds > 0:
                 result[name] = float(result[counted]) / seconds
 
@@ -114,7 +115,8 @@ def _seconds_of(result: Mapping[str, Any]) -> float:
 class GradientNorms(Callback):
     """Adds the norm of the gradients before clipping to the results: `grad_norm` (the mean) and `max_grad_norm`.
 
-    The gradients are those that the optimizer steps with, averaged over all workers. With several optimizers the names
+    The gradients are those that the optimizer steps with, averaged over all workers. In fp16, steps that are left out
+    because gradients have overflown are not in the mean; `num_overflows` counts them. With several optimizers the names
     are `grad_norm_optimizer0` and so on. For `TorchTrainer`.
     """
 
@@ -124,7 +126,7 @@ class GradientNorms(Callback):
 
 
 class GradientNormsInWorker(WorkerCallback):
-    """Keeps sum, number and maximum of the norms, for each optimizer.
+    """Keeps sum, number and maximum of the norms, and the number of steps left out, for each optimizer.
 
     They begin again at the end of an epoch, because a worker that steps in begins it with those of the others.
     """
@@ -136,22 +138,27 @@ class GradientNormsInWorker(WorkerCallback):
         self._totals = {}
 
     def on_gradients(self, operator: Any, optimizer: Any) -> None:
-        norm = _norm_of(operator, optimizer)
-        index = index_of(operator, optimizer)
-        total, count, largest = self._totals.get(index, (0.0, 0, norm))
-        self._totals[index] = [total + norm, count + 1, norm.maximum(_like(largest, norm))]
+        norm, index = _norm_of(operator, optimizer), index_of(operator, optimizer)
+        counts = norm.isfinite() | (not operator._raysgd.precision.skips_overflows)  # a tensor: nothing waits for it
+        total, count, largest, num_overflows = self._totals.get(index, (0.0, 0, 0.0, 0))
+        norm = norm.where(counts, 0.0)
+        most = norm.maximum(_like(largest, norm))
+        self._totals[index] = [total + norm, count + counts, most, num_overflows + ~counts]
 
     def on_epoch_end(self, operator: Any, metrics: dict[str, Any]) -> None:
-        for index, (total, count, largest) in sorted(self._totals.items()):
+        for index, (total, count, largest, num_overflows) in sorted(self._totals.items()):
             name = of_optimizer("grad_norm", index, operator)
-            metrics[name], metrics[f"max_{name}"] = float(total) / count, float(largest)
+            if count:
+                metrics[name], metrics[f"max_{name}"] = float(total) / float(count), float(largest)
+            if operator._raysgd.precision.skips_overflows:
+                metrics[of_optimizer("num_overflows", index, operator)] = int(num_overflows)
         self._totals = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"totals": [[index, *map(float, entry)] for index, entry in self._totals.items()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._totals = {int(index): [total, int(count), largest] for index, total, count, largest in state["totals"]}
+        self._totals = {int(index): entry for index, *entry in state["totals"]}
 
 
 def _norm_of(operator: Any, optimizer: Any) -> Any:

@@ -30,6 +30,7 @@ class Precision:
         state_key: Where a checkpoint keeps the state; None when there is none.
         namespace: What operators find as `self._amp`; its `autocast` works with every precision but Apex.
         scaler: What operators find as `self._amp_scaler`.
+        skips_overflows: Whether a step is left out where gradients have overflown.
         can_defer: Whether the exchange of gradients may be put off to a later batch.
     """
 
@@ -38,6 +39,7 @@ class Precision:
     state_key: str | None = None
     namespace: Any = SimpleNamespace(autocast=lambda *_, **__: nullcontext())
     scaler: Any = None
+    skips_overflows = False
     can_defer = True
 
     def prepare(
@@ -105,6 +107,7 @@ class NativeAmp(Precision):
         make_scaler = partial(torch.amp.GradScaler, kind, enabled=enabled and scales)
         self.namespace = SimpleNamespace(autocast=self.forward_context, GradScaler=make_scaler)
         self.scaler = make_scaler()
+        self.skips_overflows = self.scaler.is_enabled()
         self.state_key = "amp_native" if scales else None
         self._num_optimizers = 1
         self._stepped: set[int] = set()
@@ -201,6 +204,7 @@ class Apex(Precision):
     is_mixed = True
     flag = "apex"
     state_key = "amp_apex"
+    skips_overflows = True
     can_defer = False
 
     def __init__(self) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -80,6 +81,24 @@ class TestGradientNorms:
         [stock] = make_local().fit(1, callbacks=[GradientNorms()])
         assert own["grad_norm"] == pytest.approx(stock["grad_norm"], abs=1e-6)
 
+    def test_leave_out_steps_that_fp16_leaves_out_and_count_them(self, make_local: Make) -> None:
+        class Overflows(LinearOperator):
+            def forward(self, features: Any, target: Any) -> Any:
+                output, loss = super().forward(features, target)
+                return output, loss * (float("inf") if self.global_step in self.config["at"] else 1.0)
+
+        def fit(precision: str, *at: int) -> dict[str, Any]:
+            [row] = make_local(Overflows, precision=precision, config={"at": at}).fit(1, callbacks=[GradientNorms()])
+            return row
+
+        usual, once, always = fit("fp16"), fit("fp16", 4), fit("fp16", *range(5))
+        assert 0 < usual["num_overflows"] < 4, "the first scale is too large"
+        assert (once["num_overflows"], always["num_overflows"]) == (usual["num_overflows"] + 1, 5)
+        assert 0.1 < once["grad_norm"] <= once["max_grad_norm"] < 100
+        assert "grad_norm" not in always
+        broken = fit("fp32", 2)
+        assert (math.isnan(broken["grad_norm"]), "num_overflows" in broken) == (True, False)
+
     def test_each_epoch_has_its_own(self, make_local: Make) -> None:
         first, second = make_local().fit(2, callbacks=[GradientNorms()])
         assert second["grad_norm"] < first["grad_norm"]
@@ -109,14 +128,14 @@ class TestThroughput:
     def test_of_epochs_is_that_of_the_training_call(self, make_local: Make) -> None:
         [row] = make_local().fit(1, callbacks=[ThroughputMonitor()])
         assert row["samples_per_s"] * row["seconds"] == pytest.approx(20)
-        assert row["steps_per_s"] * row["seconds"] == pytest.approx(5)
+        assert row["batches_per_s"] * row["seconds"] == pytest.approx(5)
 
     @pytest.mark.parametrize("name", ["time_this_iter_s", "_time_this_iter_s"])
     def test_of_functions_is_that_of_the_time_between_reports(self, name: str) -> None:
         result = {"num_samples": 8, "loss": 1.0, name: 0.5}
         ThroughputMonitor().on_result(Run(name="function"), result)
         assert result["samples_per_s"] == 16
-        assert "steps_per_s" not in result
+        assert "batches_per_s" not in result
 
     def test_needs_something_to_count(self) -> None:
         for result in ({"loss": 1.0}, {"num_samples": 8}, {"num_samples": 8, "seconds": 0.0}):
