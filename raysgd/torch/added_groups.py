@@ -47,7 +47,7 @@ class AddedGroups:
             names = saved.get(ADDED, []) if isinstance(saved, Mapping) else []
             if names == own.get(ADDED, []):
                 continue
-            _check(names, parameters)
+            _check(names, parameters, optimizers[index])
             optimizers[index] = optimizers[index] if in_place else _copied(optimizers[index])
             self._drop(index, optimizers[index])
             for group in names:
@@ -55,15 +55,15 @@ class AddedGroups:
         return optimizers
 
     def _of(self, index: int, optimizer: Any) -> list[dict[str, Any]]:
-        is_known = index < len(self._counts)  # not one of those that were registered later
         groups: list[dict[str, Any]] = getattr(optimizer, "param_groups", [])
-        return groups[self._counts[index] :] if is_known else []
+        is_of_setup = index < len(self._counts)  # others may be registered later
+        return groups[self._counts[index] :] if is_of_setup else []
 
     def _drop(self, index: int, optimizer: Any) -> None:
-        for group in self._of(index, optimizer):
-            for parameter in group["params"]:
-                optimizer.state.pop(parameter, None)
-        del optimizer.param_groups[self._counts[index] :]
+        added = self._of(index, optimizer)
+        for parameter in [each for group in added for each in group["params"]]:
+            optimizer.state.pop(parameter, None)
+        del optimizer.param_groups[len(optimizer.param_groups) - len(added) :]
 
 
 def _parameters(registered: Registered) -> dict[Any, torch.Tensor]:
@@ -74,12 +74,14 @@ def _parameters(registered: Registered) -> dict[Any, torch.Tensor]:
     }
 
 
-def _check(names: Any, parameters: Mapping[Any, torch.Tensor]) -> None:
-    is_list = isinstance(names, list) and all(isinstance(group, list) for group in names)
-    require(is_list, "the groups that were added to an optimizer are no lists of names")
-    strangers = [str(name or "no name")[:100] for group in names for name in group if name not in parameters]
-    found = ", ".join(strangers[:3])
-    require(not strangers, f"a group of an optimizer has parameters that are not registered here ({found})")
+def _check(names: Any, parameters: Mapping[Any, torch.Tensor], optimizer: Any) -> None:
+    are_lists = isinstance(names, list) and all(isinstance(group, list) for group in names)
+    require(are_lists, "the groups that were added to an optimizer are no lists of names")
+    flat = [str(name or "no name") for group in names for name in group]
+    strangers = [name for name in flat if name not in parameters]
+    require(not strangers, f"an optimizer has parameters that are not registered here ({', '.join(strangers)[:300]})")
+    require(len(set(flat)) == len(flat), "an optimizer has a parameter twice")
+    require(hasattr(optimizer, "add_param_group"), f"`{type(optimizer).__name__}` takes no other groups")
 
 
 def _copied(optimizer: Any) -> Any:

@@ -74,6 +74,9 @@ def test_a_state_of_before_takes_them_back(trained: TorchTrainer, make_local: Ma
     [
         ([["0.3.weight", "0.0.bias"]], r"parameters that are not registered here \(0.3.weight\)"),
         (7, "no lists of names"),
+        ([[["0.0.weight"]]], r"not registered here \(\['0.0.weight'\]\)"),
+        ([["0.0.weight", "0.0.weight"]], "a parameter twice"),
+        ([["0.2.weight"]], "more than one parameter group"),
     ],
 )
 def test_those_of_something_else_are_refused_and_change_nothing(
