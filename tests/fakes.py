@@ -183,12 +183,12 @@ class SteppingReplica(CountingReplica):
     def heartbeat(self) -> Heartbeat:
         return Heartbeat(0, self._num_done_now, "stepping", snapshot=self.snapshot_at)
 
-    def propose_hold(self, margin: int, at: int | None) -> int | None:
+    def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         step = self._num_done_now + margin if at is None else at
         self.proposals.append((step, None))
         return None if self.refuses_hold else step
 
-    def settle_hold(self, is_agreed: bool) -> None:
+    def settle_hold(self, number: int, is_agreed: bool) -> None:
         if not self.proposals:
             return
         step, _ = self.proposals[-1]
@@ -407,7 +407,7 @@ class FakeGroup(WorkerGroup):
     def local_replica(self) -> Any:
         return self.replicas[0] if self.spec.use_local else None
 
-    def start(self, reservation_timeout_s: float | None = None) -> GroupReport:
+    def start(self, reservation_timeout_s: float | None = None, min_workers: int | None = None) -> GroupReport:
         event = _next(self.cluster.starts)
         if isinstance(event, Denied):
             raise ReservationTimeoutError("not granted")
@@ -418,8 +418,12 @@ class FakeGroup(WorkerGroup):
         if not self.is_driver_only:  # which reserves nothing
             self.slots.num_reserved, self.slots.num_taken = self.num_workers + self.num_spares, self.num_workers
         report = self._report(event, lambda replica: replica.setup(), {}, self.spec.captures_after_calls, None)
-        self.is_alive = report.ok
+        self.is_alive = True
         return report
+
+    @property
+    def is_ended(self) -> bool:
+        return not self.is_alive
 
     def on_replica(
         self,
@@ -557,11 +561,13 @@ class FakeGroup(WorkerGroup):
         survivors: Sequence[int],
         joining: Sequence[Any],
         on_wait: Callable[[], None] | None = None,
+        *,
+        captures: bool = False,
     ) -> GroupReport:
         event = _next(self.cluster.regroups)
         self._give_places(survivors, joining)
         self.replicas = [self.spec.make_replica(world) for world in self.worlds]
-        return self._report(event, lambda replica: replica.setup(), {}, False, None)
+        return self._report(event, lambda replica: replica.setup(), {}, captures, None)
 
     def _give_places(self, survivors: Sequence[int], joining: Sequence[Any]) -> None:
         self.replicas = [self.replicas[rank] for rank in survivors] + list(joining)

@@ -9,6 +9,7 @@ from typing import Any
 
 from raysgd.engine.call_monitor import CallMonitor
 from raysgd.engine.failures import Diagnosis, classify, words
+from raysgd.engine.group_former import renew_without_lost
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.history import EventKind
 from raysgd.engine.lifecycle import Lifecycle
@@ -148,7 +149,7 @@ class GroupStarter:
             if report is None:
                 return 0
             self._take_answers(report)
-            if not self._restore():
+            if not self._restore_those_left():
                 return 0
         except BaseException:  # Ctrl-C too
             self._lifecycle.kill_group()
@@ -188,7 +189,7 @@ class GroupStarter:
         return bool(settling and settling - self._lifecycle.nodes_to_avoid)
 
     def _try_start(self, num_workers: int, num_spares: int, timeout_s: float) -> bool:
-        """Starts a group; False when a worker died.
+        """Starts a group, of those who live through it where that are enough; False when too few do.
 
         Raises:
             WorkerError: The user's set-up failed.
@@ -203,6 +204,8 @@ class GroupStarter:
                 raise worker_error(diagnosis.faults)
             logger.warning("could not start %s workers: %s", num_workers, words(diagnosis))
             return False
+        if len(group) < num_workers:
+            logger.warning("started %s of %s workers; the others step in later", len(group), num_workers)
         self._lifecycle.group = group
         self._take_answers(report)
         if not self._snapshots.has_any:
@@ -221,11 +224,27 @@ class GroupStarter:
         self._lifecycle.starting = group
         try:
             self._lifecycle.check_active()  # a stop that comes later than this finds the group
-            report = group.start(timeout_s)
-            failed = self._call_start_hook(group) if report.ok else None
-            return report if failed is None else failed
+            report = group.start(timeout_s, self._num_needed)
+            report = self._without_lost(report, group, self._spec.captures_after_calls)
+            if report.ok:
+                return self._call_start_hook(group) or report
+            group.kill()
+            return report
+        except BaseException:
+            group.kill()
+            raise
         finally:
             self._lifecycle.starting = None
+
+    @property
+    def _num_needed(self) -> int | None:
+        """How many workers have to live through a start; None for all, where a group cannot change."""
+        return self._scaling.min_workers if self._spec.keeps_processes else None
+
+    def _without_lost(self, report: GroupReport, group: WorkerGroup, captures: bool = False) -> GroupReport:
+        if not self._spec.keeps_processes:
+            return report
+        return renew_without_lost(group, report, self._scaling.min_workers, captures=captures)
 
     def _call_start_hook(self, group: WorkerGroup) -> GroupReport | None:
         """Lets the front end see a new group; returns the report of a failure, after which nothing is left."""
@@ -246,16 +265,27 @@ class GroupStarter:
             ReservationTimeoutError: Another program took the resources meanwhile.
         """
         try:
-            return self._try_start(num_workers, num_spares, _REBUILD_RESERVATION_S) and self._restore()
+            return self._try_start(num_workers, num_spares, _REBUILD_RESERVATION_S) and self._restore_those_left()
         except BaseException:  # Ctrl-C too: a group that is restored half-way must never be used
             self._lifecycle.kill_group()
             raise
 
-    def _restore(self) -> bool:
+    def _restore_those_left(self) -> bool:
+        """Restores the state in all who live through it; False when too few do."""
+        while (failed := self._restore()) is not None:
+            report = self._without_lost(failed, self._lifecycle.running)
+            if not report.ok:
+                logger.warning("could not restore the state: %s", words(classify(report)))
+                self._lifecycle.kill_group()
+                return False
+            self._take_answers(report)
+        return True
+
+    def _restore(self) -> GroupReport | None:
         """Brings the new group to the state of the last snapshot, and on to the last completed call.
 
         Returns:
-            False when a worker died over it.
+            What failed, when a worker died over it.
         """
         group, snapshot = self._lifecycle.running, self._reachable_snapshot()
         # Calls that are repeated take long, too. No snapshots: one taken now would seem to cover all of them.
@@ -265,8 +295,9 @@ class GroupStarter:
             rests = snapshot.for_ranks(len(group))
             shared = group.share(snapshot.shared_state)
             args: dict[int, Sequence[Any]] = {rank: (shared[rank], *rest) for rank, rest in enumerate(rests)}
-            if not self._is_fine(group.on_replica(function, args, on_wait=monitor.poll)):
-                return False
+            report = group.on_replica(function, args, on_wait=monitor.poll)
+            if self._has_lost_workers(report):
+                return report
         is_inside = self._snapshots.is_inside
         if self._snapshots.calls_since:
             logger.info("running again what the last snapshot does not cover: %s", self._lifecycle.restored_from())
@@ -274,9 +305,10 @@ class GroupStarter:
             function = call.resume if is_inside and call.resume is not None else call.function
             is_inside = False
             args = call.on_its_ranks(call.args_for(group.worlds))
-            if not self._is_fine(group.on_replica(function, args, on_wait=monitor.poll)):
-                return False
-        return True
+            report = group.on_replica(function, args, on_wait=monitor.poll)
+            if self._has_lost_workers(report):
+                return report
+        return None
 
     def _reachable_snapshot(self) -> Snapshot | None:
         """The last snapshot; where it is in parts, they are read from the nodes that the new group is on."""
@@ -286,15 +318,15 @@ class GroupStarter:
             landed = self._snapshots.landed = replace(landed, shared_state=landed.shared_state.best_on(nodes))
         return landed
 
-    def _is_fine(self, report: GroupReport) -> bool:
+    def _has_lost_workers(self, report: GroupReport) -> bool:
+        """Whether a call failed for the loss of workers; raises where it failed for another reason."""
         if report.ok:
-            return True
+            return False
         diagnosis = classify(report)
-        self._lifecycle.kill_group()
         if diagnosis.kind == "user":
+            self._lifecycle.kill_group()
             raise self._lost_snapshot(diagnosis) or worker_error(diagnosis.faults)
-        logger.warning("could not restore the state: %s", words(diagnosis))
-        return False
+        return True
 
     def _lost_snapshot(self, diagnosis: Diagnosis) -> WorkersLostError | None:
         """What to raise where a rank did not find its part of the snapshot."""

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from raysgd._ranks import listed
 from raysgd.engine.failures import Diagnosis, classify, words
-from raysgd.engine.group_former import STANDBY_WAIT_S, CannotForm, GroupFormer
+from raysgd.engine.group_former import STANDBY_WAIT_S, CannotForm, GroupFormer, NextGroup, renew_without_lost
 from raysgd.engine.growth import Growth
 from raysgd.engine.history import EventKind
 from raysgd.engine.lifecycle import Lifecycle
@@ -94,7 +94,9 @@ class InPlaceChanges:
         except CannotForm as failed:
             logger.warning("no process is kept: %s", failed.reason or "no worker is left")
             return None
-        renewed = self._lifecycle.running.renew(next_group.staying, next_group.joining, self._on_wait)
+        group = self._lifecycle.running
+        renewed = group.renew(next_group.staying, next_group.joining, self._on_wait)
+        renewed = renew_without_lost(group, renewed, self._lifecycle.scaling.min_workers, self._on_wait)
         if not renewed.ok:
             logger.warning("could not form a new group: %s", words(classify(renewed)))
             return None
@@ -112,7 +114,7 @@ class InPlaceChanges:
         group = self._lifecycle.running
         return set(range(len(group))) - set(group.answering(range(len(group))))
 
-    def _settled(self, report: GroupReport, tell_stuck: Callable[[], None]) -> list[int]:
+    def _settled(self, report: GroupReport, tell_stuck: Callable[[], None] = lambda: None) -> list[int]:
         """The survivors of a loss, freed of what they waited for."""
         survivors = self._lifecycle.running.settle(report, tell_stuck)
         self._lifecycle.suspect(survivors)
@@ -177,14 +179,24 @@ class InPlaceChanges:
         return group.on_replica(_replica_progress, dict.fromkeys(range(len(group)), ()), on_wait=self._on_wait)
 
     def _change(self, change: _Change) -> CannotForm | None:
-        ranks = frozenset(range(len(self._lifecycle.running))) - change.leaving
+        lifecycle, before = self._lifecycle, list(self._lifecycle.running.infos)
+
+        def gone(staying: Collection[int]) -> set[int]:
+            """The ranks that were lost, as they were numbered when it began."""
+            infos = lifecycle.running.infos
+            kept = {infos[rank] for rank in staying}
+            return {rank for rank, info in enumerate(before) if info not in kept} - change.leaving
+
         try:
-            self._try_change(change, ranks)
+            next_group = self._try_change(change)
         except CannotForm as failed:
-            return change.to_rebuild(failed, ranks - frozenset(failed.staying))
+            return change.to_rebuild(failed, gone(failed.staying))
         except BaseException as error:  # Ctrl-C too: a group that is formed half-way must never be used
-            self._lifecycle.end_call(type(error).__name__)
+            lifecycle.end_call(type(error).__name__)
             raise
+        if lifecycle.running.infos[0] != before[0]:
+            lifecycle.snapshots.drop_incoming()
+        self._note(change, next_group, len(before), gone(range(len(lifecycle.running))))
         return None
 
     def _former(self, budget: RetryBudget | None = None, can_wait: bool = True, goes_on: bool = True) -> GroupFormer:
@@ -201,29 +213,54 @@ class InPlaceChanges:
             goes_on=goes_on,
         )
 
-    def _try_change(self, change: _Change, ranks: frozenset[int]) -> None:
-        lifecycle, group = self._lifecycle, self._lifecycle.running
-        old_size = len(group)
-        next_group = self._former(change.budget, change.can_wait).form(change.staying)
+    def _try_change(self, change: _Change) -> NextGroup:
+        """Forms the next group; where workers are lost over it, another one without them, which waits for no one new.
+
+        Raises:
+            CannotForm: No group can be formed.
+        """
+        former, staying, without_state = self._former(change.budget, change.can_wait), change.staying, set[int]()
+        orphans = change.orphans
+        while True:
+            next_group = former.form(staying, without_state)
+            report = self._regroup(next_group, orphans)
+            if report.ok:
+                self._lifecycle.facts = list(report.values)
+                return next_group
+            staying = self._survivors_of(report, next_group)
+            had_state = [rank not in without_state for rank in next_group.staying]
+            without_state = {o.rank for o in report.outcomes if not o.ok and not any(had_state[o.rank : o.rank + 1])}
+            orphans = () if report.outcomes[0].ok and 0 in staying else orphans
+            former = replace(former, can_wait=False)
+
+    def _regroup(self, next_group: NextGroup, orphans: tuple[Any, ...]) -> GroupReport:
         staying, joining, source = next_group.staying, next_group.joining, next_group.source
-        reports = next_group.progress_reports
-        new_ranks = range(len(staying), len(staying) + len(joining))
-        handover = Handover(source, (*takers(reports, source), *new_ranks), change.orphans)
-        report = group.regroup(staying, joining, handover, self._on_wait)
-        if not report.ok:
-            diagnosis = classify(report)
-            logger.warning("could not form a new group: %s", words(diagnosis))
-            is_loss = diagnosis.kind != "user"
-            raise CannotForm(f"could not form a new group: {words(diagnosis)}", staying, is_loss)
-        if staying[0] != 0:
-            lifecycle.snapshots.drop_incoming()
-        lifecycle.facts = list(report.values)
+        new_ranks = range(len(staying), next_group.num_workers)
+        handover = Handover(source, (*takers(next_group.progress_reports, source), *new_ranks), orphans)
+        return self._lifecycle.running.regroup(staying, joining, handover, self._on_wait)
+
+    def _survivors_of(self, report: GroupReport, failed: NextGroup) -> list[int]:
+        """Who lives after a group could not be formed.
+
+        Raises:
+            CannotForm: It failed for another reason than the loss of workers.
+        """
+        diagnosis = classify(report)
+        reason = f"could not form a new group: {words(diagnosis)}"
+        logger.warning("%s", reason)
+        survivors = self._settled(report) if diagnosis.kind != "user" else []
+        if diagnosis.kind == "user" or len(survivors) == failed.num_workers:
+            raise CannotForm(reason, range(len(failed.staying)), is_loss=diagnosis.kind != "user")
+        return survivors
+
+    def _note(self, change: _Change, formed: NextGroup, old_size: int, gone: Collection[int]) -> None:
+        """Notes a change that was made: in the budget, and in the history."""
+        source = formed.progress_reports[formed.source]
         if change.budget is not None:
-            change.budget.pay_for_rejoin(reports[source].progress)
-        gone = ranks - frozenset(staying)
+            change.budget.pay_for_rejoin(source.progress)
         kind: EventKind = "rejoined" if gone else change.kind
-        if kind != "grown" or joining:  # else all that were to join are dead, and nothing has changed
-            lifecycle.record(kind, old_size, change.began, change.cause(gone), reports[source].words)
+        if kind != "grown" or len(self._lifecycle.running) > old_size:  # else nothing has changed: newcomers are dead
+            self._lifecycle.record(kind, old_size, change.began, change.cause(gone), source.words)
         self._growth.owe_spares()
 
 

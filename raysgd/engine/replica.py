@@ -69,15 +69,20 @@ class RegroupingReplica(Replica, Protocol):
     def heartbeat(self) -> Heartbeat:
         """A sign of life."""
 
-    def propose_hold(self, margin: int, at: int | None) -> int | None:
+    def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Asks to stop ahead of step `at` of the running call; with None, of the step `margin` steps from now.
+
+        Args:
+            number: Larger than that of each proposal before. One that arrives twice, or late, is ignored.
+            margin: How many steps ahead.
+            at: The step that another rank has chosen.
 
         Returns:
             The step; None when it cannot stop there. A rank that gets there waits until the proposal is settled.
         """
 
-    def settle_hold(self, is_agreed: bool) -> None:
-        """All ranks will stop at the proposed step, or none will."""
+    def settle_hold(self, number: int, is_agreed: bool) -> None:
+        """All ranks will stop at the step that was proposed under this number, or none will."""
 
     def restore_inside(self, shared_state: Any, own_state: Any, first: Any, parts: Sequence[Any]) -> None:
         """Does what `restore` does with a snapshot that was taken inside a call, which will continue.

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 from functools import partial
 from typing import Any
 
 from raysgd.engine import ranks, resources
+from raysgd.engine.failures import classify, words
 from raysgd.engine.group_calls import GroupCalls
 from raysgd.engine.group_spec import GroupSpec
 from raysgd.engine.members import Members
@@ -16,6 +18,8 @@ from raysgd.engine.standby import StartupCheck
 from raysgd.engine.types import GroupReport, Rendezvous
 from raysgd.engine.worker import packed_bytes
 from raysgd.exceptions import ReservationTimeoutError, TrainerShutdownError
+
+logger = logging.getLogger(__name__)
 
 
 class Startup:
@@ -27,26 +31,35 @@ class Startup:
         self._startup = StartupCheck.on(platform, spec.heartbeat_s)
         self._is_cancelled = False
 
-    def run(self, num_workers: int, num_spares: int, timeout_s: float) -> GroupReport:
-        """Starts so many workers, and holds room for so many spares.
+    def prepare(self, num_workers: int, num_spares: int, timeout_s: float, min_workers: int) -> GroupReport:
+        """Makes so many workers ready to be connected, and holds room for so many spares.
+
+        Workers that die over it are left out, as long as `min_workers` are ready.
 
         Returns:
-            The replicas' set-up answers; or the report of the step that failed.
+            Where the workers live; or the report of what failed.
 
         Raises:
             ReservationTimeoutError: The resources were not granted in time.
             TrainerShutdownError: After `cancel`.
         """
         self._create(num_workers, num_spares, timeout_s)
-        report = self._prepare(timeout_s)
-        if not report.ok:
-            return report
-        # Now that all are there, it is known where they are, and so which rank each gets.
-        order = ranks.in_order(report.values, first_stays=self._spec.use_local)
-        workers = self._members.workers
-        self._members.give_ranks([workers[index] for index in order], [report.values[index] for index in order])
+        report = self._make_ready(timeout_s, min_workers)
+        if report.ok:
+            # Now that all are there, it is known where they are, and so which rank each gets.
+            order = ranks.in_order(report.values, first_stays=self._spec.use_local)
+            workers = self._members.workers
+            self._members.give_ranks([workers[index] for index in order], [report.values[index] for index in order])
+        return report
+
+    def connect(self) -> GroupReport:
+        """Connects the workers that are ready, and makes their replicas. Returns the replicas' set-up answers."""
         build = partial(self.build, captures=self._spec.captures_after_calls)
-        return self._calls.connect(build, self._startup.poll)
+        return self._calls.connect(build, self.look_after)
+
+    def look_after(self) -> None:
+        """Kills workers that freeze meanwhile. To be called now and then while they start."""
+        self._startup.poll()
 
     def cancel(self) -> None:
         """From another thread: the start raises as soon as it can."""
@@ -76,12 +89,29 @@ class Startup:
         if slot_of_driver is not None:
             spec.connection.use_gpus(slot_of_driver.reservation.gpus_of_driver())  # after the others were sent theirs
 
-    def _prepare(self, timeout_s: float) -> GroupReport:
+    def _make_ready(self, timeout_s: float, min_workers: int) -> GroupReport:
         placed = self._members.submit("describe", ranks=self._members.remote_ranks)  # answered beside the user's hook
         calls = self._members.submit("prepare", self._spec.initialization_hook)
         if placed and not self._slots.are_own:
             self._await_placement(list(placed.values()), timeout_s)
-        return self._calls.gather(calls, self._startup.poll)
+        while True:
+            report = self._calls.gather(calls, self.look_after)
+            if report.ok:
+                self._members.workers = [self._members.workers[rank] for rank in calls]
+                return report
+            dead = {found.rank for found in report.outcomes if found.failure is not None}
+            if classify(report).kind == "user" or len(calls) - len(dead) < min_workers:
+                return report
+            logger.warning("%s; going on with the others", words(classify(report)))
+            self._leave_out(dead)
+            calls = {rank: call for rank, call in calls.items() if rank not in dead}
+
+    def _leave_out(self, dead: Iterable[int]) -> None:
+        for rank in dead:
+            worker = self._members.remote(rank)
+            self._startup.remove(worker)
+            worker.kill()
+            self._slots.give_back(worker.slot)
 
     def _await_placement(self, references: list[Any], timeout_s: float) -> None:
         """Inside another placement group the actors themselves may have to wait for room: not forever."""

@@ -180,7 +180,7 @@ class WorkerProcess:
         """Leaves the group that it is in, if any, and listens for the ranks of the next one. Returns the port."""
 
         def body() -> int:
-            if self._replica is not None:  # one that was made ready to step in is in another group
+            if self._replica is not None or self._world.size:  # it was made ready to step in, or failed to join
                 self._connection.leave()
             return self._connection.open_endpoint(host, rank)
 

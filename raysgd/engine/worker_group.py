@@ -91,24 +91,32 @@ class WorkerGroup:
         worker = self._members.workers[0]
         return worker.replica if isinstance(worker, LocalWorker) else None
 
-    def start(self, reservation_timeout_s: float | None = None) -> GroupReport:
-        """Reserves, creates, connects and builds. On anything but success nothing is left behind.
+    def start(self, reservation_timeout_s: float | None = None, min_workers: int | None = None) -> GroupReport:
+        """Reserves, creates, connects and builds. Where too few can be made ready, nothing is left behind.
+
+        Args:
+            reservation_timeout_s: How long to wait for room, unless the spec says it.
+            min_workers: How many have to be ready to connect them; all unless said.
 
         Returns:
-            The replicas' set-up answers; or the report of the step that failed.
+            The replicas' set-up answers; or the report of the step that failed. Where that is a later one, `renew`
+            may go on with the workers that live.
 
         Raises:
             ReservationTimeoutError: When the resources were not granted in time.
         """
         timeout_s = reservation_timeout_s or self._spec.reservation_timeout_s
+        needed = self.num_workers if min_workers is None else min_workers
         try:
-            report = self._start.run(self.num_workers, self.num_spares, timeout_s)
+            report = self._start.prepare(self.num_workers, self.num_spares, timeout_s, needed)
+            if not report.ok:
+                self.kill()
+                return report
+            self.num_workers = len(self._members)
+            return self._start.connect()
         except BaseException:
             self.kill()
             raise
-        if not report.ok:
-            self.kill()
-        return report
 
     def on_replica(
         self,
@@ -259,14 +267,22 @@ class WorkerGroup:
         survivors: Sequence[int],
         joining: Sequence[StandbyWorker],
         on_wait: Callable[[], None] | None = None,
+        *,
+        captures: bool = False,
     ) -> GroupReport:
         """Does what `regroup` does with new replicas in all processes, which have no state yet.
+
+        Args:
+            survivors: As for `regroup`.
+            joining: As for `regroup`.
+            on_wait: Called now and then while it waits; unless given, frozen workers are looked for as in a start.
+            captures: Whether they copy their state.
 
         Returns:
             Their set-up answers. On anything but success the group cannot be used any more.
         """
         self._give_places(survivors, joining)
-        return self._calls.connect(partial(self._start.build, captures=False), on_wait)
+        return self._calls.connect(partial(self._start.build, captures=captures), on_wait or self._start.look_after)
 
     def _give_places(self, survivors: Sequence[int], joining: Sequence[StandbyWorker]) -> None:
         members = self._members

@@ -133,13 +133,13 @@ class ClassRunner(Changeable):
         self._ledger.leave_group()
         return self._training.progress()
 
-    def propose_hold(self, margin: int, at: int | None) -> int | None:
+    def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
-        return self._training.propose_hold(margin, at)
+        return self._training.propose_hold(number, margin, at)
 
-    def settle_hold(self, is_agreed: bool) -> None:
+    def settle_hold(self, number: int, is_agreed: bool) -> None:
         """Says what became of the proposal."""
-        self._training.settle_hold(is_agreed)
+        self._training.settle_hold(number, is_agreed)
 
     def regroup(self, world: World, handover: Handover) -> Any:
         """Continues in the new group; takes over the state of `handover.source` if it is among the takers."""

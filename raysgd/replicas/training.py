@@ -42,6 +42,7 @@ class Training:
         self._copies = copies
         self._inside = copies.inside
         self._ledger = ledger
+        self._hold_number = 0
 
     def begin(self, request: EpochRequest, share: Any) -> EpochAnswer | Held:
         """Runs the operator's `train_epoch` once.
@@ -150,17 +151,20 @@ class Training:
         obstacle = obstacle or hosted.epoch_obstacle or loop.order_obstacle
         return ReplicaProgress(run.num_completed, loop.is_whole, obstacle, loop.progress_text())
 
-    def propose_hold(self, margin: int, at: int | None) -> int | None:
+    def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         """Asks to stop between two steps, from a second thread; see `RegroupingReplica`."""
         run = self._activity.unfinished
+        if number <= self._hold_number:  # it would be settled by now, and the training would wait at it
+            return None
+        self._hold_number = number
         if run is None or self._activity.running is None or self._hosted.epoch_obstacle is not None:
             return None
         step = run.num_completed + margin if at is None else at
         return step if run.gate.propose(step, lambda: run.num_completed) else None
 
-    def settle_hold(self, is_agreed: bool) -> None:
+    def settle_hold(self, number: int, is_agreed: bool) -> None:
         """Says what became of the proposal."""
-        if self._activity.run is not None:
+        if self._activity.run is not None and number == self._hold_number:
             self._activity.run.gate.settle(is_agreed)
 
     def leave_group(self) -> None:

@@ -51,7 +51,7 @@ class LightGroup(WorkerGroup):
         self._calls.gather = self._answered  # type: ignore[method-assign]
         self._calls.connect = self._connected  # type: ignore[method-assign]
 
-    def start(self, reservation_timeout_s: float | None = None) -> GroupReport:
+    def start(self, reservation_timeout_s: float | None = None, min_workers: int | None = None) -> GroupReport:
         infos = [WorkerInfo(f"node {rank // 8}", "10.0.0.1", rank) for rank in range(self.num_workers)]
         self._members.give_ranks([LightWorker() for _ in infos], infos)  # type: ignore[misc]
         return self._answered(dict.fromkeys(range(self.num_workers)))

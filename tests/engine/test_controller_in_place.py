@@ -311,7 +311,8 @@ OBSTACLES: dict[str, Callable[[Trainer], Any]] = {
     "an obstacle": lambda trainer: setattr(trainer.group.replicas[0], "obstacle", "a `train_epoch` of its own"),
     "no state is whole": lambda trainer: [setattr(replica, "is_whole", False) for replica in trainer.group.replicas],
     "a survivor raises": lambda trainer: trainer.cluster.stands.append(Raised(0, ValueError("x"))),
-    "a survivor dies while the group is formed": lambda trainer: trainer.cluster.regroups.append(Lost((0,))),
+    "all die while the group is formed": lambda trainer: trainer.cluster.regroups.append(Lost((0, 1, 2))),
+    "the connection fails though all live": lambda trainer: trainer.cluster.regroups.append(Lost((0,), "disconnected")),
     "a survivor raises while the group is formed": lambda trainer: trainer.cluster.regroups.append(
         Raised(0, ValueError("x"))
     ),
@@ -335,6 +336,30 @@ def test_a_survivor_that_dies_while_it_leaves_the_group_is_no_survivor() -> None
     trainer.cluster.stands = deque([Lost((0,))])
     assert trainer.walk(5, Lost((1,), after={0: 2, 2: 2})) == [5, 5, 5]
     assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined"], 1)
+
+
+@pytest.mark.parametrize(("lost", "totals"), [((2,), [5, 5]), ((0,), [5, 5]), ((0, 2), [5])])
+def test_who_dies_while_the_group_is_formed_is_left_out_and_the_others_keep_their_state(
+    lost: tuple[int, ...], totals: list[float]
+) -> None:
+    trainer = Trainer()
+    trainer.cluster.standby_is_slow = True
+    survivor = trainer.group.replicas[2]
+    trainer.cluster.regroups = deque([Lost(lost)])  # rank 2 is the newcomer, and rank 1 the one that was rank 2
+    assert trainer.walk(5, Lost((1,), after={0: 2, 2: 3}), max_retries=1) == totals
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined"], 1)
+    assert survivor in trainer.group.replicas
+    assert trainer.group.functions == ["walk", "walk_on"]
+    assert trainer.group.standby.num_coming, "another one is on its way, and the others do not wait for it"
+
+
+def test_a_newcomer_that_lives_and_did_not_get_the_state_takes_it_in_the_next_group() -> None:
+    trainer = Trainer(max_workers=4, num_slots=4)
+    trainer.cluster.standby_is_slow = True
+    trainer.cluster.regroups = deque([Lost((0,))])
+    assert trainer.walk(5, Lost((2, 3), after={0: 3, 1: 2})) == [5, 5, 5]
+    assert [(h.source, h.takers) for h in trainer.group.handovers] == [(0, (1, 2, 3)), (0, (1, 2))]
+    assert trainer.controller.history.events[-1].cause.startswith("lost rank 0, 2, 3 (")
 
 
 def test_a_survivor_that_answers_to_nothing_is_no_survivor() -> None:
@@ -506,16 +531,30 @@ def test_what_was_asked_for_and_came_is_grown_into_in_place() -> None:
     assert (trainer.group.slots.num_asked, trainer.kinds) == (0, ["rebuilt", "grown", "grown"])
 
 
+@pytest.mark.parametrize(("lost", "kinds"), [((2,), ["grown"]), ((0,), ["rejoined"]), ((0, 2), ["rejoined"])])
+def test_who_dies_while_the_group_grows_is_left_out(lost: tuple[int, ...], kinds: list[str]) -> None:
+    trainer = shrunk()
+    trainer.cluster.regroups = deque([Lost(lost)])
+    assert trainer.walk(1, max_retries=0) == [6, 6, 6]
+    assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined", *kinds], 1)
+
+
+def test_nothing_is_noted_where_those_who_were_to_join_died_over_it() -> None:
+    trainer = shrunk()
+    trainer.cluster.regroups = deque([Lost((2,))])
+    start, trainer.group.standby.start = trainer.group.standby.start, lambda *_: 0  # type: ignore[method-assign]
+    start(1, 3)
+    assert trainer.walk(1) == [6, 6]
+    assert trainer.kinds == ["rejoined"]
+
+
 def test_growing_that_fails_in_place_goes_on_from_the_snapshot() -> None:
-    trainer = Trainer()
-    trainer.cluster.num_slots = 2
-    trainer.walk(5, Lost((1,), after={0: 2, 2: 2}))
-    trainer.cluster.num_slots = 3
-    trainer.cluster.regroups = deque([Lost((0,))])
+    trainer = shrunk()
+    trainer.cluster.regroups = deque([Lost((0,), "disconnected")])
     assert trainer.walk(1, max_retries=0) == [6, 6, 6]
     assert (trainer.kinds, len(trainer.cluster.groups)) == (["rejoined", "rebuilt"], 2)
     cause = trainer.controller.history.events[-1].cause
-    assert cause.startswith("there is room for more workers; could not form a new group: lost rank 0 (")
+    assert cause.startswith("there is room for more workers; could not form a new group: rank 0 reports")
 
 
 def test_a_node_that_is_going_away_is_left_before_the_next_call() -> None:
@@ -647,7 +686,7 @@ def test_a_held_call_whose_group_cannot_be_formed_anew_goes_on_from_the_snapshot
             trainer.leaving, trainer.cluster.nodes = {"b"}, []  # nobody is placed there any more
 
     trainer.during_calls(4, happens)
-    trainer.cluster.regroups = deque([Lost((0,))])
+    trainer.cluster.regroups = deque([Lost((0,), "disconnected")])
     assert trainer.walk(9, max_retries=0) == [9, 9, 9]
     assert trainer.kinds == ["rebuilt"]
     assert "a node is going away; could not form a new group" in trainer.controller.history.events[-1].cause

@@ -59,10 +59,10 @@ def test_a_lost_connection_of_all_keeps_all() -> None:
     ("lost", "then"),
     [
         ((0, 1, 2), None),
-        ((1,), Lost((0,))),
+        ((1,), Lost((0, 1, 2))),
         ((1,), Raised(0, ValueError("`setup` does not run twice in a process"))),
     ],
-    ids=["no one is left", "another one dies", "set-up fails"],
+    ids=["no one is left", "all others die", "set-up fails"],
 )
 def test_where_no_process_can_be_kept_all_are_new(lost: tuple[int, ...], then: Event) -> None:
     trainer = Trainer(renews=True)
@@ -74,12 +74,14 @@ def test_where_no_process_can_be_kept_all_are_new(lost: tuple[int, ...], then: E
     assert trainer.controller.history.events[-1].num_kept == 0
 
 
-def test_a_worker_that_dies_while_the_state_is_restored_is_replaced_with_all_others() -> None:
+@pytest.mark.parametrize("moment", ["regroups", "restores"])
+def test_the_others_go_on_without_a_worker_that_dies_while_replicas_are_made_or_given_the_state(moment: str) -> None:
     trainer = Trainer(renews=True)
     trainer.walk(2)
-    trainer.cluster.restores = deque([Lost((0,))])
-    assert trainer.walk(5, Lost((1,))) == [7, 7, 7]
-    assert [group.is_alive for group in trainer.cluster.groups] == [False, True]
+    setattr(trainer.cluster, moment, deque([Lost((0,))]))
+    assert trainer.walk(5, Lost((1,))) == [7, 7]
+    assert (len(trainer.cluster.groups), trainer.kinds) == (1, ["rebuilt"])
+    assert trainer.walk(1) == [8, 8, 8], "the next call grows"
 
 
 def test_a_part_that_no_node_has_any_more_is_told_with_the_last_file() -> None:

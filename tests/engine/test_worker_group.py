@@ -32,7 +32,7 @@ class Listens(NullConnection):
 @pytest.mark.parametrize(
     ("fake", "real", "not_needed"),
     [
-        (FakeGroup, WorkerGroup, {"is_ended", "is_on_one_node", "store", "submit"}),
+        (FakeGroup, WorkerGroup, {"is_on_one_node", "store", "submit"}),
         (FakeStandbyWorkers, StandbyWorkers, set()),
         (FakeSlots, Slots, {"are_own", "close", "give_back", "take", "take_usable"}),
     ],

@@ -403,7 +403,16 @@ def _forget_stuck(real: Any) -> Any:
     return let_finish
 
 
+def _form_with_the_stateless(real: Any) -> Any:
+    def form(self: GroupFormer, staying: Sequence[int], without_state: Any = ()) -> NextGroup:
+        formed: NextGroup = real(self, staying)
+        return formed
+
+    return form
+
+
 MUTATIONS = (
+    Mutation("a newcomer that got no state is the source", GroupFormer, "form", _form_with_the_stateless, (346,)),
     Mutation("a stuck rank that froze is asked to end", Survivors, "_let_finish", _forget_stuck, (), _STUCK_AND_FROZEN),
     Mutation("a rebuild is not paid for", RetryBudget, "pay_for_rebuild", nothing, (3,)),
     Mutation("a rejoin without a step is free", RetryBudget, "pay_for_rejoin", _pay_for_no_rejoin, (5,)),
@@ -432,7 +441,7 @@ MUTATIONS = (
     Mutation("what was measured on a left node counts twice", WorkerGroup, "regroup", _drops_orphans, (), (_GROWN,)),
     Mutation("a lost connection counts as an error of user code", controller, "classify", _classify_as_user, (3,)),
     Mutation("errors of user code are retried", FailurePolicy, "decide", _retry_user_errors, (551,)),
-    Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (406,)),
+    Mutation("errors of user code count as losses", FailurePolicy, "decide", _lose_user_errors, (551,)),
     Mutation("ranks that failed apart are kept", ElasticController, "_has_failed_alike", always(True), (), (_PARTED,)),
     Mutation("too small a group is started", ScalingPolicy, "decide", _decide_without_minimum, (), (_SHRUNK,)),
     Mutation("too large a group is started", ScalingPolicy, "decide", _one_too_many, (3,)),

@@ -142,6 +142,7 @@ class SimReplica:
         self.is_poisoned = False
         self.run: Run | None = None
         self.is_walking = False
+        self.hold_number = 0
         self.copies = PendingCopies()
         self.inside = MidCallSnapshots(around.snapshot_every)
 
@@ -237,8 +238,11 @@ class SimReplica:
         phase = "training" if self.is_walking else "broken off"
         return Heartbeat(self.state.epoch, run.steps, phase, 0, self.inside.newest, self.around.now())
 
-    def propose_hold(self, margin: int, at: int | None) -> int | None:
+    def propose_hold(self, number: int, margin: int, at: int | None) -> int | None:
         run = self.run
+        if number <= self.hold_number:
+            return None
+        self.hold_number = number
         if run is None or run.is_finished or not self.is_walking:
             return None
         step = run.steps + margin if at is None else at
@@ -247,8 +251,8 @@ class SimReplica:
         run.proposed, run.agreed = step, Future()
         return step
 
-    def settle_hold(self, is_agreed: bool) -> None:
-        if self.run is not None and self.run.agreed is not None:
+    def settle_hold(self, number: int, is_agreed: bool) -> None:
+        if number == self.hold_number and self.run is not None and self.run.agreed is not None:
             self.run.agreed.set(is_agreed)
 
     def part_of_snapshot(self, number: int) -> Capture | None:

@@ -1095,8 +1095,8 @@ def held_after(runner: TorchRunner, num_steps: int) -> Held:
     class Proposing:
         def __call__(self, *_: Any, **__: Any) -> None:
             if runner.heartbeat().step == 0:
-                assert runner.propose_hold(0, num_steps) == num_steps
-                runner.settle_hold(True)
+                assert runner.propose_hold(num_steps, 0, num_steps) == num_steps
+                runner.settle_hold(num_steps, True)
 
     handle = runner.operator.model.register_forward_pre_hook(Proposing())  # type: ignore[attr-defined]
     held = runner.train_epoch(EpochRequest(None, {}, False, seed=0))
@@ -1136,10 +1136,10 @@ def test_another_process_goes_on_from_the_part_of_a_held_call(process_group: Non
 
 def test_between_calls_and_where_it_could_not_go_on_nobody_stops(process_group: None) -> None:
     runner = survivor()
-    assert runner.propose_hold(2, None) is None
-    runner.settle_hold(False)
+    assert runner.propose_hold(1, 2, None) is None
+    runner.settle_hold(1, False)
     train(runner)
-    assert runner.propose_hold(2, None) is None
+    assert runner.propose_hold(2, 2, None) is None
 
 
 # ------------------------------------------------------------------------------------------------ snapshots inside
