@@ -221,12 +221,24 @@ def test_a_hook_that_raises_is_told_with_its_ranks_and_leaves_nothing(ray_cluste
 
 
 @pytest.mark.parametrize("verb", ["die", "fail"])
-def test_a_set_up_that_fails_is_reported_and_leaves_nothing(verb: str, ray_cluster: None, tmp_path: Path) -> None:
+def test_a_set_up_that_fails_is_reported(verb: str, ray_cluster: None, tmp_path: Path) -> None:
     plan = getattr(FailurePlan(tmp_path), verb)(rank=1)
     group = make_group(make_replica=partial(PlannedReplica, plan))
     report = group.start()
     assert kinds(report)[1] == {"die": "died", "fail": "user"}[verb]
-    assert group.is_ended
+    assert not group.is_ended, "its owner may go on with those that live"
+    group.kill()
+
+
+def test_who_dies_before_the_workers_are_connected_is_left_out_where_enough_are_ready(
+    ray_cluster: None, tmp_path: Path
+) -> None:
+    plan = FailurePlan(tmp_path).die(rank=0)
+    group = make_group(initialization_hook=partial(plan.check, 0), num_workers=3)
+    report = group.start(min_workers=2)
+    assert report.ok
+    assert (len(group), len(report.values), len(group.infos)) == (2, 2, 2)
+    group.kill()
 
 
 class PlannedReplica(CountingReplica):
@@ -265,9 +277,9 @@ def test_a_worker_that_freezes_while_it_is_set_up_is_ended_like_one_that_dies(
     group = make_group(make_replica=FreezingReplica, heartbeat_s=3.0)
     report = group.start()
     assert kinds(report)[1] == "died"
-    assert group.is_ended
     assert "did not respond" in caplog.text
     wait_until(lambda: not is_alive(group.infos[1].pid))
+    group.kill()
 
 
 def test_an_interrupted_start_leaves_nothing(ray_cluster: None, monkeypatch: pytest.MonkeyPatch) -> None:
