@@ -55,7 +55,9 @@ def load_data() -> list[TensorDataset]:
 
 def train(num_epochs: int, weights: Path, **options: Any) -> torch.nn.Module:
     """Trains with these options of a trainer; returns the model, ready to be used, and saves its weights."""
-    with TorchTrainer(training_operator_cls=DigitsOperator, config=CONFIG, **options) as trainer:
+    with TorchTrainer(
+        training_operator_cls=DigitsOperator, config=CONFIG, joint_batch="constant", **options
+    ) as trainer:
         for _ in range(num_epochs):
             result = trainer.train()
             print(f"epoch {result['epoch']:2d}: train loss {result['train_loss']:.3f}", flush=True)

@@ -39,7 +39,9 @@ def train(num_epochs: int, folder: Path, **options: Any) -> str:
     tags = {"workers": str(options["num_workers"])}
     logger = MLflowLogger("digits", tracking_uri=(folder / "mlruns").as_uri(), tags=tags)
     config = {"lr": 0.003, BATCH_SIZE: 64, "seed": 0}
-    with TorchTrainer(training_operator_cls=DigitsOperator, config=config, **options) as trainer:
+    with TorchTrainer(
+        training_operator_cls=DigitsOperator, config=config, joint_batch="constant", **options
+    ) as trainer:
         trainer.fit(num_epochs, callbacks=[logger], folder=folder)
     assert logger.run_id is not None
     return logger.run_id

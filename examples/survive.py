@@ -21,7 +21,7 @@ from raysgd.testing import kill_worker
 from raysgd.utils import BATCH_SIZE
 
 NUM_DIGITS, STEP_OF_DEATH = 1776, 10
-CONFIG = {BATCH_SIZE: 48, "seed": 0}  # 48 samples in each step, for 1, 2, 3 or 4 workers
+CONFIG = {BATCH_SIZE: 48, "seed": 0}  # 48 samples in each step
 
 
 class CountingModel(nn.Module):
@@ -79,7 +79,8 @@ def main() -> None:
     args = parse_arguments(__doc__, num_workers=4)
     if args.num_workers < 2:
         raise SystemExit(f"--num-workers {args.num_workers}: need at least 2, because one of them dies.")
-    num_epochs, options = 2 if args.smoke_test else 20, {"use_gpu": args.use_gpu, "config": CONFIG}
+    num_epochs = 2 if args.smoke_test else 20
+    options = {"use_gpu": args.use_gpu, "config": CONFIG, "joint_batch": "constant"}
     print("one process")
     with TorchTrainer(training_operator_cls=CountingOperator, use_local=True, **options) as trainer:
         alone, accuracy_alone = train(trainer, num_epochs)

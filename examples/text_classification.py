@@ -97,7 +97,9 @@ def make_config(num_sentences: int | None) -> dict[str, Any]:
 
 def train(config: dict[str, Any], num_epochs: int, **options: Any) -> dict[str, Any]:
     """Trains with these options of a trainer, and returns the metrics of the sentences that test."""
-    with TorchTrainer(training_operator_cls=Topics, config=config, clip_grad_norm=1.0, **options) as trainer:
+    with TorchTrainer(
+        training_operator_cls=Topics, config=config, clip_grad_norm=1.0, joint_batch="constant", **options
+    ) as trainer:
         for row in trainer.epochs(num_epochs):
             scores = f"test loss {row['val_loss']:.3f}, accuracy {row['val_accuracy']:.3f}"
             print(f"epoch {row['epoch']:2d}: train loss {row['train_loss']:.3f}, {scores}", flush=True)

@@ -57,7 +57,9 @@ def train(num_epochs: int, **options: Any) -> float:
     config = {"lr": 0.002, BATCH_SIZE: 64}  # 64 samples in each step, however many workers share them
     with (
         tempfile.TemporaryDirectory(prefix="raysgd-") as folder,
-        TFTrainer(training_operator_cls=DigitsOperator, config=config, seed=0, **options) as trainer,
+        TFTrainer(
+            training_operator_cls=DigitsOperator, config=config, seed=0, joint_batch="constant", **options
+        ) as trainer,
     ):
         for _ in range(num_epochs):
             trained, validated = trainer.train(), trainer.validate()

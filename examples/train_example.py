@@ -30,6 +30,7 @@ def fit_line(num_epochs: int, **options: Any) -> dict[str, float]:
         training_operator_cls=LineOperator,
         config={"lr": 1e-2, "hidden_size": 1, "batch_size": 4},
         scheduler_step_freq="epoch",
+        joint_batch="constant",
         **options,
     ) as trainer:
         for _ in range(num_epochs):

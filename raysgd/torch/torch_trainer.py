@@ -123,7 +123,8 @@ class TorchTrainer(ChangingTorchTrainer):
 
     Example:
         >>> from raysgd.operators import ClassificationOperator  # doctest: +SKIP
-        >>> trainer = TorchTrainer(training_operator_cls=MyOperator, num_workers=2)  # doctest: +SKIP
+        >>> options = {"num_workers": 2, "joint_batch": "constant"}
+        >>> trainer = TorchTrainer(training_operator_cls=MyOperator, **options)  # doctest: +SKIP
         >>> for _ in range(5):  # doctest: +SKIP
         ...     print(trainer.train(), trainer.validate())
     """

@@ -168,17 +168,21 @@ def test_the_python_that_takes_long_runs_too(name: str, runner: PageRunner, ray_
 
 @pytest.mark.soak
 @pytest.mark.integration
-def test_the_programs_of_orca_and_raydp_run_on_two_workers_too(
-    runner: PageRunner, ray_cluster: None, tmp_path: Path
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("docs/from-orca-and-raydp.md", [('"num_workers": 1', '"num_workers": 2', 1)]),
+        ("docs/hugging-face.md", []),  # schedules end where they end on one worker
+    ],
+)
+def test_the_programs_of_a_page_run_on_two_workers_too(
+    name: str, more: list[tuple[str, str, int]], runner: PageRunner, ray_cluster: None, tmp_path: Path
 ) -> None:
     import ray
 
-    script = script_of("docs/from-orca-and-raydp.md", tmp_path)
+    script = script_of(name, tmp_path)
     text = script.read_text(encoding="utf-8")
-    for alone, together, number in (
-        ("use_local=True", "num_workers=2", 3),
-        ('"num_workers": 1', '"num_workers": 2', 1),
-    ):
+    for alone, together, number in (("use_local=True", "num_workers=2", 3), *more):
         assert text.count(alone) == number
         text = text.replace(alone, together)
     script.write_text(text, encoding="utf-8")
