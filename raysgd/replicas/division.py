@@ -77,7 +77,7 @@ def even_counts(num_samples: int, num_shares: int) -> list[int]:
 
 
 def even_shares(num_samples: int, num_shares: int, most: int | None = None) -> list[int]:
-    """The same, but without shares of a single sample where another split exists: a batch norm refuses one.
+    """Return the same, but without shares of a single sample where another split exists: a batch norm refuses one.
 
     Args:
         num_samples: What is divided.

@@ -39,8 +39,10 @@ def refusing_single_samples(models: Iterable[Module], source: DividedSource, ste
     handles: list[Any] = []
 
     def look(norm: Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        if not norm.training or not inputs or inputs[0].dim() < 2:
+            return
         values = inputs[0].numel() // max(1, inputs[0].size(1))
-        if norm.training and values == len(inputs[0]) == step.num_samples:
+        if values == len(inputs[0]) == step.num_samples:
             raise ValueError(SINGLE_SAMPLE)
 
     def prepare(plan: PassPlan) -> None:
@@ -69,7 +71,7 @@ def _left_out(norm: SyncBatchNorm) -> list[Any]:
     shown: list[torch.Tensor] = []
 
     def without_samples(norm: Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-        if not norm.training:
+        if not norm.training or not inputs:
             return None
         shown.append(inputs[0])
         dtype = torch.promote_types(inputs[0].dtype, torch.float32)  # that of statistics, on all ranks

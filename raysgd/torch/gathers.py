@@ -33,10 +33,12 @@ def comparing_sizes(differ: Callable[[], bool]) -> Iterator[None]:
             setattr(dist.ProcessGroup, name, value)
 
 
-def _gather(group: Any, method: Any, differ: Callable[[], bool], output: Any, given: Any, *options: Any) -> Any:
+def _gather(
+    group: Any, method: Any, differ: Callable[[], bool], output: Any, given: Any, *more: Any, **options: Any
+) -> Any:
     if differ():
         _compare(group, given[0] if isinstance(given, list) else given)
-    return method(group, output, given, *options)
+    return method(group, output, given, *more, **options)
 
 
 def _compare(group: Any, own: torch.Tensor) -> None:

@@ -146,7 +146,7 @@ class TorchHosted(hosted.Hosted):
             )
 
     def _warn_of_idle_workers(self) -> None:
-        """Says that some wait for others that take longer because no share is a single sample."""
+        """Warn where a step takes longer because no share is a single sample."""
         train, options, num_workers = self._data("train"), self.settings.batch_options, self.world.size
         if self.world.rank or not options.is_constant or options.deterministic or not isinstance(train, ShardedLoader):
             return
