@@ -73,11 +73,11 @@ class Storm(threading.Thread):
 
 
 def _worker_processes() -> list[int]:
-    """The processes of workers, from the moment on in which Ray has given them their actor."""
+    """The workers' processes on the Ray of this program, from the moment on in which they are given their actor."""
     found = []
-    for process in psutil.process_iter(["cmdline"]):
+    for process in psutil.Process().children(recursive=True):
         with suppress(psutil.Error):
-            if _WORKER in " ".join(process.info["cmdline"] or ()):
+            if _WORKER in " ".join(process.cmdline()):
                 found.append(process.pid)
     return sorted(found)
 
