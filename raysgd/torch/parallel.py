@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.utils import _verify_param_shape_across_processes
+from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
 from raysgd.connections.torch import exchanges_at_once, new_group_beside
@@ -269,6 +270,8 @@ def take_from_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:
-    """The model without our wrapper, and without one that the user put around it under the usual name `module`."""
-    inner = getattr(model, "module", None)
-    return inner if isinstance(inner, torch.nn.Module) else model
+    """Return the model without a wrapper of PyTorch that calls it on data in parallel, which ours are, too.
+
+    Any other module that holds one as `module` may compute something else, so it is a model.
+    """
+    return model.module if isinstance(model, DistributedDataParallel | torch.nn.DataParallel) else model

@@ -33,16 +33,14 @@ def test_the_loss_is_weighted_where_only_the_library_computes_gradients(weight: 
     assert gradient(parallel, model) == [weight, weight]
 
 
-def test_a_wrapper_is_taken_off_and_anything_else_stays() -> None:
+def test_wrappers_of_pytorch_are_taken_off_and_a_model_that_holds_a_module_is_not() -> None:
     model = a_model()
     holder = torch.nn.Module()
     holder.module = model
-    named = torch.nn.Module()
-    named.module = "a name"  # type: ignore[assignment]
     assert unwrap(DDP().wrap(model, None, {})) is model
-    assert unwrap(holder) is model
+    assert unwrap(torch.nn.DataParallel(model)) is model
+    assert unwrap(holder) is holder
     assert unwrap(model) is model
-    assert unwrap(named) is named
 
 
 def test_a_step_without_samples_is_padding() -> None:

@@ -757,13 +757,28 @@ def test_several_models_are_a_list_and_one_is_itself(make_local: MakeTrainer) ->
     assert isinstance(found(lambda: torch.nn.Sequential(model())), torch.nn.Sequential)
 
 
-def test_a_wrapper_of_the_users_own_is_taken_off(make_local: MakeTrainer) -> None:
-    class Wrapper(torch.nn.Module):
+@pytest.mark.parametrize("to_cpu", [False, True])
+def test_a_model_that_computes_with_its_module_is_returned_as_what_predict_uses(
+    to_cpu: bool, make_local: MakeTrainer
+) -> None:
+    class Scaled(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.module = torch.nn.Linear(1, 1)
+            self.module = torch.nn.Linear(3, 1)
 
-    assert isinstance(make_local(Registers, config={"models": Wrapper}).get_model(), torch.nn.Linear)
+        def forward(self, features: torch.Tensor) -> Any:
+            return 10 * self.module(features)
+
+    class Scales(LinearOperator):
+        def make_model(self) -> torch.nn.Module:
+            return Scaled()
+
+        prepare_batch = TrainingOperator.prepare_batch
+
+    features = dataset(5).tensors[0]
+    trainer = make_local(Scales)
+    with torch.no_grad():
+        assert trainer.get_model(to_cpu)(features).equal(trainer.predict(features))
 
 
 # ------------------------------------------------------------------------------------------------ the end
