@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch import ddp_hooks
-from raysgd.torch.parallel import NoParallel, no_weights, trainable
+from raysgd.torch.parallel import NoParallel, no_weights, repeat_first, trainable
 from raysgd.torch.step import never_defer
 
 # What a module is given from outside, and what making it again would clear.
@@ -108,7 +108,8 @@ class DDP(NoParallel):
 
         The ranks ask each other first: one that builds alone would wait for the others for ever.
         """
-        ours = {*map(id, self._left_out), *(id(each.model) for each in self._wrapped)}  # others are the user's to wrap
+        left_out = [model for model, _ in self._left_out]
+        ours = {*map(id, left_out), *(id(each.model) for each in self._wrapped)}  # others are the user's to wrap
         parameters = {id(model): tuple(model.parameters()) for model in models if id(model) in ours}
         here = [each for each in self._wrapped if id(each.model) in parameters]
         everything = [parameter for part in parameters.values() for parameter in part]
@@ -204,9 +205,8 @@ class DDP(NoParallel):
         """Gives every rank those of the first one once, then keeps forward passes free of collectives."""
         wrapped = [model for model in models if isinstance(model, DistributedDataParallel)]
         for model in wrapped:
-            first = dist.get_global_rank(model.process_group, 0)
-            for buffer in model.module.buffers():
-                dist.broadcast(buffer, first, group=model.process_group)
+            repeat_first(model.module.buffers(), model.process_group)
+        self._refresh_left_out()
         before = [model.require_forward_param_sync for model in wrapped]
         try:
             for model in wrapped:

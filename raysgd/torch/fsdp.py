@@ -28,7 +28,7 @@ from raysgd.torch.blocks import blocks_of, without_checkpointing
 from raysgd.torch.filling import fill, is_empty
 from raysgd.torch.forward_rounds import Rounds, hook_of
 from raysgd.torch.options import FSDPOptions
-from raysgd.torch.parallel import NoParallel, no_weights, take_from_first, trainable
+from raysgd.torch.parallel import NoParallel, no_weights, repeat_first, take_from_first, trainable
 from raysgd.torch.step import Step, never_defer
 
 _reduce_scatter: Any = (
@@ -134,10 +134,10 @@ class FSDP(NoParallel):
         roots, inside = _roots(models), {id(part) for part in _sharded_parts(models)}
         parts = [part for part in self._parts if id(part.module) in inside]
         for model in roots:
-            for buffer in model.buffers():
-                dist.broadcast(buffer, 0)
+            repeat_first(model.buffers())
             model.set_reshard_after_forward(True)
             model.reshard()  # the last forward pass without a backward pass may have left it together
+        self._refresh_left_out()
         try:
             with self._rounds.opened(parts, self._maximum):
                 yield

@@ -13,6 +13,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -61,7 +62,7 @@ class NoParallel:
         self.step.is_joint = self.synchronizes
         self.exchanges = Exchanges()
         self.weights_in_hook = self.times_exchanges = False
-        self._left_out: list[torch.nn.Module] = []
+        self._left_out: list[tuple[torch.nn.Module, Any]] = []  # with the group that each is kept equal in
 
     def take_time(self, device: torch.device) -> None:
         """Lets `exchanges.own_s` say for how long this rank computes by itself. Called before any model is wrapped."""
@@ -80,8 +81,14 @@ class NoParallel:
     def _leave_out(self, model: torch.nn.Module, group: Any = None) -> torch.nn.Module:
         """Makes a model equal on all ranks that has nothing to train, and so no gradients to average."""
         take_from_first((*model.parameters(), *model.buffers()), group)
-        self._left_out.append(model)
+        self._left_out.append((model, group))
         return model
+
+    def _refresh_left_out(self, in_training: bool = False) -> None:
+        """Gives all ranks rank 0's buffers of models that have nothing to train; wrappers see to those of others."""
+        for model, group in self._left_out:
+            if model.training or not in_training:
+                repeat_first(model.buffers(), group)
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
         """Makes optimizers that were made before `wrap` step what the wrapped models train."""
@@ -99,6 +106,8 @@ class NoParallel:
             may_defer: Whether the exchange of gradients may wait for the last of them.
         """
         self.step.open_call(window)
+        if self._left_out:
+            self.step.refresh = partial(self._refresh_left_out, in_training=True)
         self.exchanges.open_call()
         self.step.check = self.exchanges.check if weight_in_hook and self._has_others else accept
 
@@ -110,7 +119,7 @@ class NoParallel:
         Raises:
             ValueError: That cannot be done.
         """
-        for model in self._left_out:
+        for model, _ in self._left_out:
             if trainable(model) and any(model is each for each in models):
                 raise ValueError(
                     f"A model that had nothing to train when it was registered (`{type(model).__name__}`) has "
@@ -256,17 +265,25 @@ def take_from_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
     Raises:
         RuntimeError: The ranks' tensors differ in shape.
     """
+    present = list(_with_numbers(tensors))
+    if present:
+        _verify_param_shape_across_processes(group or dist.group.WORLD, present)
+        repeat_first(present, group)
+
+
+def repeat_first(tensors: Iterable[torch.Tensor], group: Any = None) -> None:
+    """Do the same where it is known that the tensors have one shape on all ranks."""
     group = group or dist.group.WORLD
-    present = [each.detach() for each in tensors if each.numel() and not each.is_meta and not is_lazy(each)]
-    if not present:
-        return
-    _verify_param_shape_across_processes(group, present)
     first = dist.get_global_rank(group, 0)
-    for tensor in present:
+    for tensor in _with_numbers(tensors):
         flat = tensor.contiguous().reshape(-1)
         dist.broadcast(flat.view(torch.uint8), first, group=group)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(flat.reshape(tensor.shape))
+
+
+def _with_numbers(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    return (each.detach() for each in tensors if each.numel() and not each.is_meta and not is_lazy(each))
 
 
 def unwrap(model: torch.nn.Module) -> torch.nn.Module:

@@ -28,7 +28,7 @@ from raysgd.replicas.drawn_ahead import DrawnAhead
 
 
 def accept() -> None:
-    """Lets any step count, as an answer to `Step.check`."""
+    """Does nothing, as `Step.check` where any step counts, and as `Step.refresh` where nothing is to be refreshed."""
 
 
 def never_defer(is_deferred: bool) -> None:
@@ -118,6 +118,7 @@ class Step:
         count_ranks: Says over how many ranks they are averaged.
         defer: Told before each batch, with accumulation, whether the exchange of gradients can wait for a later one.
         check: Called before a step counts as done; raises if it cannot.
+        refresh: Called before the first batch of each joint batch of a call, on all ranks.
         start_sum: Starts to add a number up over those ranks, and returns what waits for the sum.
         began_at: When this rank asked for the batch; 0 once its first backward pass follows.
         own_s: Seconds from there to that pass, summed up: time that this rank spent without the others.
@@ -143,6 +144,7 @@ class Step:
         """Begins a call: no batch and no gradient of an earlier one is used any more."""
         self.window = window
         self.is_used = False
+        self.refresh: Callable[[], None] = accept
         self._is_weighting = False
         self._tallies: dict[int, _Tally] = {}  # by identity of the optimizer whose gradients wait
         self._usual: dict[int, float] = {}  # by optimizer too: how much a batch of all ranks weighed last
@@ -170,6 +172,8 @@ class Step:
         is_last_part: bool = True,
     ) -> None:
         """Begins a batch."""
+        if self.is_last_part:  # the batch before was
+            self.refresh()
         is_boundary = True
         if self.window > 1:
             assert total is not None

@@ -242,6 +242,41 @@ def test_a_frozen_model_is_the_same_on_all_workers(two: TorchTrainer, parallel: 
     assert len(first.unique()) > 3
 
 
+class Centers(torch.nn.Module):
+    """Has a buffer alone, which follows the batches that it sees in training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(NUM_FEATURES))
+
+    def forward(self, features: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = self.mean.lerp(features.mean(dim=0), 0.5)
+        return features - self.mean
+
+
+class LearnsCentered(LinearOperator):
+    def register(self, **parts: Any) -> Any:
+        models, *rest = super().register(**{**parts, "models": [parts["models"], Centers()]})
+        self.centers = models[1]
+        return models[0], *rest
+
+    def prepare_batch(self, batch: Any) -> Any:
+        features, _, target = batch
+        self.seen.append(self.centers.mean.tolist())
+        return (self.centers(features),), target
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_model_of_buffers_alone_is_that_of_rank_0_in_each_step_and_in_validation(
+    two: TorchTrainer, parallel: str
+) -> None:
+    experiment = Experiment(LearnsCentered, {}, (("train", None), ("validate", None)), {"parallel": parallel})
+    first, second = run_together(two, experiment).seen
+    assert first == second
+    assert len({*map(tuple, first)}) == 4, "in each of three steps, and in validation"
+
+
 class Uncertainty(torch.nn.Module):
     """A loss that learns by how much to count, and remembers in a buffer what it saw."""
 
