@@ -51,6 +51,9 @@ class FitMethods(ABC):
         """Shows how far a training call is, until the end of the block."""
         return nullcontext()
 
+    def _check_alike(self, answers: Sequence[EpochAnswer]) -> None:  # noqa: B027 - not all front ends record that
+        """Raises where the answers to a training call say that the replicas are not equal any more."""
+
     @abstractmethod
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
         """Makes sure of what has to hold when all workers have answered."""
@@ -120,7 +123,8 @@ class FitMethods(ABC):
         request = asked(num_steps, profile, reduce_results, info)
         self._check_dataset(dataset, training=True)
         with self._shown():
-            answers = self._calls.train(request, max_retries, dataset, can_resume=self._goes_on and dataset is None)
+            can_resume = self._goes_on and dataset is None
+            answers = self._calls.train(request, max_retries, dataset, can_resume, self._check_alike)
         self._check_answers("train", answers, request)
         return self._merged(answers, reduce_results)
 

@@ -38,6 +38,8 @@ class Arming:
         step.shards = self._logical_shards(num_shards, window) if num_shards else None
         may_defer, may_run_backward = internals.precision.can_defer, _may_run_backward(self._operator)
         self._parallel.arm(wrapped, may_run_backward, window * step.most_parts, may_defer)
+        if self._parallel.synchronizes and (may_run_backward or _has_branches(self._operator)):
+            self._parallel.record.begin()
 
     def _window(self, epoch_idx: int) -> int:
         """How many batches make an optimizer step, as the operator says."""
@@ -79,6 +81,11 @@ class Arming:
                 "`torch.optim.Optimizer`. Call `self.optimizer_step()` instead of its `step`, or clip the gradients "
                 "yourself and leave `clip_grad_norm` and `clip_grad_value` out."
             )
+
+
+def _has_branches(operator: TrainingOperator) -> bool:
+    """Whether user code may leave something out of a step, or do it twice, on some ranks."""
+    return any(overrides(operator, name) for name in ("forward", "optimizer_step"))
 
 
 def _may_run_backward(operator: TrainingOperator) -> bool:

@@ -24,9 +24,11 @@ from torch.distributed.tensor import DTensor, Shard
 
 from raysgd._host_buffers import return_large_blocks
 from raysgd.connections.torch import new_group_beside
+from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.blocks import blocks_of, without_checkpointing
 from raysgd.torch.filling import fill, is_empty
 from raysgd.torch.forward_rounds import Rounds, hook_of
+from raysgd.torch.joint_record import JointRecord
 from raysgd.torch.options import FSDPOptions
 from raysgd.torch.parallel import NoParallel, no_weights, repeat_first, take_from_first, trainable
 from raysgd.torch.step import Step, never_defer
@@ -92,8 +94,17 @@ class FSDP(NoParallel):
             parameter.data = parameter.data.new_empty(0)
 
     def rebind_optimizers(self, optimizers: Sequence[Any]) -> None:
-        """Puts the divided parameters into the places of the whole ones, with what optimizers know about these."""
+        """Puts the divided parameters into the places of the whole ones, with what optimizers know about these.
+
+        Raises:
+            InvalidRegistrationError: An optimizer cannot step divided parameters.
+        """
         for optimizer in optimizers:
+            if isinstance(optimizer, torch.optim.LBFGS):
+                raise InvalidRegistrationError(
+                    "`register(optimizers=...)` got `LBFGS`, which puts all parameters into one row, and "
+                    '`parallel="fsdp"` divides each of them: use `parallel="ddp"`, or another optimizer.'
+                )
             for group in optimizer.param_groups:
                 group["params"] = [self._moved.get(id(parameter), parameter) for parameter in group["params"]]
             for parameter in [key for key in optimizer.state if id(key) in self._moved]:
@@ -122,7 +133,7 @@ class FSDP(NoParallel):
                     f"{torch.__version__}: install one with `FSDPModule.set_custom_reduce_scatter`, or override a "
                     "lower rung."
                 )
-            part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step))
+            part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step, self.record))
 
     def weighting(self, *args: Any) -> Any:
         """Refuses the user's weights."""
@@ -208,8 +219,8 @@ class FSDP(NoParallel):
 class _WeightedReduceScatter:
     """The exchange of gradients, weighted on their way out."""
 
-    def __init__(self, step: Step) -> None:
-        self._step = step
+    def __init__(self, step: Step, record: JointRecord) -> None:
+        self._step, self._record = step, record
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -217,6 +228,7 @@ class _WeightedReduceScatter:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, op: Any, async_op: bool = False
     ) -> Any:
+        self._record.note("gradients were exchanged")
         weight = self._step.outgoing_weight()
         if weight != 1.0:
             input_tensor.mul_(weight)

@@ -242,9 +242,10 @@ class TorchHosted(hosted.Hosted):
         stream.prepare = partial(self.parallel.match, registered.wrapped)
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
         try:
-            with with_advice(registered.wrapped):
-                yield
-            self._arming.finish(stream.num_steps_taken - began_at)
+            with self.parallel.record.of_call():
+                with with_advice(registered.wrapped):
+                    yield
+                self._arming.finish(stream.num_steps_taken - began_at)
             if not stream.is_mid_pass:
                 idle.warn(self.operator, internals.once)
         finally:

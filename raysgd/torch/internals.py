@@ -13,6 +13,7 @@ from raysgd.replicas.logged import note
 from raysgd.replicas.operator import Internals, required
 from raysgd.replicas.prediction import HAS_TARGET
 from raysgd.torch import batches, hyperparameters
+from raysgd.torch.closures import Closures
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
 from raysgd.torch.gradients import Gradients, step_with
 from raysgd.torch.hyperparameters import Hyperparameters
@@ -50,7 +51,8 @@ class TorchInternals(Internals):
         self.scheduler_step_freq = context.settings.scheduler_step_freq
         self.precision, self.parallel = context.precision, context.parallel
         self.choice = OptimizerChoice(lambda: self.registered.optimizers, lambda: required(operator, "optimizer"))
-        self.own_steps = OwnSteps(context.precision, context.settings.step_options, operator, self.callbacks)
+        closures = Closures(context.parallel, self.sum_over_workers)
+        self.own_steps = OwnSteps(context.precision, context.settings.step_options, operator, closures, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.followed: set[str] = set()
         self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from raysgd.torch.closures import Closures
 from raysgd.torch.options import StepOptions
 from raysgd.torch.precision import Precision
 
@@ -39,10 +40,16 @@ class OwnSteps:
     """Shows gradients to a watcher and clips them, right before an optimizer steps, once."""
 
     def __init__(
-        self, precision: Precision, options: StepOptions, bounds: Bounds, watcher: Watcher | None = None
+        self,
+        precision: Precision,
+        options: StepOptions,
+        bounds: Bounds,
+        closures: Closures,
+        watcher: Watcher | None = None,
     ) -> None:
         self._watcher = watcher
         self._precision = precision
+        self._closures = closures
         self._options = options
         self._bounds = bounds
         self._is_clipped = self._has_clipped = False
@@ -104,8 +111,10 @@ class OwnSteps:
             self._check_gradients(optimizer)
             return None
 
+        self._closures.check()
+
         def compute() -> Any:
-            loss = closure()
+            loss = self._closures.call(closure)
             self._check_gradients(optimizer)
             return loss
 

@@ -25,6 +25,7 @@ from torch.nn.parameter import is_lazy
 from raysgd.connections.torch import exchanges_at_once, new_group_beside
 from raysgd.torch.blocks import without_checkpointing
 from raysgd.torch.exchanges import Exchanges
+from raysgd.torch.joint_record import JointRecord
 from raysgd.torch.loading import load_model, load_optimizer
 from raysgd.torch.step import Step, accept
 from raysgd.torch.stream_clock import StreamClock
@@ -50,6 +51,7 @@ class NoParallel:
         is_sharded: Whether a rank holds a part of each model only, so that its whole state takes all ranks to read.
         step: The step that the replica is in.
         exchanges: What became of the exchanges of that step.
+        record: What was done in the call that all ranks have to do alike.
         times_exchanges: Whether it is needed how long each of them takes, so that a hook has to stand beside it.
     """
 
@@ -61,6 +63,7 @@ class NoParallel:
         self._has_others = has_others
         self.step.is_joint = self.synchronizes
         self.exchanges = Exchanges()
+        self.record = JointRecord()
         self.weights_in_hook = self.times_exchanges = False
         self._left_out: list[tuple[torch.nn.Module, Any]] = []  # with the group that each is kept equal in
 
@@ -136,6 +139,7 @@ class NoParallel:
     def reform(self) -> None:
         """Connects the models to the new group; they stay the same objects."""
         self.exchanges.forget()
+        self.record.forget()
 
     def weighted(self, loss: torch.Tensor, optimizer: Any = None) -> torch.Tensor:
         """The loss to run the backward pass on, of a batch that counts by its samples.

@@ -275,10 +275,12 @@ class TorchTrainer(ChangingTorchTrainer):
         with EpochBar() as bar, self._listeners.listening(bar.show):
             yield
 
+    def _check_alike(self, answers: Sequence[EpochAnswer]) -> None:
+        if self._facts.is_synchronous:
+            epoch_checks.check_alike(answers)
+
     def _check_answers(self, kind: Kind, answers: Sequence[EpochAnswer], asked: EpochRequest) -> None:
-        if kind == "train":
-            epoch_checks.check_even_steps(answers, self._facts.is_synchronous)
-        else:
+        if kind != "train":
             self._controller.snapshots.touch_ranks()  # it may have drawn random numbers, which `save` keeps
         epoch_checks.warn_of_nothing(kind, answers, asked.num_steps)
 

@@ -22,7 +22,7 @@ class Bench:
         self.parameter = torch.nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
         self.parallel = NoParallel(has_others=False)
-        own_steps = OwnSteps(Precision(), StepOptions(), bounds=None)  # type: ignore[arg-type]  # without bounds
+        own_steps = OwnSteps(Precision(), StepOptions(), bounds=None, closures=None)  # type: ignore[arg-type]
         self.gradients = Gradients(Precision(), self.parallel, own_steps, Once())
 
     def batch(self, value: float, weight: float | None = None, **begin: Any) -> None:
