@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from raysgd._once import Once
+from raysgd.torch.batch_weights import BatchWeights
 from raysgd.torch.gradients import Gradients, backward_with, step_with
 from raysgd.torch.options import StepOptions
 from raysgd.torch.own_steps import OwnSteps
@@ -23,7 +24,8 @@ class Bench:
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
         self.parallel = NoParallel(has_others=False)
         own_steps = OwnSteps(Precision(), StepOptions(), bounds=None)  # type: ignore[arg-type]  # without bounds
-        self.gradients = Gradients(Precision(), self.parallel, own_steps, Once())
+        weights = BatchWeights(self.parallel, Once())
+        self.gradients = Gradients(Precision(), self.parallel, weights, own_steps, Once())
 
     def batch(self, value: float, weight: float | None = None, **begin: Any) -> None:
         self.parallel.step.begin(1.0, 2, 2, **begin)
