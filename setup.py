@@ -1,4 +1,4 @@
-"""What `pyproject.toml` cannot say: packages from two folders, the version, and the README with absolute links."""
+"""Settings that `pyproject.toml` cannot hold: the version, and the README with absolute links."""
 
 from __future__ import annotations
 
@@ -37,10 +37,7 @@ setup(
     version=read_version(),
     long_description=read_description(),
     long_description_content_type="text/markdown",
-    # The ready-made operators stand at the top of the repository, beside the examples, because they are code
-    # to read and copy from. Users import them from within the package.
-    package_dir={"raysgd.operators": "operators"},
-    packages=[*find_packages(include=["raysgd", "raysgd.*"]), "raysgd.operators"],
+    packages=find_packages(include=["raysgd", "raysgd.*"]),
     package_data={"raysgd": ["py.typed"]},
     zip_safe=False,
 )

@@ -9,7 +9,8 @@ What it guarantees:
 What it leaves to others: the networks and the data are yours. Override the `build_...` methods of an operator to give
 them, subclass it further, or copy it: nothing in `raysgd` depends on this package.
 
-Import it as `raysgd.operators`; the folder at the top of the repository is only where the package is kept.
+Import it as `raysgd.operators`. It stands at the top of the repository, beside the examples, because it is code to read
+and to copy from; a link inside the package leads there.
 """
 
 from __future__ import annotations

@@ -2,12 +2,20 @@ from __future__ import annotations
 
 import doctest
 import importlib
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import raysgd.operators
+
+
+def test_the_sources_have_the_package_where_nothing_is_installed(tmp_path: Path) -> None:
+    """As in workers of a program whose current folder is a checkout: its `raysgd` hides the installed one."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}
+    subprocess.run([sys.executable, "-S", "-c", "import raysgd.operators"], cwd=tmp_path, env=environment, check=True)
 
 
 def test_importing_the_package_loads_no_framework() -> None:

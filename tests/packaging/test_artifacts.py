@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -15,6 +16,7 @@ import pytest
 pytestmark = [pytest.mark.soak, pytest.mark.integration]
 
 ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted(path.name for path in (ROOT / "examples").glob("[!_]*.py"))
 TESTS_OF_THE_SOURCES = (
     "tests/test_packaging.py",
     "tests/test_layers.py",
@@ -40,15 +42,15 @@ def run(*command: str | Path, folder: Path, **variables: str) -> str:
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a source distribution of what is tracked, and a wheel that was built from it."""
+    """A folder with a checkout, a source distribution of what is tracked in it, and a wheel that was built from it."""
     folder = tmp_path_factory.mktemp("built")
     sources = folder / "sources"
     tracked = run("git", "ls-files", "-z", folder=ROOT).split("\0")
     for name in filter(None, tracked):
         target = sources / name
         target.parent.mkdir(parents=True, exist_ok=True)
-        if (ROOT / name).is_file():
-            target.write_bytes((ROOT / name).read_bytes())
+        if os.path.lexists(ROOT / name):
+            shutil.copy2(ROOT / name, target, follow_symlinks=False)
     build = "import setuptools.build_meta as build; build.build_sdist({!r})"
     run(sys.executable, "-c", build.format(str(folder)), folder=sources)
     [archive] = folder.glob("raysgd-*.tar.gz")
@@ -78,15 +80,26 @@ def test_the_package_is_that_of_the_artifact(python: Path, tmp_path: Path) -> No
     assert all(Path(place).is_relative_to(python.parents[1]) for place in places)
 
 
-def test_the_program_of_the_first_page_runs(python: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["elsewhere", "checkout"])
+def test_the_program_of_the_first_page_runs(python: Path, built: Path, tmp_path: Path, folder: str) -> None:
     [program] = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.DOTALL | re.MULTILINE)
     where = "import raysgd; print(raysgd.__file__)\n"
     (tmp_path / "program.py").write_text(program + where)
-    *epochs, place = run(python, "program.py", folder=tmp_path, RAY_TMPDIR=os.environ["TMPDIR"]).splitlines()
+    current = built / "sources" if folder == "checkout" else tmp_path
+    output = run(python, tmp_path / "program.py", folder=current, RAY_TMPDIR=os.environ["TMPDIR"])
+    *epochs, place = output.splitlines()
     losses = [float(found) for found in re.findall(r"loss ([\d.]+)", "\n".join(epochs))]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
     assert Path(place).is_relative_to(python.parents[1])
+
+
+@pytest.mark.parametrize("python", ["raysgd-*.whl"], ids=["wheel"], indirect=True)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_example_runs_with_the_checkout_as_current_folder(python: Path, built: Path, script: str) -> None:
+    """There, workers find the package of the checkout, and the driver that of the artifact."""
+    program = Path("examples") / script
+    run(python, program, "--smoke-test", folder=built / "sources", RAY_TMPDIR=os.environ["TMPDIR"])
 
 
 def test_the_command_is_installed(python: Path, tmp_path: Path) -> None:
