@@ -69,6 +69,10 @@ class Session:
         """Runs the function, in a separate thread."""
         return self._spec.run()
 
+    def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
+        """Return whether the keywords of `report` are one dict of metrics and a checkpoint, and not a metric each."""
+        return False
+
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
         """Sends metrics, and perhaps a checkpoint with them: a dict, or a `Checkpoint`.
 

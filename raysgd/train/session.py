@@ -7,7 +7,6 @@ return a default, so you can call your function by itself.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from raysgd._once import Once
@@ -47,19 +46,21 @@ __all__ = [
     "world_size",
 ]
 
-_UNSET: Any = type("_Unset", (), {"__repr__": lambda self: "<unset>"})()
 _once = Once()
 
 
-def report(*args: Any, checkpoint: Any = _UNSET, **kwargs: Any) -> None:
+def report(*args: Any, **kwargs: Any) -> None:
     """Sends metrics to the driver, and waits until the driver has read them.
 
     Pass the metrics as one dict, `report({"loss": 0.1}, checkpoint=...)`, where `checkpoint` is a `Checkpoint` or None.
     In a function that `fit` runs, only the metrics of rank 0 count. Any rank may have a checkpoint: of dicts, that of
     the lowest rank is kept; what several ranks have in folders is put together.
 
-    In a function that `Trainer.run` runs, `checkpoint` may also be a dict; and you may pass the metrics as keywords,
-    `report(loss=0.1)`, where `checkpoint` is a name like any other.
+    You may also pass the metrics as keywords, `report(loss=0.1)`, where `checkpoint` is a name like any other. In a
+    function that `fit` runs you may name the arguments instead, `report(metrics={"loss": 0.1}, checkpoint=...)`: a dict
+    called `metrics` is all metrics there, and a `checkpoint` that is neither a number nor text is the checkpoint.
+
+    In a function that `Trainer.run` runs, the checkpoint beside a dict of metrics may also be a dict.
 
     Every worker must report the same number of times.
 
@@ -67,24 +68,22 @@ def report(*args: Any, checkpoint: Any = _UNSET, **kwargs: Any) -> None:
         TypeError: Anything else.
         ValueError: There is a tensor among the metrics of a function that `fit` runs.
     """
-    if not args:
-        metrics, saved = dict(kwargs), None
-        if checkpoint is not _UNSET:
-            metrics["checkpoint"] = checkpoint
-    else:
-        metrics, saved = _positional(args, kwargs, checkpoint)
+    session = current_session()
+    is_one_dict = bool(args) or (session is not None and session.reports_one_dict(kwargs))
+    metrics, checkpoint = _metrics_and_checkpoint(*args, **kwargs) if is_one_dict else (kwargs, None)
     session = _session_or_warning("report")
     if session is not None:
-        session.report(metrics, saved)
+        session.report(metrics, checkpoint)
 
 
-def _positional(args: tuple[Any, ...], kwargs: Mapping[str, Any], checkpoint: Any) -> tuple[dict[str, Any], Any]:
-    if len(args) > 1 or not isinstance(args[0], dict) or kwargs:
+def _metrics_and_checkpoint(*args: Any, checkpoint: Any = None, **kwargs: Any) -> tuple[dict[str, Any], Any]:
+    given = [*args, kwargs.pop("metrics")] if "metrics" in kwargs else args
+    if len(given) != 1 or not isinstance(given[0], dict) or kwargs:
         raise TypeError(
             "`report` takes either keywords, `report(loss=0.1)`, or one dict, `report({'loss': 0.1})` and perhaps "
-            f"`checkpoint`; it was given {args!r} and the keywords {sorted(kwargs)}."
+            f"`checkpoint`; it was given {list(given)!r:.200} and the keywords {sorted(kwargs)}."
         )
-    return args[0], None if checkpoint is _UNSET else checkpoint
+    return given[0], checkpoint
 
 
 def save_checkpoint(**kwargs: Any) -> None:

@@ -74,6 +74,13 @@ class TestReports:
         assert isinstance(message, Message)
         assert message.checkpoint_ref is None
 
+    def test_take_a_keyword_called_metrics_for_a_metric(self, replica: FunctionReplica) -> None:
+        begin(replica, lambda: session.report(metrics={"loss": 1}, checkpoint={"weight": 2}), encode=dict)
+        message = replica.next()
+        assert isinstance(message, Message)
+        metrics = decode(message.data, copy=True)
+        assert (metrics["metrics"], metrics["checkpoint"]) == ({"loss": 1}, {"weight": 2})
+
     def test_may_bring_a_checkpoint_with_their_dict(self, replica: FunctionReplica) -> None:
         def function() -> Any:
             session.report({"loss": 1}, checkpoint={"weight": 2})

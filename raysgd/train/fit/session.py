@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from numbers import Number
 from pathlib import Path
 from typing import Any
 
@@ -100,6 +101,11 @@ class FitSession(Session):
         if self._is_newest_stored:
             self.mailbox.await_request()  # until then the driver has not committed it
         return self._newest
+
+    def reports_one_dict(self, keywords: Mapping[str, Any]) -> bool:
+        """Return whether the keywords name the arguments, as with Ray's `report`; decided by their values."""
+        has_checkpoint = not isinstance(keywords.get("checkpoint"), Number | str | None)
+        return has_checkpoint or isinstance(keywords.get("metrics"), Mapping)
 
     def report(self, metrics: Mapping[str, Any], checkpoint: Any = None) -> None:
         """Sends metrics, and perhaps a checkpoint with them.

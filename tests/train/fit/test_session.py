@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from raysgd._state_codec import EncodedState, decode
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import ScalingConfig
 from raysgd.engine.types import World
@@ -94,6 +95,63 @@ class TestReports:
     def test_refuse_a_checkpoint_that_is_none(self, start: Start, wrong: Any) -> None:
         with pytest.raises(TypeError, match=r"need a `raysgd\.air\.Checkpoint`"):
             start(lambda: session.report({}, checkpoint=wrong)).next(0)
+
+
+SAVED = Checkpoint.from_dict({"epoch": 3})
+
+
+class TestKeywordsOfReports:
+    """Keywords are metrics, unless they are the arguments of Ray's `report`."""
+
+    @pytest.mark.parametrize(
+        ("keywords", "metrics", "has_checkpoint"),
+        [
+            ({}, {}, False),
+            ({"loss": 1}, {"loss": 1}, False),
+            ({"loss": 1, "checkpoint": 5}, {"loss": 1, "checkpoint": 5}, False),
+            ({"loss": 1, "checkpoint": np.float32(5)}, {"loss": 1, "checkpoint": 5}, False),
+            ({"loss": 1, "checkpoint": "best"}, {"loss": 1, "checkpoint": "best"}, False),
+            ({"loss": 1, "checkpoint": None}, {"loss": 1, "checkpoint": None}, False),
+            ({"metrics": 3}, {"metrics": 3}, False),
+            ({"metrics": 3, "checkpoint": 5}, {"metrics": 3, "checkpoint": 5}, False),
+            ({"metrics": {"loss": 1}}, {"loss": 1}, False),
+            ({"metrics": {}}, {}, False),
+            ({"metrics": {"loss": 1}, "checkpoint": None}, {"loss": 1}, False),
+            ({"metrics": {"loss": 1}, "checkpoint": SAVED}, {"loss": 1}, True),
+            ({"metrics": {"metrics": {"a": 1}, "checkpoint": 5}}, {"metrics": {"a": 1}, "checkpoint": 5}, False),
+        ],
+        ids=str,
+    )
+    def test_that_have_one_meaning(
+        self, start: Start, keywords: dict[str, Any], metrics: dict[str, Any], has_checkpoint: bool
+    ) -> None:
+        answer = message(start(lambda: session.report(**keywords)).next(0))
+        data = decode(answer.data, copy=True) if isinstance(answer.data, EncodedState) else answer.data
+        assert (data, answer.checkpoint_ref is not None) == (metrics, has_checkpoint)
+
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            {"checkpoint": SAVED},
+            {"loss": 1, "checkpoint": SAVED},
+            {"loss": 1, "checkpoint": {"epoch": 3}},
+            {"metrics": 3, "checkpoint": SAVED},
+            {"metrics": None, "checkpoint": SAVED},
+            {"metrics": {"loss": 1}, "loss": 1},
+            {"metrics": {"loss": 1}, "checkpoint": SAVED, "checkpoint_dir_name": "best"},
+            {"metrics": {"loss": 1}, "checkpoint": {"epoch": 3}},
+            {"metrics": {"loss": 1}, "checkpoint": 5},
+        ],
+        ids=str,
+    )
+    def test_that_have_none_are_refused(self, start: Start, keywords: dict[str, Any]) -> None:
+        with pytest.raises(TypeError, match=r"`report` takes either|need a `raysgd\.air\.Checkpoint`"):
+            start(lambda: session.report(**keywords)).next(0)
+
+    @pytest.mark.parametrize("keyword", ["metrics", "loss"])
+    def test_do_not_stand_beside_a_dict(self, start: Start, keyword: str) -> None:
+        with pytest.raises(TypeError, match="`report` takes either"):
+            start(lambda: session.report({"loss": 1}, **{keyword: {"b": 2}})).next(0)
 
 
 class TestCheckpoints:
