@@ -62,6 +62,7 @@ ALLOWED_BETWEEN_FRONT_ENDS = {
     ("raysgd.train._torch", "raysgd.torch.options"),
     ("raysgd.train._torch", "raysgd.torch.parallel"),
     ("raysgd.train._torch", "raysgd.torch.precision"),
+    ("raysgd.train._torch", "raysgd.torch.sample_order"),
     ("raysgd.train.tensorflow", "raysgd.tf.datasets"),
 }
 

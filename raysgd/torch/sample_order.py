@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from raysgd.torch.permutation import Permutation
 
@@ -143,6 +143,36 @@ class SamplerOrder:
                 "announces: the data cannot be divided without knowing its size. Correct `__len__`."
             )
         return _compact(drawn)
+
+
+def order_of(sampler: Any) -> SampleOrder:
+    """Return the order of a sampler: the dataset's own, shuffled, or what it draws."""
+    # Exact types: a subclass may draw anything.
+    if type(sampler) is SequentialSampler:
+        return SequentialOrder(len(sampler))
+    if type(sampler) is RandomSampler and _draws_each_once(sampler):
+        return ShuffledOrder(len(sampler))
+    return SamplerOrder(sampler)
+
+
+def _draws_each_once(sampler: RandomSampler) -> bool:
+    return not sampler.replacement and len(sampler) == len(sampler.data_source)
+
+
+def has_no_length(sized: Any) -> bool:
+    """Return whether a dataset or a sampler does not say how many samples it has."""
+    try:
+        len(sized)
+    except (TypeError, NotImplementedError):
+        return True
+    return False
+
+
+def divides_data(sampler: Any) -> bool:
+    """Return whether a sampler gives each rank a part of the samples already."""
+    # Many samplers that do what torch's DistributedSampler does, without deriving from it, use its names.
+    by_name = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
+    return by_name or isinstance(sampler, DistributedSampler)
 
 
 def _derive_seed(seed: int, pass_index: int) -> int:

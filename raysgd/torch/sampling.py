@@ -15,15 +15,12 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
 )
 
 from raysgd.torch._loader_process import EndsWithParent, kept_options
 from raysgd.torch.batch_sampler import ElasticBatchSampler, JointBatches
-from raysgd.torch.sample_order import SampleOrder, SamplerOrder, SequentialOrder, ShuffledOrder
+from raysgd.torch.sample_order import divides_data, has_no_length, order_of
 from raysgd.torch.seeded_rows import SeededRows
 
 logger = logging.getLogger(__name__)
@@ -119,7 +116,7 @@ def shard_loader(
     if obstacle is not None:
         return obstacle
     batches = loader.batch_sampler
-    order = _order_of(batches.sampler)
+    order = order_of(batches.sampler)
     size = batches.batch_size * (1 if joint is None else joint.multiple)
     sampler = ElasticBatchSampler(order, size, batches.drop_last, training, rank, world_size, joint)
     return ShardedLoader(
@@ -141,20 +138,6 @@ def _obstacle(loader: Any) -> Unsharded | None:
 def _has_own_iteration(loader: DataLoader[Any]) -> bool:
     names = ("__iter__", "_get_iterator")
     return any(getattr(type(loader), name, None) is not getattr(DataLoader, name, None) for name in names)
-
-
-def _has_no_length(sized: Any) -> bool:
-    try:
-        len(sized)
-    except (TypeError, NotImplementedError):
-        return True
-    return False
-
-
-def _divides_data(sampler: Any) -> bool:
-    # Many samplers that do what torch's DistributedSampler does, without deriving from it, use its names.
-    by_name = hasattr(sampler, "num_replicas") and hasattr(sampler, "rank")
-    return by_name or isinstance(sampler, DistributedSampler)
 
 
 def _own_sampler(loader: DataLoader[Any]) -> Any:
@@ -179,23 +162,10 @@ _RULES = (
     _Rule(_has_own_iteration, "its class overrides the iteration of DataLoader", warn=True),
     _Rule(lambda loader: loader.batch_sampler is None, "it forms no batches (`batch_size=None`)", warn=True),
     _Rule(lambda loader: type(loader.batch_sampler) is not BatchSampler, "custom `batch_sampler`", warn=True),
-    _Rule(lambda loader: _divides_data(_own_sampler(loader)), _DIVIDES, warn=False),
-    _Rule(lambda loader: _has_no_length(loader.dataset), "its dataset has no length", warn=True),
-    _Rule(lambda loader: _has_no_length(_own_sampler(loader)), "its sampler has no length", warn=True),
+    _Rule(lambda loader: divides_data(_own_sampler(loader)), _DIVIDES, warn=False),
+    _Rule(lambda loader: has_no_length(loader.dataset), "its dataset has no length", warn=True),
+    _Rule(lambda loader: has_no_length(_own_sampler(loader)), "its sampler has no length", warn=True),
 )
-
-
-def _order_of(sampler: Any) -> SampleOrder:
-    # Exact types: a subclass may draw anything.
-    if type(sampler) is SequentialSampler:
-        return SequentialOrder(len(sampler))
-    if type(sampler) is RandomSampler and _draws_each_once(sampler):
-        return ShuffledOrder(len(sampler))
-    return SamplerOrder(sampler)
-
-
-def _draws_each_once(sampler: RandomSampler) -> bool:
-    return not sampler.replacement and len(sampler) == len(sampler.data_source)
 
 
 def _rebuild(loader: DataLoader[Any], sampler: ElasticBatchSampler, pin_memory: bool) -> DataLoader[Any]:

@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,9 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
+    SequentialSampler,
+    SubsetRandomSampler,
     TensorDataset,
     WeightedRandomSampler,
 )
@@ -392,6 +396,87 @@ class TestLoaders:
         assert self.prepared(stream, move_to_device=False) is stream
         own = torch.utils.data.DistributedSampler(numbers(), num_replicas=4, rank=3, shuffle=False)
         assert seen(self.prepared(DataLoader(numbers(), sampler=own))) == [3, 7]
+
+        class Third(SequentialSampler):
+            """A sampler that divides the data, known by its names alone."""
+
+            num_replicas, rank = 3, 1
+
+            def __iter__(self) -> Iterator[int]:
+                return iter(range(self.rank, 8, self.num_replicas))
+
+        assert seen(self.prepared(DataLoader(numbers(), sampler=Third(numbers())))) == [1, 4, 7]
+
+    @pytest.mark.parametrize(
+        "sampler",
+        [
+            lambda data: SubsetRandomSampler(range(80)),
+            lambda data: SubsetRandomSampler(range(80), generator=torch.Generator()),
+            lambda data: RandomSampler(data, num_samples=20),
+            lambda data: RandomSampler(data, replacement=True),
+            lambda data: WeightedRandomSampler([1.0] * 80 + [0.0] * 20, 50),
+            lambda data: RandomSampler(range(80)),
+            lambda data: SequentialSampler(range(80)),
+            lambda data: list(range(80)),
+        ],
+        ids=["subset", "generator", "fewer", "replacement", "weighted", "random-part", "part", "list"],
+    )
+    @pytest.mark.parametrize("exact", [False, True])
+    def test_divide_what_a_sampler_draws(self, sampler: Any, exact: bool) -> None:
+        data = numbers(100)
+        loaders = []
+        for rank in range(3):
+            torch.manual_seed(rank)
+            loaders.append(self.prepared(DataLoader(data, sampler=sampler(data)), rank, 3, exact=exact))
+        given = sampler(data)
+        passes = []
+        for epoch in (0, 1, 0):
+            for loader in loaders:
+                loader.sampler.set_epoch(epoch)
+            before = torch.get_rng_state()
+            parts = [[int(index) for index in loader.sampler] for loader in loaders]
+            assert torch.equal(torch.get_rng_state(), before)
+            assert [len(part) for part in parts] == [len(loader) for loader in loaders]
+            passes.append([row for rows in zip_longest(*parts) for row in rows if row is not None])
+        assert passes[0] == passes[2]
+        is_ordered = isinstance(given, SequentialSampler | list)
+        assert (passes[0] == passes[1]) is is_ordered
+        drawn = passes[0][: len(given)]
+        assert passes[0][len(given) :] == ([] if exact else drawn[: -len(given) % 3])
+        if isinstance(given, RandomSampler) and (given.replacement or len(given) == 20):
+            assert (len(set(drawn)) < len(drawn)) is given.replacement
+        elif isinstance(given, WeightedRandomSampler):
+            assert max(drawn) < 80
+        else:
+            assert sorted(drawn) == list(range(80))
+
+    def test_tell_a_sampler_the_epoch_and_follow_how_much_it_draws(self) -> None:
+        class Shrinking(Sampler[int]):
+            """A sampler that draws less with each epoch."""
+
+            epoch = 0
+
+            def __len__(self) -> int:
+                return 10
+
+            def set_epoch(self, epoch: int) -> None:
+                self.epoch = epoch
+
+            def __iter__(self) -> Iterator[int]:
+                return iter(range(10 - self.epoch))
+
+        loaders = [self.prepared(DataLoader(numbers(10), sampler=Shrinking()), rank) for rank in range(2)]
+        for loader in loaders:
+            loader.sampler.set_epoch(5)
+        assert [seen(loader) for loader in loaders] == [[0, 2, 4], [1, 3, 0]]
+
+    def test_refuse_a_sampler_without_a_length(self) -> None:
+        class Endless(Sampler[int]):
+            def __iter__(self) -> Iterator[int]:
+                return count()
+
+        with pytest.raises(ValueError, match=r"`sampler=Endless\(...\)`.*no `__len__`.*add_dist_sampler=False"):
+            self.prepared(DataLoader(numbers(), sampler=Endless()))
 
     def test_say_when_a_sampler_is_replaced(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.WARNING)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -16,11 +17,10 @@ from torch.utils.data import (
     DataLoader,
     DistributedSampler,
     IterableDataset,
-    RandomSampler,
-    SequentialSampler,
 )
 
 from raysgd.engine.types import World
+from raysgd.torch.sample_order import SamplerOrder, ShuffledOrder, divides_data, has_no_length, order_of
 from raysgd.train._running import running_session
 from raysgd.train._torch.accelerator import accelerator_of
 from raysgd.train._torch.device_loader import DeviceLoader
@@ -38,8 +38,10 @@ def prepare_data_loader(
 ) -> DataLoader[Any]:
     """Gets a loader ready: over this worker's part of the samples, with batches on the device.
 
-    Call `loader.sampler.set_epoch(epoch)` before each pass for another order each time. All workers get the same number
-    of samples: where these cannot be divided evenly, the first ones come twice, unless `exact` is set.
+    Call `loader.sampler.set_epoch(epoch)` before each pass for another order each time. A sampler such as
+    `WeightedRandomSampler` decides which samples a pass has: it draws the same on all workers, which divide them. All
+    workers get the same number of samples: where these cannot be divided evenly, the first ones come twice, unless
+    `exact` is set.
 
     Args:
         data_loader: The loader.
@@ -51,7 +53,7 @@ def prepare_data_loader(
 
     Raises:
         SessionMisuseError: Outside of a training function.
-        ValueError: The loader has a `batch_sampler` of a class that cannot be divided.
+        ValueError: The loader has a `batch_sampler` of a class that cannot be divided, or a sampler without a length.
     """
     accelerator = accelerator_of("prepare_data_loader")
     if add_dist_sampler:
@@ -69,24 +71,16 @@ def divided(loader: DataLoader[Any], world: World, seed: int | None, exact: bool
         exact: Whether no sample is repeated to make the parts equal.
 
     Raises:
-        ValueError: The batches come from a batch sampler that cannot be divided.
+        ValueError: The batches come from a batch sampler that cannot be divided, or the sampler has no length.
     """
     sampler = _sampler_of(loader)
-    if isinstance(sampler, DistributedSampler) or isinstance(loader.dataset, IterableDataset):
+    if divides_data(sampler) or isinstance(loader.dataset, IterableDataset):
         return loader
     if world.size == 1:
         _accept_epochs(loader.sampler)
         return loader
     _check_batches(loader)
-    shuffles = not isinstance(sampler, SequentialSampler)
-    if shuffles and not isinstance(sampler, RandomSampler) and world.rank == 0:
-        logger.warning(
-            "the sampler %s is replaced by one that divides the data and shuffles it: pass `add_dist_sampler=False` to "
-            "keep it",
-            type(sampler).__name__,
-        )
-    kind = ExactSampler if exact else DistributedSampler
-    made = _over(loader, kind(loader.dataset, num_replicas=world.size, rank=world.rank, shuffle=shuffles))
+    made = _over(loader, _divided_sampler(sampler, world, exact))
     if seed is not None:
         made.generator, made.worker_init_fn = torch.Generator(), _seeding(loader.worker_init_fn)
         made.generator.manual_seed(seed)
@@ -106,6 +100,28 @@ def _check_batches(loader: DataLoader[Any]) -> None:
             "for instance by yielding every `train.world_size()`-th batch from `train.world_rank()` on, and pass "
             "`add_dist_sampler=False`; or pass `batch_size` or a `torch.utils.data.BatchSampler` to the loader."
         )
+
+
+def _divided_sampler(sampler: Any, world: World, exact: bool) -> DistributedSampler[Any]:
+    if has_no_length(sampler):
+        raise ValueError(
+            f"`sampler={type(sampler).__name__}(...)` cannot be divided over the workers: it has no `__len__`. Define "
+            "it, or divide what it draws yourself, and pass `add_dist_sampler=False`."
+        )
+    order = order_of(sampler)
+    draws = isinstance(order, SamplerOrder)
+    if draws and world.rank == 0:
+        logger.warning(
+            "the sampler %s is replaced by one that divides what it draws: all workers draw alike, from "
+            "`loader.sampler.seed` and the epoch, so call `loader.sampler.set_epoch(epoch)` before each pass. Pass "
+            "`add_dist_sampler=False` to keep it",
+            type(sampler).__name__,
+        )
+    if draws or exact:
+        return DrawnSampler(sampler, world, exact)
+    return DistributedSampler(
+        sampler.data_source, num_replicas=world.size, rank=world.rank, shuffle=isinstance(order, ShuffledOrder)
+    )
 
 
 def _over(loader: DataLoader[Any], sampler: DistributedSampler[Any]) -> DataLoader[Any]:
@@ -128,13 +144,28 @@ def _ignore_epoch(epoch: int) -> None:
     """Does nothing."""
 
 
-class ExactSampler(DistributedSampler[Any]):
-    """Gives each sample to one rank, once. The first ranks have one sample more where the parts cannot be equal."""
+class DrawnSampler(DistributedSampler[Any]):
+    """Gives each rank its part of what another sampler draws, which is the same on all ranks.
 
-    def __init__(self, dataset: Any, num_replicas: int, rank: int, shuffle: bool) -> None:
-        super().__init__(dataset, num_replicas=num_replicas, rank=rank, shuffle=shuffle)
-        self.total_size = len(dataset)  # nothing is added, then
-        self.num_samples = len(range(rank, self.total_size, num_replicas))
+    Args:
+        sampler: The other one.
+        world: The place of this worker.
+        exact: Whether no sample is repeated to make the parts equal: the first ranks may then have one more.
+    """
+
+    def __init__(self, sampler: Any, world: World, exact: bool) -> None:
+        super().__init__(sampler, num_replicas=world.size, rank=world.rank)
+        self._order = SamplerOrder(sampler)
+        self._multiple = 1 if exact else world.size
+        self.total_size = self._with_repeats(len(sampler))
+        self.num_samples = len(range(self.rank, self.total_size, self.num_replicas))
+
+    def __iter__(self) -> Iterator[Any]:
+        drawn = self._order.indices(self.seed, self.epoch)
+        return islice(cycle(drawn), self.rank, self._with_repeats(len(drawn)), self.num_replicas)
+
+    def _with_repeats(self, num_samples: int) -> int:
+        return num_samples + -num_samples % self._multiple
 
 
 class _seeding:
