@@ -6,6 +6,8 @@ import os
 import re
 from typing import Any
 
+from raysgd._secrets import masked
+
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")  # one slash: `pathlib` makes one of two
 
 
@@ -36,6 +38,6 @@ def check_local(name: str, path: Any) -> None:
     """
     if isinstance(path, str | os.PathLike) and _SCHEME.match(str(path)):
         raise ValueError(
-            f"`{name}={str(path)!r}`: need a path on a local or mounted disk, not a URI. Mount the storage, or copy "
-            "the files to and from it yourself."
+            f"`{name}={masked(str(path))!r}`: need a path on a local or mounted disk, not a URI. Mount the storage, "
+            "or copy the files to and from it yourself."
         )

@@ -35,6 +35,7 @@ UTILITIES = {
     "raysgd._ranking",
     "raysgd._ranks",
     "raysgd._ray_data",
+    "raysgd._secrets",
     "raysgd._timers",
     "raysgd._version",
     "raysgd.compat.names",

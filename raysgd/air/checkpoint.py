@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from raysgd._secrets import masked
 from raysgd.air._contents import TEMPORARY_PREFIX, Content, InFolder, InMemory, InObjectStore
 from raysgd.air._packing import DICT_FILE, META_SUFFIX
 from raysgd.air.constants import PREPROCESSOR_KEY
@@ -137,7 +138,7 @@ class Checkpoint:
         folder = Path(path).expanduser()
         if not folder.is_dir():
             what = "is a file" if folder.exists() else "does not exist"
-            raise RuntimeError(f"`path={str(path)!r}` {what}: need the folder of a checkpoint.")
+            raise RuntimeError(f"`path={masked(str(path))!r}` {what}: need the folder of a checkpoint.")
         return cls(path=folder)
 
     def to_directory(self, path: str | Path | None = None) -> str:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from raysgd._checks import check_runtime_env, is_integer, is_number
+from raysgd._secrets import masked
 from raysgd.air._dataset_config import DatasetConfig
 from raysgd.air._scaling import ScalingConfig
 
@@ -171,14 +172,19 @@ class RunConfig:
         self._take_over_place()
         self._check()
 
+    def __repr__(self) -> str:
+        """The config without the keys of its storage."""
+        shown = {each.name: getattr(self, each.name) for each in fields(self) if each.repr}
+        return masked(f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in shown.items())})")
+
     def _take_over_place(self) -> None:
         """Makes one folder of its three names."""
         _check_place("storage_path", self.storage_path)
         _check_place("local_dir", self.local_dir)
         if self.local_dir is not None and self.storage_path not in (None, self.local_dir):
             raise ValueError(
-                f"`storage_path={str(self.storage_path)!r}` and `local_dir={str(self.local_dir)!r}`: these are two "
-                "names of one option. Pass `storage_path`."
+                f"`storage_path={masked(str(self.storage_path))!r}` and `local_dir={masked(str(self.local_dir))!r}`: "
+                "these are two names of one option. Pass `storage_path`."
             )
         self.storage_path = self.storage_path or self.sync_config.upload_dir or self.local_dir
         self.local_dir = None

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd._nested import flattened, value_at
 from raysgd._optional import require
+from raysgd._secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import MAX, MIN
 from raysgd.air.constants import (
@@ -129,8 +130,8 @@ class Result:
         folder = open_folder(path, storage_filesystem)
         if not folder.exists() or not folder.has(RESULT_FILE):
             raise RuntimeError(
-                f"`path={str(path)!r}`: there is no `{RESULT_FILE}`. Pass the folder of a trial, which lies in the "
-                "folder with the run's name."
+                f"`path={masked(str(path))!r}`: there is no `{RESULT_FILE}`. Pass the folder of a trial, which lies in "
+                "the folder with the run's name."
             )
         reports = read_reports(folder)
         kept = _read_checkpoints(folder, reports)

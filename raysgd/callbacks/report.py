@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd._atomic_file import replacing
+from raysgd._secrets import masked
 from raysgd._version import __version__
 from raysgd.callbacks._page import RunFacts, page_of
 from raysgd.callbacks.callback import Callback, Run
@@ -64,7 +65,7 @@ class HTMLReport(Callback):
 
     def on_run_end(self, run: Run, error: BaseException | None) -> None:
         if error is not None:
-            self._write(run, "failed", f"{type(error).__name__}: {error}")
+            self._write(run, "failed", masked(f"{type(error).__name__}: {error}"))
         elif run.history.stop_reason is not None:
             self._write(run, "stopped", run.history.stop_reason)
         else:
@@ -127,7 +128,7 @@ def _flat(config: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, str
 
 def _shortened(value: Any) -> str:
     try:
-        text = value if isinstance(value, str) else repr(value)
+        text = masked(value if isinstance(value, str) else repr(value))
     except Exception as error:  # a value of the user: its `repr` must not end the run
         text = f"a {type(value).__name__} that cannot be shown: {type(error).__name__}"
     return text if len(text) <= _LONGEST_VALUE else f"{text[:_LONGEST_VALUE]}... ({len(text):,} characters)"

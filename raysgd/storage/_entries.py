@@ -11,10 +11,11 @@ from functools import partial
 from typing import IO, Any, TypeVar
 
 from raysgd._optional import require
+from raysgd._secrets import masked
 from raysgd.storage import _filesystems, _transfers
 from raysgd.storage._filesystems import Opened
-from raysgd.storage._retrying import TIMEOUT_VARIABLE, Patience, storage_error
-from raysgd.storage._uris import child_of, masked
+from raysgd.storage._retrying import TIMEOUT_VARIABLE, Patience, cause_of, storage_error
+from raysgd.storage._uris import child_of
 from raysgd.storage.folder import check_name
 
 T = TypeVar("T")
@@ -48,14 +49,10 @@ class Store:
         """What the store answers, tried again where that helps; its errors in our words."""
         try:
             return self.patience.call(attempt, doing)
-        except ModuleNotFoundError:
-            raise
-        except FileNotFoundError as error:
-            if reads:
-                raise
-            raise storage_error(doing, error, self._advice) from error
         except Exception as error:
-            raise storage_error(doing, error, self._advice) from error
+            if isinstance(error, ModuleNotFoundError) or (reads and isinstance(error, FileNotFoundError)):
+                raise
+            raise storage_error(doing, error, self._advice) from cause_of(error)
 
     @property
     def _advice(self) -> str:

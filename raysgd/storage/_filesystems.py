@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from raysgd._optional import require
-from raysgd.storage._uris import divided, has_secret, masked, scheme_of
+from raysgd._secrets import has_secret, masked
+from raysgd.storage._uris import divided, scheme_of
 
 _NATIVE = {"s3", "gs", "gcs", "hdfs", "viewfs"}
 _AZURE = ("abfs", "abfss", "az")

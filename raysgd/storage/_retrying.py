@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
+from raysgd._secrets import has_secret, masked
 from raysgd.exceptions import StorageError
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,7 @@ def _seconds(text: str) -> float:
 def in_short(error: BaseException) -> str:
     """The first line of what an error says."""
     words = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
-    return words.strip().partition("\n")[0][:500].rstrip(".") or type(error).__name__
+    return masked(words.strip().partition("\n")[0])[:500].rstrip(".") or type(error).__name__
 
 
 def storage_error(doing: str, error: BaseException, advice: str) -> StorageError:
@@ -150,6 +151,11 @@ def storage_error(doing: str, error: BaseException, advice: str) -> StorageError
     told = StorageError(f"could not {doing}: {in_short(error)}. {_ADVICE.get(_number(error), advice)}")
     told.errno = _number(error)
     return told
+
+
+def cause_of(error: BaseException) -> BaseException | None:
+    """What stands behind such an error: the one that the store raised, unless that shows a key."""
+    return None if has_secret(str(error)) else error
 
 
 def _number(error: BaseException) -> int | None:

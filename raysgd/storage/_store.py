@@ -15,10 +15,11 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from raysgd._secrets import masked
 from raysgd.storage import _transfers, _trees
 from raysgd.storage._entries import Entry, Store, joined
 from raysgd.storage._retrying import storage_error
-from raysgd.storage._uris import child_of, masked
+from raysgd.storage._uris import child_of
 from raysgd.storage.folder import Folder, check_name, check_single
 
 _MARKER = ".complete-"

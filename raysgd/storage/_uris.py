@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from raysgd._secrets import masked
+
 _SCHEME = re.compile(r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]+):/(?P<second>/?)")  # `pathlib` makes one slash of two
 _QUERY = re.compile(r"\?[A-Za-z_]+=[^?]*$")
-_USER = re.compile(r"(?<=://)[^/@]*:[^/@]*@")
-_SECRET = re.compile(r"(?<=[?&])((?:\w*_)?(?:key|secret|token|password)\w*)=[^&]*", re.IGNORECASE)
 LOCAL_SCHEMES = ("file", "local")
 
 
@@ -65,7 +65,7 @@ def local_path_of(name: str, text: str) -> Path:
         parts = urlsplit(text)
         if parts.netloc not in ("", "localhost"):
             raise ValueError(
-                f"`{name}={text!r}`: `{parts.netloc}` is the name of a machine; need three slashes, as in "
+                f"`{name}={masked(text)!r}`: `{parts.hostname}` is the name of a machine; need three slashes, as in "
                 "`file:///mnt/results`."
             )
         text = unquote(parts.path) or "/"
@@ -93,21 +93,3 @@ def child_of(uri: str, name: str) -> str:
     """
     store, path, query = divided(uri)
     return "/".join(part for part in (store, path, name) if part) + query
-
-
-def has_secret(uri: str) -> bool:
-    """Whether there are keys or passwords in a URI.
-
-    >>> has_secret("s3://id:secret@bucket/a"), has_secret("s3://bucket/a")
-    (True, False)
-    """
-    return bool(_USER.search(uri) or _SECRET.search(uri))
-
-
-def masked(uri: str) -> str:
-    """A URI as it may be shown: without keys and passwords.
-
-    >>> masked("s3://id:secret@bucket/a?region=x&secret_key=y")
-    's3://***@bucket/a?region=x&secret_key=***'
-    """
-    return _SECRET.sub(r"\1=***", _USER.sub("***@", uri))

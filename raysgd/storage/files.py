@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from raysgd._atomic_file import replacing
+from raysgd._secrets import masked
 from raysgd.exceptions import StorageError
 from raysgd.storage import _filesystems, _uris
 from raysgd.storage.folder import Folder
@@ -74,7 +75,7 @@ def is_uri(location: Any) -> bool:
 
 def shown(location: str | os.PathLike[str]) -> str:
     """A location in words, without keys and passwords."""
-    return _uris.masked(_uris.checked_text("path", location))
+    return masked(_uris.checked_text("path", location))
 
 
 @contextlib.contextmanager
@@ -96,8 +97,8 @@ def _folder_and_name(uri: str, argument: str = "path") -> tuple[Folder, str]:
     store, path, query = _uris.divided(uri)
     above, _, name = path.rpartition("/")
     if not name or uri.removesuffix(query).endswith("/"):
-        example = f"{_uris.masked(store)}/folder/last.pt"
-        raise ValueError(f"`{argument}={_uris.masked(uri)!r}`: need the URI of a file, such as '{example}'.")
+        example = f"{masked(store)}/folder/last.pt"
+        raise ValueError(f"`{argument}={masked(uri)!r}`: need the URI of a file, such as '{example}'.")
     _filesystems.check(argument, uri)
     return open_folder(_uris.child_of(f"{store}{query}", above)), name
 

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any
 
+from raysgd._secrets import masked
 from raysgd.storage import _filesystems, _uris
 from raysgd.storage._entries import Store
 from raysgd.storage._local import LocalFolder
@@ -34,7 +35,7 @@ def open_folder(path: str | os.PathLike[str], filesystem: Any = None, *, argumen
         return _in(filesystem, text, argument)
     if "::" in text and "://" in text:
         raise ValueError(
-            f"`{argument}={_uris.masked(text)!r}`: to chain file systems, pass the object of fsspec with `filesystem=`."
+            f"`{argument}={masked(text)!r}`: to chain file systems, pass the object of fsspec with `filesystem=`."
         )
     if _uris.is_local(text):
         return LocalFolder(_uris.local_path_of(argument, text))
@@ -46,7 +47,7 @@ def _in(filesystem: Any, text: str, argument: str) -> Folder:
     """A folder in a file system that the user made."""
     if _uris.scheme_of(text) is not None:
         raise ValueError(
-            f"`{argument}={_uris.masked(text)!r}`: with `filesystem=` pass the path in it, such as 'bucket/results', "
+            f"`{argument}={masked(text)!r}`: with `filesystem=` pass the path in it, such as 'bucket/results', "
             "not a URI."
         )
     if _is_of(filesystem, "pyarrow.fs", "LocalFileSystem") or _is_of(

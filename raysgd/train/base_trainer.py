@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from raysgd._checks import refuse_unknown
+from raysgd._secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.exceptions import TrainingFailedError
@@ -210,7 +211,9 @@ class BaseTrainer(ABC):
 
     def __repr__(self) -> str:
         """The class and the arguments that were given."""
-        given = ", ".join(f"{name}={value!r:.200}" for name, value in self._arguments.items() if value is not None)
+        given = ", ".join(
+            f"{name}={masked(repr(value)):.200}" for name, value in self._arguments.items() if value is not None
+        )
         return f"{type(self).__name__}({given})"
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from raysgd import _trials
+from raysgd._secrets import masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
 from raysgd.air.result import Result
@@ -112,7 +113,7 @@ class Tuner:
         space = None if param_space is None else _as_space(trainable, param_space)
         if not cls.can_restore(path, storage_filesystem):
             raise ValueError(
-                f"`path={str(path)!r}`: there is no sweep. Pass the folder that has the name of the sweep."
+                f"`path={masked(str(path))!r}`: there is no sweep. Pass the folder that has the name of the sweep."
             )
         tuner._tuner = tune.Tuner.restore(
             place,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import tempfile
+import traceback
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from raysgd import train
+from raysgd.callbacks import HTMLReport
 from raysgd.storage import StorageError, open_folder
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from tests.s3_server import BUCKET, S3Server
@@ -69,6 +72,54 @@ def test_a_store_that_takes_nothing_is_named_before_workers_start(s3_server: S3S
     with pytest.raises(StorageError, match="no-such-bucket/fit") as caught:
         trainer(nowhere).fit()
     assert "a-secret" not in str(caught.value)
+
+
+def fail_at_the_store() -> None:
+    """Saves a folder, then reads what is not there, from a place whose address the error names."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "epoch").write_text("0")
+        train.report({"epoch": 0}, checkpoint=train.Checkpoint.from_directory(folder))
+    train.get_context().get_storage().read("nothing")
+
+
+def test_a_run_that_fails_shows_the_keys_of_its_store_nowhere(
+    s3_server: S3Server, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    uri = s3_server.uri("secrets").replace("a-secret", "planted-secret")
+    first = open_folder(uri) / "first"
+    first.write("epoch", b"0")
+    failing = DataParallelTrainer(
+        fail_at_the_store,
+        scaling_config=train.ScalingConfig(num_workers=2),
+        run_config=train.RunConfig(
+            name="run", storage_path=uri, verbose=3, callbacks=[HTMLReport(tmp_path / "report.html")]
+        ),
+        resume_from_checkpoint=train.Checkpoint(first),
+    )
+    with pytest.raises(FileNotFoundError, match="restore") as caught:
+        failing.fit()
+    run = open_folder(uri) / "run"
+    [trial] = [run / name for name in run.names() if name.startswith("DataParallelTrainer_")]
+    result = train.Result.from_path(trial.uri)
+    with pytest.raises(ValueError, match="no run to restore") as missing:
+        DataParallelTrainer.restore(uri)
+    texts = [*map(str, (failing, failing.run_config, result, result.checkpoint, first, result.metrics))]
+    texts += [line for error in (caught, missing) for line in (str(error.value), repr(error.value), shown(error.value))]
+    texts += [caplog.text, (tmp_path / "report.html").read_text()]
+    run.download(tmp_path / "run")
+    files = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"trainer.pkl", "run.json", "error.txt", "error.pkl", "result.json"} <= {path.name for path in files}
+    assert [text for text in texts if "planted" in text] == []
+    assert [path.name for path in files if b"planted" in path.read_bytes()] == []
+
+
+def shown(error: BaseException) -> str:
+    """What Python prints of an error, without the lines of the program."""
+    found = traceback.TracebackException.from_exception(error)
+    return "".join(
+        line for each in (found, found.__cause__) if each is not None for line in each.format_exception_only()
+    )
 
 
 def test_memory_that_workers_do_not_see_is_refused() -> None:

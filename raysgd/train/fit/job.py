@@ -134,14 +134,9 @@ class FitJob:
         max_failures = self.run_config.failure_config.max_failures
         return (
             f"The run is in {self.folder.experiment}. To continue it from its last checkpoint: "
-            f"`{self.trainer_name}.restore({_shown(self.folder)!r}).fit()`. To have it start again by itself, pass "
-            f"`RunConfig(failure_config=FailureConfig(max_failures=...))`; it was {max_failures}."
+            f"`{self.trainer_name}.restore({str(self.folder.experiment)!r}).fit()`. To have it start again by itself, "
+            f"pass `RunConfig(failure_config=FailureConfig(max_failures=...))`; it was {max_failures}."
         )
-
-
-def _shown(folder: TrialFolder) -> str:
-    experiment = folder.experiment
-    return str(experiment.local_path) if experiment.is_local else experiment.uri
 
 
 def _newest_in(folder: TrialFolder) -> Checkpoint | None:
@@ -172,6 +167,6 @@ def check_is_shared(folder: Folder) -> None:
     """
     if folder.is_in_memory:
         raise ValueError(
-            f"`storage_path={folder.uri!r}`: only this process sees its memory, and the workers of `fit` "
+            f"`storage_path={str(folder)!r}`: only this process sees its memory, and the workers of `fit` "
             "write checkpoints themselves. Pass a folder, or a URI such as `s3://bucket/folder`."
         )

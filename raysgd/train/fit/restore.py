@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from raysgd._secrets import has_secret, masked
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig
 from raysgd.exceptions import StorageError
@@ -55,12 +56,12 @@ class _MissingDataset:
 
 @dataclass(frozen=True)
 class _CheckpointAt:
-    """Stands for a checkpoint in a folder of this machine, which `trainer.pkl` would hold with all its content."""
+    """Stands for a checkpoint that `trainer.pkl` would hold with all its content, or with the keys of its store."""
 
     path: str
 
-    def opened(self) -> Checkpoint:
-        return Checkpoint.from_directory(self.path)
+    def opened(self) -> Checkpoint | None:
+        return Checkpoint.from_directory(self.path) if Path(self.path).is_dir() else None
 
 
 # -------------------------------------------------------------------------------------------------------- writing it
@@ -90,10 +91,19 @@ def _for_later(name: str, value: Any) -> Any:
     if name == "datasets" and isinstance(value, Mapping):
         return {key: _MissingDataset(key) for key in value}
     if isinstance(value, RunConfig):
-        return _without_what_cannot_be_pickled(value)
-    if isinstance(value, Checkpoint) and value.get_internal_representation()[0] == "local_path":
-        return _CheckpointAt(value.path)
+        return _without_place(_without_what_cannot_be_pickled(value))
+    if isinstance(value, Checkpoint) and value.uri is not None:
+        if value.get_internal_representation()[0] == "local_path":
+            return _CheckpointAt(value.path)
+        if has_secret(value.uri):
+            return _CheckpointAt(masked(value.uri))
     return value
+
+
+def _without_place(run_config: RunConfig) -> RunConfig:
+    """The config without the place, which `restore` is told: its URI or its file system may have keys."""
+    sync_config = replace(run_config.sync_config, upload_dir=None)
+    return replace(run_config, storage_path=None, storage_filesystem=None, sync_config=sync_config)
 
 
 def _without_what_cannot_be_pickled(run_config: RunConfig) -> RunConfig:
@@ -154,8 +164,8 @@ def restore(
 def _load(experiment: Folder, path: str | Path) -> tuple[type, dict[str, Any]]:
     if not experiment.has(TRAINER_FILE):
         raise ValueError(
-            f"`path={str(path)!r}`: there is no run to restore, because there is no `{TRAINER_FILE}`. Pass the folder "
-            f"with the run's name, in which `fit` made the folder of the trial.{_better_place(path)}"
+            f"`path={masked(str(path))!r}`: there is no run to restore, because there is no `{TRAINER_FILE}`. Pass the "
+            f"folder with the run's name, in which `fit` made the folder of the trial.{_better_place(path)}"
         )
     try:
         saved_class, arguments = pickle.loads(experiment.read(TRAINER_FILE))
@@ -164,8 +174,8 @@ def _load(experiment: Folder, path: str | Path) -> tuple[type, dict[str, Any]]:
         raise
     except Exception as error:
         raise ValueError(
-            f"`path={str(path)!r}`: `{TRAINER_FILE}` cannot be read: {type(error).__name__}: {error}. If it names a "
-            "module that has moved, make that importable; if the file is damaged, make a new trainer with "
+            f"`path={masked(str(path))!r}`: `{TRAINER_FILE}` cannot be read: {type(error).__name__}: {error}. If it "
+            "names a module that has moved, make that importable; if the file is damaged, make a new trainer with "
             "`resume_from_checkpoint`."
         ) from error
 
@@ -193,16 +203,19 @@ def _complete(arguments: Mapping[str, Any], replaced: Mapping[str, Any]) -> dict
             f"`datasets`: the run had {sorted(saved) or 'none'}, and `restore` was given {sorted(given) or 'none'}. "
             "Datasets are not saved with a run: pass all of them again, under the same names."
         )
-    opened = {
-        name: value.opened() if isinstance(value, _CheckpointAt) and _is_there(value) else value
-        for name, value in arguments.items()
-        if not (isinstance(value, _CheckpointAt) and not _is_there(value))
-    }
-    return {**opened, **replaced}
+    return _opened({**arguments, **replaced})
 
 
-def _is_there(checkpoint: _CheckpointAt) -> bool:
-    return Path(checkpoint.path).is_dir()
+def _opened(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments with their checkpoints; without those that are not there any more, or need a key."""
+    found = dict(arguments)
+    for name, value in arguments.items():
+        if isinstance(value, _CheckpointAt):
+            found[name] = value.opened()
+            if found[name] is None:
+                logger.warning("`%s` was in %s: pass it again if the run has no checkpoint yet", name, value.path)
+                del found[name]
+    return found
 
 
 def at_place(run_config: RunConfig | None, experiment: Folder, path: str | Path, filesystem: Any) -> RunConfig:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from raysgd._atomic_file import replacing
+from raysgd._secrets import masked
 from raysgd.air.constants import ERROR_FILE, ERROR_PICKLE_FILE, RESULT_FILE
 from raysgd.writers.csv_table import CsvTable
 from raysgd.writers.event_file import LateEventFile
@@ -173,7 +174,7 @@ def write_error(folder: Path, error: BaseException, number: int) -> None:
     from ray import cloudpickle
 
     date = time.strftime("%Y-%m-%d_%H-%M-%S")
-    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    text = masked("".join(traceback.format_exception(type(error), error, error.__traceback__)))
     with open(folder / ERROR_FILE, "a", encoding="utf-8", errors="backslashreplace") as file:
         file.write(f"Failure # {number} (occurred at {date})\n{text}\n")
     try:

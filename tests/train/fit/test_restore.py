@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from raysgd.air.checkpoint import Checkpoint
-from raysgd.air.config import RunConfig
+from raysgd.air.config import RunConfig, SyncConfig
 from raysgd.storage import open_folder
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
 from raysgd.train.fit.restore import RestoredRun, can_restore, restore, save_trainer
@@ -133,11 +133,26 @@ class TestArguments:
         assert (path / "trainer.pkl").stat().st_size < 100_000
         assert restore(Trainer, path)[0].arguments["resume_from_checkpoint"] == checkpoint
 
-    def test_a_checkpoint_that_is_gone_is_left_out(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_that_is_gone_is_left_out(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "state").mkdir()
         path = save_with(tmp_path, resume_from_checkpoint=Checkpoint.from_directory(tmp_path / "state"))
         (tmp_path / "state").rmdir()
         assert "resume_from_checkpoint" not in restore(Trainer, path)[0].arguments
+        assert f"`resume_from_checkpoint` was in {tmp_path / 'state'}: pass it again" in caplog.text
+
+    def test_the_keys_of_a_store_are_not_saved(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        uri = "s3://id:planted@bucket/a"
+        checkpoint, config = Checkpoint(uri=uri), RunConfig(storage_path=uri, sync_config=SyncConfig(upload_dir=uri))
+        path = save_with(tmp_path, resume_from_checkpoint=checkpoint, run_config=config)
+        assert b"planted" not in (path / "trainer.pkl").read_bytes()
+        assert "resume_from_checkpoint" not in restore(Trainer, path)[0].arguments
+        assert "`resume_from_checkpoint` was in s3://***@bucket/a: pass it again" in caplog.text
+        caplog.clear()
+        assert (
+            restore(Trainer, path, resume_from_checkpoint=checkpoint)[0].arguments["resume_from_checkpoint"]
+            is checkpoint
+        )
+        assert caplog.text == ""
 
     def test_callbacks_that_cannot_be_pickled_are_left_out(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
