@@ -24,6 +24,7 @@ from raysgd.train.fit.console import LogFiles, Narrator, Reporter
 from raysgd.train.fit.kept_checkpoints import KeptCheckpoints, name_of
 from raysgd.train.fit.layout import EXPERIMENT_TAG, TrialFolder
 from raysgd.train.fit.metrics import DONE, SHOULD_CHECKPOINT, MetricsFiller
+from raysgd.train.fit.shown_config import shown_config
 from raysgd.train.fit.stopping import make_stop
 from raysgd.train.fit.trial import Trial
 from raysgd.train.fit.writers import ReportWriter, open_writers, write_error
@@ -66,7 +67,8 @@ class Recorder:
         self._callbacks = RunCallbacks([*(run_config.callbacks or ()), *_console(run_config)], self._trial)
         self._log_files = LogFiles(run_config.log_to_file)
         self._trial.log_to_file = self._log_files.names
-        self._filler = MetricsFiller(folder.id, config, EXPERIMENT_TAG)
+        self._config = shown_config(config)
+        self._filler = MetricsFiller(folder.id, self._config, EXPERIMENT_TAG)
         self._chores = Chores()
         self._logs = Logs(folder, self._chores)
         self._checkpoints = KeptCheckpoints(folder, run_config.checkpoint_config, self._chores)
@@ -166,7 +168,7 @@ class Recorder:
         if not self._folder.is_new:
             self._take_over()
         self._log_files.start(self._folder.local_path)
-        self._writers = open_writers(self._folder.local_path, self._trial.config, self._callbacks.replaced_loggers)
+        self._writers = open_writers(self._folder.local_path, self._config, self._callbacks.replaced_loggers)
         self._callbacks.setup(self._given_stop)
 
     def _take_over(self) -> None:
