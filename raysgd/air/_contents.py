@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from raysgd.air._packing import METADATA_FILE, folder_as_dict, write_dict
+from raysgd.air._packing import DICT_FILE, METADATA_FILE, folder_as_dict, write_dict
 from raysgd.exceptions import CheckpointCorruptedError
 
 if TYPE_CHECKING:
@@ -124,6 +124,11 @@ class InFolder:
     def on_disk(self) -> Iterator[Path]:
         """The folder, or a copy of it for as long as the block lasts."""
         if self.folder.is_local:
+            if not self.folder.exists():
+                raise FileNotFoundError(
+                    f"The checkpoint is in {self.folder}, which this machine does not have. Keep checkpoints in a "
+                    "folder that all machines have mounted, or in a store such as `s3://bucket/folder`."
+                )
             yield self.folder.local_path
             return
         with tempfile.TemporaryDirectory(prefix=TEMPORARY_PREFIX) as copy:
@@ -148,4 +153,24 @@ class InFolder:
     def portable(self) -> Content:
         """By value what only this machine has, by reference what all of them reach."""
         is_here_only = self.folder.is_local or self.folder.is_in_memory
-        return InMemory(self.as_dict(), self.metadata()) if is_here_only else self
+        return self._copied() if is_here_only else self
+
+    def _copied(self) -> InMemory:
+        return InMemory(self.as_dict(), self.metadata())
+
+
+class ByPlace(InFolder):
+    """A folder that goes to other processes by its place, not with its files.
+
+    A dict in it goes along, for machines that do not see the folder.
+    """
+
+    def portable(self) -> Content:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _arrived, (self.folder, self._copied() if self.folder.has(DICT_FILE) else None)
+
+
+def _arrived(folder: Folder, copy: InMemory | None) -> Content:
+    return InFolder(folder) if copy is None or folder.exists() else copy

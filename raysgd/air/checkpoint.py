@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from raysgd._secrets import masked
-from raysgd.air._contents import TEMPORARY_PREFIX, Content, InFolder, InMemory, InObjectStore
+from raysgd.air._contents import TEMPORARY_PREFIX, ByPlace, Content, InFolder, InMemory, InObjectStore
 from raysgd.air._packing import DICT_FILE, META_SUFFIX
 from raysgd.air.constants import PREPROCESSOR_KEY
 
@@ -227,6 +227,13 @@ class Checkpoint:
             raise TypeError(f"`other={other!r}`: need a `raysgd.air.Checkpoint`.")
         made = cls.__new__(cls)
         made.__dict__.update(other.__dict__)
+        return made
+
+    def by_place(self: CheckpointType) -> CheckpointType:
+        """The same checkpoint, which goes to other processes as the folder that it is, also where that is on a disk."""
+        made = self.from_checkpoint(self)
+        if isinstance(self._content, InFolder):
+            made._content = ByPlace(self._content.folder)
         return made
 
     def get_internal_representation(self) -> tuple[str, Any]:

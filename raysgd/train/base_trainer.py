@@ -127,7 +127,10 @@ class BaseTrainer(ABC):
             logger.info("the run in %s has ended well before: there is nothing left to do", restored.experiment)
             return Result.from_path(restored.folder.trial.uri)
         trainer = copy.copy(self)
-        trainer._job = FitJob.of(self, restored.folder if restored is not None else None)
+        if self.resume_from_checkpoint is not None:  # the loop may travel with the trainer
+            trainer.resume_from_checkpoint = self.resume_from_checkpoint.by_place()
+            trainer._arguments = {**self._arguments, "resume_from_checkpoint": trainer.resume_from_checkpoint}
+        trainer._job = FitJob.of(trainer, restored.folder if restored is not None else None)
         return trainer._job.run(trainer._train)
 
     def as_trainable(self) -> type[Any]:

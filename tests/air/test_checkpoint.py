@@ -335,6 +335,29 @@ class TestPickling:
         checkpoint = Checkpoint.from_directory(Checkpoint.from_dict(STATE).to_directory(tmp_path))
         assert pickle.loads(pickle.dumps(checkpoint)).get_internal_representation() == ("data_dict", STATE)
 
+    def test_a_local_folder_may_travel_by_its_place(self, tmp_path: Path, folder: Path) -> None:
+        checkpoint = MyCheckpoint.from_directory(folder).by_place()
+        data = pickle.dumps(checkpoint)
+        there = pickle.loads(data)
+        assert (type(there), there.path) == (MyCheckpoint, str(folder))
+        assert len(data) < 1000
+        folder.rename(tmp_path / "gone")
+        with (
+            pytest.raises(FileNotFoundError, match=f"The checkpoint is in {folder}, .*all machines have mounted"),
+            pickle.loads(data).as_directory(),
+        ):
+            pass
+
+    def test_a_dict_travels_with_its_place_where_that_may_not_be_there(self, tmp_path: Path) -> None:
+        path = Path(Checkpoint.from_dict(STATE).to_directory(tmp_path / "saved"))
+        data = pickle.dumps(Checkpoint.from_directory(path).by_place())
+        assert pickle.loads(data).path == str(path)
+        path.rename(tmp_path / "gone")
+        assert pickle.loads(data).to_dict() == STATE
+
+    def test_one_in_memory_travels_as_it_is(self) -> None:
+        assert pickle.loads(pickle.dumps(Checkpoint.from_dict(STATE).by_place())).to_dict() == STATE
+
     def test_a_remote_folder_travels_by_its_place(self) -> None:
         pytest.importorskip("pyarrow")
         checkpoint = Checkpoint.from_uri("s3://bucket/folder?region=eu-north-1")

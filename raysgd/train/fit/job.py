@@ -141,7 +141,7 @@ class FitJob:
 
 def _newest_in(folder: TrialFolder) -> Checkpoint | None:
     names = folder.checkpoint_names()
-    return checkpoint_at(folder.trial / names[-1]) if names else None
+    return checkpoint_at(folder.trial / names[-1]).by_place() if names else None
 
 
 def facts_of(folder: TrialFolder, trainer: BaseTrainer) -> TrialFacts:

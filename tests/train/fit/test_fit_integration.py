@@ -106,7 +106,7 @@ class TestARun:
         assert result.metrics["total"] == 3.0
         assert result.metrics["cwd"] == str(result.path)
 
-    def test_of_a_loop_of_ones_own_needs_one_worker(self, tmp_path: Path) -> None:
+    def test_of_a_loop_of_ones_own_needs_one_worker_and_sees_the_folder_that_it_is_given(self, tmp_path: Path) -> None:
         class Countdown(BaseTrainer):
             def setup(self) -> None:
                 self.left = 3
@@ -114,11 +114,14 @@ class TestARun:
             def training_loop(self) -> None:
                 from raysgd import train
 
+                paths = [train.get_checkpoint().path, self.resume_from_checkpoint.path]
                 for left in range(self.left, 0, -1):
-                    train.report({"left": left}, checkpoint=Checkpoint.from_dict({"left": left}))
+                    train.report({"left": left, "paths": paths}, checkpoint=Checkpoint.from_dict({"left": left}))
 
-        result = Countdown(run_config=RunConfig(storage_path=str(tmp_path))).fit()
-        assert result.metrics["left"] == 1
+        (tmp_path / "given").mkdir()
+        given = Checkpoint.from_directory(tmp_path / "given")
+        result = Countdown(run_config=RunConfig(storage_path=str(tmp_path)), resume_from_checkpoint=given).fit()
+        assert (result.metrics["left"], result.metrics["paths"]) == (1, [given.path, given.path])
         assert result.checkpoint.to_dict()["left"] == 1
 
 
