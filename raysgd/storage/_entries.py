@@ -43,7 +43,9 @@ class Store:
         return Entry(self, opened, joined(opened.base, inside), inside)
 
     def _opened(self) -> Opened:
-        return Opened(self.given, self.base) if self.given is not None else _filesystems.opened(self.uri)
+        if self.given is not None:
+            return Opened(self.given, self.base)
+        return _filesystems.opened(self.uri, self.patience.total_s)
 
     def ask(self, doing: str, attempt: Callable[[], T], reads: bool = False) -> T:
         """What the store answers, tried again where that helps; its errors in our words."""

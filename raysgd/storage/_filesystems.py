@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import parse_qsl, unquote
 
 from raysgd._optional import require
 from raysgd._secrets import has_secret, masked
@@ -16,6 +17,9 @@ _NAMED = ", ".join(f"`{scheme}`" for scheme in sorted({*_NATIVE, *_AZURE}))
 _WHOLE_AT_CLOSE = {"s3", "gcs", "abfs"}
 _IS_FOLDER = {"hdi_isfolder": "true"}  # how Azure and its tools mark a folder with nothing in it
 _RETRIES_OF_GCS = "retry_limit_seconds"  # or an operation would take up to 15 minutes to fail
+_TRIES_OF_S3 = 3  # of each request, before we try all of an operation again
+_SILENCE_S = 3.0  # after which S3 takes a request for lost
+_SWITCHES = {"true": True, "false": False}
 _PURPOSE = "storage other than a local disk"
 
 
@@ -85,13 +89,17 @@ def check(argument: str, uri: str) -> None:
 
 
 @functools.lru_cache(maxsize=32)
-def opened(uri: str) -> Opened:
+def opened(uri: str, limit_s: float = 60.0) -> Opened:
     """The file system of a URI, made once in each process, so that connections are used again.
+
+    Args:
+        uri: The URI.
+        limit_s: How soon an operation should fail where nothing answers, if the file system lets us say.
 
     Raises:
         Exception: What the file system raises where it cannot be made.
     """
-    return _native(uri) if scheme_of(uri) in _NATIVE and _is_built_in(uri) else _of_fsspec(uri)
+    return _native(uri, limit_s) if scheme_of(uri) in _NATIVE and _is_built_in(uri) else _of_fsspec(uri)
 
 
 def _is_built_in(uri: str) -> bool:
@@ -104,12 +112,28 @@ def _is_built_in(uri: str) -> bool:
     return True
 
 
-def _native(uri: str) -> Opened:
+def _native(uri: str, limit_s: float) -> Opened:
     store, path, query = divided(uri)
     if scheme_of(uri) in ("gs", "gcs") and _RETRIES_OF_GCS not in query:
-        query = f"{query or '?'}{'&' if query else ''}{_RETRIES_OF_GCS}=10"
+        query = f"{query or '?'}{'&' if query else ''}{_RETRIES_OF_GCS}={min(max(limit_s, 1.0), 10.0):g}"
     filesystem, root = require("pyarrow.fs", "storage", _PURPOSE).FileSystem.from_uri(f"{store}/{query}")
+    if filesystem.type_name == "s3":
+        filesystem = _limited_s3(filesystem, store, query, limit_s)
     return Opened(filesystem, "/".join(part for part in (root.rstrip("/"), path) if part))
+
+
+def _limited_s3(filesystem: Any, store: str, query: str, limit_s: float) -> Any:
+    """The same S3, which gives up in time: one that PyArrow makes of a URI tries for up to 100 s."""
+    fs = require("pyarrow.fs", "storage", _PURPOSE)
+    options: dict[str, Any] = {"region": filesystem.region, **dict(parse_qsl(query.removeprefix("?")))}
+    user, _, key = store.partition("://")[2].rpartition("@")[0].partition(":")
+    if user:
+        options |= {"access_key": unquote(user), "secret_key": unquote(key)}
+    num_tries = min(max(int(limit_s / _SILENCE_S), 1), _TRIES_OF_S3)
+    return fs.S3FileSystem(
+        **{name: _SWITCHES.get(value, value) for name, value in options.items()},
+        retry_strategy=fs.AwsStandardS3RetryStrategy(num_tries),
+    )
 
 
 def _of_fsspec(uri: str) -> Opened:

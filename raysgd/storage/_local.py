@@ -60,6 +60,9 @@ class LocalFolder(Folder):
     def __truediv__(self, name: str) -> LocalFolder:
         return LocalFolder(self._local_path / check_name(name))
 
+    def without_retries(self) -> LocalFolder:
+        return self
+
     def __str__(self) -> str:
         return self.path
 

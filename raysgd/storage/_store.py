@@ -69,6 +69,9 @@ class StoreFolder(Folder):
     def __truediv__(self, name: str) -> StoreFolder:
         return StoreFolder(self.store, joined(self.inside, check_name(name)))
 
+    def without_retries(self) -> StoreFolder:
+        return replace(self, store=replace(self.store, patience=replace(self.store.patience, total_s=0)))
+
     def __str__(self) -> str:
         return masked(self.uri)
 

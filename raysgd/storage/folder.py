@@ -71,6 +71,10 @@ class Folder(ABC):
     def __truediv__(self, name: str) -> Folder:
         """A folder in this one, whether or not it exists."""
 
+    @abstractmethod
+    def without_retries(self) -> Folder:
+        """The same folder, of a store that is tried only once, as where it has just failed for long."""
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Folder) and self.uri == other.uri
 

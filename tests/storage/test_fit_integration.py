@@ -15,6 +15,7 @@ from raysgd import train
 from raysgd.callbacks import HTMLReport
 from raysgd.storage import StorageError, open_folder
 from raysgd.train.data_parallel_trainer import DataParallelTrainer
+from raysgd.train.fit.job import FitJob
 from tests.s3_server import BUCKET, S3Server
 
 pytestmark = [pytest.mark.integration, pytest.mark.usefixtures("ray_cluster")]
@@ -72,6 +73,26 @@ def test_a_store_that_takes_nothing_is_named_before_workers_start(s3_server: S3S
     with pytest.raises(StorageError, match="no-such-bucket/fit") as caught:
         trainer(nowhere).fit()
     assert "a-secret" not in str(caught.value)
+
+
+def test_a_store_that_died_is_not_waited_for_again(
+    own_server: S3Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "1")
+    job = FitJob.of(trainer(own_server.uri("fit")))
+
+    def die() -> None:
+        job.recorder.begin()
+        own_server.kill()
+        job.folder.trial.write("last", b"words")
+
+    with pytest.raises(StorageError, match=r"could not write .*/last"):
+        job.run(die)
+    assert "could not complete the record of the run" in caplog.text
+    again = [line for line in caplog.text.splitlines() if "trying again" in line]
+    assert again
+    assert [line for line in again if "/last?" not in line] == []
+    job.folder.close()
 
 
 def fail_at_the_store() -> None:

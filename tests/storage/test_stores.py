@@ -8,10 +8,12 @@ from __future__ import annotations
 import logging
 import pickle
 import re
+import socket
 import subprocess
 import sys
 import textwrap
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,61 @@ WITHOUT = """
 def test_without_pyarrow_the_extra_is_named() -> None:
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(WITHOUT)], capture_output=True, text=True, check=True)
     assert 'needs `pyarrow`, which is not installed. Run: pip install "raysgd[storage]"' in done.stdout
+
+
+class HangsUp(threading.Thread):
+    """A server that takes connections and ends them. Counts them."""
+
+    def __init__(self) -> None:
+        super().__init__(name="hangs-up", daemon=True)
+        self.socket = socket.create_server(("127.0.0.1", 0))
+        self.num_connections = 0
+
+    def run(self) -> None:
+        with suppress(OSError):
+            while True:
+                self.socket.accept()[0].close()
+                self.num_connections += 1
+
+    def end(self) -> None:
+        self.socket.shutdown(socket.SHUT_RDWR)
+        self.socket.close()
+        self.join()
+
+
+def test_a_server_that_does_not_answer_is_asked_as_often_as_we_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAYSGD_STORAGE_TIMEOUT_S", "0")
+    server = HangsUp()
+    server.start()
+    folder = open_folder(S3Server(server.socket.getsockname()[1], None).uri("x"))  # type: ignore[arg-type]
+    with pytest.raises(StorageError, match="could not look at"):
+        folder.has("a")
+    server.end()
+    assert server.num_connections == 1
+
+
+@pytest.mark.parametrize(
+    ("uri", "options"),
+    [
+        ("s3://bucket/a/b?region=eu-north-1", {"region": "eu-north-1"}),
+        (
+            "s3://an%2Fid:a%2Bsecret@bucket/a/b?region=x&scheme=http&endpoint_override=host%3A9000&allow_bucket_creation=true",
+            {
+                "access_key": "an/id",
+                "secret_key": "a+secret",
+                "region": "x",
+                "scheme": "http",
+                "endpoint_override": "host:9000",
+                "allow_bucket_creation": True,
+            },
+        ),
+    ],
+)
+def test_a_uri_of_s3_has_options(uri: str, options: dict[str, Any]) -> None:
+    opened = _filesystems.opened(uri)
+    assert opened.base == "bucket/a/b"
+    assert opened.filesystem == fs.S3FileSystem(**options)
+    assert opened.filesystem == fs.FileSystem.from_uri(uri)[0]
 
 
 def test_google_is_given_up_in_time() -> None:

@@ -78,6 +78,7 @@ class Logs:
         try:
             self._upload()
         except OSError as error:
+            self._folder.expect_little()
             kept = self._folder.local_path
             logger.error("could not copy the logs to %s; they stay in %s: %s", self._folder.trial, kept, error)
         else:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from raysgd.air.checkpoint import Checkpoint
 from raysgd.air.config import RunConfig, ScalingConfig
-from raysgd.exceptions import training_failed_error
+from raysgd.exceptions import StorageError, training_failed_error
 from raysgd.train.backend import BackendConfig
 from raysgd.train.fit.kept_checkpoints import number_of
 from raysgd.train.fit.layout import TrialFolder, new_trial_folder
@@ -124,6 +124,8 @@ class FitJob:
         return FitRun(plan, self.recorder.take, self.recorder.begin, self.recorder.fail)
 
     def _end_failed(self, error: BaseException) -> None:
+        if isinstance(error, StorageError):
+            self.folder.expect_little()
         try:
             self.recorder.end(error)
         except Exception as another:  # what ended the run matters more

@@ -102,6 +102,10 @@ class TrialFolder:
             self._staging = Path(tempfile.mkdtemp(prefix="raysgd-fit-")) / self.experiment_name / self.dir_name
         return self._staging
 
+    def expect_little(self) -> None:
+        """Tries the storage, which has just failed, only once for all that is left to write."""
+        self.experiment, self.trial = self.experiment.without_retries(), self.trial.without_retries()
+
     def make(self) -> None:
         """Makes the folders."""
         self.experiment.make()
