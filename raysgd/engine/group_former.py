@@ -206,7 +206,7 @@ def renew_without_lost(
         The set-up answers; or the last report, where too few are left or not only workers were lost.
     """
     while not report.ok and not group.is_ended and classify(report).kind != "user":
-        logger.warning("%s; going on with the others", words(classify(report)))
+        logger.warning("%s; continuing with the others", words(classify(report)))
         survivors = group.settle(report)
         if not min_workers <= len(survivors) < len(group):
             break

@@ -102,7 +102,7 @@ class Startup:
             dead = {found.rank for found in report.outcomes if found.failure is not None}
             if classify(report).kind == "user" or len(calls) - len(dead) < min_workers:
                 return report
-            logger.warning("%s; going on with the others", words(classify(report)))
+            logger.warning("%s; continuing with the others", words(classify(report)))
             self._leave_out(dead)
             calls = {rank: call for rank, call in calls.items() if rank not in dead}
 
