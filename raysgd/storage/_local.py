@@ -7,7 +7,7 @@ import errno
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -84,9 +84,9 @@ class LocalFolder(Folder):
             os.rename(self._local_path, doomed)
             _remove(doomed)
 
-    def upload(self, source: Path) -> None:
+    def upload(self, source: Path, places: Mapping[str, str | None] | None = None) -> None:
         with _telling(f"copy `{source}` to `{self}`"):
-            _trees.copy_tree(source, self._local_path)
+            _trees.copy_tree(source, self._local_path, places)
 
     def download(self, target: Path) -> None:
         with _telling(f"copy `{self}` to `{target}`"):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -95,10 +95,11 @@ class StoreFolder(Folder):
             replace(entry, path=f"{above}/{_MARKER}{name}").delete_file()
         entry.delete_folder()
 
-    def upload(self, source: Path) -> None:
+    def upload(self, source: Path, places: Mapping[str, str | None] | None = None) -> None:
         tree = _tree_of(source, f"copy `{source}` to `{self}`")
+        placed = tree.placed(places)
         _transfers.on_threads(lambda name: (self / name).make(), tree.empty)
-        _transfers.on_threads(lambda name: self._upload_file(source / name, name), tree.files)
+        _transfers.on_threads(lambda name: self._upload_file(source / name, placed[name]), placed)
 
     def _upload_file(self, source: Path, name: str) -> None:
         with open(source, "rb") as file:

@@ -6,7 +6,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -32,6 +32,11 @@ class Tree:
         tree._visit(root, "", (os.path.realpath(root),))
         return tree
 
+    def placed(self, places: Mapping[str, str | None] | None) -> dict[str, str]:
+        """The names that the files get: their own, or others for some of them. None leaves a file out."""
+        named = {**dict(zip(self.files, self.files, strict=True)), **(places or {})}
+        return {name: place for name, place in named.items() if place is not None}
+
     def _visit(self, root: Path, prefix: str, above: tuple[str, ...]) -> None:
         with os.scandir(root / prefix) as scan:
             entries = sorted(scan, key=lambda entry: entry.name)
@@ -50,14 +55,14 @@ class Tree:
                 raise OSError(f"`{entry.path}` is neither a file nor a folder")
 
 
-def copy_tree(source: Path, target: Path) -> None:
-    """Copies everything in a folder into another one; each file is whole or not there."""
+def copy_tree(source: Path, target: Path, places: Mapping[str, str | None] | None = None) -> None:
+    """Copies everything in a folder into another one; each file is whole or not there. For places see `Tree.placed`."""
     tree = Tree.of(source)
     target.mkdir(parents=True, exist_ok=True)
     for name in tree.empty:
         (target / name).mkdir(parents=True, exist_ok=True)
-    for name in tree.files:
-        copy_file(source / name, target / name)
+    for name, place in tree.placed(places).items():
+        copy_file(source / name, target / place)
 
 
 def copy_file(source: Path, target: Path) -> None:

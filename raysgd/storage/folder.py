@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path, PurePosixPath
 from typing import IO, Any
@@ -106,8 +107,12 @@ class Folder(ABC):
         """Deletes it with everything in it. If it was committed, it stops being so first."""
 
     @abstractmethod
-    def upload(self, source: Path) -> None:
+    def upload(self, source: Path, places: Mapping[str, str | None] | None = None) -> None:
         """Copies everything in a folder of this machine into this one. Each file is whole or not there.
+
+        Args:
+            source: The folder.
+            places: Other names for some of its files; None leaves a file out.
 
         Raises:
             FileNotFoundError: There is no folder `source`.

@@ -126,6 +126,14 @@ class FunctionReplica:
         """A checkpoint that was too large to travel with its message."""
         return self._pending_checkpoints.fetch(token)
 
+    def store(self, token: int, taken: Sequence[str]) -> list[str] | None:
+        """Lets the function store a folder; see `store_folder`."""
+        try:
+            moved: list[str] = self._pending_checkpoints.fetch(token, taken)
+        except KeyError:  # it failed, and the function says why
+            return None
+        return moved
+
     def refuse(self, token: int) -> None:
         """Takes note that the driver will not fetch a checkpoint."""
         self._pending_checkpoints.refuse(token)
@@ -198,6 +206,18 @@ def end_function(replica: FunctionReplica) -> bool:
 def fetch_checkpoint(replica: FunctionReplica, token: int) -> Any:
     """See `FunctionReplica.fetch`."""
     return replica.fetch(token)
+
+
+def store_folder(replica: FunctionReplica, token: int | None, taken: Sequence[str], *start: Any) -> list[str] | None:
+    """Stores the folder that waits under a token, if there is one, where lower ranks use some of its names too.
+
+    Returns:
+        The names for which it had to take others; None where it was lost, with its function.
+    """
+    _start(replica, start)
+    if start:
+        return None
+    return replica.store(token, taken) if token is not None else []
 
 
 def refuse_checkpoint(replica: FunctionReplica, token: int) -> None:

@@ -31,13 +31,19 @@ class CheckpointRef:
         score: The value by which it is judged; None if the checkpoint has none.
         data: The encoded checkpoint, if it is small and certainly kept.
         token: Otherwise, what to fetch it with.
-        is_stored: Whether the worker has stored it itself, so that nothing travels.
+        files: The names of the files that the worker stores itself, so that nothing travels: at once, or with a token
+            when it is told which of these names lower ranks use too.
     """
 
     score: Any = None
     data: Any = None
     token: int | None = None
-    is_stored: bool = False
+    files: tuple[str, ...] | None = None
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether its worker stores it."""
+        return self.files is not None
 
 
 @dataclass(frozen=True)

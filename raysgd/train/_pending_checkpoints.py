@@ -18,7 +18,7 @@ class PendingCheckpoints:
         self._changed = threading.Condition()
         self._copies: dict[int, Any] = {}
         self._open: set[int] = set()
-        self._wanted: set[int] = set()
+        self._wanted: dict[int, Any] = {}
         self._num = 0
 
     def keep(self, copy: Any) -> int:
@@ -35,14 +35,20 @@ class PendingCheckpoints:
             self._open.add(self._num)
             return self._num
 
-    def settle(self, token: int, make_copy: Callable[[], Any]) -> None:
-        """From the function: waits until the driver decides about an announced copy, and makes it if it is wanted."""
+    def settle(self, token: int, make_copy: Callable[[Any], Any]) -> None:
+        """From the function: waits until the driver decides about an announced copy, and makes it if it is wanted.
+
+        Args:
+            token: What `announce` returned.
+            make_copy: Makes it; gets what the driver said with `fetch`.
+        """
         with self._changed:
             self._changed.wait_for(lambda: token in self._wanted or token not in self._open)
             if token not in self._open:
                 return
+            told = self._wanted[token]
         try:
-            copy = make_copy()
+            copy = make_copy(told)
         except BaseException:
             self.refuse(token)
             raise
@@ -56,17 +62,21 @@ class PendingCheckpoints:
             self._open.discard(token)
             self._changed.notify_all()
 
-    def fetch(self, token: int) -> Any:
+    def fetch(self, token: int, told: Any = None) -> Any:
         """Returns the copy of `token`, once. Called from another thread, while the function continues.
+
+        Args:
+            token: Which one.
+            told: What the function has to know to make an announced one.
 
         Raises:
             KeyError: There is no such copy any more.
         """
         with self._changed:
-            self._wanted.add(token)
+            self._wanted[token] = told
             self._changed.notify_all()
             self._changed.wait_for(lambda: token in self._copies or token not in self._open)
-            self._wanted.discard(token)
+            del self._wanted[token]
             self._open.discard(token)
             return self._copies.pop(token)
 

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from raysgd._once import Once
 from raysgd._ranks import named
 from raysgd._state_codec import EncodedState, decode
 from raysgd.engine.call import Call
@@ -29,6 +30,7 @@ from raysgd.train._arrivals import CheckpointLostError, CheckpointTaker
 from raysgd.train._launch import Launch
 from raysgd.train._mailbox import Ended
 from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
+from raysgd.train._stored_files import taken_names
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Step:
         checkpoint_ref: The checkpoint, if there is one. Of one that travels and one that is stored, that which travels.
         source: The rank that has it.
         refused: The tokens of checkpoints that other ranks have too, and wait to hear about, by rank.
+        stored: The checkpoints that ranks store themselves, by rank.
     """
 
     kind: TrainingResultType | None
@@ -50,6 +53,7 @@ class Step:
     checkpoint_ref: CheckpointRef | None = None
     source: int = 0
     refused: tuple[tuple[int, int], ...] = ()
+    stored: Mapping[int, CheckpointRef] = field(default_factory=dict)
 
 
 def check_step(messages: Sequence[Message | Ended]) -> Step:
@@ -77,9 +81,11 @@ def check_step(messages: Sequence[Message | Ended]) -> Step:
             "`report`. Every worker must make the same calls in the same order."
         )
     refs = {rank: m.checkpoint_ref for rank, m in enumerate(found) if m.checkpoint_ref is not None}
-    source = min((rank for rank, ref in refs.items() if not ref.is_stored), default=min(refs, default=0))
-    refused = tuple((rank, p.token) for rank, p in refs.items() if rank != source and p.token is not None)
-    return Step(kinds.pop(), tuple(message.data for message in found), refs.get(source), source, refused)
+    stored = {rank: ref for rank, ref in refs.items() if ref.is_stored}
+    sent = {rank: ref for rank, ref in refs.items() if not ref.is_stored}
+    source = min(sent or stored, default=0)
+    refused = tuple((rank, ref.token) for rank, ref in sent.items() if rank != source and ref.token is not None)
+    return Step(kinds.pop(), tuple(message.data for message in found), refs.get(source), source, refused, stored)
 
 
 class FunctionRun:
@@ -127,6 +133,7 @@ class FunctionRun:
         self._now = now
         self._on_wait = on_wait
         self._next_check = float("-inf")
+        self._once = Once()
         self.may_restart = True
         self.returned: list[Any] | None = None
         self.is_over = False
@@ -151,8 +158,8 @@ class FunctionRun:
         """
         with self._aborted_on_error():
             step = check_step(self._next_messages())
-            if step.checkpoint_ref is not None:
-                self._take(step, step.checkpoint_ref)
+            if step.checkpoint_ref is not None and not self._take(step, step.checkpoint_ref):
+                return self.next_step()  # the functions were started again, and come to this one once more
             self.may_restart = step.checkpoint_ref is not None
             if step.kind is None:
                 self.is_over = True
@@ -268,11 +275,53 @@ class FunctionRun:
         self._next_check = now + self._resize_check_s
         return True
 
-    def _take(self, step: Step, checkpoint_ref: CheckpointRef) -> None:
+    def _take(self, step: Step, checkpoint_ref: CheckpointRef) -> bool:
+        """Takes the checkpoint of a step; returns False where it was lost before it was stored."""
         for rank, token in step.refused:
             self._controller.ensure_group().submit_beside(rank, replica.refuse_checkpoint, token)
+        if not self._store(step.stored):
+            return False
         receive = None if checkpoint_ref.is_stored else self._receiver(checkpoint_ref, step.source)
         self._checkpoints.add(checkpoint_ref.score, receive)
+        return True
+
+    def _store(self, stored: Mapping[int, CheckpointRef]) -> bool:
+        """Lets the ranks that wait for that store their folders: first those that use no name of a lower one."""
+        self.may_restart = False  # or the group might grow, and lose them
+        taken = taken_names({rank: ref.files or () for rank, ref in stored.items()})
+        waiting = {rank: ref.token for rank, ref in stored.items() if ref.token is not None}
+        for is_taken in (False, True):
+            tokens = {rank: token for rank, token in waiting.items() if bool(taken[rank]) is is_taken}
+            moved = self._call(replica.store_folder, self._told_to_store(tokens, taken)) if tokens else []
+            if None in moved:
+                return False
+            self._warn_of({rank: names for rank, names in enumerate(moved) if names})
+        return True
+
+    def _told_to_store(
+        self, tokens: Mapping[int, int], taken: Mapping[int, Sequence[str]]
+    ) -> Callable[[Sequence[World]], list[tuple[Any, ...]]]:
+        group = self._launch.started_on
+
+        def told(worlds: Sequence[World]) -> list[tuple[Any, ...]]:
+            starts = self._launch(worlds)
+            waiting = tokens if worlds is group else {}
+            return [(waiting.get(rank), taken.get(rank, ()), *start) for rank, start in enumerate(starts)]
+
+        return told
+
+    def _warn_of(self, moved: Mapping[int, Sequence[str]]) -> None:
+        """Says, once, that ranks use one name for different files."""
+        if moved and self._once.is_first("moved"):
+            names = sorted({name for names in moved.values() for name in names})
+            logger.warning(
+                "%s reported checkpoints with files of the same names as lower ranks, but other content: %s. The files "
+                "of the lowest rank keep their names; the others' end in `.rank_%d` and so on. Use names with the "
+                "rank, or report the folder on one rank",
+                named(sorted(moved)),
+                ", ".join(f"`{name}`" for name in names[:5]),
+                min(moved),
+            )
 
     def _receiver(self, checkpoint_ref: CheckpointRef, source: int) -> Callable[[], dict[str, Any]]:
         """Gets a checkpoint: out of the message, or from the worker that holds it."""

@@ -106,7 +106,7 @@ class Session:
         token = self._pending_checkpoints.announce()
         checkpoint_ref = CheckpointRef(content.get(self._spec.score_attribute), token=token)
         self.mailbox.offer(Message(TrainingResultType.REPORT, data, checkpoint_ref))
-        self._pending_checkpoints.settle(token, lambda: self._checkpoints.encode(self._spec.encode(content)))
+        self._pending_checkpoints.settle(token, lambda _: self._checkpoints.encode(self._spec.encode(content)))
 
     def load_checkpoint(self) -> dict[str, Any] | None:
         """The newest checkpoint, or the one that the function started from."""

@@ -8,7 +8,7 @@ import pytest
 from raysgd.train._pending_checkpoints import PendingCheckpoints
 
 
-def fail() -> Any:
+def fail(told: Any) -> Any:
     raise TypeError("cannot be copied")
 
 
@@ -24,9 +24,9 @@ def test_an_announced_copy_is_made_when_it_is_fetched() -> None:
     pending = PendingCheckpoints()
     token = pending.announce()
     with ThreadPoolExecutor(1) as pool:
-        fetched = pool.submit(pending.fetch, token)
-        pending.settle(token, lambda: "copy")
-        assert fetched.result() == "copy"
+        fetched = pool.submit(pending.fetch, token, 3)
+        pending.settle(token, lambda told: f"copy of {told}")
+        assert fetched.result() == "copy of 3"
 
 
 def test_an_announced_copy_that_is_refused_is_not_made() -> None:

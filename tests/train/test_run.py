@@ -7,6 +7,7 @@ import pytest
 
 from raysgd.engine.policies import RetryBudget
 from raysgd.exceptions import StepMismatchError
+from raysgd.train._function_replica import store_folder
 from raysgd.train._mailbox import Ended
 from raysgd.train._messages import CheckpointRef, Message, TrainingResultType
 from raysgd.train._run import FunctionRun, check_step
@@ -38,6 +39,13 @@ def test_of_several_reported_checkpoints_that_of_the_lowest_rank_is_taken_and_th
         ]
     )
     assert (step.checkpoint_ref, step.source, step.refused) == (CheckpointRef(2.0, token=7), 1, ((2, 4),))
+
+
+def test_of_a_checkpoint_that_travels_and_stored_ones_the_first_is_taken_and_none_is_refused() -> None:
+    stored = {0: CheckpointRef(files=("a",)), 1: CheckpointRef(token=3, files=("b",))}
+    sent = CheckpointRef(2.0, token=4)
+    step = check_step([Message(REPORT, 1, stored[0]), Message(REPORT, 2, stored[1]), Message(REPORT, 3, sent)])
+    assert (step.checkpoint_ref, step.source, step.refused, step.stored) == (sent, 2, (), stored)
 
 
 def test_the_end_of_all_is_the_end() -> None:
@@ -136,10 +144,60 @@ def test_reports_of_lost_workers_are_made_again_by_those_that_follow_and_count_o
 
 
 def test_a_rank_is_told_the_number_of_a_checkpoint_when_all_before_it_were_taken() -> None:
-    saved = Message(REPORT, 2, CheckpointRef(is_stored=True))
+    saved = Message(REPORT, 2, CheckpointRef(files=("a",)))
     group = Group([[[Message(REPORT, 1), saved], [Ended()]], [reports(10), reports(20), [Ended()]]])
     assert steps_of(run_on(group)) == [(1, 10), (2, 20)]
     assert [[index for index, _ in told] for told in group.told] == [[0, 0], [0, 0], [1, 1]]
+
+
+class Storing(Group):
+    """A group whose ranks store folders: each answers with the names that were taken; the first group dies of it.
+
+    Attributes:
+        stored: What the ranks were told, call by call.
+    """
+
+    def __init__(self, *attempts: Sequence[list[Answer]], dies: bool = False) -> None:
+        super().__init__(*attempts)
+        self.stored: list[list[tuple[Any, ...]]] = []
+        self.dies = dies
+
+    def run(self, call: Any, budget: RetryBudget) -> list[Any]:
+        if call.function is not store_folder:
+            return super().run(call, budget)
+        assert not call.changes_state
+        if self.dies:
+            del self.attempts[0]
+        self.stored.append(call.args_for(self.attempts[0]))
+        return [None if self.dies else list(taken) for _, taken in self.stored[-1]]
+
+
+def saving(number: int, token: int | None, *files: str) -> Answer:
+    return [Message(REPORT, number, CheckpointRef(token=token, files=files))]
+
+
+def test_ranks_store_their_folders_those_behind_whose_names_they_use(caplog: pytest.LogCaptureFixture) -> None:
+    group = Storing([[saving(1, None, "a"), [Ended()]], [saving(2, 7, "a", "b"), [Ended()]]])
+    run = run_on(group)
+    assert steps_of(run) == [(1, 2)]
+    assert group.stored == [[(None, ()), (7, ("a",))]]
+    assert (
+        "rank 1 reported checkpoints with files of the same names as lower ranks, but other content: `a`" in caplog.text
+    )
+    assert run._checkpoints.next_index == 1  # type: ignore[attr-defined]
+
+    group = Storing([[saving(1, 3, "a"), [Ended()]], [saving(2, 7, "a"), [Ended()]]])
+    assert steps_of(run_on(group)) == [(1, 2)]
+    assert group.stored == [[(3, ()), (None, ("a",))], [(None, ()), (7, ("a",))]]
+
+
+def test_a_step_whose_folders_are_lost_with_their_workers_is_that_of_those_that_follow() -> None:
+    lost = [[saving(1, None, "a")], [saving(2, 7, "b")]]
+    group = Storing(lost, [[reports(10), [Ended()]], [reports(20), [Ended()]]], dies=True)
+    run = run_on(group)
+    assert steps_of(run) == [(10, 20)]
+    assert group.stored == [[(None, ()), (None, ())]]
+    assert run._checkpoints.next_index == 0  # type: ignore[attr-defined]
 
 
 def test_ranks_that_run_ahead_must_report_equally_often() -> None:

@@ -20,6 +20,7 @@ from raysgd.storage import Folder
 from raysgd.train._messages import CheckpointRef, FunctionSpec, Message, TrainingResultType
 from raysgd.train._pending_checkpoints import PendingCheckpoints
 from raysgd.train._session import Session
+from raysgd.train._stored_files import names_in, store_beside
 from raysgd.train.fit.layout import checkpoint_name
 
 METADATA_KEY = "_raysgd_metadata"
@@ -134,9 +135,18 @@ class FitSession(Session):
         name = checkpoint_name(self.mailbox.await_request())
         folder = self.facts.folder
         with checkpoint.as_directory() as path:
-            folder.staged(name).upload(Path(path))
-        self.mailbox.offer(Message(TrainingResultType.REPORT, data, CheckpointRef(is_stored=True)))
+            self._store_folder(data, Path(path), folder.staged(name))
         self._newest, self._is_newest_stored = checkpoint_at(folder / name), True
+
+    def _store_folder(self, data: Any, source: Path, target: Folder) -> None:
+        """Stores a folder and sends the metrics: rank 0 at once, others when they know which names are taken."""
+        if self.world.rank == 0:
+            target.upload(source)
+        token = self._pending_checkpoints.announce() if self.world.rank else None
+        checkpoint_ref = CheckpointRef(token=token, files=names_in(source))
+        self.mailbox.offer(Message(TrainingResultType.REPORT, data, checkpoint_ref))
+        if token is not None:
+            self._pending_checkpoints.settle(token, lambda taken: store_beside(source, target, self.world.rank, taken))
 
     def dataset_shard(self, name: str | None) -> Any:
         """This worker's part of a dataset; see `get_dataset_shard`."""

@@ -67,6 +67,7 @@ def save(config: dict[str, Any], metrics: dict[str, Any], rank: int, epoch: int)
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "epoch").write_text(str(epoch))
             Path(folder, f"rank_{rank}").write_text(str(epoch))
+            Path(folder, "state").write_text(f"of rank {rank}" if "same_name" in config else "")
             if rank == 1 and epoch == config.get("dies_while_saving"):
                 _die_while_saving(folder, config["flag"])
             train.report(metrics, checkpoint=Checkpoint.from_directory(folder))

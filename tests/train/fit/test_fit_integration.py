@@ -75,10 +75,11 @@ class TestARun:
         assert Path(result.path).parent == tmp_path / "run"
 
     def test_puts_together_what_all_ranks_have_in_folders(self, tmp_path: Path) -> None:
-        result = trainer(tmp_path, kind="folder", num_epochs=2).fit()
+        result = trainer(tmp_path, kind="folder", num_epochs=2, same_name=True).fit()
         assert checkpoints_in(result) == ["checkpoint_000000", "checkpoint_000001"]
-        names = {path.name for path in Path(result.checkpoint.path).iterdir()}
-        assert {"epoch", "rank_0", "rank_1"} <= names
+        found = Path(result.checkpoint.path)
+        assert {path.name for path in found.iterdir()} == {"epoch", "rank_0", "rank_1", "state", "state.rank_1"}
+        assert [(found / name).read_text() for name in ("state", "state.rank_1")] == ["of rank 0", "of rank 1"]
 
     def test_numbers_by_step_what_only_some_ranks_save_only_sometimes(self, tmp_path: Path) -> None:
         result = trainer(tmp_path, kind="folder", num_epochs=5, saving_ranks=(1,), save_every=2).fit()

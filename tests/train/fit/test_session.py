@@ -18,7 +18,7 @@ from raysgd.engine.types import World
 from raysgd.exceptions import SessionMisuseError
 from raysgd.storage import Folder, open_folder
 from raysgd.train import session
-from raysgd.train._function_replica import FunctionReplica
+from raysgd.train._function_replica import FunctionReplica, store_folder
 from raysgd.train._mailbox import Ended
 from raysgd.train._messages import FunctionSpec, Message
 from raysgd.train.constants import DETAILED_AUTOFILLED_KEYS
@@ -193,6 +193,41 @@ class TestCheckpoints:
         folder.commit("checkpoint_000007")
         assert replica.next(8) == Ended()
         assert seen[0].path == str(folder.local_path / "checkpoint_000007")
+
+    def test_folders_of_other_ranks_are_stored_when_the_names_that_are_taken_are_known(
+        self, start: Start, folder: Folder, tmp_path: Path
+    ) -> None:
+        own = tmp_path / "own"
+        own.mkdir()
+        (own / "weights").write_bytes(b"1")
+        (own / "part_1").write_bytes(b"1")
+        replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), rank=1)
+        ref = message(replica.next(7)).checkpoint_ref
+        assert ref is not None
+        assert ref.token is not None
+        assert set(ref.files) == {"weights", "part_1"}
+        staged = folder.staged("checkpoint_000007")
+        staged.write("weights", b"0")
+        assert store_folder(replica, None, ()) == []
+        assert staged.names() == ["weights"]
+        assert store_folder(replica, ref.token, ["weights"]) == ["weights"]
+        assert (staged.read("weights"), staged.read("weights.rank_1"), staged.read("part_1")) == (b"0", b"1", b"1")
+        assert replica.next(8) == Ended()
+        assert store_folder(replica, ref.token, []) is None
+
+    def test_a_folder_that_cannot_be_stored_is_an_error_of_the_function(
+        self, start: Start, folder: Folder, tmp_path: Path
+    ) -> None:
+        own = tmp_path / "own"
+        (own / "a").mkdir(parents=True)
+        (own / "a" / "b").touch()
+        replica = start(lambda: session.report({}, checkpoint=Checkpoint.from_directory(own)), rank=1)
+        ref = message(replica.next(0)).checkpoint_ref
+        assert ref is not None
+        folder.staged("checkpoint_000000").write("a", b"a file where a folder is to be")
+        assert store_folder(replica, ref.token, []) is None
+        with pytest.raises(OSError, match="could not copy"):
+            replica.next(1)
 
     def test_folders_travel_where_no_files_are_kept(self, start: Start, tmp_path: Path) -> None:
         own = tmp_path / "own"
