@@ -79,9 +79,11 @@ def report(*args: Any, **kwargs: Any) -> None:
 def _metrics_and_checkpoint(*args: Any, checkpoint: Any = None, **kwargs: Any) -> tuple[dict[str, Any], Any]:
     given = [*args, kwargs.pop("metrics")] if "metrics" in kwargs else args
     if len(given) != 1 or not isinstance(given[0], dict) or kwargs:
+        beside = sorted(kwargs if checkpoint is None else [*kwargs, "checkpoint"])
         raise TypeError(
-            "`report` takes either keywords, `report(loss=0.1)`, or one dict, `report({'loss': 0.1})` and perhaps "
-            f"`checkpoint`; it was given {list(given)!r:.200} and the keywords {sorted(kwargs)}."
+            "`report` takes either keywords, `report(loss=0.1)`, or one dict and perhaps a checkpoint, "
+            "`report({'loss': 0.1}, checkpoint=...)`; it was given "
+            f"{', '.join(f'{each!r:.200}' for each in given) or 'no dict'} and the keywords {beside}."
         )
     return given[0], checkpoint
 
