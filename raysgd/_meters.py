@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 BATCH_COUNT = "batch_count"
 NUM_SAMPLES = "num_samples"
 BATCH_WEIGHT = "batch_weight"
+_WEIGHT_OF = f"{BATCH_WEIGHT}_of_"
 
 # Tensors that may wait to be read, for each metric: reading waits for the device, keeping takes its memory.
 MAX_PENDING = 256
@@ -162,7 +163,7 @@ class AverageMeterCollection:
         Args:
             metrics: Value by metric name. Names may differ from batch to batch: each metric is averaged over
                 the batches that had it. The entry `batch_weight` is no metric: it is the weight of the others,
-                in the place of `n`.
+                in the place of `n`; `batch_weight_of_<metric>` is that of a single one.
             n: Weight of the batch, usually its number of samples. With weight 0 a value is remembered as the
                 last one and left out of the mean, whatever it is.
 
@@ -176,9 +177,9 @@ class AverageMeterCollection:
         weight = as_weight(BATCH_WEIGHT, metrics[BATCH_WEIGHT]) if BATCH_WEIGHT in metrics else num_samples
         meters = self._meters
         for name, value in metrics.items():
-            if name != BATCH_WEIGHT:
+            if not is_weight(name):
                 meter = meters.get(name) or self._new_meter(name, value)
-                meter.add(value, weight)
+                meter.add(value, metrics.get(weight_of(name), weight))
                 meters[name] = meter
         self._num_batches += 1
         self.n += num_samples
@@ -275,12 +276,12 @@ class _NumberMeter:
         self._name = name
         self._to_floats = to_floats
         self._last: Any = _UNREAD
-        self._weights: list[int | float] = []
+        self._weights: list[int | float | None] = []  # None: it is a tensor, which waits behind that of the value
         self.pending: list[Any] = []
         self.total = 0.0
         self.count: int | float = 0
 
-    def add(self, value: Any, weight: int | float) -> None:
+    def add(self, value: Any, weight: Any) -> None:
         kind = type(value)
         if kind in _PLAIN_NUMBERS:
             number = value
@@ -290,7 +291,7 @@ class _NumberMeter:
         else:
             number = _as_float(self._name, value)
         self._last = number
-        self._count(number, weight)
+        self._count(number, self._checked(weight))
 
     def add_total(self, total: float, count: float, last: Any) -> None:
         """Count what was summed up elsewhere, before it counts anything itself."""
@@ -300,10 +301,12 @@ class _NumberMeter:
 
     def fold(self, floats: list[float]) -> None:
         """Replace the pending tensors by their values."""
-        for number, weight in zip(floats, self._weights, strict=True):
-            self._count(number, weight)
+        numbers = iter(floats)
+        for weight in self._weights:
+            number = next(numbers)
+            self._count(number, self._checked(next(numbers)) if weight is None else weight)
         if self._last is _UNREAD:
-            self._last = floats[-1]
+            self._last = number
         self.pending.clear()
         self._weights.clear()
 
@@ -320,13 +323,19 @@ class _NumberMeter:
             self.total += number * weight
             self.count += weight
 
-    def _defer(self, tensor: Any, weight: int | float) -> None:
+    def _checked(self, weight: Any) -> int | float:
+        return weight if type(weight) is int else as_weight(weight_of(self._name), weight)
+
+    def _defer(self, tensor: Any, weight: Any) -> None:
         if tensor.numel() != 1:
             raise ValueError(_not_one_element(self._name, tuple(tensor.shape)))
         # A copy, not an alias: user code may go on accumulating in place, and a replayed CUDA graph writes
         # each batch's loss to the same memory.
         self.pending.append(tensor.detach().clone())
-        self._weights.append(weight)
+        waits = _is_tensor(type(weight))
+        if waits:
+            self.pending.append(weight.detach().clone())
+        self._weights.append(None if waits else self._checked(weight))
         self._last = _UNREAD
         if len(self.pending) >= MAX_PENDING:
             self.fold(self._to_floats(self.pending))
@@ -368,6 +377,16 @@ class _ObjectMeter:
             self._live = None
         assert self._captured is not None
         return self._captured
+
+
+def weight_of(name: Any) -> str:
+    """Return the name under which a batch reports the weight of a single metric."""
+    return f"{_WEIGHT_OF}{name}"
+
+
+def is_weight(name: Any) -> bool:
+    """Tell whether what has this name is no metric, but the weight of some."""
+    return name == BATCH_WEIGHT or str(name).startswith(_WEIGHT_OF)
 
 
 def as_weight(name: str, value: Any) -> float:

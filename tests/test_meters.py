@@ -488,3 +488,43 @@ def test_what_is_held_back_counts_only_once_it_is_asked_for() -> None:
     meters.drop_held()
     meters.count_held()
     assert meters.summary()["loss"] == 2.5
+
+
+def test_a_metric_may_have_a_weight_of_its_own() -> None:
+    meters = AverageMeterCollection()
+    meters.update({"loss": 1.0, "hits": 0.5, "batch_weight_of_hits": 3}, n=4)
+    meters.update({"loss": 2.0, "hits": 0.0, "batch_weight": 1, "batch_weight_of_hits": 1}, n=4)
+    assert meters.summary() == {
+        "batch_count": 2,
+        "num_samples": 8,
+        "loss": 6 / 5,
+        "last_loss": 2.0,
+        "hits": 1.5 / 4,
+        "last_hits": 0.0,
+    }
+
+
+def test_a_weight_that_is_a_tensor_waits_with_the_value() -> None:
+    reads: list[int] = []
+
+    def read(tensors: list[Any]) -> list[float]:
+        reads.append(len(tensors))
+        return [float(tensor) for tensor in tensors]
+
+    meters = AverageMeterCollection(to_floats=read)
+    for value, weight in ((1.0, FakeTensor(3)), (math.nan, FakeTensor(0)), (5.0, 1)):
+        meters.update({"loss": FakeTensor(value), "batch_weight_of_loss": weight})
+    assert not reads
+    summary = meters.summary()
+    assert (summary["loss"], summary["last_loss"], reads) == (2.0, 5.0, [5])
+
+
+@pytest.mark.parametrize("wrong", [-1.0, math.nan, FakeTensor(-2)])
+def test_a_weight_of_a_metric_that_is_none_is_refused(wrong: Any) -> None:
+    def average() -> MetricSummary:
+        meters = AverageMeterCollection()
+        meters.update({"loss": FakeTensor(1.0), "batch_weight_of_loss": wrong})
+        return meters.summary()
+
+    with pytest.raises(ValueError, match="`batch_weight_of_loss="):
+        average()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 
+from raysgd._meters import is_weight
 from raysgd.engine.types import Heartbeat
 from raysgd.replicas.copies import MidCallSnapshots
 from raysgd.replicas.epoch_run import EpochRun
@@ -65,6 +66,7 @@ class Activity:
         running, hosted = self.running, self._hosted
         if running is None:
             return None
-        latest = {name: as_number(value) for name, value in hosted.operator._raysgd.latest_metrics.items()}
+        reported = hosted.operator._raysgd.latest_metrics
+        latest = {name: as_number(value) for name, value in reported.items() if not is_weight(name)}
         metrics = {name: number for name, number in latest.items() if number is not None}
         return running.progress(metrics, max(0, hosted.feed.epoch - 1))

@@ -50,7 +50,11 @@ class Evaluation:
         if feed.ray_loader("validation") is not None:  # all ranks have to begin a pass together
             request = replace(request, starts_over=True)
         forget(operator._raysgd)
-        with self._hosted.evaluating(), completing(operator), feed.validation.stream(request) as stream:
+        with (
+            self._hosted.evaluating(),
+            feed.validation.stream(request) as stream,
+            completing(operator, stream.place),
+        ):
             began_at = stream.num_steps_taken
             self._activity.running = Running(stream, began_at, request.num_steps, request.info, "validation")
             operator._raysgd.latest_metrics = {}

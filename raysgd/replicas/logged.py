@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any
 
-from raysgd._meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES
+from raysgd._meters import BATCH_COUNT, BATCH_WEIGHT, NUM_SAMPLES, is_weight
 from raysgd.replicas.streams import PlaceInStep
 
 _COUNTERS = (NUM_SAMPLES, BATCH_WEIGHT, BATCH_COUNT)
@@ -44,25 +44,25 @@ def with_logged(metrics: Mapping[str, Any], logged: MutableMapping[str, Any]) ->
     return together
 
 
-def completing(operator: Any) -> AbstractContextManager[None]:
-    """Inside, `validate_batch` also returns what was logged in it."""
-    return _changing(operator, "validate_batch", partial(_complete, operator))
+def completing(operator: Any, place: PlaceInStep) -> AbstractContextManager[None]:
+    """Inside, `validate_batch` also returns what was logged in it, and the number of samples."""
+    return _changing(operator, "validate_batch", partial(_complete, operator), place)
 
 
-def counting(operator: Any, step: PlaceInStep) -> AbstractContextManager[None]:
+def counting(operator: Any, place: PlaceInStep) -> AbstractContextManager[None]:
     """Inside, `train_batch` does so too, and reports no samples for padding: a loop of the user's counts by them."""
-    return _changing(operator, "train_batch", partial(_counted, operator, step))
+    return _changing(operator, "train_batch", partial(_counted, operator, place), place)
 
 
-def _complete(operator: Any, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    return with_logged(metrics, operator._raysgd.logged)
+def _complete(operator: Any, metrics: Mapping[str, Any], batch: Any) -> Mapping[str, Any]:
+    return operator._raysgd.with_counts(with_logged(metrics, operator._raysgd.logged), batch)
 
 
-def _counted(operator: Any, step: PlaceInStep, metrics: Mapping[str, Any]) -> Mapping[str, Any]:
-    metrics = _complete(operator, metrics)
-    if not step.is_padding:
+def _counted(operator: Any, place: PlaceInStep, metrics: Mapping[str, Any], batch: Any) -> Mapping[str, Any]:
+    metrics = _complete(operator, metrics, batch)
+    if not place.is_padding:
         return metrics
-    return {**metrics, **{weight: 0 for weight in (NUM_SAMPLES, BATCH_WEIGHT) if weight in metrics}}
+    return {**metrics, **{name: 0 for name in metrics if name == NUM_SAMPLES or is_weight(name)}}
 
 
 def _set_apart(internals: Any) -> None:
@@ -86,20 +86,23 @@ def take_outside(internals: Any) -> dict[str, Any]:
 
 
 @contextmanager
-def _changing(operator: Any, name: str, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> Iterator[None]:
+def _changing(operator: Any, name: str, change: Callable[..., Mapping[str, Any]], place: PlaceInStep) -> Iterator[None]:
     """Around the method and not inside it: an override may compute with what the stock one reports."""
-    before, method = dict(vars(operator)), getattr(operator, name)
+    internals, before, method = operator._raysgd, dict(vars(operator)), getattr(operator, name)
+    place_before, internals.place = internals.place, place
 
     @wraps(method)
     def changed(*args: Any, **kwargs: Any) -> Any:
-        _set_apart(operator._raysgd)
+        _set_apart(internals)
         metrics = method(*args, **kwargs)
-        return change(metrics) if isinstance(metrics, Mapping) else metrics
+        batch = (*args, *kwargs.values())[0]
+        return change(metrics, batch) if isinstance(metrics, Mapping) else metrics
 
     setattr(operator, name, changed)
     try:
         yield
     finally:
+        internals.place = place_before
         delattr(operator, name)
         if name in before:  # the user's, set on the object
             setattr(operator, name, method)

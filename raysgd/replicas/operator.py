@@ -63,6 +63,7 @@ class Internals:
         meters_to_fill: Where the next `train_epoch` counts, if it continues one that broke off.
         once: What was said already.
         callbacks: What runs around each step in this worker.
+        place: Where the batch is that is trained on or evaluated.
     """
 
     def __init__(self, config: dict[str, Any], context: Any) -> None:
@@ -74,6 +75,7 @@ class Internals:
         self.meters_to_fill: AverageMeterCollection | None = None
         self.once = Once()
         self.callbacks = InstalledCallbacks()
+        self.place: Any = None
 
     @property
     def world(self) -> World:
@@ -106,6 +108,14 @@ class Internals:
         """Those of the epoch that continues, or new ones."""
         meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
         return meters
+
+    def num_samples(self, batch: Any) -> int:
+        """How many samples of a batch count."""
+        raise NotImplementedError
+
+    def with_counts(self, metrics: Mapping[str, Any], batch: Any) -> Mapping[str, Any]:
+        """Metrics of a batch together with what they are averaged by, if they do not say it."""
+        return metrics if NUM_SAMPLES in metrics else {**metrics, NUM_SAMPLES: self.num_samples(batch)}
 
     def parted(self, metrics: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
         """Metrics of a batch, with those that were logged and without their weight, and that."""

@@ -24,6 +24,10 @@ class PlaceInStep(Protocol):
     """Where a replica is in a step of all replicas."""
 
     @property
+    def num_samples(self) -> int | None:
+        """How many samples of its batch count; None if that is not known."""
+
+    @property
     def is_padding(self) -> bool:
         """Whether its batch is only there to take part."""
 
@@ -96,6 +100,11 @@ class BatchStream(ABC, Generic[ItemT, StepT]):
         self.prepare: Callable[[], None] = lambda: None
         self.pass_index = 0
         self.num_steps_taken = 0
+
+    @property
+    def place(self) -> StepT:
+        """Where the batch is that was handed out last."""
+        return self._step
 
     @property
     @abstractmethod

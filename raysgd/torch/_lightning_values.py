@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from raysgd._meters import AverageMeterCollection, MetricSummary
-from raysgd.torch.batches import count_samples
+from raysgd._meters import AverageMeterCollection, MetricSummary, weight_of
 from raysgd.utils import NUM_SAMPLES
 
 _AGGREGATES = {"min": "MinMetric", "max": "MaxMetric", "sum": "SumMetric"}
@@ -35,23 +34,21 @@ class EpochValues:
         self._of_epoch: dict[str, Any] = {}
         self._keeps_outputs = keeps_outputs
         self._is_in_batch, self._is_counted = False, True
-        self._batch_size: int | None = None
         self._aggregates: dict[str, Any] = {}
 
     def begin_batch(self, is_counted: bool = True) -> None:
         """Takes what comes for a new batch; not at all if that batch is not to be counted."""
-        self.of_batch, self._batch_size = {}, None
+        self.of_batch = {}
         self._is_in_batch, self._is_counted = True, is_counted
 
     def end_batches(self) -> None:
         """Takes what comes for the epoch as a whole."""
         self._is_in_batch, self._is_counted = False, True
 
-    def metrics_of(self, batch: Any, output: Any) -> dict[str, Any]:
-        """The metrics of the present batch, with its number of samples."""
+    def metrics_of(self, output: Any, num_samples: int) -> dict[str, Any]:
+        """The metrics of the present batch, with what they are averaged by."""
         if self._keeps_outputs and self._is_counted and output is not None:
             self.outputs.append(output)
-        num_samples = self._batch_size or count_samples(batch)
         return {NUM_SAMPLES: num_samples, **numbers_in(output, self.loss_name), **self.of_batch}
 
     @contextmanager
@@ -88,7 +85,9 @@ class EpochValues:
             self._of_epoch[name] = value
             return
         self.of_batch[name] = value
-        self._batch_size = batch_size or self._batch_size
+        self.of_batch.pop(weight_of(name), None)
+        if batch_size is not None:
+            self.of_batch[weight_of(name)] = batch_size
 
     def _aggregated(self, name: str, kind: str, value: Any) -> Any:
         if name not in self._aggregates:

@@ -162,14 +162,52 @@ def count_samples(batch: Any) -> int:
         >>> count_samples([{"boxes": torch.zeros(5, 4)}, {"boxes": torch.zeros(0, 4)}, {"boxes": torch.zeros(1, 4)}])
         3
     """
-    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
-    if len(parts) > 1 and _is_list_of_samples(parts):
-        return len(parts)
-    target = next((part for part in reversed(parts) if _is_array(part) or _is_list_of_samples(part)), None)
-    counted = _first_counted(parts) if target is None else target
+    counted = _counted(batch)
     if counted is not None:
         return len(counted)
     return len(batch) if isinstance(batch, (tuple, list)) else 1
+
+
+def samples_of(batch: Any, num_drawn: int | None) -> int:
+    """Return the number of samples in a batch that was made of `num_drawn`; None if that is not known.
+
+    A collator may leave some out, or make several of one. Another size is believed if all that is in the batch has it:
+    samples may also be in the second dimension, or all in one row.
+    """
+    counted = count_samples(batch)
+    if num_drawn is None or counted == num_drawn:
+        return counted
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    sized = [each for each in _values_in(parts) if _is_array(each) or _is_list_of_samples(each)]
+    are_alike = {len(each) for each in sized} == {counted}
+    return counted if are_alike and not _is_in_rows(sized, counted, num_drawn) else num_drawn
+
+
+def _is_in_rows(sized: Sequence[Any], counted: int, num_drawn: int) -> bool:
+    """Whether samples are one array each, or in the second dimension, or one behind the other in a single row."""
+    shapes: list[tuple[int, ...]] = [each.shape if _is_array(each) else () for each in sized]
+    seconds = {shape[1] if len(shape) > 1 else 0 for shape in shapes}
+    is_list = len(shapes) == num_drawn and len(set(shapes)) == 1
+    is_row = counted == 1 and len(seconds) == 1 and max(map(len, shapes)) == 2 and max(seconds) > num_drawn
+    return is_list or is_row or seconds == {num_drawn}
+
+
+def _values_in(parts: Iterable[Any]) -> list[Any]:
+    """The parts, and instead of those with names what these hold."""
+    found: list[Any] = []
+    for part in parts:
+        named = by_name(part)
+        found += [part] if named is None else named.values()
+    return found
+
+
+def _counted(batch: Any) -> Any:
+    """What has an entry for each sample; None if there is no array and no list of samples."""
+    parts = batch if isinstance(batch, (tuple, list)) else (batch,)
+    if len(parts) > 1 and _is_list_of_samples(parts):
+        return parts
+    target = next((part for part in reversed(parts) if _is_array(part) or _is_list_of_samples(part)), None)
+    return _first_counted(parts) if target is None else target
 
 
 def _is_array(value: Any) -> bool:

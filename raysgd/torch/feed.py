@@ -83,12 +83,16 @@ class Feed(feed.Feed):
         stream: BatchStream = super().training(request)
         if isinstance(stream.source, DividedSource):
             self._prepare_check(stream.source)
-            self._prepare_balance(stream.source)
+            self._prepare_counts(stream.source)
         return stream
 
-    def _prepare_balance(self, source: DividedSource) -> None:
-        """Lets the shares of a source follow the speed of the ranks."""
-        if self._balance and self._joint is not None and self._world_size > 1 and source.balancing is None:
+    def _prepare_counts(self, source: DividedSource) -> None:
+        """Lets the shares of a source follow the speed of the ranks, or else the samples that collators return."""
+        if self._world_size == 1 or not self._parallel.synchronizes or source.num_shards:
+            return
+        if not self._balance:
+            source.agreement = Agreement(self._start_sum()) if source.has_own_collator else None
+        elif self._joint is not None and source.balancing is None:
             balancing = Balancing(self._rank, self._world_size, self._parallel.exchanges.own_s, self._start_sum())
             source.follow(balancing)
 
@@ -113,7 +117,7 @@ class Feed(feed.Feed):
             if isinstance(data, ShardedLoader):
                 source = DividedSource(data, call_data.seed_of(loader, request.seed))
                 if training:
-                    self._prepare_balance(source)
+                    self._prepare_counts(source)
                 return source
         return self._plain_source(data, lockstep=True) if training else OncePerCall(data)
 

@@ -127,6 +127,11 @@ class TorchInternals(Internals):
         told = {USE_FP16: bool(operator.use_fp16), SCHEDULER_STEP: operator.scheduler_step_freq}
         return {**super().info_of_call(num_steps, epoch_idx), **told}
 
+    def num_samples(self, batch: Any) -> int:
+        """Return how many samples a batch has."""
+        num_drawn = None if self.place is None else self.place.num_samples
+        return batches.samples_of(batch, num_drawn or None)  # padding has some, of which none count
+
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
         """What the library adds to the `batch_info` of a training batch."""
         step = self.parallel.step

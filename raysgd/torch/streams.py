@@ -6,22 +6,26 @@ step; any other loader does not, so the ranks agree step by step, one step ahead
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch.utils.data import default_collate
 
 from raysgd.replicas import streams
 from raysgd.replicas.streams import NO_BATCH
 from raysgd.torch.balancing import Balancing
 from raysgd.torch.batch_sampler import seed_of
-from raysgd.torch.batches import count_samples
+from raysgd.torch.batches import count_samples, samples_of
 from raysgd.torch.parallel import Summation
 from raysgd.torch.pass_plan import PassPlan
 from raysgd.torch.sampling import ShardedLoader
 from raysgd.torch.step import Step
+
+logger = logging.getLogger(__name__)
 
 _END = object()
 _WHEN_TRAINED = 2
@@ -86,14 +90,19 @@ class DividedSource:
         check_order: Called whenever a pass is opened or resumed.
         check_plan: The same, with the plan for the rest of the pass.
         balancing: What the shares follow; None where they are even.
+        has_own_collator: Whether a batch may have other samples than were drawn for it.
+        agreement: How ranks tell each other what collators of the user made of the samples; None where they do not.
     """
 
     def __init__(self, sharded: ShardedLoader, seed: int) -> None:
         self._sharded = sharded
+        self.has_own_collator = self._may_differ = sharded.loader.collate_fn is not default_collate
+        self._has_warned = False
         self._generator = torch.Generator() if sharded.loader.generator is None else None
         self.check_order: Callable[[], None] = lambda: None
         self.check_plan: Callable[[PassPlan], None] | None = None
         self.balancing: Balancing | None = None
+        self.agreement: Agreement | None = None
         self.seed = seed
         self.order = sharded.sampler.order
 
@@ -122,6 +131,39 @@ class DividedSource:
         return self._sharded.num_samples
 
     def open(self, pass_index: int, consumed: int) -> Iterator[Item]:
+        items = self._planned(pass_index, consumed)
+        return self._recounted(items, consumed > 0) if self.has_own_collator else items
+
+    def _recounted(self, items: Iterator[Item], is_resumed: bool) -> Iterator[Item]:
+        """The items with the samples that their batches have.
+
+        Gradients count by these in the first pass, and later if any differed from those that were drawn.
+        """
+        agreement, world_size = self.agreement, self._sharded.sampler.world_size
+        is_weighted = agreement is not None and agreement.ask(self._may_differ or is_resumed).result()[1] > 0
+        self._may_differ = False
+        items = (self._counted(item, is_weighted or world_size == 1) for item in items)
+        if is_weighted:
+            assert agreement is not None
+            items = agreement.weighted(items, world_size)
+        yield from items
+
+    def _counted(self, item: Item, counts_in_gradients: bool) -> Item:
+        """An item with the samples of its batch; of padding none count."""
+        num_drawn = item.num_samples
+        if not num_drawn:
+            return item
+        num_samples = samples_of(item.batch, num_drawn)
+        sampler, self._may_differ = self._sharded.sampler, self._may_differ or num_samples != num_drawn
+        if self._may_differ and sampler.pad and not self._has_warned:  # in evaluation only metrics count
+            self._has_warned = True
+            what = "gradients and metrics" if counts_in_gradients else "metrics, and not gradients,"
+            logger.warning(
+                "a `collate_fn` made %s samples of %s: %s count what it returns", num_samples, num_drawn, what
+            )
+        return item._replace(num_samples=num_samples, total=num_samples if sampler.world_size == 1 else item.total)
+
+    def _planned(self, pass_index: int, consumed: int) -> Iterator[Item]:
         sampler, balancing = self._sharded.sampler, self.balancing
         if balancing is not None:
             balancing.begin_pass()
@@ -211,7 +253,7 @@ class LockstepSource(PlainSource):
         tell_epoch(self._loader, pass_index)
         batches = iter(self._loader)
         coming = next(batches, _END)
-        vote = self._agreement.ask(coming)
+        vote = self._agreement.ask(_samples_in(coming))
         last = _END
         while True:
             num_ranks, num_samples = vote.result()
@@ -225,7 +267,7 @@ class LockstepSource(PlainSource):
                 )
             own = count_samples(last) if has_own else 0
             coming = next(batches, _END) if has_own else _END
-            vote = self._agreement.ask(coming)  # answered while this step is computed
+            vote = self._agreement.ask(_samples_in(coming))  # answered while this step is computed
             yield Item(last, own * self._world_size / num_samples if num_samples else 0.0, own, num_samples)
 
 
@@ -235,10 +277,26 @@ class Agreement:
     def __init__(self, start_sum: Summation) -> None:
         self._start_sum = start_sum
 
-    def ask(self, batch: Any) -> _Vote:
-        mine = [0, 0] if batch is _END else [1, count_samples(batch)]
-        counts = torch.tensor(mine, dtype=torch.int64)
+    def ask(self, num_samples: int | None) -> _Vote:
+        """Asks with the samples of this rank's batch; None without one."""
+        counts = torch.tensor([num_samples is not None, num_samples or 0], dtype=torch.int64)
         return _Vote(self._start_sum(counts), counts)
+
+    def weighted(self, items: Iterator[Item], world_size: int) -> Iterator[Item]:
+        """The items, weighted by their samples. Every rank has as many items."""
+        coming = next(items, None)
+        vote = self.ask(0 if coming is None else coming.num_samples)
+        while coming is not None:
+            item, (_, total) = coming, vote.result()
+            coming = next(items, None)
+            if coming is not None:
+                vote = self.ask(coming.num_samples)  # answered while this step is computed
+            own = item.num_samples or 0
+            yield item._replace(weight=own * world_size / total if total else 0.0, total=total)
+
+
+def _samples_in(batch: Any) -> int | None:
+    return None if batch is _END else count_samples(batch)
 
 
 class _Vote:

@@ -369,3 +369,47 @@ def test_a_loss_during_a_step_changes_no_weight(ray_cluster: None, tmp_path: Pat
         found = trainer.get_model(to_cpu=True).state_dict()
     expected = run_alone(Experiment(Tokens, {**SEQUENCES, "batch_size": 12}))
     assert_close(dict(found), dict(expected.model[0]), "after a loss")
+
+
+# ------------------------------------------------------------------------------------------------ those of collators
+
+
+def without_every_fifth(samples: list[Any]) -> Any:
+    return torch.utils.data.default_collate([sample for sample in samples if sample[1] % 5])
+
+
+class Leaving(LinearOperator):
+    """Its collator leaves samples out."""
+
+    def make_loader(self, data: Any, shuffle: bool = False) -> Any:
+        size = self.config["batch_size"]
+        return torch.utils.data.DataLoader(data, batch_size=size, collate_fn=without_every_fifth)
+
+
+class LeavingByHand(Leaving):
+    """Computes gradients past the rungs, and counts nothing."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        features, _, target = batch
+        loss = self.criterion(self.model(features), target)
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return {"train_loss": loss.item()}
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {"val_loss": self.criterion(self.model(batch[0]), batch[2])}
+
+
+@pytest.mark.parametrize(("operator_cls", "window"), [(Leaving, 1), (Leaving, 2), (LeavingByHand, 1)])
+def test_batches_count_by_what_their_collator_returns(
+    two: TorchTrainer, operator_cls: type[TrainingOperator], window: int
+) -> None:
+    calls = (("train", None), ("train", None), ("validate", None))
+    options = {"step_options": StepOptions(accumulate_grad_batches=window)}
+    found = run_together(two, Experiment(operator_cls, {"num_samples": 43, "batch_size": 4}, calls, options))
+    expected = run_alone(Experiment(Leaving, {"num_samples": 43, "batch_size": 8 * window}, calls))
+    assert_close(found.model[0], expected.model[0], operator_cls.__name__)
+    for name, index in (("train_loss", 1), ("val_loss", 2), ("num_samples", 1), ("num_samples", 2)):
+        assert found.results[index][name] == pytest.approx(expected.results[index][name], rel=1e-5), name
+    assert [result["num_samples"] for result in found.results] == [34, 34, 10]

@@ -246,3 +246,43 @@ def test_containers_of_every_kind_train_and_validate_alike(make_local: Any, outp
         expected = expected or found
         assert found == expected
         assert 0 <= found[1]["val_accuracy"] <= 1
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ((torch.zeros(8, 3), torch.zeros(8)), 8),
+        ((torch.zeros(5, 3), torch.zeros(5)), 5),
+        ({"x": torch.zeros(5, 8), "labels": torch.zeros(5, 3)}, 5),
+        (tuple(torch.zeros(5, number) for number in range(1, 9)), 5),
+        ((torch.zeros(1, 4), torch.zeros(1)), 1),
+        ((torch.zeros(12, 3), torch.zeros(12)), 12),
+        (([torch.zeros(3, 9, 9)] * 7, [{"boxes": torch.zeros(2, 4)}] * 7), 7),
+        ((torch.zeros(10, 8, 3), torch.zeros(10, 8)), 8),
+        ((torch.zeros(10, 8, 3), torch.zeros(8)), 8),
+        ({"input_ids": torch.zeros(1, 40), "labels": torch.zeros(1, 40)}, 8),
+        ((torch.zeros(60, 3), torch.zeros(2, 90)), 8),
+        ([torch.zeros(3, 9, 9)] * 8, 8),
+        (([torch.zeros(3, 9, 9)] * 8, [torch.zeros(())] * 8), 8),
+        ("text", 8),
+    ],
+    ids=[
+        "all",
+        "some left out",
+        "some left out of a dict",
+        "some left out of eight columns",
+        "one left",
+        "several of one",
+        "lists of samples",
+        "time first",
+        "time first in the inputs",
+        "one row",
+        "a graph",
+        "a list",
+        "lists",
+        "nothing to count",
+    ],
+)
+def test_a_batch_made_of_eight_samples_has_what_all_of_it_agrees_on(batch: Any, expected: int) -> None:
+    assert batches.samples_of(batch, 8) == expected
+    assert batches.samples_of(batch, None) == batches.count_samples(batch)

@@ -1069,6 +1069,7 @@ def test_what_is_logged_in_steps_is_averaged_over_samples(train_local: Train) ->
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.log("index", batch_idx, batch_size=1)
+            self.log("size", len(batch[0]))
 
     trainer, _ = train_local(Logging)
     result = trainer.train()
@@ -1076,7 +1077,8 @@ def test_what_is_logged_in_steps_is_averaged_over_samples(train_local: Train) ->
     assert (result["index"], result["index_twice"]) == pytest.approx((expected, 2 * expected))
     assert (result["last_index"], result["one"]) == (4, 1.0)
     result = trainer.validate()
-    assert (result["index"], result["num_samples"]) == (1.5, 4), "weighted as the module asked for"
+    assert (result["index"], result["num_samples"]) == (1.5, 13), "weighted as the module asked for"
+    assert result["size"] == pytest.approx((3 * 4 * 4 + 1) / 13), "the others are not"
 
 
 def test_what_is_logged_besides_counts_once(train_local: Train) -> None:
