@@ -11,9 +11,8 @@ import torch
 
 from raysgd.operators import options
 from raysgd.operators.supervised import SupervisedOperator
-from raysgd.torch import TrainingOperator
-from raysgd.torch.batches import call, count_samples, own_loss, prediction, split
-from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
+from raysgd.torch.batches import call, own_loss, split
+from raysgd.utils import BATCH_WEIGHT
 
 if TYPE_CHECKING:
     from raysgd.torch import TorchTrainer
@@ -160,14 +159,9 @@ class HuggingFaceOperator(SupervisedOperator):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch: `val_loss`, and `val_accuracy` where the labels are classes."""
-        features, target = self.prepare_batch(batch)
-        with self.timers.record("eval_fwd"), TrainingOperator.autocast(self):
-            output, loss, weight = self._raysgd.parts_of_forward(self.forward(features, target))
-        metrics = {"val_loss": loss.detach(), NUM_SAMPLES: count_samples(batch)}
-        if weight is None:
-            return metrics
-        share = _accuracy(prediction(output), target)
-        return {**metrics, **({} if share is None else {"val_accuracy": share}), BATCH_WEIGHT: weight}
+        output, target, _, metrics = self._raysgd.evaluate(batch)
+        share = _accuracy(output, target) if BATCH_WEIGHT in metrics else None
+        return metrics if share is None else {**metrics, "val_accuracy": share}
 
     @staticmethod
     def save_pretrained(trainer: TorchTrainer, folder: str | Path, *parts: Any) -> Path:

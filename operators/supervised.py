@@ -10,8 +10,6 @@ import torch
 from raysgd.operators import options
 from raysgd.operators.loaders import make_loaders, seeded
 from raysgd.torch import TrainingOperator
-from raysgd.torch.batches import count_samples, prediction
-from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "adam": torch.optim.Adam,
@@ -143,16 +141,11 @@ class MeasuredOperator(SupervisedOperator):
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
         """Evaluate one batch: `val_loss`, and the metrics over all batches so far."""
-        features, target = self.prepare_batch(batch)
-        with self.timers.record("eval_fwd"), TrainingOperator.autocast(self):
-            output, loss, weight = self._raysgd.parts_of_forward(self.forward(features, target))
-        measured = self.measured(prediction(output), target)
+        found = self._raysgd.evaluate(batch)
+        measured = self.measured(found.output, found.target)
         for metric in self.metrics.values():
             metric.update(*measured)
-        counts = {NUM_SAMPLES: count_samples((target,))}
-        if weight is not None:
-            counts[BATCH_WEIGHT] = weight
-        return {"val_loss": loss.detach(), **self.metrics, **counts}
+        return {**found.metrics, **self.metrics}
 
 
 def _created(operator: SupervisedOperator, what: str, config: dict[str, Any]) -> Any:

@@ -94,6 +94,7 @@ def _changing(operator: Any, name: str, change: Callable[..., Mapping[str, Any]]
     @wraps(method)
     def changed(*args: Any, **kwargs: Any) -> Any:
         _set_apart(internals)
+        internals.begin_batch()
         metrics = method(*args, **kwargs)
         batch = (*args, *kwargs.values())[0]
         return change(metrics, batch) if isinstance(metrics, Mapping) else metrics

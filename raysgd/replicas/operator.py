@@ -109,6 +109,9 @@ class Internals:
         meters, self.meters_to_fill = self.meters_to_fill or self.new_meters(), None
         return meters
 
+    def begin_batch(self) -> None:
+        """Called before a batch is trained on or evaluated."""
+
     def num_samples(self, batch: Any) -> int:
         """How many samples of a batch count."""
         raise NotImplementedError

@@ -8,114 +8,100 @@ what they are called with is watched. For any other criterion the shapes decide,
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
-from typing import Any
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional
 
 from raysgd._once import Once
+from raysgd.torch.criteria import IGNORED, Comparison, are_classes, in_host
 
 logger = logging.getLogger(__name__)
 
-Rule = Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]
-"""Outputs and targets, as a criterion was given them -> where the prediction is the target; None: there is none."""
+
+class Accuracy(NamedTuple):
+    """How often predictions are right.
+
+    Attributes:
+        share: The share of the labels that are predicted right; NaN where nothing is classified.
+        num_labels: How many labels that is of; None where nothing is classified.
+    """
+
+    share: Any = math.nan
+    num_labels: Any = None
 
 
-@dataclass(frozen=True, eq=False)
-class Comparison:
-    """What a criterion was called with, and how it reads that."""
+def accuracy(
+    output: Any, target: Any, comparisons: Sequence[Comparison] = (), weight: Any = None, ignored: int = IGNORED
+) -> Accuracy | None:
+    """Compare predictions with targets: one label for each sample, or for each pixel and the like.
 
-    rule: Rule
-    output: Any
-    target: Any
-
-
-@contextmanager
-def watching(criterion: Any) -> Iterator[list[Comparison]]:
-    """Notes what the losses of PyTorch in `criterion`, itself included, are called with."""
-    seen: list[Comparison] = []
-    losses = criterion.modules() if isinstance(criterion, torch.nn.Module) and not _is_compiled(criterion) else ()
-    handles = [
-        loss.register_forward_pre_hook(partial(_note, seen, rule), with_kwargs=True)
-        for loss in losses
-        if (rule := _rule_of(loss)) is not None
-    ]
-    try:
-        yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _is_compiled(criterion: torch.nn.Module) -> bool:
-    """Whether a hook would have it compiled again."""
-    return hasattr(criterion, "_orig_mod") or getattr(criterion, "_compiled_call_impl", None) is not None
-
-
-def _rule_of(loss: torch.nn.Module) -> Rule | None:
-    """That of its class; a subclass that is called in another way has none."""
-    return next((rule for known, rule in _RULES_OF_CLASSES if known.forward is type(loss).forward), None)
-
-
-def _note(
-    seen: list[Comparison], rule: Rule, loss: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
-    output, target, *_ = *args, *kwargs.values(), None, None
-    seen.append(Comparison(rule, output, target))
-
-
-def compared_by(criterion: Any, output: Any, target: Any) -> list[Comparison]:
-    """What `watching` would note of `criterion(output, target)`, for a criterion that is a function of PyTorch."""
-    function = criterion.func if isinstance(criterion, partial) else criterion
-    rule = next((rule for known, rule in _RULES_OF_FUNCTIONS if known is function), None)
-    return [] if rule is None else [Comparison(rule, output, target)]
-
-
-def accuracy(output: Any, target: Any, comparisons: Sequence[Comparison] = ()) -> Any:
-    """The share of samples, or of pixels and the like where each has a class, that are predicted right.
+    Labels that the criterion ignores do not count.
 
     Args:
         output: What the model returned.
-        target: The target in the batch. Targets of floats are values or probabilities, not classes.
+        target: The target in the batch.
         comparisons: What the criterion was called with.
+        weight: How much the batch counts, if user code says so.
+        ignored: The label that a criterion of the user's ignores.
 
     Returns:
-        A number, or a tensor with one; NaN where nothing is classified; None where the shapes have several readings.
+        Numbers, or tensors with one; None where it is not known what they are.
     """
-    if not isinstance(output, torch.Tensor) or not _is_of_classes(target):
-        return float("nan")
-    if len(comparisons) != 1:
-        return _by_shapes(output, target)
-    (found,) = comparisons
-    return _share(found.rule(found.output, found.target))
+    if len(comparisons) > 1:
+        comparisons = [each for each in comparisons if each.output is output]
+    if len(comparisons) == 1:
+        return _as_read(comparisons[0])
+    if not isinstance(output, torch.Tensor) or not are_classes(target):
+        return Accuracy()
+    found = _by_shapes(output, target, (target >= 0) & (target != ignored))  # no class has a negative number
+    return None if found is not None and _leaves_out(weight, found, len(target)) else found
 
 
-def known(found: Any, once: Once, *, says_so: bool) -> Any:
+def _leaves_out(weight: Any, found: Accuracy, num_samples: int) -> bool:
+    """Whether a weight is a number of labels, and not that of all of them: it is unknown which are ignored."""
+    if weight is None or found.num_labels is None:
+        return False
+    number = float(weight)
+    return number.is_integer() and number < found.num_labels and number != num_samples
+
+
+def known(found: Accuracy | None, once: Once, *, says_so: bool) -> Accuracy:
     """NaN for an accuracy that the library cannot tell, and a warning once, on the worker that `says_so`."""
     if found is not None:
         return found
     if once.is_first("accuracy") and says_so:
         logger.warning(
             "`val_accuracy` is NaN: the shapes of outputs and targets do not tell where the classes are, or what "
-            "one number per sample means. Use a loss of PyTorch as `self.criterion`, such as `CrossEntropyLoss` "
-            "(classes in dimension 1) or `BCEWithLogitsLoss`, or override `validate_batch` and return it yourself"
+            "one number per sample means, or which labels are ignored. Use a loss of PyTorch as `self.criterion`, such "
+            "as `CrossEntropyLoss` (classes in dimension 1) or `BCEWithLogitsLoss`, or override `validate_batch` and "
+            "return it yourself"
         )
-    return float("nan")
+    return Accuracy()
 
 
-def _by_shapes(output: torch.Tensor, target: torch.Tensor) -> Any:
+def _as_read(found: Comparison) -> Accuracy:
+    output, target = found.output, found.target
+    if not isinstance(output, torch.Tensor) or not isinstance(target, torch.Tensor):
+        return Accuracy()
+    if found.reading == "classes":
+        counting = None if found.labels is None else found.labels.counting(target)
+        return _largest(output, target, min(1, output.ndim - 1), counting) if are_classes(target) else Accuracy()
+    if found.reading == "values" or output.shape != target.shape:
+        return Accuracy()
+    return _above(0.0 if found.reading == "logits" else 0.5, output, target)
+
+
+def _by_shapes(output: torch.Tensor, target: torch.Tensor, counting: torch.Tensor) -> Accuracy | None:
     if output.ndim < 2:
         output = output.reshape(-1, 1)
     places = [dim for dim in {1, output.ndim - 1} if _fit(output, target, dim)]
     if not places:
-        return float("nan")
+        return Accuracy()
     if len(places) > 1 or output.shape[places[0]] == 1:
         return None
-    return _share(_largest(output, target, places[0]))
+    return _largest(output, target, places[0], counting)
 
 
 def _fit(output: torch.Tensor, target: torch.Tensor, dim: int) -> bool:
@@ -124,58 +110,22 @@ def _fit(output: torch.Tensor, target: torch.Tensor, dim: int) -> bool:
     return [size for size in places if size != 1] == [size for size in target.shape if size != 1]
 
 
-def _largest(output: torch.Tensor, target: torch.Tensor, dim: int) -> torch.Tensor | None:
+def _largest(output: torch.Tensor, target: torch.Tensor, dim: int, counting: torch.Tensor | None) -> Accuracy:
     predicted = output.argmax(dim=dim)
-    return predicted.reshape(-1) == target.reshape(-1) if predicted.numel() == target.numel() else None
+    if predicted.numel() != target.numel():
+        return Accuracy()
+    hits = predicted.reshape(-1) == target.reshape(-1)
+    if counting is None:
+        return _of(hits.sum(), hits.numel())
+    return _of((hits & counting.reshape(-1)).sum(), in_host(counting.sum()))
 
 
-def _share(hits: torch.Tensor | None) -> Any:
-    return hits.sum() / hits.numel() if hits is not None and hits.numel() else float("nan")
+def _above(threshold: float, output: torch.Tensor, target: torch.Tensor) -> Accuracy:
+    """Compare true and false; targets between them are probabilities, of which none is right or wrong."""
+    found = _of(((output > threshold) == (target > 0.5)).sum(), target.numel())
+    are_certain = ((target == 0) | (target == 1)).all()
+    return found._replace(share=torch.where(are_certain, found.share, math.nan))
 
 
-def _is_of_classes(target: Any) -> bool:
-    return isinstance(target, torch.Tensor) and not target.is_floating_point() and not target.is_complex()
-
-
-def _classes(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-    return _largest(output, target, min(1, output.ndim - 1)) if _is_of_classes(target) else None
-
-
-def _above(threshold: float, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor | None:
-    return (output > threshold) == (target > 0.5) if output.shape == target.shape else None
-
-
-def _values(output: torch.Tensor, target: torch.Tensor) -> None:
-    return None
-
-
-_logits, _probabilities = partial(_above, 0.0), partial(_above, 0.5)
-
-_RULES_OF_CLASSES: tuple[tuple[type[torch.nn.Module], Rule], ...] = (
-    (torch.nn.CrossEntropyLoss, _classes),
-    (torch.nn.NLLLoss, _classes),
-    (torch.nn.MultiMarginLoss, _classes),
-    (torch.nn.BCEWithLogitsLoss, _logits),
-    (torch.nn.MultiLabelSoftMarginLoss, _logits),
-    (torch.nn.BCELoss, _probabilities),
-    (torch.nn.MSELoss, _values),
-    (torch.nn.L1Loss, _values),
-    (torch.nn.SmoothL1Loss, _values),
-    (torch.nn.HuberLoss, _values),
-    (torch.nn.PoissonNLLLoss, _values),
-    (torch.nn.GaussianNLLLoss, _values),
-)
-_RULES_OF_FUNCTIONS: tuple[tuple[Callable[..., Any], Rule], ...] = (
-    (functional.cross_entropy, _classes),
-    (functional.nll_loss, _classes),
-    (functional.multi_margin_loss, _classes),
-    (functional.binary_cross_entropy_with_logits, _logits),
-    (functional.multilabel_soft_margin_loss, _logits),
-    (functional.binary_cross_entropy, _probabilities),
-    (functional.mse_loss, _values),
-    (functional.l1_loss, _values),
-    (functional.smooth_l1_loss, _values),
-    (functional.huber_loss, _values),
-    (functional.poisson_nll_loss, _values),
-    (functional.gaussian_nll_loss, _values),
-)
+def _of(num_hits: torch.Tensor, num_labels: Any) -> Accuracy:
+    return Accuracy(num_hits / num_labels, num_labels)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from raysgd.torch import ddp_hooks
-from raysgd.torch.parallel import NoParallel, no_weights, repeat_first, trainable
+from raysgd.torch.parallel import NoParallel, quick_group, repeat_first, trainable
 from raysgd.torch.step import never_defer
 
 # What a module is given from outside, and what making it again would clear.
@@ -87,6 +87,11 @@ class DDP(NoParallel):
         if any("process_group" in each.options for each in self._wrapped):
             return "`ddp_args` names another process group"
         return next(filter(None, (ddp_hooks.obstacle(each.model, each.options) for each in self._wrapped)), None)
+
+    @property
+    def weights_obstacle(self) -> str | None:
+        is_other = any("process_group" in each.options for each in self._wrapped)
+        return 'ddp_args={"process_group": ...}' if is_other else None
 
     def reform(self) -> None:
         """Builds each wrapper again around the same model, as the same object: user code keeps a reference."""
@@ -170,25 +175,19 @@ class DDP(NoParallel):
             if not model._comm_hooks:
                 self._register_hook(model, {})
 
-    @contextmanager
-    def weighting(
-        self, loss: torch.Tensor, optimizers: Sequence[Any], weight: float, parameters: Iterable[torch.Tensor]
-    ) -> Iterator[torch.Tensor]:
-        if any("process_group" in each.options for each in self._wrapped):
-            raise no_weights('ddp_args={"process_group": ...}')
-        with super().weighting(loss, optimizers, weight, parameters) as weighted:
-            yield weighted
-
     def _start_sum(self, number: float) -> Callable[[], float]:
-        # In the group of the gradients: there it comes right before those of the same backward pass, on every rank.
+        # In the group of the gradients: there it comes right before those of the same backward pass, on every rank. Or
+        # behind them, where it takes no longer than to begin it.
         numbers = torch.tensor([number], dtype=torch.float64, device=_reachable())
+        if quick_group(numbers) is not None:
+            return partial(self._sum_of, partial(self.all_sum, numbers), numbers)
         with self.exchanges.noting():
             work = dist.all_reduce(numbers, async_op=True)
-        return partial(self._sum_of, work, numbers)
+        return partial(self._sum_of, work.wait, numbers)
 
-    def _sum_of(self, work: Any, numbers: torch.Tensor) -> float:
+    def _sum_of(self, wait: Callable[[], Any], numbers: torch.Tensor) -> float:
         with self.exchanges.noting():
-            work.wait()
+            wait()
         return numbers.item()
 
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:

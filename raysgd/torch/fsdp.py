@@ -28,7 +28,7 @@ from raysgd.torch.blocks import blocks_of, without_checkpointing
 from raysgd.torch.filling import fill, is_empty
 from raysgd.torch.forward_rounds import Rounds, hook_of
 from raysgd.torch.options import FSDPOptions
-from raysgd.torch.parallel import NoParallel, no_weights, repeat_first, take_from_first, trainable
+from raysgd.torch.parallel import NoParallel, repeat_first, take_from_first, trainable
 from raysgd.torch.step import Step, never_defer
 
 _reduce_scatter: Any = (
@@ -124,9 +124,9 @@ class FSDP(NoParallel):
                 )
             part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step))
 
-    def weighting(self, *args: Any) -> Any:
-        """Refuses the user's weights."""
-        raise no_weights('parallel="fsdp"')
+    @property
+    def weights_obstacle(self) -> str | None:
+        return 'parallel="fsdp"'
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

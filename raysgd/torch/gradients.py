@@ -13,6 +13,7 @@ import torch
 
 from raysgd._meters import BATCH_WEIGHT, as_weight
 from raysgd._once import Once
+from raysgd.torch.batch_weights import BatchWeights
 from raysgd.torch.own_steps import OwnSteps
 from raysgd.torch.parallel import NoParallel
 from raysgd.torch.precision import Precision
@@ -23,9 +24,12 @@ logger = logging.getLogger(__name__)
 class Gradients:
     """Makes of the losses of batches what one loss over all their samples would have given."""
 
-    def __init__(self, precision: Precision, parallel: NoParallel, own_steps: OwnSteps, once: Once) -> None:
+    def __init__(
+        self, precision: Precision, parallel: NoParallel, weights: BatchWeights, own_steps: OwnSteps, once: Once
+    ) -> None:
         self._precision = precision
         self._parallel = parallel
+        self._weights = weights
         self._own_steps = own_steps
         self._once = once
 
@@ -43,14 +47,14 @@ class Gradients:
             loss: The mean over what the batch counts by.
             chosen: The optimizers that the loss is for.
             bystanders: Others whose gradients it is to be the only source of.
-            weight: How much the batch counts; None for its samples.
+            weight: How much the batch counts, as user code says; None if it does not.
             trained: All parameters that are trained.
         """
         step, cleared = self._parallel.step, [*chosen, *bystanders]
         if step.shards is not None:
             self._compute_shard(loss, cleared, weight, list(trained()))
             return
-        own = None if weight is None else as_weight("weight", weight)
+        own = self._weights.of_loss(weight)
         self._clear(chosen, bystanders)
         is_further = step.note_backward(cleared if step.window == 1 else chosen, own)
         parameters = (parameter for each in cleared for parameter in self._precision.parameters(each))
@@ -127,12 +131,15 @@ class Gradients:
     def complete(self, optimizer: Any) -> None:
         """Makes of the gradients of several batches what one batch of all their samples would have given.
 
-        Where nothing in them counts, they are cleared, so that a step of the optimizer changes nothing.
+        Where nothing in them counts, they are cleared, so that a step of the optimizer changes nothing. Where that is
+        because of the criterion, they are 0, as in one process.
         """
         step, parameters = self._parallel.step, self._precision.parameters(optimizer)
         if step.is_unexchanged(optimizer):
             self._parallel.exchange(parameters)
         correction = step.correction(optimizer)
+        if correction == 0.0 and self._weights.are_of_criterion:
+            return
         if correction == 0.0:
             step.leave_out(optimizer)
             self._warn_of_nothing()

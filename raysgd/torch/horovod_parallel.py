@@ -20,7 +20,7 @@ import torch
 from raysgd.connections.horovod import import_horovod, is_connection_error
 from raysgd.exceptions import InvalidRegistrationError
 from raysgd.torch.exchanges import Exchanges
-from raysgd.torch.parallel import NoParallel, Summation, no_weights
+from raysgd.torch.parallel import NoParallel, Summation
 from raysgd.torch.step import Step
 
 _NUM_VOTE_NAMES = 8  # of a vote that no rank waits for any more, and of those that may follow it
@@ -130,18 +130,16 @@ class HorovodParallel(HorovodByHand):
                 'of 0 until they are needed, or use `backend="gloo"` or "nccl".'
             )
 
+    @property
+    def weights_obstacle(self) -> str | None:
+        return 'backend="horovod"' if self.synchronizes else None
+
     def arm(
         self, models: Sequence[torch.nn.Module], weight_in_hook: bool, window: int = 1, may_defer: bool = True
     ) -> None:
         super().arm(models, weight_in_hook, window)
         if weight_in_hook and window == 1:
             self.weights_in_hook = self._outgoing.is_weighting = True
-
-    def weighting(self, *args: Any) -> Any:
-        """Refuses the user's weights, where there are others."""
-        if self.synchronizes:
-            raise no_weights('backend="horovod"')
-        return super().weighting(*args)
 
     @contextmanager
     def evaluating(self, models: Sequence[torch.nn.Module]) -> Iterator[None]:

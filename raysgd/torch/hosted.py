@@ -270,16 +270,25 @@ class TorchHosted(hosted.Hosted):
         self._prediction.close()
         self._arming.begin(run.epoch_idx, stream.source)
         internals, registered = self.internals, self.internals.registered
-        stream.prepare = partial(self.parallel.match, registered.wrapped)
+        internals.weights.begin_call(internals.criterion, run.epoch_idx)
+        stream.prepare = self._prepare
         began_at, idle = stream.num_steps_taken, IdleSchedulers(registered.schedulers)
         try:
-            with self._in_shares(run, stream.source):
+            noting = internals.loss_calls.on(internals.criterion, internals.weights.note)
+            with self._in_shares(run, stream.source), noting:
                 yield
             self._arming.finish(stream.num_steps_taken - began_at)
+            internals.weights.warn()
             if not stream.is_mid_pass:
                 idle.warn(self.operator, internals.once)
         finally:
+            internals.weights.end_call()
             self.parallel.step.close_call()
+
+    def _prepare(self) -> None:
+        """Does ahead of a pass what takes all ranks."""
+        self.parallel.match(self.internals.registered.wrapped)
+        self.internals.weights.agree(self.internals.sum_over_workers)
 
     @contextmanager
     def _in_shares(self, run: EpochRun, source: Any) -> Iterator[None]:
@@ -299,10 +308,11 @@ class TorchHosted(hosted.Hosted):
     @contextmanager
     def evaluating(self) -> Iterator[None]:
         """The models stay in evaluation mode afterwards, until they are trained again."""
-        registered = self.internals.registered
+        internals, registered = self.internals, self.internals.registered
+        noting = internals.loss_calls.on(internals.criterion, internals.note_amount)
         self._modes.evaluate([*registered.models, getattr(self.operator, "model", None)])
         try:
-            with self.parallel.evaluating(registered.wrapped):
+            with self.parallel.evaluating(registered.wrapped), noting:
                 yield
         finally:
             self._modes.note()

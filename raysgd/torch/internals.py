@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from raysgd._meters import AverageMeterCollection
+from raysgd._meters import BATCH_WEIGHT, NUM_SAMPLES, AverageMeterCollection
 from raysgd.replicas.logged import note
 from raysgd.replicas.operator import Internals, required
 from raysgd.replicas.prediction import HAS_TARGET
 from raysgd.torch import batches, hyperparameters
+from raysgd.torch.batch_weights import BatchWeights, mean_amount, weights_of
 from raysgd.torch.constants import SCHEDULER_STEP, USE_FP16
+from raysgd.torch.criteria import Comparison, LossCalls
 from raysgd.torch.gradients import Gradients, step_with
 from raysgd.torch.hyperparameters import Hyperparameters
 from raysgd.torch.metric_objects import capture
@@ -23,6 +25,24 @@ from raysgd.torch.optimizer_choice import OptimizerChoice
 from raysgd.torch.own_steps import OwnSteps
 from raysgd.torch.registrar import Given, Registered, RegisteredData, Registrar
 from raysgd.utils import IS_PADDING
+
+_LOSSES = ("train_loss", "val_loss")  # what stock methods call the loss, and most others
+
+
+class Evaluated(NamedTuple):
+    """What `forward` made of a batch.
+
+    Attributes:
+        output: The predictions.
+        target: What they are to be.
+        comparisons: How the criterion compared the two.
+        metrics: The loss, as `val_loss`, and what it counts by if user code says so; else the samples.
+    """
+
+    output: Any
+    target: Any
+    comparisons: list[Comparison]
+    metrics: dict[str, Any]
 
 
 class TorchInternals(Internals):
@@ -35,6 +55,8 @@ class TorchInternals(Internals):
         precision: The number format of training.
         parallel: How the replicas are kept equal.
         choice: Which optimizers a call is for.
+        loss_calls: Tells how the criterion is called.
+        weights: By how much batches count.
         own_steps: Bounds for gradients.
         gradients: Computes and applies them.
         chosen: The hyperparameters of the optimizers as `setup` chose them.
@@ -54,7 +76,8 @@ class TorchInternals(Internals):
         self.own_steps = OwnSteps(context.precision, options, operator, step, self.callbacks)
         self.chosen: list[Hyperparameters] = []
         self.followed: set[str] = set()
-        self.gradients = Gradients(context.precision, context.parallel, self.own_steps, self.once)
+        self.loss_calls, self.weights = LossCalls(), BatchWeights(context.parallel, self.once)
+        self.gradients = Gradients(context.precision, context.parallel, self.weights, self.own_steps, self.once)
 
     @property
     def use_gpu(self) -> bool:
@@ -76,6 +99,11 @@ class TorchInternals(Internals):
     def scaler(self) -> Any:
         """What operators find as `_amp_scaler`."""
         return self.precision.scaler if self.registered.original_models else None
+
+    @property
+    def criterion(self) -> Any:
+        """The one that stock methods use; None without one."""
+        return getattr(self._operator, "criterion", self.registered.criterion)
 
     def register(self, given: Given) -> tuple[Any, ...]:
         """Makes the record of what `register` was given; returns what that returns."""
@@ -131,6 +159,35 @@ class TorchInternals(Internals):
         """Return how many samples a batch has."""
         num_drawn = None if self.place is None else self.place.num_samples
         return batches.samples_of(batch, num_drawn or None)  # padding has some, of which none count
+
+    def counts_of(self, features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
+        """Return the samples of a batch, and its weight if it has one."""
+        counts = {NUM_SAMPLES: self.num_samples((*features, target))}
+        return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
+
+    def evaluate(self, batch: Any) -> Evaluated:
+        """Return what `forward` makes of a batch of the validation."""
+        operator, comparisons = self._operator, list[Comparison]()
+        features, target = operator.prepare_batch(batch)
+        noting = self.loss_calls.on(self.criterion, comparisons.append)
+        with operator.timers.record("eval_fwd"), self.precision.forward(), noting:
+            output, loss, weight = self.parts_of_forward(operator.forward(features, target))
+        metrics = {"val_loss": loss.detach(), **self.counts_of(features, target, weight)}
+        return Evaluated(batches.prediction(output), target, comparisons, metrics)
+
+    def begin_batch(self) -> None:
+        self.place.amounts = []
+
+    def note_amount(self, comparison: Comparison) -> None:
+        """Note what a mean in an evaluation is over."""
+        self.place.amounts.append(comparison.amount)
+
+    def with_counts(self, metrics: Mapping[str, Any], batch: Any) -> Mapping[str, Any]:
+        metrics = super().with_counts(metrics, batch)
+        if BATCH_WEIGHT in metrics:
+            return metrics
+        losses = [name for name in _LOSSES if name in metrics]
+        return {**weights_of(metrics, **dict.fromkeys(losses, mean_amount(self.place.amounts))), **metrics}
 
     def info_of_batch(self, batch_idx: int) -> dict[str, Any]:
         """What the library adds to the `batch_info` of a training batch."""

@@ -22,6 +22,7 @@ from torch.distributed.utils import _verify_param_shape_across_processes
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 
+from raysgd.connections.group import Group
 from raysgd.connections.torch import exchanges_at_once, new_group_beside
 from raysgd.torch.blocks import without_checkpointing
 from raysgd.torch.exchanges import Exchanges
@@ -131,6 +132,11 @@ class NoParallel:
                 )
 
     @property
+    def weights_obstacle(self) -> str | None:
+        """The option with which gradients cannot be averaged by weights; None where they can."""
+        return None
+
+    @property
     def obstacle(self) -> str | None:
         """Why the models cannot go on in a new group; None when they can."""
         return "the replicas are not kept equal by `DistributedDataParallel`"
@@ -162,7 +168,7 @@ class NoParallel:
     def weighting(
         self, loss: torch.Tensor, optimizers: Sequence[Any], weight: float, parameters: Iterable[torch.Tensor]
     ) -> Iterator[torch.Tensor]:
-        """The loss to run the backward pass on, of a batch that counts by a weight that the user gave.
+        """The loss to run the backward pass on, of a batch that counts by a weight instead of its samples.
 
         Args:
             loss: The mean over whatever the weight counts.
@@ -174,6 +180,8 @@ class NoParallel:
             RuntimeError: It is unknown which batch it is of.
             ValueError: This kind of replicas cannot do that.
         """
+        if self.weights_obstacle is not None:
+            raise _no_weights(self.weights_obstacle)
         step = self.step
         step.end_forward()
         step.use(by_samples=False)
@@ -231,8 +239,8 @@ class NoParallel:
 
     def all_sum(self, tensor: torch.Tensor) -> None:
         """Adds a tensor up over all ranks, in place; every one of several ranks has to ask."""
-        group = exchanges_at_once() if tensor.device.type == "cpu" else None
-        if group is not None and group.is_quick_for(tensor.nbytes):
+        group = quick_group(tensor)
+        if group is not None:
             group.add_up(tensor.numpy())
         else:
             dist.all_reduce(tensor)
@@ -248,8 +256,13 @@ class NoParallel:
         return start
 
 
-def no_weights(option: str) -> ValueError:
-    """What to raise where gradients cannot be averaged by the user's weights."""
+def quick_group(tensor: torch.Tensor) -> Group | None:
+    """What such a tensor is added up through; None where PyTorch is quicker."""
+    group = exchanges_at_once() if tensor.device.type == "cpu" else None
+    return group if group is not None and group.is_quick_for(tensor.nbytes) else None
+
+
+def _no_weights(option: str) -> ValueError:
     return ValueError(
         f"`weight=` of `self.backward`, or from `forward`, does not work with `{option}`: allowed are the default, "
         '`parallel="ddp"` with `backend="gloo"` or "nccl", and `parallel="none"`, where you average gradients yourself.'

@@ -126,7 +126,8 @@ class Step:
         own_s: Seconds from there to that pass, summed up: time that this rank spent without the others.
         is_used: Whether a backward pass of this call was noted. Code that computes gradients past the library's
             methods cannot accumulate.
-        weights: What user code gave to the backward passes of this batch.
+        weights: What the backward passes of this batch count by, if not by samples.
+        amounts: What the criterion's means in this batch are over; None for samples.
     """
 
     def __init__(self) -> None:
@@ -228,6 +229,7 @@ class Step:
         self._terms_before, self._terms = self._terms, terms
         self.weight, self.num_samples, self.is_boundary = terms.weight, terms.num_samples, terms.is_boundary
         self.weights: list[float] = []
+        self.amounts: list[Any] = []
 
     def confirm(self) -> None:
         """Sees to it that the step may count as done; whatever `check` raises says that it may not."""
@@ -236,6 +238,11 @@ class Step:
                 self.shards.check()
             self.check()
             self._is_confirmed = True
+
+    @property
+    def samples(self) -> int | None:
+        """This rank's samples in the batch, also if no one divided them; None when unknown."""
+        return self._terms.total if self.num_samples is None else self.num_samples
 
     @property
     def is_padding(self) -> bool:

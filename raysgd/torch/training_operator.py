@@ -22,7 +22,9 @@ from raysgd.replicas.epochs import bind_batch_info
 from raysgd.replicas.operator import BaseOperator, View, required
 from raysgd.replicas.parts import refuse_unknown
 from raysgd.torch import batches
-from raysgd.torch.accuracy import accuracy, compared_by, known, watching
+from raysgd.torch.accuracy import accuracy, known
+from raysgd.torch.batch_weights import weights_of
+from raysgd.torch.criteria import Labels
 from raysgd.torch.gradients import backward_with
 from raysgd.torch.internals import TorchInternals
 from raysgd.torch.modes import begin_training
@@ -31,7 +33,7 @@ from raysgd.torch.operator_context import OperatorContext
 from raysgd.torch.operators_for_tests import get_test_metrics_operator, get_test_operator
 from raysgd.torch.registrar import Given, register_data
 from raysgd.torch.schedulers import Plateau, SchedulerSteps, plateaus_of
-from raysgd.utils import BATCH_WEIGHT, NUM_SAMPLES
+from raysgd.utils import BATCH_WEIGHT
 
 if TYPE_CHECKING:
     from raysgd.torch.creator_operator import CreatorOperator
@@ -165,13 +167,15 @@ class TrainingOperator(BaseOperator):
         features, target = self.prepare_batch(batch)
         with self.timers.record("fwd"), internals.precision.forward():
             _, loss, weight = internals.parts_of_forward(self.forward(features, target))
+        if weight is None:
+            internals.weights.look_at(target)
         with internals.choice.acting_on(required(self, "optimizer")):
             with self.timers.record("grad"):
                 backward_with(self, loss, weight)
             if internals.parallel.step.is_boundary:
                 with self.timers.record("apply"):
                     self.optimizer_step()
-        return {"train_loss": loss.detach(), **_counts(features, target, weight)}
+        return {"train_loss": loss.detach(), **internals.counts_of(features, target, weight)}
 
     def prepare_batch(self, batch: Any) -> tuple[tuple[Any, ...], Any]:
         """Splits a batch into inputs and target and brings them to the device."""
@@ -192,7 +196,7 @@ class TrainingOperator(BaseOperator):
         loss = batches.own_loss(output) if getattr(self, "criterion", None) is None else None
         if loss is not None:
             return output, loss
-        return output, required(self, "criterion")(batches.prediction(output), target)
+        return output, self._raysgd.loss_calls.call(required(self, "criterion"), batches.prediction(output), target)
 
     def backward(self, loss: torch.Tensor, *, optimizer: Any = None, weight: Any = None) -> None:
         """Computes gradients, which add up over the losses of a batch until its `optimizer_step`; needs no `zero_grad`.
@@ -202,7 +206,8 @@ class TrainingOperator(BaseOperator):
             optimizer: The optimizer that the loss is for, or a list of all those that it is for. Needed where several
                 are registered.
             weight: How much the batch counts in the mean over all batches of a step and all workers: a number from 0
-                on, such as the number of tokens. All workers have to give one, or none. None: its samples.
+                on, such as the number of tokens. All workers have to give one, or none. None: its samples, or the
+                labels that the criterion counts if it is a loss of PyTorch.
 
         Raises:
             ValueError: It is unknown which optimizer the loss is for, a weight is invalid, or gradients were cleared.
@@ -257,17 +262,14 @@ class TrainingOperator(BaseOperator):
         return meters.summary()
 
     def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
-        """Evaluates one batch: `val_loss`, `val_accuracy` (how often the prediction is the target) and weight."""
+        """Evaluates one batch: `val_loss`, `val_accuracy` (how often the prediction is the target) and weights."""
         internals = self._raysgd
-        features, target = self.prepare_batch(batch)
-        criterion = getattr(self, "criterion", internals.registered.criterion)
-        with self.timers.record("eval_fwd"), internals.precision.forward(), watching(criterion) as comparisons:
-            output, loss, weight = internals.parts_of_forward(self.forward(features, target))
-        output = batches.prediction(output)
-        if type(self).forward is TrainingOperator.forward:
-            comparisons += compared_by(criterion, output, target)
-        share = known(accuracy(output, target, comparisons), internals.once, says_so=self.world_rank == 0)
-        return {"val_loss": loss.detach(), "val_accuracy": share, **_counts(features, target, weight)}
+        found = internals.evaluate(batch)
+        weight, ignored = found.metrics.get(BATCH_WEIGHT), Labels.of(internals.criterion).ignored
+        right = accuracy(found.output, found.target, found.comparisons, weight, ignored)
+        share, num_labels = known(right, internals.once, says_so=self.world_rank == 0)
+        metrics = {"val_loss": found.metrics["val_loss"], "val_accuracy": share, **found.metrics}
+        return {**metrics, **weights_of(metrics, val_accuracy=num_labels)}
 
     def register(
         self,
@@ -432,12 +434,6 @@ class TrainingOperator(BaseOperator):
         from raysgd.torch.lightning_operator import make_operator
 
         return make_operator(cls, lightning_module_cls, train_dataloader, val_dataloader)
-
-
-def _counts(features: Sequence[Any], target: Any, weight: Any) -> dict[str, Any]:
-    """The samples of a batch, and its weight where it has one."""
-    counts = {NUM_SAMPLES: batches.count_samples(features if target is None else (target,))}
-    return counts if weight is None else {**counts, BATCH_WEIGHT: weight}
 
 
 # Its module needs this one.

@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch.nn import functional
 
-from raysgd.torch.accuracy import Comparison, accuracy, compared_by, watching
+from raysgd._once import Once
+from raysgd.torch.accuracy import accuracy, known
+from raysgd.torch.criteria import Comparison, LossCalls
 
 SAMPLES, PLACES = 40, 5
 Criterion = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -28,9 +30,21 @@ def flipped(classes: torch.Tensor, num_classes: int) -> torch.Tensor:
 
 
 def seen_by(criterion: Any, *args: Any, **kwargs: Any) -> list[Comparison]:
-    with watching(criterion) as comparisons:
+    comparisons: list[Comparison] = []
+    with LossCalls().on(criterion, comparisons.append):
         criterion(*args, **kwargs)
     return comparisons
+
+
+def called_by_library(criterion: Any, output: Any, target: Any) -> list[Comparison]:
+    calls, comparisons = LossCalls(), list[Comparison]()
+    with calls.on(criterion, comparisons.append):
+        calls.call(criterion, output, target)
+    return comparisons
+
+
+def share(*args: Any, **kwargs: Any) -> Any:
+    return known(accuracy(*args, **kwargs), Once(), says_so=False).share
 
 
 class LastIsClasses(torch.nn.Module):
@@ -60,10 +74,10 @@ def test_the_criterion_says_in_which_dimension_the_classes_are(num_classes: int)
     last = scores(SAMPLES, PLACES, num_classes)
     target = flipped(last.argmax(dim=2), num_classes)
     second, criterion = last.transpose(1, 2), torch.nn.CrossEntropyLoss()
-    assert accuracy(last, target, seen_by(LastIsClasses(), last, target)) == 0.75
-    assert accuracy(second, target, seen_by(criterion, second, target)) == 0.75
-    assert accuracy(last, target, seen_by(criterion, second, target)) == 0.75, "transposed on its way to the loss"
-    assert accuracy(second, target, seen_by(criterion, input=second, target=target)) == 0.75
+    assert share(last, target, seen_by(LastIsClasses(), last, target)) == 0.75
+    assert share(second, target, seen_by(criterion, second, target)) == 0.75
+    assert share(last, target, seen_by(criterion, second, target)) == 0.75, "transposed on its way to the loss"
+    assert share(second, target, seen_by(criterion, input=second, target=target)) == 0.75
 
 
 @pytest.mark.parametrize("shape", [(SAMPLES, 1), (SAMPLES,)])
@@ -76,20 +90,20 @@ def test_one_number_per_sample_is_compared_with_the_threshold_of_the_criterion(
     logits = scores(SAMPLES)
     target = flipped((logits > 0).long(), 2)
     output = link(logits).reshape(shape)
-    assert accuracy(output, target, seen_by(Casting(loss), output, target)) == 0.75
+    assert share(output, target, seen_by(Casting(loss), output, target)) == 0.75
 
 
 def test_several_labels_per_sample_count_one_by_one() -> None:
     output = scores(SAMPLES, 4)
     target = flipped((output > 0).long(), 2)
-    assert accuracy(output, target, seen_by(torch.nn.BCEWithLogitsLoss(), output, target.float())) == 0.75
+    assert share(output, target, seen_by(torch.nn.BCEWithLogitsLoss(), output, target.float())) == 0.75
 
 
 @pytest.mark.parametrize("criterion", [functional.cross_entropy, partial(functional.cross_entropy, reduction="mean")])
 def test_functions_of_pytorch_are_known(criterion: Criterion) -> None:
     output = scores(SAMPLES, PLACES, PLACES)
     target = flipped(output.argmax(dim=1), PLACES)
-    assert accuracy(output, target, compared_by(criterion, output, target)) == 0.75
+    assert share(output, target, called_by_library(criterion, output, target)) == 0.75
 
 
 def unknown(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
@@ -113,7 +127,7 @@ def test_shapes_decide_where_they_have_one_reading(
 ) -> None:
     output = scores(*shape)
     target = output.argmax(dim=dim).reshape(target_shape)
-    assert accuracy(output, target, compared_by(unknown, output, target)) == 1.0
+    assert share(output, target, called_by_library(unknown, output, target)) == 1.0
 
 
 @pytest.mark.parametrize(
@@ -148,27 +162,66 @@ def test_a_loss_that_is_called_in_another_way_or_twice_decides_nothing() -> None
     [
         (scores(4, 1), scores(4, 1), torch.nn.MSELoss()),
         (scores(4, 1), torch.ones(4, 1, dtype=torch.int64), torch.nn.MSELoss()),
+        (scores(4, 3), scores(4, 3).sigmoid(), torch.nn.BCEWithLogitsLoss()),
         (scores(4, 3), scores(4, 3).softmax(dim=1), torch.nn.CrossEntropyLoss()),
         (scores(4, 3), torch.ones(5, dtype=torch.int64), unknown),
         (scores(0, 3), torch.ones(0, dtype=torch.int64), unknown),
         ([scores(4, 3)], torch.ones(4, dtype=torch.int64), lambda output, target: output[0].sum()),
         (scores(4, 3), [1, 1, 1, 1], unknown),
     ],
-    ids=["values", "counts", "probabilities", "sizes", "nothing", "several outputs", "a list"],
+    ids=["values", "counts", "soft labels", "probabilities", "sizes", "nothing", "several outputs", "a list"],
 )
 def test_where_nothing_is_classified_there_is_no_accuracy(output: Any, target: Any, criterion: Any) -> None:
-    assert math.isnan(accuracy(output, target, seen_by(criterion, output, target)))
+    assert math.isnan(share(output, target, seen_by(criterion, output, target)))
 
 
-def test_a_compiled_criterion_is_left_alone() -> None:
-    criterion = torch.nn.CrossEntropyLoss()
-    criterion.compile(backend="eager")
-    with watching(criterion):
-        assert not criterion._forward_pre_hooks
+@pytest.mark.parametrize("ignored", [-100, 0])
+def test_ignored_labels_are_neither_right_nor_wrong(ignored: int) -> None:
+    output = scores(SAMPLES, 4, PLACES)
+    target = flipped(output.argmax(dim=1), 4)
+    hidden = target.where(torch.arange(SAMPLES).reshape(-1, 1) % 4 == 1, ignored)  # these are all right
+    criterion = torch.nn.CrossEntropyLoss(ignore_index=ignored)
+    found = accuracy(output, hidden, seen_by(criterion, output, hidden))
+    assert found is not None
+    expected = (output.argmax(dim=1) == hidden)[hidden != ignored]
+    assert found.share.item() == pytest.approx(expected.float().mean().item())
+    assert found.num_labels == len(expected)
+    if ignored < 0:
+        assert accuracy(output, hidden) == found, "no class has a negative number, whatever the criterion"
+    assert accuracy(output, hidden, ignored=ignored) == found
 
 
-def test_watching_leaves_nothing_behind_in_the_criterion() -> None:
-    criterion = LastIsClasses()
-    output = scores(SAMPLES, PLACES, PLACES)
-    assert len(seen_by(criterion, output, output.argmax(dim=2))) == 1
-    assert not criterion.loss._forward_pre_hooks
+def test_a_batch_of_ignored_labels_alone_counts_nothing() -> None:
+    output, target = scores(4, 3), torch.full((4,), -100)
+    found = accuracy(output, target, seen_by(torch.nn.CrossEntropyLoss(), output, target))
+    assert found is not None
+    assert math.isnan(found.share)
+    assert found.num_labels == 0
+
+
+@pytest.mark.parametrize(
+    ("loss", "link"), [(torch.nn.BCEWithLogitsLoss(), torch.nn.Identity()), (torch.nn.BCELoss(), torch.nn.Sigmoid())]
+)
+def test_targets_of_zeros_and_ones_are_classes_to_a_binary_loss(loss: torch.nn.Module, link: torch.nn.Module) -> None:
+    logits = scores(SAMPLES, 1)
+    target = flipped((logits > 0).long(), 2).float()
+    output = link(logits)
+    assert share(output, target, seen_by(loss, output, target)) == 0.75
+
+
+def test_a_weight_that_leaves_labels_out_does_not_say_which() -> None:
+    output = scores(SAMPLES, 4, 3)
+    target = output.argmax(dim=1)
+    known_weights = {weight: accuracy(output, target, weight=weight) for weight in (None, SAMPLES * 3, SAMPLES, 7.5)}
+    assert all(found is not None and found.share == 1.0 for found in known_weights.values())
+    assert accuracy(output, target, weight=torch.tensor(17)) is None
+
+
+def test_of_several_comparisons_that_of_the_output_counts() -> None:
+    output, auxiliary = scores(SAMPLES, 3), scores(SAMPLES, 3, seed=1)
+    target = output.argmax(dim=1)
+    criterion = torch.nn.CrossEntropyLoss(ignore_index=0)
+    both = seen_by(criterion, auxiliary, target) + seen_by(criterion, output, target)
+    found = accuracy(output, target, both)
+    assert found is not None
+    assert (found.share, found.num_labels) == (1.0, (target != 0).sum())

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +14,14 @@ import pytest
 import torch
 
 from raysgd.engine.types import World
+from raysgd.replicas.batch_options import BatchOptions
 from raysgd.replicas.epochs import EpochRequest
 from raysgd.torch import TorchTrainer, TrainingOperator
 from raysgd.torch.options import StepOptions
 from raysgd.torch.settings import TorchSettings
 from raysgd.torch.torch_runner import TorchRunner
 from raysgd.utils import BATCH_SIZE, BATCH_WEIGHT
-from tests.torch.lab import SEED, Experiment, run_alone, run_together
+from tests.torch.lab import SEED, Experiment, Findings, run_alone, run_together
 from tests.torch.operators_for_tests import LinearOperator, OwnBatchOperator
 
 pytestmark = pytest.mark.integration
@@ -369,6 +371,110 @@ def test_a_loss_during_a_step_changes_no_weight(ray_cluster: None, tmp_path: Pat
         found = trainer.get_model(to_cpu=True).state_dict()
     expected = run_alone(Experiment(Tokens, {**SEQUENCES, "batch_size": 12}))
     assert_close(dict(found), dict(expected.model[0]), "after a loss")
+
+
+# ------------------------------------------------------------------------------------------------ those of criteria
+
+NUM_LABELLED, NUM_CLASSES, PLACES = 43, 4, 5
+CLASS_WEIGHTS = torch.tensor([0.1, 5.0, 1.0, 0.3])
+CRITERIA: dict[str, Any] = {
+    "plain": torch.nn.CrossEntropyLoss,
+    "told": partial(torch.nn.CrossEntropyLoss, ignore_index=2),
+    "classes": partial(torch.nn.CrossEntropyLoss, weight=CLASS_WEIGHTS),
+    "function": partial(partial, torch.nn.functional.cross_entropy, weight=CLASS_WEIGHTS),
+}
+
+
+def labelled(ignored: int) -> torch.utils.data.TensorDataset:
+    """Sequences with labels, of which many are ignored: all those of a joint batch of 8, and of a share of another."""
+    generator = torch.Generator().manual_seed(3)
+    features = torch.randn(NUM_LABELLED, 3, PLACES, generator=generator)
+    labels = torch.randint(0, NUM_CLASSES, (NUM_LABELLED, PLACES), generator=generator)
+    labels[torch.arange(PLACES) >= torch.randint(1, PLACES + 1, (NUM_LABELLED, 1), generator=generator)] = ignored
+    labels[20:24] = labels[32:40] = ignored
+    return torch.utils.data.TensorDataset(features, labels)
+
+
+class Labelling(TrainingOperator):
+    """Finds the class of each place, with all that is stock."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Conv1d(3, NUM_CLASSES, 1)
+        self.model, self.optimizer, self.criterion = self.register(
+            models=model,
+            optimizers=torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9),
+            criterion=CRITERIA[config["criterion"]](),
+        )
+        data = labelled(-100 if config["criterion"] != "told" else 2)
+        train, validation = (torch.utils.data.DataLoader(data, batch_size=size) for size in (config["size"], 3))
+        self.register_data(train_loader=train, validation_loader=validation)
+
+
+class LabellingInRungs(Labelling):
+    """Calls criterion and rungs in a `train_batch` of its own, which counts nothing."""
+
+    def train_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        loss = self.criterion(self.model(batch[0]), batch[1])
+        self.backward(loss)
+        self.optimizer_step()
+        return {"train_loss": loss.detach()}
+
+    def validate_batch(self, batch: Any, batch_info: dict[str, Any]) -> dict[str, Any]:
+        return {"val_loss": self.criterion(self.model(batch[0]), batch[1])}
+
+
+def labelled_by_pytorch(name: str, joint_size: int, num_epochs: int) -> tuple[dict[str, Any], float, float]:
+    """Weights, loss and accuracy of a single process without the library."""
+    torch.manual_seed(0)
+    model, criterion = torch.nn.Conv1d(3, NUM_CLASSES, 1), CRITERIA[name]()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
+    ignored = getattr(criterion, "ignore_index", -100)
+    features, labels = labelled(ignored).tensors
+    for start in [*range(0, NUM_LABELLED, joint_size)] * num_epochs:
+        optimizer.zero_grad()
+        criterion(model(features[start : start + joint_size]), labels[start : start + joint_size]).backward()
+        optimizer.step()
+    output = model(features)
+    hits = (output.argmax(dim=1) == labels)[labels != ignored]
+    return dict(model.state_dict()), criterion(output, labels).item(), hits.double().mean().item()
+
+
+def check_labelling(run: Callable[[Experiment], Findings], num_workers: int) -> None:
+    calls, size = (("train", None), ("train", None), ("validate", None)), 8 // num_workers
+    cases = [(name, Labelling, window) for name in CRITERIA for window in (1, 2)]
+    for name, operator_cls, window in [*cases, ("plain", LabellingInRungs, 1), ("classes", LabellingInRungs, 2)]:
+        case = f"{name}, {operator_cls.__name__}, {window} batches a step"
+        config = {"criterion": name, "size": size}
+        options = {"step_options": StepOptions(accumulate_grad_batches=window)}
+        found = run(Experiment(operator_cls, config, calls, options))
+        model, loss, accuracy = labelled_by_pytorch(name, size * num_workers * window, num_epochs=2)
+        assert_close(found.model[0], model, case)
+        result = found.results[-1]
+        assert result["val_loss"] == pytest.approx(loss, abs=1e-6), case
+        assert operator_cls is LabellingInRungs or result["val_accuracy"] == pytest.approx(accuracy, abs=1e-6), case
+        assert [each["num_samples"] for each in found.results] == [NUM_LABELLED] * 3, case
+        alone = run_alone(Experiment(Labelling, {**config, "size": size * num_workers}, calls, options))
+        assert found.results[1]["train_loss"] == pytest.approx(alone.results[1]["train_loss"], rel=1e-5), case
+
+
+def test_means_over_labels_are_those_of_one_process(two: TorchTrainer) -> None:
+    check_labelling(partial(run_together, two), num_workers=2)
+
+
+def test_one_worker_counts_labels_too() -> None:
+    check_labelling(run_alone, num_workers=1)
+
+
+@pytest.mark.soak
+def test_means_over_labels_are_those_of_one_process_on_three_workers(ray_cluster: None) -> None:
+    with TorchTrainer(training_operator_cls=LinearOperator, num_workers=3, num_cpus_per_worker=0.3) as three:
+        check_labelling(partial(run_together, three), num_workers=3)
+
+
+def test_logical_shards_go_on_counting_by_samples() -> None:
+    batches = BatchOptions(joint_batch="constant", deterministic=True)
+    run_alone(Experiment(Labelling, {"criterion": "classes", "size": 8}, options={"batch_options": batches}))
 
 
 # ------------------------------------------------------------------------------------------------ those of collators

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from raysgd._once import Once
+from raysgd.torch.batch_weights import BatchWeights
 from raysgd.torch.gradients import Gradients, backward_with, step_with
 from raysgd.torch.options import StepOptions
 from raysgd.torch.own_steps import OwnSteps
@@ -25,7 +26,8 @@ class Bench:
         self.parallel = NoParallel(has_others=False)
         own_steps = OwnSteps(Precision(), StepOptions(), None, self.parallel.step)  # type: ignore[arg-type]  # without bounds
         own_steps.watch([self.optimizer])
-        self.gradients = Gradients(Precision(), self.parallel, own_steps, Once())
+        weights = BatchWeights(self.parallel, Once())
+        self.gradients = Gradients(Precision(), self.parallel, weights, own_steps, Once())
 
     def batch(self, value: float, weight: float | None = None, **begin: Any) -> None:
         self.begin(**begin)

@@ -262,8 +262,9 @@ def test_weights_of_the_users_are_refused_by_name_where_there_are_others(paralle
     with parallel.weighting(loss, [optimizer], 2.0, ()) as weighted:
         assert weighted.item() == 8.0
     parallel.synchronizes = True
-    with pytest.raises(ValueError, match=r"does not work with `backend=\"horovod\"`: allowed are the default"):
-        parallel.weighting(loss, [optimizer], 2.0, ())
+    refusal = pytest.raises(ValueError, match=r"does not work with `backend=\"horovod\"`: allowed are the default")
+    with refusal, parallel.weighting(loss, [optimizer], 2.0, ()):
+        pass
 
 
 # ------------------------------------------------------------------------------------------------ the trainer
