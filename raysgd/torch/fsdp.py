@@ -124,6 +124,10 @@ class FSDP(NoParallel):
                 )
             part.set_custom_reduce_scatter(_WeightedReduceScatter(self.step))
 
+    def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Gradients whose exchange was put off are kept aside, out of reach of `zero_grad`."""
+        return self.step.defer is never_defer and super().are_cleared(parameters)
+
     @property
     def weights_obstacle(self) -> str | None:
         return 'parallel="fsdp"'

@@ -89,7 +89,7 @@ class Gradients:
                 "has stepped, which is not registered or no `torch.optim.Optimizer`: call `self.optimizer_step()` to "
                 "step it, or add the losses up and call `self.backward` once."
             )
-        if step.window > 1 and all(each.grad is None for each in self._precision.parameters(optimizer)):
+        if step.window > 1 and self._parallel.are_cleared(self._precision.parameters(optimizer)):
             raise ValueError(
                 f"`{step.option}`: the gradients of earlier batches of this step are gone. `self.backward` clears "
                 "gradients where a step begins: remove `zero_grad()` from `train_batch`. To leave a batch out, "

@@ -192,6 +192,10 @@ class NoParallel:
     def exchange(self, parameters: Sequence[torch.Tensor]) -> None:
         """Averages gradients over the ranks whose exchange was put off for a batch that never came."""
 
+    def are_cleared(self, parameters: Iterable[torch.Tensor]) -> bool:
+        """Whether no gradient of earlier batches is left to add to."""
+        return all(parameter.grad is None for parameter in parameters)
+
     @contextmanager
     def further_pass(self, parameters: Iterable[torch.Tensor]) -> Iterator[None]:
         """Inside is a backward pass for these parameters that is not the first one of a batch, on a weighted loss."""
