@@ -287,7 +287,7 @@ def test_an_interrupted_start_leaves_nothing(ray_cluster: None, monkeypatch: pyt
         raise KeyboardInterrupt
 
     group = make_group()
-    monkeypatch.setattr(Startup, "_prepare", interrupt)
+    monkeypatch.setattr(Startup, "prepare", interrupt)
     with pytest.raises(KeyboardInterrupt):
         group.start()
     assert group.is_ended
@@ -444,7 +444,11 @@ def test_a_function_that_the_workers_cannot_import_is_explained(group: WorkerGro
 @pytest.mark.usefixtures("patient")
 @pytest.mark.parametrize("where", ["initialization_hook", "make_replica"])
 def test_a_setup_that_the_workers_cannot_import_is_explained(where: str, ray_cluster: None, elsewhere: Any) -> None:
-    assert_says_what_to_do(make_group(**{where: elsewhere.touch}).start())
+    group = make_group(**{where: elsewhere.touch})
+    try:
+        assert_says_what_to_do(group.start())
+    finally:
+        group.kill()
 
 
 def test_a_stored_value_is_put_once_and_goes_to_whatever_group_there_is(group: WorkerGroup) -> None:

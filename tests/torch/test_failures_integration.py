@@ -232,14 +232,14 @@ def test_a_group_shrinks_when_somebody_took_the_room_and_grows_when_there_is_som
         num_cpus_per_worker=2,
         recovery="rebuild",  # survivors would keep the place of a lost one for a new one
         scheduler_step_freq="batch",
-        config={BATCH_SIZE: 7, "num_samples": 21},
+        config={BATCH_SIZE: 7, "num_samples": 22},
     ) as trainer:
         assert trainer.train()["batch_count"] == 4  # of 6 samples, 3 for each worker
         competitor = Competitor.remote()
         with patch.object(Reservation, "close", gives_way_to(competitor)):
             result = trainer.train(info=mishap(be_killed, rank=1))
         assert (trainer.num_workers, trainer._num_failures) == (1, 1)
-        assert (result["epoch"], result["num_samples"], result["batch_count"]) == (2, 21, 3)
+        assert (result["epoch"], result["num_samples"], result["batch_count"]) == (2, 22, 4)
         assert trainer.config[BATCH_SIZE] == 7, "what was asked for is not rounded twice"
         assert trainer.apply_all_operators(lambda operator: operator.config[BATCH_SIZE]) == [7]
         assert trainer.train(num_steps=1)["num_samples"] == 7
@@ -249,7 +249,7 @@ def test_a_group_shrinks_when_somebody_took_the_room_and_grows_when_there_is_som
             time.sleep(0.05)
         result = trainer.train()
         assert trainer.num_workers == 2
-        assert (result["epoch"], result["num_samples"]) == (3, 14), "it went on inside the pass"
+        assert (result["epoch"], result["num_samples"]) == (3, 15), "it went on inside the pass"
         assert trainer._num_failures == 1, "growing is no failure"
         assert trainer.config[BATCH_SIZE] == 6
 
