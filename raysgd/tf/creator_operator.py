@@ -99,7 +99,10 @@ class CreatorOperator(TrainingOperator):
     def _fit_alone(self, options: dict[str, Any]) -> dict[str, Any]:
         if isinstance(options.get("validation_data"), datasets.PackedDataset):
             options["validation_data"] = options["validation_data"].unpacked()
-        history = self.model.fit(self.train_dataset, **options)
+        in_strategy = self._raysgd.context.strategy is not None
+        # Keras makes an iterator that it does not use, which advances a shuffle, but not one whose passes are counted.
+        data = self.train_dataset if in_strategy else self._raysgd.fit.passes.counted(0)
+        history = self.model.fit(data, **options)
         return {} if history is None else {name: _last(values) for name, values in history.history.items()}
 
     def _fit_together(self, options: dict[str, Any]) -> Mapping[str, Any]:
