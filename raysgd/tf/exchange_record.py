@@ -15,9 +15,9 @@ class ExchangeRecord:
 
     Attributes:
         group: The ranks; another object once the replica has joined another group.
-        before_exchange: Called ahead of each exchange of gradients, in one of TensorFlow's threads, if it is set. What
-            it raises ends the step before it has changed a weight.
-        num_completed: Exchanges of gradients that were completed.
+        before_exchange: Called ahead of each exchange for a step of an optimizer, in one of TensorFlow's threads, if it
+            is set. What it raises ends the step before it has changed a weight.
+        num_completed: Exchanges of gradients for a step of an optimizer that were completed.
         num_per_step: How many a step of a model that is watched has.
         own_s: Seconds of the training call that were not spent in exchanges, up to the last one.
         ledger: Is told when exchanges begin and end.
@@ -53,16 +53,16 @@ class ExchangeRecord:
         return int(self._num_samples / self.num_per_step)
 
     @contextmanager
-    def exchanging(self, num_samples: float) -> Iterator[None]:
-        """Inside is an exchange, to which this rank comes with so many samples."""
+    def exchanging(self, num_samples: float, is_step: bool = True) -> Iterator[None]:
+        """Inside is an exchange, to which this rank comes with so many samples; whether an optimizer steps after it."""
         is_measured = self._left_at is not None
         if self._left_at is not None:
             self.own_s += time.perf_counter() - self._left_at
         with nullcontext() if self.ledger is None else self.ledger.exchanging(self.group):
             yield
-        self.num_completed += 1
+        self.num_completed += is_step
         if is_measured:
-            self._num_samples += num_samples
+            self._num_samples += num_samples * is_step
             self._left_at = time.perf_counter()
 
     @contextmanager

@@ -12,7 +12,7 @@ from raysgd.connections.group import Array
 from raysgd.tf.exchange import Layout
 from raysgd.tf.exchange_record import ExchangeRecord
 from raysgd.tf.sample_weights import SampleWeights
-from raysgd.tf.traced_step import TracedStep
+from raysgd.tf.traced_step import TracedStep, zeros_like
 
 _EQUAL_WEIGHTS = 1e-6
 """The sum of the ranks' weights is 1 up to this when all have as many samples as the first step had."""
@@ -36,8 +36,13 @@ class GradientAverager:
         """Takes the next step for a full one: the ranks of a new group have none in common."""
         self._full_step = None
 
-    def average(self, gradients: Sequence[Any]) -> list[Any]:
-        """The mean of all ranks' gradients, as tensors; None stays None."""
+    def average(self, gradients: Sequence[Any], is_step: bool = True) -> list[Any]:
+        """The mean of all ranks' gradients, as tensors; None stays None.
+
+        Args:
+            gradients: Those of this rank.
+            is_step: Whether an optimizer takes a step with the mean.
+        """
         import tensorflow as tf
 
         given = [gradient for gradient in gradients if gradient is not None]
@@ -47,7 +52,7 @@ class GradientAverager:
         sparse = [part for gradient in given if isinstance(gradient, tf.IndexedSlices) for part in _parts(gradient)]
         count = self._traced.num_samples_or_unknown()
         sent = [*dense, *sparse]
-        exchange = partial(self._exchange, len(dense))
+        exchange = partial(self._exchange, len(dense), is_step)
         found = tf.numpy_function(exchange, [count, *sent], [tensor.dtype for tensor in sent])
         received = tf.nest.flatten(found)  # eagerly, a single tensor comes without a list
         for index, (before, after) in enumerate(zip(sent, received, strict=True)):
@@ -55,13 +60,13 @@ class GradientAverager:
         averages, joined = iter(received), iter(received[len(dense) :])
         return [_like(gradient, averages, joined) for gradient in gradients]
 
-    def _exchange(self, num_dense: int, count: Array, *gradients: Array) -> list[Array]:
+    def _exchange(self, num_dense: int, is_step: bool, count: Array, *gradients: Array) -> list[Array]:
         """Runs whenever the graph does, in one of TensorFlow's threads."""
         try:
-            if self._exchanges.before_exchange is not None:
+            if is_step and self._exchanges.before_exchange is not None:
                 self._exchanges.before_exchange()
             num_samples = self._weights.num_samples_of(int(count))
-            with self._exchanges.exchanging(num_samples):
+            with self._exchanges.exchanging(num_samples, is_step):
                 return self._averaged(num_samples, gradients[:num_dense], gradients[num_dense:])
         except BaseException as error:
             self._exchanges.note(error)
@@ -89,6 +94,18 @@ class GradientAverager:
         own = [part if index % 2 else (part * weight).astype(part.dtype) for index, part in enumerate(parts)]
         counts = group.gather(np.array([len(part) for part in own], np.int64))
         return [group.gather_rows(part, [int(count[index]) for count in counts]) for index, part in enumerate(own)]
+
+
+class Averaged:
+    """An average that no optimizer takes a step with."""
+
+    def __init__(self, averager: GradientAverager, gradients: Sequence[Any]) -> None:
+        self._averager = averager
+        self._zeros = [zeros_like(gradient, gradient) for gradient in gradients]
+
+    def repeat_with_zeros(self) -> None:
+        """Takes part in it."""
+        self._averager.average([zero() for zero in self._zeros], is_step=False)
 
 
 def _parts(gradient: Any) -> tuple[Any, Any]:

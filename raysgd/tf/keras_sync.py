@@ -21,8 +21,9 @@ from typing import Any
 from raysgd.connections.group import Group
 from raysgd.connections.tensorflow import group_of
 from raysgd.engine.types import World
+from raysgd.tf import losses
 from raysgd.tf.exchange_record import ExchangeRecord
-from raysgd.tf.gradient_averager import GradientAverager
+from raysgd.tf.gradient_averager import Averaged, GradientAverager
 from raysgd.tf.joint_metrics import JointMetrics
 from raysgd.tf.sample_weights import SampleWeights
 from raysgd.tf.step import Step
@@ -50,13 +51,15 @@ class Synchronizer:
         self.watches = world.is_distributed or watches
         self.step, self.validation_step = Step(), Step()
         self.exchanges = ExchangeRecord(group_of(world))
-        traced = TracedStep()
+        self._traced = traced = TracedStep()
         self._weights = SampleWeights(self.exchanges, traced, self.step, self.validation_step)
         new_averager = partial(GradientAverager, self.exchanges, traced, self._weights)
         self._averager = new_averager()  # for what is not watched; one for a replica: ranks retrace at different times
         self._optimizers = WatchedOptimizers(self.exchanges, traced, new_averager)
         self._metrics = JointMetrics(self.exchanges, traced)
-        self._models = WatchedModels(self.exchanges, traced, self._weights, self._optimizers, self._metrics)
+        self._models = WatchedModels(
+            self.exchanges, traced, self._weights, self._optimizers, self._metrics, self.scaling_losses
+        )
 
     @property
     def group(self) -> Group:
@@ -98,7 +101,13 @@ class Synchronizer:
 
     def scaling_losses(self) -> AbstractContextManager[None]:
         """Inside, losses that are no means over the samples are scaled, see `losses`; with what all ranks have."""
-        return self._weights.scaling_losses() if self.watches else nullcontext()
+        return losses.scaled(self._weights.factor, self._averaged_to_clip) if self.watches else nullcontext()
+
+    def _averaged_to_clip(self, gradients: Sequence[Any]) -> Sequence[Any]:
+        if self._weights.is_evaluation:  # in which no rank waits for others
+            return gradients
+        self._traced.note(Averaged(self._averager, gradients))
+        return self._averager.average(gradients, is_step=False)
 
     def weighted(self, loss: Any, weight: Any) -> Any:
         """A loss that is the mean over so much, so scaled that it counts by that over all ranks."""

@@ -5,6 +5,9 @@ Other losses say in public what they are: the `reduction` of a loss of Keras, th
 `global_batch_size` of `tf.nn.compute_average_loss`. Each is scaled so that its average by samples is the loss of one
 process on the joint batch.
 
+`tf.clip_by_global_norm` says that it is given gradients. It clips them by the norm of their mean over all ranks: the
+gradients of all ranks become smaller by one factor, so that their mean is clipped as in one process.
+
 Why a loss is scaled by what it says: ADR 52.
 """
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import wraps
 from typing import Any
@@ -23,6 +26,9 @@ SUM = "sum"
 Factor = Callable[[Any], Any]
 """Of what this rank's loss was divided by, a tensor or `SUM`: what its loss is to be multiplied by, a tensor."""
 
+Average = Callable[[Sequence[Any]], Sequence[Any]]
+"""Of gradients of this rank: their mean over all ranks."""
+
 _ACROSS_BATCH = ("sum_over_batch_size", "mean", "auto")
 
 
@@ -30,7 +36,7 @@ class _Inside(threading.local):
     """Whether the code of this thread is inside, and how deep."""
 
     def __init__(self) -> None:
-        self.factors: list[Factor] = []
+        self.rules: list[tuple[Factor, Average]] = []
 
 
 _inside = _Inside()
@@ -40,14 +46,14 @@ _replaced = ExitStack()
 
 
 @contextmanager
-def scaled(factor: Factor) -> Iterator[None]:
-    """Inside, losses that are no means over samples are multiplied by `factor`, in this thread."""
+def scaled(factor: Factor, average: Average) -> Iterator[None]:
+    """Inside, in this thread, losses that are no means are multiplied by `factor`, and norms to clip by are joint."""
     _replace(+1)
-    _inside.factors.append(factor)
+    _inside.rules.append((factor, average))
     try:
         yield
     finally:
-        _inside.factors.pop()
+        _inside.rules.pop()
         _replace(-1)
 
 
@@ -65,9 +71,10 @@ def _replace(change: int) -> None:
 
 
 def _replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Where losses are reduced: whose attribute, its name, and what takes its place."""
+    """Where losses are reduced and gradients clipped: whose attribute, its name, and what takes its place."""
     import tensorflow as tf
 
+    yield tf, "clip_by_global_norm", _clip(tf.clip_by_global_norm)
     yield tf.nn, "compute_average_loss", _average_loss(tf.nn.compute_average_loss)
     for name in ("keras", "tf_keras"):
         keras = sys.modules.get(name)
@@ -94,6 +101,19 @@ def _average_loss(inner: Callable[..., Any]) -> Callable[..., Any]:
     return compute_average_loss
 
 
+def _clip(inner: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(inner)
+    def clip_by_global_norm(t_list: Any, clip_norm: Any, use_norm: Any = None, name: Any = None) -> Any:
+        import tensorflow as tf
+
+        if use_norm is None and _inside.rules:
+            _, average = _inside.rules[-1]
+            use_norm = tf.linalg.global_norm(average(list(t_list)))
+        return inner(t_list, clip_norm, use_norm, name)
+
+    return clip_by_global_norm
+
+
 def _divisor(reduction: str, mask: Any, sample_weight: Any) -> Any:
     """What a loss was divided by; `SUM` for nothing, None for the number of samples, or for one that is not reduced."""
     import tensorflow as tf
@@ -113,6 +133,7 @@ def _divisor(reduction: str, mask: Any, sample_weight: Any) -> Any:
 def _times(loss: Any, divisor: Any) -> Any:
     import tensorflow as tf
 
-    if divisor is None or not _inside.factors:
+    if divisor is None or not _inside.rules:
         return loss
-    return loss * tf.cast(_inside.factors[-1](divisor), loss.dtype)
+    factor, _ = _inside.rules[-1]
+    return loss * tf.cast(factor(divisor), loss.dtype)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -39,9 +38,10 @@ class SampleWeights:
             return known
         return counted if counted >= 0 else 1
 
-    def scaling_losses(self) -> AbstractContextManager[None]:
-        """Inside, losses that are no means over the samples are scaled, see `losses`; with what all ranks have."""
-        return losses.scaled(self.factor)
+    @property
+    def is_evaluation(self) -> bool:
+        """Whether it is a step of an evaluation that runs, or is traced."""
+        return self._traced.is_test or self._validation_step.num_samples is not None
 
     def factor(self, divisor: Any) -> Any:
         """What a loss is to be multiplied by that was divided by so much, a tensor or `losses.SUM`."""

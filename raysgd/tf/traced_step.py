@@ -23,7 +23,7 @@ class Applied:
     def __init__(self, optimizer: Any, variables: Sequence[Any], gradients: Sequence[Any]) -> None:
         self._optimizer = optimizer
         self._variables = list(variables)
-        self._zeros = [_zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
+        self._zeros = [zeros_like(*pair) for pair in zip(gradients, variables, strict=True)]
 
     @property
     def variables(self) -> list[Any]:
@@ -109,7 +109,7 @@ class UsualStep:
         return tf.nest.map_structure(lambda value: tf.zeros(value.shape, value.dtype), self._result)
 
 
-def _zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
+def zeros_like(gradient: Any, variable: Any) -> Callable[[], Any]:
     """Makes a gradient of the same kind, of zero; later, because it may be needed in another graph.
 
     Its shape is the variable's: a graph may know less of that of the gradient.

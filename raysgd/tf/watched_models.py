@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from raysgd.exceptions import IncompatibleModelError
@@ -26,8 +27,9 @@ class WatchedModels:
         weights: SampleWeights,
         optimizers: WatchedOptimizers,
         metrics: JointMetrics,
+        scaling_losses: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._exchanges, self._traced = exchanges, traced
+        self._exchanges, self._traced, self._scaling_losses = exchanges, traced, scaling_losses
         self._weights, self._optimizers, self._metrics = weights, optimizers, metrics
 
     def watch(self, model: Any, may_be_idle: bool) -> None:
@@ -85,7 +87,7 @@ class WatchedModels:
 
         def inner(data: Any) -> Any:
             self._weights.weigh_means(model.metrics)
-            with self._weights.scaling_losses():
+            with self._scaling_losses():
                 return step_of_user(data)
 
         def step(data: Any) -> Any:

@@ -41,6 +41,8 @@ def make_data(config: dict[str, Any]) -> tuple[Any, Any]:
 
     train = tf.data.Dataset.from_tensor_slices(samples(setting(config, "num_samples")))
     test = tf.data.Dataset.from_tensor_slices(samples(setting(config, "num_test_samples"), seed=1))
+    if config.get("shuffles"):
+        train = train.shuffle(setting(config, "num_samples"))
     return train.batch(setting(config, "batch_size")), test.batch(setting(config, "batch_size"))
 
 
@@ -90,7 +92,7 @@ def make_model(config: dict[str, Any]) -> Any:
 
 
 def make_model_with_a_step_of_its_own(config: dict[str, Any]) -> Any:
-    """Two optimizers train a part each; they are attributes of the model, or with `hides_optimizers` of nothing."""
+    """It clips, and two optimizers train a part each; they are attributes of it, or with `hides_optimizers` of nothing."""
     import tensorflow as tf
 
     class Model(tf.keras.Sequential):  # type: ignore[misc, name-defined]
@@ -99,7 +101,7 @@ def make_model_with_a_step_of_its_own(config: dict[str, Any]) -> Any:
             with tf.GradientTape() as tape:
                 loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
             variables = self.trainable_variables
-            gradients = tape.gradient(loss, variables)
+            gradients, _ = tf.clip_by_global_norm(tape.gradient(loss, variables), 0.5)
             optimizers[0].apply_gradients(zip(gradients[:2], variables[:2], strict=True))
             optimizers[1].apply_gradients(zip(gradients[2:], variables[2:], strict=True))
             return {"loss": loss}

@@ -61,7 +61,7 @@ CASES: dict[str, dict[str, Any]] = {
 ONLY_FIT: dict[str, dict[str, Any]] = {
     "steps_per_execution": {"compile": {"steps_per_execution": 2}, "num_samples": 20},
     "eagerly": {"compile": {"run_eagerly": True}},
-    "epochs": {"fit_config": {"epochs": 3}},
+    "shuffled_epochs": {"fit_config": {"epochs": 3}, "shuffles": True},
     "steps": {"fit_config": {"steps_per_epoch": 3}, "evaluate_config": {"steps": 2}},
 }
 
@@ -190,7 +190,7 @@ def test_what_would_come_apart_is_refused(lab: TFTrainer, operator_cls: type[Tra
 
 
 @pytest.mark.keras_in_turns("keras3", "keras2")
-def test_optimizers_of_a_train_step_of_its_own_are_those_of_one_process(lab: TFTrainer) -> None:
+def test_optimizers_of_a_train_step_of_its_own_which_clips_are_those_of_one_process(lab: TFTrainer) -> None:
     """And a new replica takes over what all of them keep."""
     operator_cls = make_operator(make_model_with_a_step_of_its_own, make_data)
 

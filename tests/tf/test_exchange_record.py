@@ -26,6 +26,12 @@ def test_samples_count_once_however_many_exchanges_a_step_has(record: ExchangeRe
     assert (record.num_completed, record.num_samples, record.own_s) == (2, 0, 0.0)
 
 
+def test_an_exchange_that_no_optimizer_steps_after_is_not_counted(record: ExchangeRecord) -> None:
+    with record.measuring(), record.exchanging(8, is_step=False):
+        pass
+    assert (record.num_completed, record.num_samples) == (0, 0)
+
+
 def test_outside_a_training_call_exchanges_are_only_counted(record: ExchangeRecord) -> None:
     with record.exchanging(8):
         pass
