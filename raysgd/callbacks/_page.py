@@ -225,7 +225,9 @@ def _what_happened(history: History) -> str:
         for number, event in enumerate(events, start=1)
     ]
     kinds = dict.fromkeys(span.kind for span in spans)
-    legend = "".join(f'<span class="key"><i class="{kind}"></i>{_CALLS.get(kind, kind)}</span>' for kind in kinds)
+    legend = "".join(
+        f'<span class="key"><i class="{safe(kind)}"></i>{safe(_CALLS.get(kind, kind))}</span>' for kind in kinds
+    )
     drawing = time_line(spans, marks, _workers_over_time(history, zero))
     table = _events(events, zero)
     if len(history.records) > _MOST_SPANS:

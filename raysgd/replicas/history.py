@@ -7,7 +7,7 @@ import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Literal, overload
+from typing import Any, Literal, get_args, get_origin, get_type_hints, overload
 
 from raysgd import _optional
 from raysgd.engine.history import Event
@@ -19,6 +19,7 @@ Kind = Literal["train", "validation", "test"]
 _FORMER_PREFIX = "validation_"
 _LAST = "last_"
 _MOST_ELEMENTS = 1000
+_ALLOWED: dict[Any, Any] = {float: (int, float)}
 
 
 @dataclass(frozen=True)
@@ -145,11 +146,13 @@ class History(Sequence[dict[str, Any]]):
             history = cls([_made(Event, entry) for entry in content["events"]])
             history._rows = [_with_nan(row) for row in content["rows"]]
             records = [_made(CallRecord, entry) for entry in content["records"]]
-        except (AttributeError, KeyError, TypeError, json.JSONDecodeError) as error:
+            reason = content.get("stop_reason")
+            history.stop_reason = None if reason is None else _checked("stop_reason", reason, str)
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"This is not the JSON of a `History`: {error!r}") from error
         for record in records:
             record.metrics.update(_with_nan(record.metrics))
-        history.records, history.stop_reason = records, content.get("stop_reason")
+        history.records = records
         return history
 
     def plot(self, path: str | os.PathLike[str], metrics: Sequence[str] | None = None) -> None:
@@ -229,8 +232,21 @@ def _row(record: CallRecord) -> dict[str, Any]:
 
 
 def _made(kind: Any, entry: Mapping[str, Any]) -> Any:
+    hints = get_type_hints(kind)
     known = {field.name for field in fields(kind)}
-    return kind(**{name: value for name, value in entry.items() if name in known})
+    return kind(**{name: _checked(name, value, hints[name]) for name, value in entry.items() if name in known})
+
+
+def _checked(name: str, value: Any, hint: Any) -> Any:
+    """Return a value if it is of a type, or one of the words of a `Literal`."""
+    words, base = get_args(hint), get_origin(hint)
+    if base is Literal:
+        is_right = isinstance(value, str) and value in words
+    else:
+        is_right = isinstance(value, _ALLOWED.get(hint, base or hint)) and not isinstance(value, bool)
+    if not is_right:
+        raise TypeError(f"{name}={value!r}")
+    return value
 
 
 def _with_nan(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -198,6 +198,7 @@ def test_names_values_and_reasons_are_text(tmp_path: Path) -> None:
     history = History([Event("rebuilt", 2, 2, 1.0, HOSTILE, HOSTILE, at=101.0)])
     history.add(CallRecord("train", 1, {HOSTILE: 0.5, "note": HOSTILE}, 100.0, 5.0, 2))
     history.add(CallRecord("train", 2, {HOSTILE: 0.25}, 106.0, 5.0, 2))
+    history.add(CallRecord(HOSTILE, 2, {}, 111.0, 5.0, 2))  # type: ignore[arg-type]  # out of a file
     run = make_run(tmp_path, name=HOSTILE, history=history, config={HOSTILE: HOSTILE, "nested": {HOSTILE: object()}})
     report = HTMLReport()
     report.on_run_end(run, ValueError(HOSTILE))

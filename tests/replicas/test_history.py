@@ -85,6 +85,27 @@ class TestJson:
         with pytest.raises(ValueError, match="not the JSON of a `History`"):
             History.from_json(text)
 
+    @pytest.mark.parametrize(
+        ("part", "name", "value"),
+        [
+            ("records", "kind", '"><meta http-equiv="refresh" content="0;url=https://example.com">'),
+            ("records", "kind", ["train"]),
+            ("records", "epoch", "1"),
+            ("records", "seconds", True),
+            ("records", "metrics", [0.5]),
+            ("events", "kind", "<script>"),
+            ("events", "new_size", 2.5),
+            ("events", "cause", None),
+        ],
+    )
+    def test_refuses_values_of_other_types(self, part: str, name: str, value: Any) -> None:
+        history = history_of(record("train", 1, loss=0.5))
+        history.events.append(Event("rejoined", 4, 3, 0.5, "rank 2 died", at=12.5))
+        content = json.loads(history.to_json())
+        content[part][0][name] = value
+        with pytest.raises(ValueError, match=f"not the JSON of a `History`.*{name}"):
+            History.from_json(json.dumps(content))
+
 
 def test_what_has_no_place_in_json_becomes_text() -> None:
     assert plain({1: [None, True, 2, "x"], "big": np.zeros(2000)})["1"] == [None, True, 2, "x"]

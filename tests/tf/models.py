@@ -92,7 +92,7 @@ def make_model(config: dict[str, Any]) -> Any:
 
 
 def make_model_with_a_step_of_its_own(config: dict[str, Any]) -> Any:
-    """It clips, and two optimizers train a part each; they are attributes of it, or with `hides_optimizers` of nothing."""
+    """It clips, and two optimizers train a part each: attributes of it, or with `hides_optimizers` of nothing."""
     import tensorflow as tf
 
     class Model(tf.keras.Sequential):  # type: ignore[misc, name-defined]
