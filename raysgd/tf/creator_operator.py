@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from raysgd.connections import tensorflow as connections
 from raysgd.exceptions import IncompatibleModelError, NoDataError
 from raysgd.tf import datasets, registration, shared_variables
 from raysgd.tf.datasets import check_dataset, is_divided
-from raysgd.tf.fit_callbacks import merger, one_part, tracker
+from raysgd.tf.fit_callbacks import acts_on_steps, merger, one_part, stopper, tracker
 from raysgd.tf.streams import lockstep_dataset
 from raysgd.tf.training_operator import TrainingOperator
 from raysgd.tf.watched_models import refuse_xla
@@ -156,13 +156,25 @@ class CreatorOperator(TrainingOperator):
             lambda: synchronizer.evaluating(shares),
         )
         options = {name: value for name, value in options.items() if not name.startswith("validation_")} | data
-        changed = {"initial_epoch": place.epoch, "epochs": end, "callbacks": [merge, *options["callbacks"], track]}
+        callbacks = [merge, *options["callbacks"], *self._stoppers(options["callbacks"]), track]
+        changed = {"initial_epoch": place.epoch, "epochs": end, "callbacks": callbacks}
         if steps is not None:
             changed["steps_per_epoch"] = steps - place.num_steps
         silenced = [*(["on_train_begin"] if stream.has_begun else []), *([] if is_last else ["on_train_end"])]
         stream.has_begun = True
         with one_part(model, options["callbacks"], stream.measures and place.num_steps > 0, silenced):
             model.fit(self._part(stream.data()), **{**options, **changed})
+
+    def _stoppers(self, callbacks: Sequence[Any]) -> list[Any]:
+        """What stops all ranks at one step; none where no callback that ranks have acts on steps."""
+        group = self._raysgd.context.synchronizer.group
+
+        def is_anyone(is_this_one: bool) -> bool:
+            return bool(group.largest(float(is_this_one)))
+
+        shared = [callback for callback in callbacks if _ONLY_ON_FIRST.isdisjoint(registration.class_names(callback))]
+        is_needed = is_anyone(any(acts_on_steps(self.model, callback) for callback in shared))
+        return [stopper(self.model, is_anyone)] if is_needed else []
 
     def _validation_options(self, options: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
         """Options of a `fit` that evaluates this rank's part; whether all ranks evaluate parts of the same batches."""

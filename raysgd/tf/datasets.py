@@ -25,6 +25,13 @@ logger = logging.getLogger(__name__)
 
 _IGNORE = 1  # state outside of a dataset, such as that of Python functions, stays what it is
 
+_ADVICE = "`tf.data.Dataset.from_tensor_slices(...).batch(...)`, or with `from_generator`"
+_ADVICE_FOR_INDEXED = (  # a `PyDataset` of Keras 3, or a `Sequence` of tf_keras
+    "`tf.data.Dataset.from_generator(lambda: (data[index] for index in range(len(data))), output_signature=...)`, "
+    "where `data` is this object and the signature has a `tf.TensorSpec` for each part of a batch, such as "
+    "`(tf.TensorSpec([None, 4]), tf.TensorSpec([None, 1]))`"
+)
+
 Sharding = Literal["global", "worker"]
 
 
@@ -225,7 +232,7 @@ def check_dataset(name: str, dataset: Any) -> None:
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
             f"`{name}` is a `{type(dataset).__name__}`: need a `tf.data.Dataset` of batches. Create one with "
-            "`tf.data.Dataset.from_tensor_slices(...).batch(...)`, or with `from_generator`."
+            f"{_ADVICE_FOR_INDEXED if hasattr(dataset, 'on_epoch_end') else _ADVICE}."
         )
     scalars = [spec for spec in tf.nest.flatten(dataset.element_spec) if spec.shape.rank == 0]
     if scalars:

@@ -9,6 +9,8 @@ from typing import Any
 from raysgd.tf import registration
 from raysgd.tf.fit_run import FitStream
 
+_AT_STEPS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
+
 
 def tracker(stream: FitStream, model: Any, steps_per_epoch: int | None, agree: Callable[[], None]) -> Any:
     """A callback that tells `stream` of epochs, and lets the ranks agree after those of the user were called."""
@@ -56,6 +58,26 @@ def merger(model: Any, merge: Callable[[], None], evaluating: Callable[[], Abstr
             self.is_merged = True
 
     return Merger()
+
+
+def stopper(model: Any, is_anyone: Callable[[bool], bool]) -> Any:
+    """A callback for the last place: after each step it stops all ranks if one of them is to stop."""
+    callback_cls: Any = registration.keras_of(model).callbacks.Callback
+
+    class Stopper(callback_cls):
+        def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+            self.model.stop_training = is_anyone(bool(self.model.stop_training))
+
+    return Stopper()
+
+
+def acts_on_steps(model: Any, callback: Any) -> bool:
+    """Whether a callback does something at a step, such as to stop."""
+    callback_cls: Any = registration.keras_of(model).callbacks.Callback
+    methods = {name: getattr(callback, name, None) for name in _AT_STEPS}
+    return any(
+        getattr(method, "__func__", method) is not getattr(callback_cls, name) for name, method in methods.items()
+    )
 
 
 @contextmanager

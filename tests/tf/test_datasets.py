@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from contextlib import nullcontext
 from typing import Any
 
@@ -118,6 +119,28 @@ def test_what_ranks_compare_differs_when_the_data_does() -> None:
 def test_what_is_no_dataset_of_batches_is_refused(dataset: Any, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         datasets.check_dataset("train", dataset)
+
+
+class Indexed:
+    """As a `PyDataset` of Keras, which TensorFlow may have in either version."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: int) -> Any:
+        return np.full((2, 4), index, "float32"), np.full((2, 1), index, "float32")
+
+    def on_epoch_end(self) -> None: ...
+
+
+def test_data_of_keras_by_index_are_refused_with_a_line_that_makes_a_dataset_of_them() -> None:
+    data = Indexed()
+    with pytest.raises(TypeError, match="`train` is a `Indexed`") as refused:
+        datasets.check_dataset("train", data)
+    *_, call, _, _, signature = re.findall("`([^`]*)`", str(refused.value))
+    made = eval(call.replace("...", signature), {"tf": tf, "data": data})
+    datasets.check_dataset("train", made)
+    assert [x.numpy()[0, 0] for x, _ in made] == [0, 1, 2]
 
 
 FIXED = tf.data.Dataset.from_tensors(np.ones((4, 1)))

@@ -253,6 +253,30 @@ def test_callbacks_and_validation_see_the_mean_of_the_statistics_of_batch_norm(l
     assert val_loss == (pytest.approx(found.results[1]["validation_loss"]) if validates else None)
 
 
+class Stopping(make_operator(make_model, make_data)):  # type: ignore[misc]
+    """One rank is told to stop: in its second step, or after the last one of the epoch."""
+
+    def setup(self, config: dict[str, Any]) -> None:
+        import tensorflow as tf
+
+        class Stop(tf.keras.callbacks.Callback):  # type: ignore[misc, name-defined]
+            def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+                seen.append(batch)
+                self.model.stop_training = rank() == 1 and batch == config["batch"]
+
+        super().setup(config)
+        seen = self.seen = []
+        config["fit_config"] = {"callbacks": [Stop(), tf.keras.callbacks.TerminateOnNaN()], "epochs": 2}
+
+
+@pytest.mark.keras_in_turns("keras3", "keras2")
+@pytest.mark.parametrize("batch", [1, 5])
+def test_a_callback_that_stops_one_rank_stops_all_at_the_same_step(lab: TFTrainer, batch: int) -> None:
+    found = run_together(lab, Experiment(Stopping, {"batch_size": 4, "batch": batch}))
+    assert found.seen == [list(range(batch + 1))] * 2
+    assert largest_difference(found.state[0], found.state[1]) == 0
+
+
 @pytest.mark.keras_in_turns("keras3")
 def test_ranks_skip_a_step_together_when_half_precision_overflows(lab: TFTrainer) -> None:
     config = {"policy": "mixed_float16", "num_samples": 16}
