@@ -194,3 +194,13 @@ def test_a_folder_in_a_store_is_read_by_its_uri() -> None:
         memory.rm("/status-bucket", recursive=True)
     assert "loss=0.125" in text
     assert "ended well" in text
+
+
+def test_what_could_be_read_without_an_end_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "run.json")
+    with pytest.raises(StorageError, match="no regular file"):
+        read_status(str(tmp_path))
+    (tmp_path / "run.json").unlink()
+    (tmp_path / "run.json").symlink_to("/dev/zero")
+    with pytest.raises(StorageError, match="no regular file"):
+        read_status(str(tmp_path))

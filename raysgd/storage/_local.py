@@ -111,8 +111,11 @@ class LocalFolder(Folder):
     @contextlib.contextmanager
     def reading(self, name: str) -> Iterator[IO[bytes]]:
         path = self._local_path / check_name(name)
-        with _telling(f"read `{path}`"), open(path, "rb") as file:
-            yield file
+        with _telling(f"read `{path}`"):
+            if path.exists() and not (path.is_file() or path.is_dir()):  # a pipe or a device could be without an end
+                raise OSError("it is no regular file")
+            with open(path, "rb") as file:
+                yield file
 
     @contextlib.contextmanager
     def writing(self, name: str) -> Iterator[IO[bytes]]:

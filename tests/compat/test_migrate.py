@@ -248,6 +248,32 @@ def test_a_file_that_cannot_be_migrated_does_not_stop_the_others(folder: Path) -
     assert "raysgd" in (folder / "a.py").read_text()
 
 
+def test_a_program_with_endless_expressions_does_not_stop_the_others(folder: Path) -> None:
+    joined = " + ".join(f"'{number}'" for number in range(600))
+    (folder / "long.py").write_text(f"from ray.util.sgd import TorchTrainer\nx = {joined}\n")
+    found = run(folder, "--write")
+    assert found.exit_code == 1
+    assert "long.py:1: error: its code is nested too deeply" in found.output
+    assert "raysgd" in (folder / "a.py").read_text()
+
+
+def test_pipes_links_and_files_that_may_not_be_written_stay(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    outside = tmp_path_factory.mktemp("outside") / "x.py"
+    outside.write_text("from ray.util.sgd import TorchTrainer\n")
+    (folder / "link.py").symlink_to(outside)
+    os.mkfifo(folder / "pipe.py")
+    (folder / "a.py").chmod(0o444)
+    found = run(folder, "--write")
+    assert found.exit_code == 1
+    assert f"link.py:1: look: left alone: it is a link to `{outside}`" in found.output
+    assert "pipe.py:1: look: left alone: it is no regular file" in found.output
+    assert "is read-only" in found.output
+    assert "raysgd" not in outside.read_text() + (folder / "a.py").read_text()
+    assert "raysgd" in (folder / "sub/b.py").read_text()
+
+
 def test_a_notebook_is_rewritten_too(folder: Path) -> None:
     text = '{"nbformat": 4, "cells": [{"cell_type": "code", "source": ["import ray.util.sgd"]}]}'
     (folder / "n.ipynb").write_text(text)

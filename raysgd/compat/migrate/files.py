@@ -14,6 +14,7 @@ from raysgd.compat.migrate.notebook import migrate_notebook
 from raysgd.compat.migrate.source import Migrated, migrate
 
 _SKIPPED = {"__pycache__", "node_modules", "site-packages", "build", "dist"}
+_WRITABLE = 0o222
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,8 @@ class MigratedFile:
         Raises:
             OSError: It could not be written; it is as it was.
         """
+        if not self.path.stat().st_mode & _WRITABLE:
+            raise PermissionError(f"`{self.path}` is read-only")
         with replacing(str(self.path.resolve())) as file:
             file.write(self.after.text)
 
@@ -63,7 +66,10 @@ def files_of(paths: Sequence[Path]) -> Iterator[Path]:
 
 
 def migrate_file(path: Path, ray_train: bool) -> MigratedFile:
-    """Rewrites one file, in memory."""
+    """Rewrites one file, in memory. What is no file of its folder is left alone."""
+    reason = _obstacle(path)
+    if reason is not None:
+        return MigratedFile(path, b"", Migrated(b"", [Finding(1, f"left alone: {reason}", is_error=False)]))
     try:
         before = path.read_bytes()
     except OSError as error:
@@ -71,6 +77,13 @@ def migrate_file(path: Path, ray_train: bool) -> MigratedFile:
     if path.suffix == ".ipynb":
         return MigratedFile(path, before, migrate_notebook(before, ray_train))
     return MigratedFile(path, before, migrate(before, ray_train))
+
+
+def _obstacle(path: Path) -> str | None:
+    """Why a path is not rewritten: a pipe may never end, and a link leads to a file that was not named."""
+    if path.is_symlink():
+        return f"it is a link to `{path.resolve()}`, which you can pass by itself"
+    return None if path.is_file() or not path.exists() else "it is no regular file"
 
 
 def _inside(folder: Path) -> Iterator[Path]:

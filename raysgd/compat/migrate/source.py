@@ -53,7 +53,12 @@ def migrate(text: bytes, ray_train: bool = False) -> Migrated:
     except (cst.ParserSyntaxError, ValueError, LookupError, RecursionError, MemoryError) as error:
         findings.add(1, f"it cannot be read as Python: {error}", is_error=True)
         return Migrated(text, findings.sorted())
-    new = _rewritten(module, Paths(ray_train, _is_of_sgd(module)), findings)
+    try:
+        new = _rewritten(module, Paths(ray_train, _is_of_sgd(module)), findings)
+    except RecursionError:
+        findings = Findings()
+        findings.add(1, "its code is nested too deeply, or joins too many parts in one expression", is_error=True)
+        return Migrated(text, findings.sorted())
     found = Migrated(new.bytes, findings.sorted())
     return Migrated(text, found.findings) if found.has_failed else found
 
